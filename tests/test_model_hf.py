@@ -33,7 +33,8 @@ from shardhet.config.pretrained import HfConf
 from shardhet.config.train import TrainConf
 from shardhet.models.decoder import next_token_loss
 from shardhet.models.pretrained import LanguageModel, Lora, Objective, PretrainedFolder
-from shardhet.profiler.describe import describe
+from shardhet.profiler.describe import describe, describe_sketch
+from shardhet.profiler.sketch import sketch_model
 from tests.parity import Batch, Course, Problem, check_parity
 from tests.programs import SHARDHET, run
 from tests.small_models import TRANSFORMERS_SHAPE
@@ -155,6 +156,57 @@ def test_frozen_parameters_have_no_gradient_and_no_moments(llama: Path) -> None:
     assert 0 < part < 0.2
     assert adapted.state_bytes_per_element == pytest.approx(4 * (1 + 3 * part))
     assert min(kind.trained_numel for kind in adapted.kinds) == 0  # the embedding
+
+
+def losses_in_half(rank: int, path: str) -> None:
+    """Weights that are stored as they are computed with are the same, bit by bit."""
+    folder, plan = PretrainedFolder.open(path), Plan.by_hand(microbatch_sizes=[2, 1])
+    found: list[list[float | None]] = []
+    for frozen_dtype in (None, torch.bfloat16):
+        lora = Lora(rank=2, alpha=4.0, targets=("q_proj", "v_proj"), frozen_dtype=frozen_dtype)
+        module = folder.in_memory(dtype=torch.float32, weights=True, seed=5, lora=lora)
+        frozen = {each.dtype for each in module.parameters() if not each.requires_grad}
+        assert frozen == {frozen_dtype or torch.float32}
+        called = LanguageModel.of(module, folder.objective)
+        model = HetFSDP(
+            module,
+            plan,
+            param_dtype=torch.bfloat16,
+            loss_fn=called.loss_fn,
+            units=called.units,
+        )
+        trained = [each for each in model.parameters() if each.requires_grad]
+        assert {each.dtype for each in trained} == {torch.float32}
+        optimizer = torch.optim.AdamW(trained, lr=0.1)
+        tokens = torch.arange(3 * SEQ_LEN).reshape(3, SEQ_LEN) % VOCAB_SIZE
+        mine = tokens[plan.sample_indices(rank)]
+        losses = []
+        for _ in range(3):
+            losses.append(model.forward_backward(input_ids=mine, loss_inputs=(mine,)))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(losses)
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][2]
+
+
+def test_frozen_weights_are_stored_as_they_are_computed_with(llama: Path) -> None:
+    run_ranks(losses_in_half, 2, str(llama))
+    keys = ("model.lora.rank=2", "model.lora.targets=[q_proj,v_proj]")
+    for precision, itemsize in (("FP32", 4), ("BF16", 2)):
+        conf = conf_of(llama, *keys, f"precision={precision}")
+        measured = model_to_measure(conf)
+        assert isinstance(conf.model, HfConf)
+        workload = conf.model.to_workload(
+            SampleShape(seq_len=SEQ_LEN), param_dtype=conf.precision.value
+        )
+        counted = describe_sketch(sketch_model(measured), measured)
+        for each in (workload, counted):
+            part = each.trained_numel / each.numel
+            mean = itemsize * (1 - part) + 16 * part
+            assert each.state_bytes_per_element == pytest.approx(mean)
+            assert all(kind.frozen_as_stored for kind in each.kinds)
+            assert each.reduce_dtype == "float32"
 
 
 def describe_folder(folder: PretrainedFolder, lora: Lora | None) -> Any:

@@ -25,6 +25,7 @@ from shardhet.config.models import (
 from shardhet.records.workload import Workload
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from shardhet.models.pretrained import Lora, PretrainedFolder
@@ -81,15 +82,23 @@ class HfConf(ModelConf):
         with config_errors("model.path"):
             return PretrainedFolder.open(self.path)
 
-    def adapters(self) -> "Lora | None":
-        """The LoRA adapters, if any are configured."""
+    def adapters(self, param_dtype: "torch.dtype | None" = None) -> "Lora | None":
+        """The LoRA adapters, if any are configured.
+
+        What is frozen is stored in ``param_dtype``, in which it is computed with: the values
+        are the same, in half of the memory.
+        """
         from shardhet.models.pretrained import Lora
 
         lora = self.lora
         if not lora.rank:
             return None
         return Lora(
-            rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), dropout=lora.dropout
+            rank=lora.rank,
+            alpha=lora.alpha,
+            targets=tuple(lora.targets),
+            dropout=lora.dropout,
+            frozen_dtype=param_dtype,
         )
 
     def title(self, choice: str) -> str:
@@ -121,12 +130,13 @@ class HfConf(ModelConf):
                 f"{folder.vocab_size}. Leave vocab_size out."
             )
         with config_errors("model"):
-            module = folder.on_meta(dtype=torch.float32, lora=self.adapters())
+            dtype: torch.dtype = getattr(torch, param_dtype)
+            module = folder.on_meta(dtype=torch.float32, lora=self.adapters(dtype))
             model = LanguageModel.of(module, folder.objective).trained(
                 module,
                 vocab_size=folder.vocab_size,
                 seq_len=seq_len,
-                param_dtype=getattr(torch, param_dtype),
+                param_dtype=dtype,
                 reduce_dtype=torch.float32,
             )
             return describe_sketch(sketch_model(model), model)

@@ -46,6 +46,7 @@ class Lora:
     alpha: float
     targets: tuple[str, ...]  # names of linear layers
     dropout: float = 0.0
+    frozen_dtype: torch.dtype | None = None  # in which the rest is stored; None: as read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +211,9 @@ def _adapted(model: Any, lora: Lora | None) -> nn.Module:
     with warnings.catch_warnings():  # peft uses deprecated names of transformers
         warnings.simplefilter("ignore", FutureWarning)
         adapted: nn.Module = get_peft_model(model, adapters)
+    for param in adapted.parameters() if lora.frozen_dtype else ():
+        if not param.requires_grad and param.is_floating_point():
+            param.data = param.data.to(lora.frozen_dtype)
     return adapted
 
 

@@ -14,7 +14,7 @@ import torch
 
 from shardhet.comm import devices
 from shardhet.profiler.batch import TrainedModel
-from shardhet.profiler.describe import orig_dtype
+from shardhet.profiler.describe import trained_dtype
 from shardhet.profiler.sketch import ModelSketch
 from shardhet.profiler.stopwatch import Stopwatch, timing_of
 from shardhet.profiler.unit_runner import Started, UnitRunner
@@ -245,7 +245,7 @@ class ComputeMeasurement:
 
         The parameters are those of a rank that stores ``share`` of every unit.
         """
-        dtype = orig_dtype(self._model.module)
+        dtype = trained_dtype(self._model.module)
         max_numel = MAX_OPTIMIZED_NUMEL
         if not devices.is_on_host(self._device):
             usable_bytes = OPTIMIZED_PART_OF_MEMORY * self._memory_bytes

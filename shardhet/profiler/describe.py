@@ -3,7 +3,7 @@
 ``plan_for`` goes on from there to a plan for hardware that need not be at hand.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -172,7 +172,7 @@ def describe_sketch(
         units=tuple(Unit(fqn=unit.fqn, kind=unit.kind) for unit in sketch.units),
         tokens_per_sample=tokens_per_sample or _tokens_per_sample(model.batch),
         param_dtype=_name(in_flight),
-        reduce_dtype=_name(model.reduce_dtype or stored),
+        reduce_dtype=_name(model.reduce_dtype or trained_dtype(model.module)),
         state_bytes_per_element=_state_bytes_per_element(sketch, num_moments),
         num_moments=num_moments,
     )
@@ -218,8 +218,18 @@ def _is_frozen_as_stored(unit: UnitSketch, module: nn.Module) -> bool:
 
 def orig_dtype(model: nn.Module) -> torch.dtype:
     """The dtype in which most of the model's parameters are stored."""
+    return _most_common_dtype(model.parameters())
+
+
+def trained_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype in which most of what is trained is stored, or of all if nothing is."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    return _most_common_dtype(trained or model.parameters())
+
+
+def _most_common_dtype(params: Iterable[nn.Parameter]) -> torch.dtype:
     numels: dict[torch.dtype, int] = {}
-    for param in model.parameters():
+    for param in params:
         if param.is_floating_point():
             numels[param.dtype] = numels.get(param.dtype, 0) + param.numel()
     if not numels:

@@ -22,7 +22,7 @@ from shardhet.pricing.setting import Setting
 from shardhet.profiler.assemble import RankReport, TrafficReport, make_cluster, make_profile
 from shardhet.profiler.batch import TrainedModel
 from shardhet.profiler.compute import MIN_ROUNDS, ComputeMeasurement, peaks_into
-from shardhet.profiler.describe import describe_sketch, orig_dtype
+from shardhet.profiler.describe import describe_sketch, trained_dtype
 from shardhet.profiler.host import HostPartReport
 from shardhet.profiler.reserved import Reserved, find_reserved
 from shardhet.profiler.sketch import ModelSketch, sketch_model
@@ -279,7 +279,7 @@ class _Session:
         return samples
 
     def _traffic_over(self, channels: Channels, workload: Workload) -> Traffic:
-        dtype = orig_dtype(self._model.module)
+        dtype = trained_dtype(self._model.module)
         return Traffic(channels, workload, self._device, orig_dtype=dtype)
 
     def _common(self, value: float) -> float:

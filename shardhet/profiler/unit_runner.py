@@ -26,7 +26,7 @@ from shardhet.fsdp.sharding.materialize import materialize, move_buffers
 from shardhet.fsdp.sharding.seeds import RandomStates
 from shardhet.fsdp.sharding.wrapping import find_units
 from shardhet.profiler.batch import TrainedModel
-from shardhet.profiler.describe import orig_dtype
+from shardhet.profiler.describe import trained_dtype
 from shardhet.profiler.sketch import TensorInput, UnitCall, UnitSketch, copy_with
 from shardhet.profiler.stopwatch import Stopwatch
 from shardhet.records.layout import Span
@@ -69,7 +69,7 @@ class UnitRunner:
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._module, draft = _drafted(model, unit.fqn)
         _put_on_device(draft, model, device)
-        self._accumulate_in(model.reduce_dtype or orig_dtype(model.module), draft)
+        self._accumulate_in(model.reduce_dtype or trained_dtype(model.module), draft)
         given = model.batch.of_size(max_samples).tensors
         self._calls = [_PreparedCall(call, given, max_samples, device) for call in unit.calls]
         self._functions = [

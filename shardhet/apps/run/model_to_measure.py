@@ -33,13 +33,14 @@ def model_to_measure(conf: MeasureConf | TrainConf) -> TrainedModel:
     if isinstance(conf.model, HfConf):
         folder = conf.model.folder()
         module = folder.on_meta(
-            dtype=DTYPE_BY_PRECISION[conf.precision], lora=conf.model.adapters()
+            dtype=DTYPE_BY_PRECISION[conf.precision], lora=conf.model.adapters(param_dtype)
         )
         return LanguageModel.of(module, folder.objective).trained(
             module,
             vocab_size=folder.vocab_size,
             seq_len=conf.data.seq_len,
             param_dtype=param_dtype,
+            reduce_dtype=DTYPE_BY_PRECISION[conf.precision],
             seed=conf.seed,
         )
     module = make_module(conf.model, conf.data, conf.precision)

@@ -134,7 +134,7 @@ def _hf_task(
         dtype=DTYPE_BY_PRECISION[conf.precision],
         weights=model.weights,
         seed=conf.seed,
-        lora=model.adapters(),
+        lora=model.adapters(PARAM_DTYPE_BY_PRECISION.get(conf.precision)),
     )
     called = LanguageModel.of(module, folder.objective)
     task = Task(
