@@ -179,16 +179,13 @@ def show(
     if conf.replicas.every:
         console.print(_replicas(conf, report), markup=False, soft_wrap=True)
     _write(conf, report, console)
-    batch = answer.solution.plan.global_batch_size
     if conf.leave_out == "ask":
         with waiting.for_("planning without some devices"):
             better = better or _without(conf, inputs, demands, answer)
         if better is not None:
             show_without(better, console)
     if conf.baselines:
-        alternatives = _alternatives(
-            inputs, demands, batch, report.solution.plan.num_rounds, waiting
-        )
+        alternatives = _alternatives(inputs, demands, report.solution.plan, waiting)
         show_alternatives(report, alternatives, console, note=_comparison_note(demands))
     if conf.explain and answer.objective is not None:
         solution, situation = without_idle(
@@ -390,15 +387,16 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
 
 
 def _alternatives(
-    inputs: Inputs, demands: Demands, batch: int, num_rounds: int, waiting: Waiting
+    inputs: Inputs, demands: Demands, plan: Plan, waiting: Waiting
 ) -> Iterator[Alternative]:
-    """Simpler plans for the same batch and limits."""
+    """Simpler plans than this one for the same batch and limits."""
+    batch = plan.global_batch_size
     simpler: list[tuple[str, Callable[..., PlanSolution]]] = [
         ("even sharding (stock FSDP)", even),
         ("compute only: even state", compute_only),
         ("memory only: even batches", memory_only),
     ]
-    if num_rounds > 1:
+    if plan.num_rounds > 1:
         simpler.append(("one round", one_round))
     for name, baseline in simpler:
         seconds, note = None, ""
@@ -409,6 +407,7 @@ def _alternatives(
                     global_batch_size=batch,
                     demands=demands,
                     effort=_compared(inputs.setting),
+                    near=plan.form,
                 ).predicted.step_time_s
             except PlanError:
                 note = _shortfall(inputs, demands, batch) if baseline is even else ""

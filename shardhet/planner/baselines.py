@@ -16,6 +16,7 @@ from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
 from shardhet.pricing.setting import Setting
+from shardhet.records.schedule import StepForm
 
 
 def _solve_as(
@@ -25,8 +26,9 @@ def _solve_as(
     form: Demands,
     demands: Demands = NO_DEMANDS,
     effort: Effort = DEFAULT_EFFORT,
+    near: StepForm | None = None,
 ) -> PlanSolution:
-    """The best plan of one form that also meets ``demands``."""
+    """The best plan of one form that also meets ``demands``; ``near`` as in ``solve``."""
     if form.has_even_state:
         limits = {i: replace(each, state_share=None) for i, each in demands.limits.items()}
         demands = replace(demands, limits=limits)
@@ -41,6 +43,7 @@ def _solve_as(
         ),
         effort=effort,
         is_bounded=False,
+        near=near,
     )
 
 

@@ -65,13 +65,15 @@ def solve(
     effort: Effort = DEFAULT_EFFORT,
     tolerance: float | None = None,
     is_bounded: bool = True,
+    near: StepForm | None = None,
 ) -> PlanSolution:
     """The fastest plan that fits every budget, with a bound on what any plan can reach.
 
     With a ``tolerance``, the plan to prefer of those that are slower by at most this part
     (``shardhet.planner.preference``).  Unless ``is_bounded``, the bound holds only for plans
-    that meet demanded shares to the element, which takes a search less.  Raises ``PlanError``
-    with the nearest miss if nothing fits.
+    that meet demanded shares to the element, which takes a search less.  Plans of the form
+    ``near`` are looked at first, as probably the best.  Raises ``PlanError`` with the nearest
+    miss if nothing fits.
     """
     if global_batch_size < 1:
         raise ValueError(
@@ -81,7 +83,7 @@ def solve(
     demands.check(setting.cluster.world_size)
     demands.check_batches(setting.cluster.world_size, global_batch_size)
     prices = _priced(setting, demands)
-    asked = _Asked(prices, global_batch_size, demands, effort, is_bounded)
+    asked = _Asked(prices, global_batch_size, demands, effort, is_bounded, near)
     found = _of_part(asked, demands.not_idle(setting.cluster.world_size), tolerance)
     return found or _of_all(asked, tolerance)
 
@@ -104,6 +106,7 @@ def _of_part(
             effort=asked.effort,
             tolerance=tolerance,
             is_bounded=asked.is_bounded,
+            near=asked.near,
         )
     except ValueError:  # nothing fits, or demands need the other devices
         return None
@@ -135,13 +138,13 @@ def _states_memory(setting: Setting) -> bool:
 
 def _solve(asked: "_Asked", tolerance: float | None) -> PlanSolution:
     """``solve``, of demands that were checked."""
-    met = _Met()
-    for task in asked.of_demanded_form():
+    met = _Met(is_only_faster=tolerance is None)
+    for task in (*asked.of_demanded_form(), *asked.of_near()):
         met.search(task)
-    for task in asked.of_one_round():
+    for i, task in enumerate(asked.of_one_round()):
         spared = spared_s(task.model)
-        if met.best is not None and spared <= NO_GAIN * met.best_s:
-            met.bounds_s.append(min(met.bounds_s) - spared)
+        if i and met.best is not None and spared <= NO_GAIN * met.best_s:
+            met.bounds_s.append(min(met.best_s, *met.bounds_s) - spared)
         else:
             met.search(task)
     demands = asked.demands
@@ -166,7 +169,8 @@ def _solve(asked: "_Asked", tolerance: float | None) -> PlanSolution:
 def _search_rest(asked: "_Asked", met: "_Met") -> None:
     """Search steps of several rounds, and those that keep fewer frozen weights, by bounds."""
     least_s, compute_s = endless_memory_bound_s(asked.of_endless_memory())
-    rest = [*asked.of_fewer_residents(), *asked.of_several_rounds()]
+    several = (task for task in asked.of_several_rounds() if not asked.is_near(task))
+    rest = [*asked.of_fewer_residents(), *several]
     trials = [
         (max(least_s, least_step_of_rounds_s(task.model, task.rounds, compute_s)), order, task)
         for order, task in enumerate(rest)
@@ -177,7 +181,7 @@ def _search_rest(asked: "_Asked", met: "_Met") -> None:
             met.bounds_s.append(bound_s)  # also of those that come later
             met.slower += [(each_s, later) for each_s, _, later in trials[i:]]
             return
-        met.search(replace(task, at_most_s=met.best_s), bound_s)
+        met.search(task, bound_s, at_most_s=met.best_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +193,7 @@ class _Asked:
     demands: Demands
     effort: Effort
     is_bounded: bool
+    near: StepForm | None = None  # of several rounds, looked at first
 
     @property
     def setting(self) -> Setting:
@@ -202,6 +207,16 @@ class _Asked:
             rounds = BatchRounds(form.num_rounds, self.global_batch_size)
             for prices in self.prices:
                 yield from self._tasks(prices, rounds, form)
+
+    def of_near(self) -> Iterator[FormTask]:
+        """Plans of the form that is looked at first, if there is one of several rounds."""
+        if self.near is not None:
+            yield from filter(self.is_near, self.of_several_rounds(self.near))
+
+    def is_near(self, task: FormTask) -> bool:
+        """Whether it is one of ``of_near``."""
+        is_like = self.near is not None and task.model.form == self.near
+        return is_like and task.model.resident_units == self.prices[0].resident_units
 
     def of_one_round(self) -> Iterator[FormTask]:
         """Plans whose units are gathered again for backward, then those that keep them; all
@@ -257,6 +272,7 @@ class _Asked:
 class _Met:
     """What was found so far, and bounds on everything that was looked at."""
 
+    is_only_faster: bool  # no plan is preferred to one that is faster
     best: PlanSolution | None = None
     # In which plans were found, with bounds on them.
     tasks: list[tuple[float, FormTask]] = field(default_factory=list)
@@ -272,11 +288,16 @@ class _Met:
         """Seconds of the step of the best plan; inf if there is none."""
         return inf if self.best is None else self.best.predicted.step_time_s
 
-    def search(self, task: FormTask, known_bound_s: float = 0.0) -> None:
-        """Search plans of one form.
+    def search(
+        self, task: FormTask, known_bound_s: float = 0.0, *, at_most_s: float = inf
+    ) -> None:
+        """Search plans of one form, of which none is slower than ``at_most_s``.
 
         Nothing is proven of a last round that is smaller: it is dealt by position.
         """
+        if self.is_only_faster:
+            at_most_s = self.best_s
+        task = replace(task, at_most_s=at_most_s, is_only_faster=self.is_only_faster)
         solutions, bound_s, error = solve_form(task)
         bound_s = max(bound_s, known_bound_s) if task.rounds.are_equal else known_bound_s
         (self.bounds_s if task.rounds.are_equal else self.unproven_s).append(bound_s)
@@ -366,7 +387,9 @@ def _least_of_form_s(task: FormTask) -> float:
         solutions, _, _ = solve_form(task)
         return min((each.predicted.step_time_s for each in solutions), default=inf)
     try:
-        _, found, _ = search_table(task.builder(), task.effort, task.at_most_s)
+        _, found, _ = search_table(
+            task.builder(), task.effort, task.at_most_s, is_only_faster=True
+        )
     except PlanError:
         return inf
     return found.value.objective_s

@@ -204,10 +204,11 @@ class _OptionList:
             yield left / model.bytes_per_stored_numel, 0.0
             return
         rank = _recomputing(patterns)
-        lines = model.lines(rank, kind, np.array([0]), np.array([1]))
-        samples = model.moments(rank).sample_bytes
-        for (own, per_numel), per_sample in zip(lines, samples, strict=True):
-            yield (role.budget_bytes - float(own[0])) / per_numel, float(per_sample) / per_numel
+        samples = iter(model.moments(rank).sample_bytes.tolist())
+        for own, per_numel in model.lines(rank, kind, np.array([0]), np.array([1])):
+            pairs = zip(own[:, 0].tolist(), per_numel[:, 0].tolist(), strict=True)
+            for own_bytes, of_numel in pairs:
+                yield (role.budget_bytes - own_bytes) / of_numel, next(samples) / of_numel
 
     def _most(self, rooms: Sequence[tuple[float, float]]) -> int:
         """The most samples that leave room, for the even share if that is demanded."""

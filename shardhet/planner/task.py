@@ -40,6 +40,7 @@ class FormTask:
     effort: Effort
     is_bounded: bool = True  # else the bound holds for plans that meet shares to the element
     at_most_s: float = inf  # slower plans are not asked for
+    is_only_faster: bool = False  # nor is how much slower the best of the form is
     has_endless_memory: bool = False  # plans need not fit: for a bound
 
     def builder(
@@ -175,7 +176,9 @@ def _best_plan(task: FormTask, computing: Computing) -> PlanSolution:
     for row_part in ROW_PARTS:
         builder = task.builder(computing, row_part=row_part)
         try:
-            table, found, is_tight = search_table(builder, task.effort, task.at_most_s)
+            table, found, is_tight = search_table(
+                builder, task.effort, task.at_most_s, is_only_faster=task.is_only_faster
+            )
         except NoRoomForRowsError as error:
             missed = missed or error
             continue
@@ -225,14 +228,20 @@ def _close_cut_s(builder: TableBuilder, cut_s: float, at_most_s: float = inf) ->
 
 
 def search_table(
-    builder: TableBuilder, effort: Effort, at_most_s: float = inf
+    builder: TableBuilder,
+    effort: Effort,
+    at_most_s: float = inf,
+    *,
+    is_only_faster: bool = False,
 ) -> tuple[CandidateTable, Found, bool]:
     """Search candidates up to a cut, raised until those left out are slower than the result.
 
     The bound holds for shares of any size; the choices leave room to round shares to rows,
     and the last value is whether they are slower for it.  The cut is not raised beyond
-    ``at_most_s``: nothing slower is asked for.
+    ``at_most_s``: nothing slower is asked for.  With ``is_only_faster``, the search ends once
+    nothing can be that fast.
     """
+    limit_s = at_most_s * (1 + effort.relative_gap) if is_only_faster else inf
     cut_s = _close_cut_s(builder, min(builder.first_cut_s(), at_most_s), at_most_s)
     while True:
         builder.check_listed(cut_s, is_whole=False)
@@ -242,16 +251,16 @@ def search_table(
         if at_most_s < inf and is_last and not _may_be_within(table.problem, at_most_s):
             raise PlanError(TOO_SLOW)
         try:
-            found = search(table.problem, effort)
+            found = search(table.problem, effort, at_most_s=limit_s)
             if table.rounded.evaluate(found.choices) is None:
                 error, bound_s = NoRoomForRowsError, found.lower_bound_s
-                tighter = search(table.rounded, effort)
+                tighter = search(table.rounded, effort, at_most_s=limit_s)
                 is_tight = tighter.value.objective_s > found.value.objective_s * (1 + ROWS_GAP)
                 found = replace(tighter, lower_bound_s=bound_s)
         except NothingFitsError:
             if is_last:
                 message = TOO_SLOW
-                if not table.is_cut:
+                if not table.is_cut and limit_s == inf:
                     message = nearest_miss(table.rounded, builder.model)
                 raise error(message, lower_bound_s=bound_s) from None
         else:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import inf
+from math import inf, prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from shardhet.records.workload import Workload
 
 STORED_DTYPES = ("float32", "float64")  # in which parameters are kept, too
 LEAST_KNOWN_SIZES = 33  # of microbatches, whose bytes are computed at once
+AT_ONCE = 2**17  # numbers of bytes
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -243,28 +244,33 @@ class MemoryPrices(MomentPrices):
         self, rank: RankPlan, device_kind: str | None, largest: int
     ) -> bool:
         """Whether microbatches up to the largest need no less memory if they are larger."""
-        running = self.running_by_size(rank, device_kind, largest)[:, 1 : 1 + largest]
-        return bool((np.diff(running) >= 0).all())
+        key, known = (rank.recomputed_units, device_kind, largest), self.known.needs_more
+        if key not in known:
+            running = self.running_by_size(rank, device_kind, largest)[:, 1 : 1 + largest]
+            known[key] = bool((np.diff(running) >= 0).all())
+        return known[key]
 
     def lines(
         self, rank: RankPlan, device_kind: str | None, batches: Ints, sizes: Ints
-    ) -> Iterator[tuple[Floats, float]]:
-        """Bytes without stored elements, and bytes per element, in each moment.
+    ) -> Iterator[tuple[Floats, Floats]]:
+        """[J, ..., sizes] bytes without stored elements in J moments, and [J, ..., 1] bytes
+        per element; few moments at a time of many batches.
 
-        ``rank`` says what is recomputed and what is on the host.  The bytes are [..., sizes]
-        for ``batches`` [..., 1] of at least one sample.
+        ``rank`` says what is recomputed and what is on the host.  ``batches`` [..., 1] have at
+        least one sample.
         """
         moments, reserved = self.moments(rank), self.profile.device(device_kind).reserved_bytes
         running = self.running_by_size(rank, device_kind, int(sizes.max(initial=0)))
-        by_run = {run: running[run][sizes] for run in set(moments.runs)}
-        for fixed, per_sample, per_numel, run in zip(
-            moments.fixed_bytes.tolist(),
-            moments.sample_bytes.tolist(),
-            moments.numel_bytes.tolist(),
-            moments.runs,
-            strict=True,
-        ):
-            yield by_run[run] + (reserved + fixed + batches * per_sample), per_numel
+        shape = np.broadcast_shapes(batches.shape, sizes.shape)
+        fixed, per_sample, per_numel = (
+            each.reshape(-1, *(1 for _ in shape))
+            for each in (moments.fixed_bytes, moments.sample_bytes, moments.numel_bytes)
+        )
+        number = max(1, AT_ONCE // max(1, prod(shape)))
+        for start in range(0, len(moments.runs), number):
+            part = slice(start, start + number)
+            needed = reserved + fixed[part] + batches * per_sample[part]
+            yield running[[*moments.runs[part]]][:, sizes] + needed, per_numel[part]
 
     def working_bytes(
         self, device_kind: str | None, rank: RankPlan, batches: Ints, sizes: Ints
@@ -290,7 +296,7 @@ class MemoryPrices(MomentPrices):
         resting = alone + stored_numel * self.bytes_per_numel_of(rank)
         fullest = np.zeros(())
         for own, per_numel in self.lines(rank, device_kind, batches, sizes):
-            fullest = np.maximum(fullest, own + stored_numel * per_numel)
+            fullest = np.maximum(fullest, (own + stored_numel * per_numel).max(axis=0))
         return np.where(batches > 0, fullest, resting)
 
     def bytes_per_sample(self, rank: RankPlan) -> int:
@@ -316,7 +322,7 @@ class MemoryPrices(MomentPrices):
         idle = (budget_bytes - reserved) / self.bytes_per_numel_of(rank)
         room: Floats = np.full((), inf)
         for own, per_numel in self.lines(rank, device_kind, batches, sizes):
-            room = np.minimum(room, (budget_bytes - own) / per_numel)
+            room = np.minimum(room, ((budget_bytes - own) / per_numel).min(axis=0))
         room = np.where(batches > 0, room, idle)
         if not rank.optimizer_on_host:
             return room
@@ -363,7 +369,7 @@ class MemoryPrices(MomentPrices):
             return np.array([[reserved], [self.bytes_per_numel_of(rank)]])
         batch, size = np.array([rank.rank_batch_size]), np.array([max(rank.microbatch_sizes)])
         lines = self.lines(rank, kind, batch, size)
-        return np.array([[float(own[0]), per_numel] for own, per_numel in lines]).T
+        return np.concatenate([np.stack((own[:, 0], per[:, 0])) for own, per in lines], axis=1)
 
     def memory(self, rank: RankPlan, stored_numel: int) -> MemoryParts:
         """The memory of a rank that stores this many elements, by purpose."""

@@ -43,6 +43,12 @@ class Known:
     running_bytes: dict[tuple[object, ...], Floats] = field(default_factory=dict)
     # [2, 1 + sizes] forward and backward by device kind, unit kind and largest microbatch.
     curves_s: dict[tuple[str | None, str, int], Floats] = field(default_factory=dict)
+    # Whether larger microbatches need no less, by patterns, device kind and largest microbatch.
+    needs_more: dict[tuple[tuple[str, ...], str | None, int], bool] = field(
+        default_factory=dict
+    )
+    # Units of one kind that the same ranks recompute, by what ranks recompute.
+    alike: dict[tuple[tuple[str, ...], ...], list[list[int]]] = field(default_factory=dict)
     # What devices may do with units, by number of steps and what hosts may hold.
     treatments: dict[tuple[int, bool, bool], tuple[RankPlan, ...]] = field(default_factory=dict)
     # Shares of the last plan, and the elements that they are.

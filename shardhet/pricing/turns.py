@@ -158,8 +158,14 @@ class TurnPrices(Priced):
 
     def _alike(self, recomputed: Sequence[Sequence[str]]) -> list[list[int]]:
         """Indices of units of one kind that the same ranks recompute, class by class."""
+        key = tuple(map(tuple, recomputed))
+        if key not in self.known.alike:
+            self.known.alike[key] = self._found_alike(key)
+        return self.known.alike[key]
+
+    def _found_alike(self, recomputed: tuple[tuple[str, ...], ...]) -> list[list[int]]:
         ranks = [
-            RankPlan(microbatch_sizes=(), state_share=0.0, recomputed_units=tuple(patterns))
+            RankPlan(microbatch_sizes=(), state_share=0.0, recomputed_units=patterns)
             for patterns in recomputed
         ]
         members: dict[tuple[str, tuple[bool, ...]], list[int]] = {}

@@ -159,6 +159,7 @@ class _Trials:
                 demands=demands,
                 effort=self.effort,
                 is_bounded=False,
+                near=self.whole.plan.form,
             )
         except ValueError:  # nothing fits after rounding to rows
             return None

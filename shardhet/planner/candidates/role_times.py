@@ -84,6 +84,13 @@ class Worth(NamedTuple):
     optimizer_s: float  # per element of state
 
 
+class _Backward(NamedTuple):
+    """Seconds of backward, [classes, b, n]."""
+
+    visit_s: Floats  # of a unit, without communication
+    turns_s: Floats  # all of a step
+
+
 class RoleTimes:
     """Seconds and bytes of one kind of device under one set of limits, by microbatch size."""
 
@@ -147,32 +154,28 @@ class RoleTimes:
         alone_s = in_rounds * sum(  # [b, n]
             each.num_units * seconds[each.kind.name].sum(axis=0) for each in classes
         )
-        known: dict[tuple[str, ...], list[Floats]] = {}  # of forward, by what is on the host
-        # Of backward, by class, whether it is recomputed, and what is on the host: a visit of a
-        # unit without communication, and all turns.
-        known_backward: dict[tuple[str, bool, tuple[str, ...]], tuple[Floats, Floats]] = {}
+        # By what is on the host: costs of forward, and of backward with and without forward
+        # again, [classes, b, n]: visits of units without communication, and all turns.
+        known: dict[tuple[str, ...], tuple[list[Floats], tuple[_Backward, _Backward]]] = {}
         for way in ways:
             rank, compute_s = self._terms.treatments[way.choice], alone_s
             on_host = rank.inputs_on_host
             if on_host not in known:
-                known[on_host] = self._forward_costs(rank, batches, seconds)
-            costs, visits_s = [*known[on_host]], np.zeros(())
-            for each in classes:
-                forward_s, backward_s = seconds[each.kind.name]
+                known[on_host] = (
+                    self._forward_costs(rank, batches, seconds),
+                    self._backward(rank, batches, seconds),
+                )
+            of_forward, of_backward = known[on_host]
+            costs, visits_s = [*of_forward], np.zeros(())
+            for i, each in enumerate(classes):
                 is_again = rank.recomputes(each.unit_fqn)
-                key = (each.unit_fqn, is_again, on_host)
-                if key not in known_backward:
-                    alone = backward_s + forward_s if is_again else backward_s
-                    visit_s = self._beside_copies(rank, each, batches, alone)
-                    units_s = each.num_units * visit_s
-                    turns_s = self._in_rounds(units_s, each, Phase.BACKWARD)
-                    known_backward[key] = visit_s, turns_s
-                visit_s, turns_s = known_backward[key]
-                costs.append(turns_s)
+                visit_s, turns_s = of_backward[is_again]
+                costs.append(turns_s[i])
                 if is_again:
+                    forward_s, _ = seconds[each.kind.name]
                     compute_s = compute_s + in_rounds * each.num_units * forward_s
                 if rank.optimizer_on_host:
-                    visits_s = visits_s + in_rounds * each.num_units * visit_s
+                    visits_s = visits_s + in_rounds * each.num_units * visit_s[i]
             most: Floats | float = inf
             optimizer_s = self.optimizer_s
             if rank.optimizer_on_host:
@@ -204,11 +207,31 @@ class RoleTimes:
     ) -> list[Floats]:
         """[b, n] seconds of forward by kind of unit."""
         found = {name: np.zeros(each.shape[1:]) for name, each in seconds.items()}
-        for each in self._terms.turns.classes:
-            visit_s = self._beside_copies(rank, each, batches, seconds[each.kind.name][0])
-            turns_s = self._in_rounds(each.num_units * visit_s, each, Phase.FORWARD)
-            found[each.kind.name] += turns_s
+        classes = self._terms.turns.classes
+        visits_s = [
+            self._beside_copies(rank, each, batches, seconds[each.kind.name][0])
+            for each in classes
+        ]
+        turns_s = self._in_rounds(np.stack(visits_s), Phase.FORWARD)
+        for i, each in enumerate(classes):
+            found[each.kind.name] += turns_s[i]
         return [*found.values()]
+
+    def _backward(
+        self, rank: RankPlan, batches: Ints, seconds: Mapping[str, Floats]
+    ) -> tuple["_Backward", "_Backward"]:
+        """Of a round: without and with forward again."""
+
+        def of(*, is_again: bool) -> _Backward:
+            visits_s = []
+            for each in self._terms.turns.classes:
+                forward_s, backward_s = seconds[each.kind.name]
+                alone_s = backward_s + forward_s if is_again else backward_s
+                visits_s.append(self._beside_copies(rank, each, batches, alone_s))
+            visit_s = np.stack(visits_s)
+            return _Backward(visit_s, self._in_rounds(visit_s, Phase.BACKWARD))
+
+        return of(is_again=False), of(is_again=True)
 
     def _beside_copies(
         self, rank: RankPlan, turns: TurnClass, batches: Ints, compute_s: Floats
@@ -221,20 +244,24 @@ class RoleTimes:
         per_sample_s = self._terms.model.copy_s_per_sample(rank, turns.unit_fqn)
         return np.maximum(compute_s, per_sample_s * batches[:, None])
 
-    def _in_rounds(self, compute_s: Floats, turns: TurnClass, phase: Phase) -> Floats:
-        """Seconds of the turns of a class in all rounds, of which each computes so long."""
+    def _in_rounds(self, visit_s: Floats, phase: Phase) -> Floats:
+        """[classes, b, n] seconds of all turns of each class, of whose units a visit computes
+        so long.
+        """
         excess = self._terms.model.profile.device(self._role.device_kind).overlap_excess
+        classes = self._terms.turns.classes
+        compute_s = np.array([[[each.num_units]] for each in classes]) * visit_s
         found: Floats = np.zeros(())
-        for rounds in turns.rounds:
-            number = float(rounds.num_rounds)
-            if rounds.is_last:  # it may have fewer samples
+        for of_classes in zip(*(each.rounds for each in classes), strict=True):
+            number = float(of_classes[0].num_rounds)
+            if of_classes[0].is_last:  # it may have fewer samples
                 number += self._terms.rounds.in_whole_ones - self._terms.rounds.number
-            comm_s = rounds.comm_s[phase is Phase.BACKWARD]
+            comm_s = np.array([[[each.comm_s[phase is Phase.BACKWARD]]] for each in of_classes])
             slowed = number * compute_s
-            if excess * comm_s:
+            if excess:
                 slowed = np.where(compute_s > 0, slowed + excess * comm_s, 0.0)
             # Compute that ends before its communication is hidden by it.
-            found = found + (np.maximum(slowed, comm_s) if comm_s else slowed)
+            found = found + np.maximum(slowed, comm_s)
         return found
 
     def _room(self, rank: RankPlan, batches: Ints, sizes: Ints, most: Floats | float) -> Floats:

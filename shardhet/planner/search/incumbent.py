@@ -17,17 +17,27 @@ Choices = tuple[Choice, ...]
 class Incumbent:
     """What a search has found."""
 
-    def __init__(self, problem: Problem, value: Value | None = None) -> None:
-        """``value`` is that of a choice which is kept elsewhere; None if there is none yet."""
+    def __init__(
+        self, problem: Problem, value: Value | None = None, at_most_s: float = np.inf
+    ) -> None:
+        """``value`` is that of a choice which is kept elsewhere; None if there is none yet.
+
+        Only choices whose objective is below ``at_most_s`` are worth finding.
+        """
         self.choices: Choices = ()
         self.value = value
+        self._at_most_s = at_most_s
         self._problem = problem
         self._met: dict[Choices, float] = {}  # objectives, good ones
 
     @property
     def seconds(self) -> float:
-        """The time of phases and optimizer of the best choice; infinite before there is one."""
-        return np.inf if self.value is None else self.value.objective_s - self._problem.fixed_s
+        """The time of phases and optimizer of the best choice, or of what is worth finding."""
+        return self._objective_s - self._problem.fixed_s
+
+    @property
+    def _objective_s(self) -> float:
+        return self._at_most_s if self.value is None else self.value.objective_s
 
     @property
     def target_s(self) -> float:
@@ -39,9 +49,9 @@ class Incumbent:
         value = None if choices is None else self._problem.evaluate(choices)
         if choices is None or value is None:
             return False
-        if self.value is None or value.objective_s < self.value.objective_s:
+        if value.objective_s < self._objective_s:
             self.choices, self.value = choices, value
-        if value.objective_s <= self.value.objective_s * (1 + RUNNER_UP_MARGIN):
+        if value.objective_s <= self._objective_s * (1 + RUNNER_UP_MARGIN):
             self._met.setdefault(choices, value.objective_s)
         return True
 

@@ -87,19 +87,26 @@ class Bracket(NamedTuple):
         return self._replace(high=middle) if fits(middle) else self._replace(low=middle)
 
 
-def search(problem: Problem, effort: Effort = DEFAULT_EFFORT) -> Found:
+def search(
+    problem: Problem, effort: Effort = DEFAULT_EFFORT, *, at_most_s: float = np.inf
+) -> Found:
     """The best choice of candidates; deterministic.
 
-    Raises ``NothingFitsError`` if nothing fits even in unlimited time.
+    Raises ``NothingFitsError`` if nothing fits even in unlimited time, or nothing that is
+    faster than ``at_most_s``.
     """
-    first = _Search(problem, effort)
+    first = _Search(problem, effort, at_most_s=at_most_s)
     box = first.root()
     if box is None:
         return first.found(np.inf)
     # A candidate beyond the first incumbent's limits cannot be part of a better choice.
     smaller, kept = problem.within(first.grid.at(box.hi))
     second = _Search(
-        smaller, effort, value=first.best.value, num_scanned=first.oracle.num_scanned
+        smaller,
+        effort,
+        value=first.best.value,
+        at_most_s=at_most_s,
+        num_scanned=first.oracle.num_scanned,
     )
     found = second.found(second.search_boxes(second.box_within(box, first)))
 
@@ -125,12 +132,16 @@ class _Search:
         effort: Effort,
         *,
         value: Value | None = None,
+        at_most_s: float = np.inf,
         num_scanned: float = 0.0,
     ) -> None:
-        """``value`` and ``num_scanned`` are those of the search that this one continues."""
+        """``value`` and ``num_scanned`` are those of the search that this one continues.
+
+        Nothing slower than ``at_most_s`` is looked for.
+        """
         self.problem = problem
         self.effort = effort
-        self.best = Incumbent(problem, value)
+        self.best = Incumbent(problem, value, at_most_s)
         self.oracle = Oracle(problem)
         self.oracle.num_scanned = num_scanned
         self.grid = Grid(problem)
@@ -148,7 +159,7 @@ class _Search:
         )
         box = Box(first, last, sum(self.grid.at(first)), self.problem.least_optimizer_s)
         self.try_ray(box)
-        if self.best.value is None and self.can_afford_exact:
+        if self.best.seconds == np.inf and self.can_afford_exact:
             self.best.offer(self.exact_choice(unlimited))
         tight = self.tightened(box)
         if tight is None:
@@ -227,7 +238,7 @@ class _Search:
 
         Using a candidate costs at least ``max(lo_d, its cost)`` in every phase.
         """
-        has_totals = len(self.grid.values) > 1 and self.best.value is not None
+        has_totals = len(self.grid.values) > 1 and self.best.seconds < np.inf
         return Limits(
             phases_s=self.grid.at(hi),
             optimizer_s=self.best.target_s - total_s,
@@ -258,7 +269,7 @@ class _Search:
         """``fits``; where many devices leave rounding open it is settled if affordable."""
         if not self.fits(limits):
             return False
-        if self.is_small or self.best.value is None:
+        if self.is_small or self.best.seconds == np.inf:
             return True
         choices = self.oracle.construct(limits)
         if choices is None and self.can_afford_exact:
