@@ -18,6 +18,7 @@ from shardhet.planner.idle import active_positions, with_idle
 from shardhet.planner.preference import TOLERANCE, preferred, preferred_to_idle
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.solution import PlanError, PlanSolution
+from shardhet.planner.receivers import depends_on_shares
 from shardhet.planner.residents import with_residents
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
 from shardhet.planner.task import (
@@ -295,9 +296,10 @@ class _Met:
 
         Nothing is proven of a last round that is smaller: it is dealt by position.
         """
-        if self.is_only_faster:
-            at_most_s = self.best_s
-        task = replace(task, at_most_s=at_most_s, is_only_faster=self.is_only_faster)
+        if self.is_only_faster and _is_exact(task):
+            task = replace(task, at_most_s=self.best_s, is_only_faster=True)
+        else:
+            task = replace(task, at_most_s=at_most_s)
         solutions, bound_s, error = solve_form(task)
         bound_s = max(bound_s, known_bound_s) if task.rounds.are_equal else known_bound_s
         (self.bounds_s if task.rounds.are_equal else self.unproven_s).append(bound_s)
@@ -326,6 +328,11 @@ def _priced(setting: Setting, demands: Demands) -> tuple[CostModel, ...]:
     if demands.has_one_level:
         return (prices,)
     return with_residents(prices, may_stay=demands.may_keep_frozen_weights)
+
+
+def _is_exact(task: FormTask) -> bool:
+    """Whether no plan is faster than the search says of its candidates."""
+    return task.rounds.are_equal and not depends_on_shares(task.model)
 
 
 def _check_size(setting: Setting) -> None:

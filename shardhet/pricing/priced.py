@@ -17,6 +17,9 @@ from shardhet.records.schedule import StepForm
 from shardhet.records.workload import Unit, UnitKind, Workload
 
 Floats = NDArray[np.float64]
+# Seconds beside the turns of every unit, by round and phase; rounds and seconds of launches
+# that overlap none.
+FewRounds = tuple[list[list[list[float]]], list[tuple[int, float]]]
 
 
 def at_sizes(curve: Curve, largest: int) -> Floats:
@@ -49,6 +52,8 @@ class Known:
     )
     # Units of one kind that the same ranks recompute, by what ranks recompute.
     alike: dict[tuple[tuple[str, ...], ...], list[list[int]]] = field(default_factory=dict)
+    # Collectives of at most three rounds, by their form and what their price depends on.
+    few_rounds: dict[tuple[object, ...], FewRounds] = field(default_factory=dict)
     # What devices may do with units, by number of steps and what hosts may hold.
     treatments: dict[tuple[int, bool, bool], tuple[RankPlan, ...]] = field(default_factory=dict)
     # Shares of the last plan, and the elements that they are.

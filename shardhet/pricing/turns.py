@@ -4,19 +4,20 @@ A turn is one visit of a unit in one phase.  Ranks meet at every turn, because a
 part in each gather.  The transfers that ``Schedule.beside`` lists overlap a turn's compute.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from statistics import fmean
 
 from shardhet.pricing.launches import PRICES
-from shardhet.pricing.priced import Priced
+from shardhet.pricing.priced import FewRounds, Priced
 from shardhet.records.layout import stored_numels
 from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.schedule import LaunchKind, Phase, StepForm, straight_schedule
 from shardhet.records.workload import UnitKind
 
 PHASES = tuple(Phase)
+MOST_FEW_ROUNDS = 256  # of different unevenness, that are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +121,7 @@ class TurnPrices(Priced):
         ``recomputed`` holds the distinct lists of patterns that ranks recompute by.  Units of
         one kind form a class if every list treats them alike.
         """
-        rounds, exposed_s = self._beside(self._launch_seconds(unevenness))
+        rounds, exposed_s = self._beside(unevenness)
         root_s = sum(
             price(self, kind, unevenness)
             for price in PRICES.values()
@@ -208,32 +209,48 @@ class TurnPrices(Priced):
                 found.setdefault(kind, []).append(known[key])
         return found
 
-    def _beside(
-        self, seconds_of: Mapping[LaunchKind, Sequence[float]]
-    ) -> tuple[list["_Beside"], float]:
+    def _beside(self, unevenness: float) -> tuple[list["_Beside"], float]:
         """What overlaps the turns of the rounds, and seconds of launches that overlap none.
 
         All rounds between the first and the last are alike.
         """
-        num_units, num_rounds = len(self.visited_units), min(self.num_rounds, 3)
+        num_rounds = min(self.num_rounds, 3)
         numbers = [1] * num_rounds
         numbers[num_rounds // 2] += self.num_rounds - num_rounds
-        overlapping, exposed = _launches(num_units, replace(self.form, num_rounds=num_rounds))
-        seconds = [seconds_of[kind] for kind in PRICES]
-        beside_s = [[[0.0] * num_units for _ in PHASES] for _ in numbers]
-        for number, phase, unit, kind, of_unit in overlapping:
-            beside_s[number][phase][unit] += seconds[kind][of_unit]
-        exposed_s = sum(numbers[n] * seconds[kind][unit] for n, kind, unit in exposed)
+        beside_s, exposed = self._of_few_rounds(
+            replace(self.form, num_rounds=num_rounds), unevenness
+        )
         found = [
             _Beside(
                 num_rounds=number,
                 is_last=i == num_rounds - 1,
-                forward_s=self._mean_by_kind(beside_s[i][PHASES.index(Phase.FORWARD)]),
-                backward_s=self._mean_by_kind(beside_s[i][PHASES.index(Phase.BACKWARD)]),
+                forward_s=beside_s[i][PHASES.index(Phase.FORWARD)],
+                backward_s=beside_s[i][PHASES.index(Phase.BACKWARD)],
             )
             for i, number in enumerate(numbers)
         ]
-        return found, exposed_s
+        return found, sum(numbers[n] * seconds for n, seconds in exposed)
+
+    def _of_few_rounds(self, form: StepForm, unevenness: float) -> FewRounds:
+        """Of so few rounds that none is like another; kept, as more rounds have the same."""
+        levels = self.two_level_units, self.resident_units
+        key = (form, unevenness, levels, self.cluster.world_size == 1)
+        known = self.known.few_rounds
+        if key not in known:
+            if len(known) >= MOST_FEW_ROUNDS:
+                known.clear()
+            seconds_of = self._launch_seconds(unevenness)
+            seconds = [seconds_of[kind] for kind in PRICES]
+            num_units = len(self.visited_units)
+            overlapping, exposed = _launches(num_units, form)
+            beside_s = [[[0.0] * num_units for _ in PHASES] for _ in range(form.num_rounds)]
+            for number, phase, unit, kind, of_unit in overlapping:
+                beside_s[number][phase][unit] += seconds[kind][of_unit]
+            known[key] = (
+                [[self._mean_by_kind(each) for each in phases] for phases in beside_s],
+                [(number, seconds[kind][unit]) for number, kind, unit in exposed],
+            )
+        return known[key]
 
     def stored_numels(self, state_shares: Sequence[float]) -> list[int]:
         """Elements that each device stores, with every border between rows."""
