@@ -135,10 +135,7 @@ class _Search:
         at_most_s: float = np.inf,
         num_scanned: float = 0.0,
     ) -> None:
-        """``value`` and ``num_scanned`` are those of the search that this one continues.
-
-        Nothing slower than ``at_most_s`` is looked for.
-        """
+        """``value`` and ``num_scanned`` are those of the search that this one continues."""
         self.problem = problem
         self.effort = effort
         self.best = Incumbent(problem, value, at_most_s)
@@ -340,13 +337,11 @@ class _Search:
                 fitting.append(part)
             else:
                 near = part
+        # With few devices what leaves most room, exactly.
+        choice_within = self.exact_choice if self.is_small else self.oracle.construct
         for part in reversed(fitting):
-            if self.best.offer(self.choice_within(limits(part))):
+            if self.best.offer(choice_within(limits(part))):
                 return
-
-    def choice_within(self, limits: Limits) -> Choices | None:
-        """Something within the limits; with few devices what leaves most room, exactly."""
-        return (self.exact_choice if self.is_small else self.oracle.construct)(limits)
 
     @property
     def can_afford_exact(self) -> bool:
