@@ -9,6 +9,7 @@ Life of a world.  pytest's process hosts the store and starts one process per ra
 joins a gloo group and waits at a pipe.  A case is sent to all ranks at once; each answers
 with one ``Outcome``.  A world in which every rank returned is kept for the next case of its
 size; any other is killed, because its ranks may be in the middle of a collective.
+Between cases its processes are stopped (``World.pause``).
 
     pytest  --case-->  rank 0 .. rank n-1     (pickle of function name and arguments)
             <-outcome- rank 0 .. rank n-1     (end of file: the process is gone)
@@ -17,6 +18,7 @@ The store lives here, as it lives in torchrun's agent, so that no dying rank tak
 """
 
 import atexit
+import ctypes
 import faulthandler
 import gc
 import multiprocessing
@@ -45,8 +47,8 @@ START_TIMEOUT_S = 60.0  # the fork server imports torch once, on a busy machine 
 DEATH_SLACK_S = 0.5  # a death is noticed after the fact, and peers fail within this of it
 CASES_PER_COLLECTION = 20
 # A world with more goes: a thread of each of gloo's groups wakes up a hundred times a second.
-# Those of idle worlds had a third of two cores.
 MOST_GROUPS = 8
+PR_SET_PDEATHSIG = 1  # prctl(2)
 
 # The fork server imports these once; each rank is then a fork of it: a clean process (no
 # threads, nothing of pytest's) that starts in milliseconds. torch.optim imports torch._dynamo.
@@ -88,6 +90,7 @@ class Outcome:
     duration_s: float = 0.0
     ended_at_s: float = 0.0  # by the monotonic clock, which all processes share
     num_groups: int = 0  # process groups that the rank has now
+    is_watched: bool = False  # whether its peers are still watched for signs of life
 
     @property
     def has_returned(self) -> bool:
@@ -176,6 +179,7 @@ class World:
         self._stacks = tempfile.TemporaryDirectory(prefix="shardhet-world-")
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
+        self._is_paused = False
         for rank in range(world_size):
             ours, theirs = _CONTEXT.Pipe()
             process = _CONTEXT.Process(
@@ -224,8 +228,26 @@ class World:
                 continue
         return self._collect(timeout_s=timeout_s, grace_s=grace_s)
 
+    def pause(self) -> None:
+        """Stop idle ranks, whose threads of gloo would wake up a hundred times a second."""
+        if not self._is_paused:
+            self._signal(signal.SIGSTOP)
+            self._is_paused = True
+
+    def resume(self) -> None:
+        """Let them go on."""
+        if self._is_paused:
+            self._signal(signal.SIGCONT)
+            self._is_paused = False
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, number)
+
     def close(self) -> None:
         """Let idle ranks go: they leave at the end of file."""
+        self.resume()
         for connection in self._connections:
             connection.close()
         for process in self._processes:
@@ -322,6 +344,7 @@ def _run(
     world = None if fresh_world else _world_by_size.pop(world_size, None)
     if world is None:
         world = World(world_size)
+    world.resume()
     is_reusable = False
     try:
         outcomes = world.run(
@@ -332,10 +355,14 @@ def _run(
             leaves_on_failure=leaves_on_failure,
         )
         is_reusable = not fresh_world and all(
-            outcome.has_returned and outcome.num_groups <= MOST_GROUPS for outcome in outcomes
+            outcome.has_returned
+            and outcome.num_groups <= MOST_GROUPS
+            and not outcome.is_watched  # who is stopped gives no sign
+            for outcome in outcomes
         )
     finally:  # also when pytest-timeout interrupts us here
         if is_reusable:
+            world.pause()
             _world_by_size[world_size] = world
         else:
             world.kill()
@@ -389,6 +416,10 @@ def _serve(
 
     from torch.distributed import distributed_c10d
 
+    from shardhet.comm.progress import progress
+
+    # A rank that is stopped cannot see that pytest is gone; the fork server, its parent, does.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     global _rank_cache
     _rank_cache = {}
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's, which then ends us
@@ -403,7 +434,11 @@ def _serve(
         except (EOFError, OSError):
             os._exit(0)
         outcome = _attempt(rank, partial(_call, rank, case))
-        outcome = replace(outcome, num_groups=len(distributed_c10d._world.pg_map))
+        outcome = replace(
+            outcome,
+            num_groups=len(distributed_c10d._world.pg_map),
+            is_watched=progress.is_watched,
+        )
         connection.send_bytes(_pickled(outcome))
         if case.leaves_on_failure and not outcome.has_returned:
             os._exit(1)
