@@ -1,6 +1,8 @@
 """The harness must never let a broken rank pass, and must say which one broke."""
 
 import os
+import subprocess
+import sys
 import time
 import warnings
 from typing import Any
@@ -9,6 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardhet.comm.liveness.sign import ProcessState
+from shardhet.comm.peers import is_running
+from tests.test_experiment_common import wait_until
 from tests.worlds import (
     Outcome,
     patience,
@@ -73,6 +78,27 @@ def count_calls(rank: int) -> int:
     cache = rank_cache()
     cache["calls"] = cache.get("calls", 0) + 1
     return int(cache["calls"])
+
+
+def show_idle_ranks_for_ever() -> None:
+    sys.stdout.write(f"{' '.join(map(str, run_ranks(pid, 2)))}\n")
+    sys.stdout.flush()
+    time.sleep(1e6)
+
+
+def test_idle_ranks_end_with_a_pytest_that_is_killed() -> None:
+    # They are stopped, and cannot see it themselves.
+    code = "from tests.test_worlds import show_idle_ranks_for_ever as show; show()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as program:
+        try:
+            assert program.stdout is not None
+            pids = [int(each) for each in program.stdout.readline().split()]
+            assert len(pids) == 2
+            stopped = [ProcessState.STOPPED] * 2
+            wait_until(lambda: [ProcessState.of(each) for each in pids] == stopped, seconds=5)
+        finally:
+            program.kill()
+    wait_until(lambda: not any(is_running(each) for each in pids), seconds=5 * patience())
 
 
 def test_the_rank_cache_lives_as_long_as_its_world() -> None:

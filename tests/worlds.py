@@ -413,13 +413,18 @@ def _serve(
 ) -> NoReturn:
     """Join the world, then answer one case after the other until the pipe ends."""
     import threading
+    from multiprocessing import forkserver
 
     from torch.distributed import distributed_c10d
 
     from shardhet.comm.progress import progress
 
-    # A rank that is stopped cannot see that pytest is gone; the fork server, its parent, does.
+    # A rank that is stopped cannot see that pytest is gone; the fork server, its parent, does,
+    # unless a rank keeps it alive.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    os.close(server._forkserver_alive_fd)
+    server._forkserver_alive_fd = server._forkserver_address = None
     global _rank_cache
     _rank_cache = {}
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's, which then ends us
