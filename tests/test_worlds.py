@@ -1,6 +1,7 @@
 """The harness must never let a broken rank pass, and must say which one broke."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -216,16 +217,11 @@ def test_a_result_that_cannot_be_pickled_is_that_ranks_failure() -> None:
         run_ranks(return_something_that_cannot_travel, 1)
 
 
-def die_a_moment_later(rank: int) -> None:
-    import threading
-
-    threading.Timer(0.2, os._exit, args=(7,)).start()
-
-
 def test_a_rank_that_dies_between_cases_is_not_silently_replaced() -> None:
-    run_ranks(die_a_moment_later, 1)
-    time.sleep(1.0)
-    with pytest.raises(FAILED, match=r"after their last case, 'die_a_moment_later'.*\{0: 7\}"):
+    (idle,) = run_ranks(pid, 1)
+    os.kill(idle, signal.SIGKILL)
+    wait_until(lambda: not is_running(idle), seconds=5 * patience())
+    with pytest.raises(FAILED, match=r"after their last case, 'pid'.*\{0: -9\}"):
         run_ranks(pid, 1)
     assert len(run_ranks(pid, 1)) == 1
 
