@@ -345,3 +345,47 @@ def _one_unit(rank: int) -> None:
 
 def test_a_unit_is_reduced_before_its_next_round_adds() -> None:
     run_ranks(_one_unit, 3)
+
+
+class Attending(nn.Module):
+    """All samples attend to the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.out = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, memory: Tensor) -> tuple[Tensor, int]:
+        weights = (self.query(x) @ memory.T).softmax(-1)
+        return self.out(weights @ memory).square().sum(), len(x)
+
+
+def _memory(rank: int, batch_dim: Any, gets_gradient: bool, says: str | None) -> None:
+    """It has as many rows as a rank has samples in all rounds."""
+    plan = Plan.by_hand(microbatch_sizes=[2, 2], num_rounds=2)
+    torch.manual_seed(6)
+    module = Attending().double()
+    model = HetFSDP(copy.deepcopy(module), plan, units=[nn.Linear], batch_dim=batch_dim)
+    x, memory = torch.randn(8, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    mine = x[plan.sample_indices(model.position)].requires_grad_(gets_gradient)
+    if says is not None:
+        with pytest.raises(ValueError, match=says):
+            model.forward_backward(mine, memory)
+        return
+    model.forward_backward(mine, memory)
+    loss_sum, count = module(x, memory)
+    (loss_sum / count).backward()
+    check_grads(model, module)
+
+
+@pytest.mark.parametrize(
+    "batch_dim, gets_gradient, says",
+    [
+        ({"memory": None}, False, None),
+        (0, False, "'memory' has as many rows as this rank has samples"),
+        ({"memory": None}, True, "requires a gradient and is no parameter"),
+    ],
+)
+def test_arguments_that_rounds_cannot_have_are_refused(
+    batch_dim: Any, gets_gradient: bool, says: str | None
+) -> None:
+    run_ranks(_memory, 2, batch_dim, gets_gradient, says, fresh_world=says is not None)

@@ -2,13 +2,14 @@
 
 import copy
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from shardhet import HetFSDP, Plan, watch_ranks
+from shardhet import HetFSDP, Plan, Stage, watch_ranks
 from shardhet.fsdp.step.observer import Activity, Observed
 from shardhet.training.compiling import compile_units
 from tests.test_rounds import FORMS, check_grads, make, mean_of, plan_of, run_round, tokens
@@ -233,6 +234,44 @@ def test_autocast_holds_in_every_round() -> None:
     run_ranks(_autocast, 2)
 
 
+class Island(nn.Module):
+    """Its second layer computes in float32 under autocast, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        x = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.second(x.float()).square().sum(), len(x)
+
+
+def _left_for_backward(rank: int, stages: Sequence[Stage] | None) -> None:
+    sizes = [2, 2] if stages else [1, 1]
+    plan = Plan.by_hand(microbatch_sizes=sizes, num_rounds=2, stages=stages)
+    torch.manual_seed(4)
+    module = Island()
+    model = HetFSDP(copy.deepcopy(module), plan, units=[nn.Linear])
+    x = torch.randn(4, WIDTH)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model.forward_backward(x[plan.sample_indices(model.position)])
+        loss_sum, count = module(x)
+    (loss_sum / count).backward()
+    rows = model.sharded_state_dict()["second.weight"].rows
+    grad = dict(model.named_parameters())["second.weight"].grad
+    expected = module.second.weight.grad
+    assert grad is not None
+    assert expected is not None
+    expected = expected[rows.start : rows.stop]
+    torch.testing.assert_close(grad.as_subclass(Tensor), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("stages", [None, [("first",), ("second",)]])
+def test_autocast_around_a_step_is_left_for_backward(stages: Any) -> None:
+    run_ranks(_left_for_backward, 2, stages and [Stage(units=u, num_ranks=1) for u in stages])
+
+
 def _raises_in_round_two(rank: int, place: str) -> None:
     plan = plan_of(3, 3, 2)
     model, _ = deep(plan)
@@ -322,3 +361,23 @@ def _divided(rank: int) -> None:
 
 def test_a_divisor_is_taken_if_it_is_known() -> None:
     run_ranks(_divided, 3, fresh_world=True)  # an error of all ranks ends it
+
+
+def _evaluated_first(rank: int) -> None:
+    plan = plan_of(3, 2, 2)
+    model, module = deep(plan)
+    x = torch.randn(plan.global_batch_size, WIDTH, dtype=torch.float64)
+    for _ in range(2):
+        with torch.inference_mode():
+            mine = plan.round_samples(model.position, 0)
+            loss_sum, _ = model(x[mine.start : mine.stop] + 0)  # made in this mode
+            expected, _ = module(x[mine.start : mine.stop])
+            torch.testing.assert_close(loss_sum, expected)
+        model.zero_grad()
+        model.forward_backward(x[plan.sample_indices(model.position)])
+        whole_grads(module, x)
+        check_grads(model, module)
+
+
+def test_the_first_call_may_be_in_inference_mode() -> None:
+    run_ranks(_evaluated_first, 3)

@@ -17,7 +17,7 @@ from shardhet.comm.members import Members
 from shardhet.comm.progress import progress
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.loss import FusedLoss
-from shardhet.fsdp.microbatch.signature import BatchDims, ModelCall
+from shardhet.fsdp.microbatch.signature import BatchDims
 from shardhet.fsdp.params import host_step
 from shardhet.fsdp.params.optimizer_gate import know, know_given_up
 from shardhet.fsdp.params.param_hooks import ParamHooks
@@ -203,6 +203,9 @@ class HetFSDP(ModuleInRounds):
         samples of all rounds, as to ``forward_backward``, and ranks of the last stage get the
         output of theirs, others one without samples.
         """
+        if torch.is_inference_mode_enabled():  # whose tensors do not tell that they are written
+            with torch.inference_mode(mode=False), torch.no_grad():
+                return self.forward(*args, loss_inputs=loss_inputs, **kwargs)
         if self._pipeline is not None:
             output = self._evaluate_stages(self._pipeline, args, kwargs, loss_inputs)
             return _loss_of_none(self.device) if output is None else output
@@ -210,10 +213,7 @@ class HetFSDP(ModuleInRounds):
         with self._lifeline.guard("model(...)"):
             check_is_not_open(self._runtime)
             self._check_intact()
-            planned = self.plan.ranks[self.position].rank_batch_size
-            call = ModelCall.of(
-                self._forward, args, kwargs, loss_inputs, self._batch_dim, planned=planned
-            )
+            call = self._call_of_round((args, kwargs, loss_inputs))
             with self._forgetting_rounds():
                 output = self._runtime.forward(self._run_module, call, self.module.training)
         self._backward.expect(output)

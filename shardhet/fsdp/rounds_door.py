@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -72,11 +73,13 @@ class ModuleInRounds(ModuleWithState):
             call = self._call_of_step(args, kwargs, loss_inputs)
             parts = self._parts(call, caller="forward_backward")
         if self._pipeline is not None:
-            calls = [self._call_of_round(part) for part in parts]
+            calls = [self._call_of_round(part, call) for part in parts]
             return self._pipeline.step(calls, scaler, is_training=self.module.training)
         for positional, named, of_loss in parts:
             output = self(*positional, loss_inputs=of_loss, **named)
             with self._lifeline.guard("forward_backward"):
+                if len(parts) > 1 and call.num_samples:
+                    call.check_cut(self._runtime.calls.are_batched)
                 loss_sum, num_tokens = loss_pair(output)
             if scaler is not None:
                 loss_sum = scaler.scale(loss_sum)
@@ -127,10 +130,8 @@ class ModuleInRounds(ModuleWithState):
             self._check_intact()
             call = self._call_of_step(args, kwargs, loss_inputs)
             parts = self._parts(call, caller="model(...)")
-            calls = [self._call_of_round(part) for part in parts]
-        # Tensors of inference mode do not tell whether code between units has written to them.
-        with torch.inference_mode(mode=False), torch.no_grad():
-            return pipeline.evaluate(call, calls, is_training=self.module.training)
+            calls = [self._call_of_round(part, call) for part in parts]
+        return pipeline.evaluate(call, calls, is_training=self.module.training)
 
     def _call_of_step(self, args: Any, kwargs: Any, loss_inputs: Any) -> ModelCall:
         """A call with this rank's samples of all rounds."""
@@ -144,9 +145,11 @@ class ModuleInRounds(ModuleWithState):
         own = self.plan.ranks[self.position].rank_batch_size
         return call.in_rounds(self._runtime.rounds.number, own, caller=caller)
 
-    def _call_of_round(self, part: Arguments) -> ModelCall:
+    def _call_of_round(self, part: Arguments, whole: ModelCall | None = None) -> ModelCall:
         own = self.plan.ranks[self.position].rank_batch_size
-        return ModelCall.of(self._forward, *part, self._batch_dim, planned=own)
+        call = ModelCall.of(self._forward, *part, self._batch_dim, planned=own)
+        is_cut = self._runtime.rounds.number > 1
+        return replace(call, cut_from=whole) if is_cut else call
 
     def drop_rounds(self) -> None:
         """Begin the step anew at the next call, without the rounds so far.  Collective.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any, NoReturn, Self
 
+import torch
 from torch import Tensor, nn
 
 from shardhet.comm.failure import Lifeline
@@ -149,10 +150,20 @@ class ModuleOfRows(nn.Module):
         raise AssertionError("not reached")
 
     def _check_intact(self) -> None:
-        """Raise if rows were replaced by other tensors, or were frozen or unfrozen."""
+        """Raise if parameters or rows were replaced by others, or were frozen or unfrozen."""
         for flat in self._flats:
             storage = flat.flat_shard.untyped_storage().data_ptr()
-            for slot, param in zip(flat.slots, flat.sharded_params, strict=True):
+            pairs = zip(flat.slots, flat.sharded_params, flat.unsharded_params, strict=True)
+            for slot, param, unsharded in pairs:
+                if any(
+                    each is not param and each is not unsharded for each in slot.all_current
+                ):
+                    raise RuntimeError(
+                        f"{slot.fqn}: a module holds another parameter in its place, or none, "
+                        "since HetFSDP was built, which would not be used. Write into the one "
+                        "that is there (with torch.no_grad(): param.copy_(...)), or change the "
+                        "model before wrapping it."
+                    )
                 is_there = not param.numel() or (param.untyped_storage().data_ptr() == storage)
                 if not is_there:
                     raise RuntimeError(
@@ -160,7 +171,8 @@ class ModuleOfRows(nn.Module):
                         "vector_to_parameters), which HetFSDP does not see. Write into it: "
                         "with torch.no_grad(): param.copy_(...)."
                     )
-                if param.requires_grad != flat.is_trainable:
+                # Without gradients it does not matter: peft's disable_adapter() freezes.
+                if torch.is_grad_enabled() and param.requires_grad != flat.is_trainable:
                     raise RuntimeError(
                         f"{slot.fqn}: requires_grad was changed after HetFSDP was built. "
                         "Freeze and unfreeze parameters before wrapping the model."

@@ -25,7 +25,7 @@ PLAIN = (
     BuiltinFunctionType, partial, torch.dtype, torch.device, torch.Size, torch.layout,
     torch.memory_format,
 )  # fmt: skip
-# Values of these types choose what a model does; numbers do not.
+# Values of these types choose what a model does; of a number, whether it is 0.
 _CHOOSING = (type(None), bool, str, bytes, Enum, torch.dtype)
 
 
@@ -39,6 +39,14 @@ def is_plain(leaf: Any) -> bool:
     return isinstance(leaf, PLAIN)
 
 
+def choice_of(value: Any) -> Hashable:
+    """What of a value may choose what a model does with its tensors."""
+    if isinstance(value, _CHOOSING):
+        return value
+    kind: Any = type(value)
+    return (kind, value != 0) if isinstance(value, int | float) else kind
+
+
 @dataclass(frozen=True, slots=True)
 class ModelCall:
     """The arguments of one call of a model, flattened."""
@@ -49,6 +57,7 @@ class ModelCall:
     batch_dims: tuple[int | None, ...]  # by leaf: the dimension that holds the batch, if any
     are_named: tuple[bool, ...]  # by leaf: whether the user named its argument in batch_dim
     num_samples: int
+    cut_from: "ModelCall | None" = None  # by ``in_rounds``
 
     @classmethod
     def of(
@@ -141,8 +150,7 @@ class ModelCall:
     def _look(self, leaf: Any, dim: int | None) -> Hashable:
         if isinstance(leaf, Tensor):
             return (leaf.dtype, leaf.dim(), self._has_batch_length(leaf, dim))
-        key: Any = leaf if isinstance(leaf, _CHOOSING) else type(leaf)
-        return key
+        return choice_of(leaf)
 
     def _has_batch_length(self, leaf: Any, dim: int | None) -> bool:
         if not isinstance(leaf, Tensor) or dim is None or leaf.dim() <= dim:
@@ -205,6 +213,20 @@ class ModelCall:
             args, kwargs, loss_inputs = unflatten(leaves, self.spec)
             rounds.append((args, kwargs, loss_inputs))
         return rounds
+
+    def check_cut(self, are_batched: Sequence[bool]) -> None:
+        """Raise ``ValueError`` if ``in_rounds`` has cut an argument that the model uses whole.
+
+        ``are_batched`` is what was found by leaf.
+        """
+        factors = self.candidates() if self.num_samples else ()
+        for name, factor, is_batched in zip(self.names, factors, are_batched, strict=False):
+            if factor and not is_batched:
+                raise ValueError(
+                    f"forward_backward: argument {name!r} has as many rows as this rank has "
+                    "samples, so every round has some of them, but the model uses it as one "
+                    f"for all samples. Say HetFSDP(batch_dim={{{name!r}: None}})."
+                )
 
     def candidates(self) -> list[int]:
         """By leaf: the length of its batch dimension divided by the number of samples; 0 if it

@@ -227,6 +227,28 @@ def hook_is_apart(
     return True
 
 
+def hook_is_linear(
+    hook: Callable[..., Any],
+    module: nn.Module,
+    call: tuple[Sequence[Tensor], Sequence[Tensor]],
+    eps: float,
+) -> bool:
+    """Whether what a backward hook of a unit's module returns grows as what it is given:
+    arguments and results of a ``call``, which stand for their gradients.
+    """
+
+    def returned(scale: float) -> dict[int, Tensor]:
+        scaled = (
+            tuple(scale * each if each.is_floating_point() else None for each in tensors)
+            for tensors in call
+        )
+        found = hook(module, *scaled)
+        found = (found,) if isinstance(found, Tensor) else found or ()
+        return {i: each for i, each in enumerate(found) if isinstance(each, Tensor)}
+
+    return is_linear(returned, eps)
+
+
 def bends_gradients(where: str) -> str:
     """The message of a refusal."""
     return (

@@ -114,7 +114,7 @@ class Attempt:
         self._model = model
         self._run_once = run_once
         self._call = call
-        self._axes = axes
+        self.axes = axes
         self._run_module = run_module
         self.splits = splits
         self.is_alone = False  # whether no other rank computes
@@ -173,12 +173,12 @@ class Attempt:
         def run() -> Any:
             assert self._call is not None
             assert self.probe is not None
-            first = next((i for i, axis in enumerate(self._axes) if axis is not None), -1)
+            first = next((i for i, axis in enumerate(self.axes) if axis is not None), -1)
             chosen = [
                 main if main is not None and i == first else samples
-                for i in range(len(self._axes))
+                for i in range(len(self.axes))
             ]
-            args, kwargs, loss_inputs = self._call.with_samples(self._axes, chosen)
+            args, kwargs, loss_inputs = self._call.with_samples(self.axes, chosen)
             self._generators.begin(word)
             given = tensors_in((args, kwargs, loss_inputs))
             with self.probe.running(kind, given, num_samples=len(samples)):

@@ -24,6 +24,7 @@ from shardhet.fsdp.probing.apart import (
     bends_gradients,
     gradients_of,
     hook_is_apart,
+    hook_is_linear,
     is_linear,
     mixes_backward,
 )
@@ -213,7 +214,7 @@ class Examiner:
         inputs: Sequence[Rule],
         outputs: Sequence[Rule],
     ) -> None:
-        """Raise if a backward hook of the unit's module itself mixes samples."""
+        """Raise if a backward hook of the unit's module itself mixes samples, or clips."""
         module = self._runner.module_of(call)
         made = [((), results) for _, results in calls]
         hooks = [(hook, calls, inputs) for hook in module._backward_hooks.values()]
@@ -224,6 +225,10 @@ class Examiner:
         for hook, given, rules in hooks:
             if not hook_is_apart(hook, module, given, rules, self._watcher.eps):
                 raise Refusal(ValueError(mixes_backward(f"unit {call.fqn!r}")))
+            if self._divides_late and not hook_is_linear(
+                hook, module, given[0], self._watcher.eps
+            ):
+                raise Refusal(ValueError(bends_gradients(f"unit {call.fqn!r}")))
 
     def _gradients(
         self, call: ProbedCall, rules: VisitRules, scale: float = 1.0

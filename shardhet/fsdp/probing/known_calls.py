@@ -9,9 +9,9 @@ from torch import Tensor
 
 from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.batching import BatchAxis, Layout, VisitRules, flatten
-from shardhet.fsdp.microbatch.signature import ModelCall
+from shardhet.fsdp.microbatch.signature import ModelCall, choice_of
 from shardhet.fsdp.probing.attempt import RunModule
-from shardhet.fsdp.probing.module_state import choosing_attributes
+from shardhet.fsdp.probing.module_state import Edits, choosing_attributes
 from shardhet.fsdp.probing.probe import CallKey
 from shardhet.fsdp.probing.prober import Findings, Prober
 from shardhet.fsdp.sharding.unit import UnitModule
@@ -28,6 +28,7 @@ class KnownCalls:
         self._findings: list[Findings] = []
         self._index_by_key: dict[Hashable, int] = {}
         self._choices = choosing_attributes(prober.module)
+        self._edits = Edits(prober.module)
 
         # Of the forward in progress
         self._index = UNKNOWN
@@ -51,8 +52,12 @@ class KnownCalls:
 
     def key_of(self, call: ModelCall, *, is_training: bool, splits: bool) -> Hashable:
         """What calls have in common that the same findings are for."""
-        chosen = tuple(held.get(name) for held, name in self._choices)
-        return (call.key, torch.is_grad_enabled(), is_training, splits, chosen)
+        if self._edits.are_new():
+            self._prober.check_places()
+            self._choices = choosing_attributes(self._prober.module)
+        chosen = tuple(choice_of(held.get(name)) for held, name in self._choices)
+        edits = self._edits.number
+        return (call.key, torch.is_grad_enabled(), is_training, splits, chosen, edits)
 
     def begin(
         self,
@@ -83,9 +88,15 @@ class KnownCalls:
             if call.num_samples and findings.is_certain:
                 self._index_by_key[key] = index
         self._index = index
+        if call.cut_from is not None:
+            call.cut_from.check_cut(self.current.are_batched)
         self._num_samples = call.num_samples
         self._num_calls.clear()
         return self.current
+
+    def end_forward(self) -> None:
+        """End the forward, which may have changed modules and their hooks."""
+        self._edits.end_forward()
 
     def count(self, module: UnitModule) -> int:
         """The number of earlier calls of the module in this forward."""

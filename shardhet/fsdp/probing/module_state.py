@@ -82,14 +82,54 @@ def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def choosing_attributes(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Where modules keep what may choose what they do: flags, names, absent parts."""
-    own = vars(nn.Module())
+    """Where modules, and configurations that they hold, keep what may choose what they do:
+    flags, names, absent parts, and numbers, of which some switch a part off while they are 0.
+    """
+    own = vars(nn.Module()).keys() - {"training"}
+    held = [vars(each) for each in module.modules()]
+    configs = {id(config): config for each in held if (config := each.get("config"))}
+    of_configs = [vars(each) for each in configs.values() if hasattr(each, "__dict__")]
     return [
-        (vars(each), name)
-        for each in module.modules()
-        for name, value in vars(each).items()
-        if name not in own and isinstance(value, bool | str | Enum | None)
+        (each, name)
+        for each in (*held, *of_configs)
+        for name, value in each.items()
+        if name not in own and isinstance(value, bool | str | Enum | int | float | None)
     ]
+
+
+class Edits:
+    """How often the program has changed a model between its forwards: its modules, hooks on
+    them, and which parameters they have.  What a forward itself changes is no edit.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.number = 0
+        self._module = module
+        self._seen = self._look()
+
+    def are_new(self) -> bool:
+        """Whether there is one since the last forward, or the last call of this."""
+        now = self._look()
+        is_new, self._seen = now != self._seen, now
+        self.number += is_new
+        return is_new
+
+    def end_forward(self) -> None:
+        """Take over what the forward has changed."""
+        self._seen = self._look()
+
+    def _look(self) -> list[tuple[Any, ...]]:
+        return [
+            (
+                *each._modules.values(),
+                *each._parameters,
+                *each._forward_hooks,
+                *each._forward_pre_hooks,
+                *each._backward_hooks,
+                *each._backward_pre_hooks,
+            )
+            for each in self._module.modules()
+        ]
 
 
 def counters(module: nn.Module) -> dict[tuple[str, str], Any]:

@@ -54,6 +54,7 @@ class Findings:
     counted: tuple[Number, ...]  # attributes that code outside of units changes
     inputs: tuple[SeenInput, ...]  # of units, if this rank has samples
     empty_output: Any  # the model's output for no samples, on the meta device, or None
+    are_batched: tuple[bool, ...]  # by leaf of the arguments: whether it holds samples
     # If results of units are followed: those of each call, if this rank has samples, and what
     # reaches each call, and the output.
     results: tuple[Result, ...] = ()
@@ -88,6 +89,16 @@ class Prober:
         self._form = form
         self._probe: Probe | None = None
         self._finder = OrderFinder([], model.control)
+
+    def check_places(self) -> None:
+        """Raise ``RuntimeError`` unless the modules of all units are where they were."""
+        module_by_fqn = dict(self.module.named_modules(remove_duplicate=False))
+        for each in (each for unit in self._units for each in unit.modules):
+            if module_by_fqn.get(each.fqn) is not each.module:
+                raise RuntimeError(
+                    f"model(...): unit {each.fqn!r} was taken out of the model, or replaced, "
+                    "after HetFSDP was built. Change the model before wrapping it."
+                )
 
     def find(
         self,
@@ -193,6 +204,7 @@ class Prober:
             has_root_dropout=any(key.fqn == DROPOUT_CALLS for key in rules),
             inputs=() if probe is None else tuple(probe.inputs),
             empty_output=None if form is None else pickle.loads(form),
+            are_batched=tuple(axis is not None for axis in attempt.axes),
             results=() if flow is None else tuple(flow.results),
             reached=_together([reached for _, _, reached in told if reached]),
             altered=frozenset() if flow is None else frozenset(flow.altered),

@@ -71,6 +71,11 @@ class ParamSlot:
         assert param is not None
         return param
 
+    @property
+    def all_current(self) -> list[nn.Parameter | None]:
+        """What each of the modules holds now."""
+        return [module._parameters.get(attribute) for module, attribute in self.owners]
+
     def put(self, param: nn.Parameter) -> None:
         """Make the modules hold ``param``."""
         for module, attribute in self.owners:

@@ -238,6 +238,7 @@ class StageRuntime(Runtime):
             self._walk.end_forward()
         else:
             self._walk.pass_forward()
+        self._known.end_forward()
         self._walk.launch_ahead()  # while the host waits for the next phase's tensors
         return output
 
@@ -246,11 +247,8 @@ class StageRuntime(Runtime):
         self._enter(each)
         self._walk.begin_backward()
         if each.batch.num_samples:
-            self.step.is_in_autograd = True
-            try:
+            with self.step.in_autograd(self._comm.device.type):
                 run_autograd()
-            finally:
-                self.step.is_in_autograd = False
         if self._inputs is not None:
             self._inputs.end_round()
         self._walk.end_backward()

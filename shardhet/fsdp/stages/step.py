@@ -40,6 +40,7 @@ from shardhet.fsdp.step.mean_backward import (
     check_is_number,
     check_is_wide,
     check_scaler,
+    wants_gradient,
 )
 from shardhet.fsdp.step.observer import Activity
 from shardhet.fsdp.step.rounds import Moment
@@ -91,12 +92,13 @@ class Pipeline:
     ) -> float | None:
         """All rounds of a step, given this rank's call of each; the mean loss.  Collective.
 
-        The gradients that are set are those of the loss times the scale of ``scaler``.
-        ``num_tokens`` are those of all rounds, if they are known before; else 0.
+        Gradients are those of the loss times the scale of ``scaler``.  ``num_tokens`` are those
+        of all rounds, if they are known before; else 0.
         """
         runtime, exchange = self._runtime, self._exchange
         with self._lifeline.guard("forward_backward"):
             check_scaler(scaler, is_float16=self._backward.is_float16)
+            _check_arguments(calls)
             self._agree("forward_backward", calls)
             if not self._rounds:
                 raise ValueError(f"forward_backward: no rank has samples. {DEAL}")
@@ -111,8 +113,7 @@ class Pipeline:
             number = len(self._rounds)
             schedule = runtime.schedule_for(self._rounds[0].index, number)
             scale = _scale(self._rounds, num_tokens)
-            self._sums.zero_()
-            seed = torch.full((), scale, dtype=torch.float64, device=self._comm.device)
+            seed = torch.full_like(self._sums.zero_()[0], scale)
             # On every rank: a scaler that has not scaled anything refuses to unscale.
             self._seed = seed if scaler is None else scaler.scale(seed)
             checksums = _checksums(calls, self._comm.device)
@@ -133,7 +134,7 @@ class Pipeline:
                     sums = HostCopy(self._sums)
                 for handover in each.after:
                     exchange.launch(handover)
-            self._exchange.flush()
+            exchange.flush()
             self._lifeline.doing = "reducing the gradients that all stages share"
             runtime.end_step_of_stages()
             runtime.norms.apply(self._control)
@@ -242,8 +243,6 @@ class Pipeline:
         position = self._control.position
         self._rounds = rounds_of(self._plan, position, step, calls, told, caller=caller)
 
-    # Rounds
-
     def _forward(self, now: RoundPhase, schedule: Any, *, is_training: bool) -> None:
         runtime, each = self._runtime, self._rounds[now.round]
         kind, n = runtime.kind_for(each.index), each.batch.num_samples
@@ -272,7 +271,7 @@ class Pipeline:
         loss_sum, num_tokens = loss_pair(output)
         check_is_number(loss_sum)
         check_is_wide(loss_sum, "forward_backward")
-        self._backward.check_leaves(loss_sum)
+        self._backward.check_leaves(loss_sum, divides_late=True)
         self._sums[0] += loss_sum.detach()
         self._sums[1] += num_tokens
         return loss_sum
@@ -298,6 +297,13 @@ class Pipeline:
         runtime.backward_round(each, run_autograd)
         if (arrived := self._arrived.pop(now.round, None)) is not None:
             self._exchange.give(now, arrived.grads)
+
+
+def _check_arguments(calls: Sequence[ModelCall]) -> None:
+    """Raise ``ValueError`` if one requires a gradient."""
+    for leaf in (leaf for call in calls for leaf in call.leaves):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise ValueError(wants_gradient("forward_backward", leaf))
 
 
 def _check_entered(caller: str, step: int, rows: Sequence[Sequence[float]]) -> None:

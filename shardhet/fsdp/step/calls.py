@@ -12,7 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 
 from shardhet.comm.failure import Lifeline
-from shardhet.fsdp.microbatch.layered import run_visit
+from shardhet.fsdp.microbatch.layered import autocast_as, run_visit
 from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS, RootDropout, is_checkpointed
 from shardhet.fsdp.probing.known_calls import KnownCalls
 from shardhet.fsdp.probing.prober import Prober
@@ -36,6 +36,16 @@ class StepInProgress:
     awaits_backward: bool = False
     is_in_autograd: bool = False
     num_visits: Counter[str] = field(default_factory=Counter)  # of this forward, by unit
+
+    @contextmanager
+    def in_autograd(self, device_type: str) -> Iterator[None]:
+        """A context for backward: without autocast, which plain programs leave before it."""
+        self.is_in_autograd = True
+        try:
+            with autocast_as(device_type, None):
+                yield
+        finally:
+            self.is_in_autograd = False
 
 
 class UnitCalls:
@@ -63,6 +73,11 @@ class UnitCalls:
         self._lifeline = lifeline
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self._visiting = ""  # the unit that is being computed
+
+    @property
+    def are_batched(self) -> tuple[bool, ...]:
+        """By leaf of the arguments of the last forward: whether it holds samples."""
+        return self._known.current.are_batched
 
     def follow(self, visits: Visits, prober: Prober, known: KnownCalls) -> None:
         """Run calls as these say from the next forward on."""

@@ -51,7 +51,7 @@ class FeatureGathers:
         self._comm = comm
         self._control = control
         self._lifeline = lifeline
-        self._anchor = torch.zeros((), device=comm.device, requires_grad=True)
+        self.anchor = torch.zeros((), device=comm.device, requires_grad=True)
         self._open: list[_Shape] = []  # whose gradients have not been reduced
 
     def begin(self) -> None:
@@ -96,7 +96,7 @@ class FeatureGathers:
                 return self.all_gather(shape, features)
             self._open.append(shape)
             gathered: Tensor = _Gathered.apply(  # type: ignore[no-untyped-call]
-                self._anchor, features, self, len(self._open) - 1
+                self.anchor, features, self, len(self._open) - 1
             )
             return gathered
 

@@ -90,7 +90,8 @@ class MeanBackward:
             check_is_number(loss_sum)
             if self.is_float16:
                 _check_scaled(loss_sum, self._outputs)
-            self.check_leaves(loss_sum)
+            several = self._runtime.rounds.number > 1
+            self.check_leaves(loss_sum, divides_late=several and divisor is None)
             with self._runtime.observers.watch("", Activity.AGREE):
                 rows = self.enter("model.backward", divisor or 0.0)
                 self._check_divisor(divisor, {row[1] for row in rows})
@@ -114,8 +115,7 @@ class MeanBackward:
             if divisor is not None:
                 of_round = of_round / torch.tensor([divisor, 1.0], dtype=torch.float64)
             self._sums = of_round if self._sums is None else self._sums + of_round
-            is_finite = bool(self._sums[:, 0].isfinite().all())
-            if is_finite and not is_last:
+            if not is_last and self._sums[:, 0].isfinite().all():
                 return None
         scale = self._scale_on_host
         return self.end_step(
@@ -251,18 +251,23 @@ class MeanBackward:
                 leaf.register_hook(check)
         self._outputs = [ref(leaf) for leaf in leaves if self.is_float16]
 
-    def check_leaves(self, loss_sum: Tensor) -> None:
-        """Raise ``ValueError`` if the loss depends on a parameter that is not the model's."""
-        if self._rows.is_alone:
-            return
+    def check_leaves(self, loss_sum: Tensor, *, divides_late: bool) -> None:
+        """Raise ``ValueError`` if the loss depends on a parameter that is not the model's, or,
+        where it is divided after backward only, on anything else that gets a gradient.
+        """
+        anchors = {id(each.anchor) for each in (self._runtime.calls, self._runtime.features)}
         for variable in leaves_of(loss_sum):
-            if isinstance(variable, nn.Parameter) and id(variable) not in self._own:
+            if id(variable) in self._own | anchors:
+                continue
+            if isinstance(variable, nn.Parameter) and not self._rows.is_alone:
                 raise ValueError(
                     "model.backward: the loss depends on a parameter of shape "
                     f"{tuple(variable.shape)} that is not one of the model's (of a criterion, "
                     "perhaps), so its gradient would be that of this rank's samples only. Put "
                     "it into the module that HetFSDP wraps, or use it detached."
                 )
+            if divides_late:
+                raise ValueError(wants_gradient("model.backward", variable))
 
     def _share(self, loss_sum: Tensor, num_tokens: Tensor | int) -> tuple[HostCopy, Tensor]:
         """Loss and tokens of every rank, [world_size, 2] in plan order, and all tokens."""
@@ -295,6 +300,17 @@ def warn_of_large_output(output: Any) -> None:
             "of one microbatch is alive at a time.",
             stacklevel=3,
         )
+
+
+def wants_gradient(call: str, tensor: Tensor) -> str:
+    """The message of a refusal."""
+    return (
+        f"{call}: the loss depends on a tensor of shape {tuple(tensor.shape)} that requires a "
+        "gradient and is no parameter of the model. In a step of several rounds, or of "
+        "stages, losses are divided by the number of all tokens at the end only, so it would "
+        "get that of another loss. Detach it, give every model.backward of the step a "
+        "divisor, or give a plan of one round without stages."
+    )
 
 
 def check_is_number(loss_sum: Any) -> None:

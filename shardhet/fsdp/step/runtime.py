@@ -229,6 +229,7 @@ class Runtime:
 
     def _end_forward(self, is_training: bool) -> None:
         self.features.is_in_forward = False
+        self._known.end_forward()
         if is_training:
             self.norms.apply(self._control)
         self.step.awaits_backward = torch.is_grad_enabled()
@@ -252,11 +253,8 @@ class Runtime:
         self.step.awaits_backward = False
         self._walk.begin_backward()
         if self.step.batch.num_samples:
-            self.step.is_in_autograd = True
-            try:
+            with self.step.in_autograd(self._comm.device.type):
                 run_autograd()
-            finally:
-                self.step.is_in_autograd = False
         self.features.finish()
         if self._inputs is not None:
             self._inputs.end_round()

@@ -1,0 +1,200 @@
+"""What a program changes in a model between its steps is seen: it is right, or refused."""
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardhet import HetFSDP, Plan
+from tests.test_rounds import check_grads
+from tests.worlds import run_ranks
+
+WIDTH = 4
+UNITS = ["layers.0", "layers.1", "layers.2", "side"]
+
+
+class Side(nn.Module):
+    """A unit whose parameters are those of a module inside it."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x)
+
+
+class Net(nn.Module):
+    """Four units, dropout between them, and a loss with a part that mixes samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.side = Side(nn.Linear(WIDTH, WIDTH))
+        self.dropout = nn.Dropout(0.0)
+        self.mixing = 0.0
+        self.config = SimpleNamespace(mixes=False)
+        self.seen: Any = None
+        self.keeps: type | None = None  # in what it keeps something for a log
+
+    def forward(self, x: Tensor, mixing: float = 0.0) -> tuple[Tensor, int]:
+        for layer in self.layers:
+            x = self.dropout(layer(x).tanh())
+        x = self.side(x)
+        if self.keeps is not None:
+            self.seen = self.keeps([("loss", 1)])
+        loss = x.square().sum()
+        if mixing or self.mixing or self.config.mixes:
+            loss = loss + len(x) * x.mean(0).square().sum()
+        return loss, len(x)
+
+
+def make(num_rounds: int = 1) -> tuple[HetFSDP, Net, Tensor]:
+    """A model that has taken a step, its module in one process, and its samples."""
+    plan = Plan.by_hand(microbatch_sizes=[2, 1], num_microbatches=[2, 1], num_rounds=num_rounds)
+    torch.manual_seed(7)
+    module = Net().double()
+    model = HetFSDP(copy.deepcopy(module), plan, units=UNITS)
+    x = torch.randn(plan.global_batch_size, WIDTH, dtype=torch.float64)
+    model.forward_backward(x[plan.sample_indices(model.position)])
+    return model, module, x
+
+
+def step(model: HetFSDP, module: Net, x: Tensor, *args: Any) -> None:
+    """Take a step and compare it."""
+    model.zero_grad()
+    module.zero_grad()
+    model.forward_backward(x[model.plan.sample_indices(model.position)], *args)
+    loss_sum, count = module(x, *args)
+    (loss_sum / count).backward()
+    check_grads(model, module)
+
+
+def num_probes(model: HetFSDP) -> int:
+    return len(model._runtime._known._findings)
+
+
+def _as_in_one_process(rank: int) -> None:
+    model, module, x = make(num_rounds=2)
+    for each in (model.module, module):
+        each.layers[1].register_forward_hook(lambda _module, _args, out: 2 * out)  # type: ignore[index]
+    step(model, module, x)
+    before = num_probes(model)
+    for kind in (list, dict):  # neither is hashable
+        model.module.keeps = kind
+        for _ in range(3):
+            step(model, module, x)
+    assert num_probes(model) <= before + 3
+
+
+def test_hooks_and_logs_are_followed() -> None:
+    run_ranks(_as_in_one_process, 2)
+
+
+def _frozen_to_evaluate(rank: int) -> None:
+    model, module, x = make()
+    for _ in range(2):
+        for each in (model.module, module):
+            each.layers[0].requires_grad_(False)  # type: ignore[index]
+            each.layers[0].register_forward_hook(lambda _module, _args, out: 2 * out)  # type: ignore[index]
+        with torch.no_grad():
+            loss_sum, _ = model(x[model.plan.sample_indices(model.position)])
+            expected, _ = module(x)
+        losses = model.exchange([float(loss_sum)])
+        assert sum(loss for (loss,) in losses) == pytest.approx(float(expected), rel=1e-12)
+        for each in (model.module, module):
+            each.layers[0]._forward_hooks.clear()  # type: ignore[index, union-attr]
+            each.layers[0].requires_grad_(True)  # type: ignore[index]
+        step(model, module, x)
+
+
+def test_units_may_be_frozen_while_the_model_is_evaluated() -> None:
+    """As peft does to evaluate a model without its adapters."""
+    run_ranks(_frozen_to_evaluate, 2)
+
+
+def _dropout_begins(rank: int) -> list[float]:
+    losses = []
+    for numbers in ([4, 1], [2, 1]):  # of microbatches
+        plan = Plan.by_hand(microbatch_sizes=[1, 1], num_microbatches=numbers)
+        torch.manual_seed(7)
+        model = HetFSDP(Net().double(), plan, units=UNITS)
+        x = torch.randn(3, WIDTH, dtype=torch.float64)
+        mine = plan.sample_indices(model.position, 3)
+        whole = model.forward_backward(x[mine])
+        model.module.dropout.p = 0.5  # type: ignore[union-attr]
+        some = model.forward_backward(x[mine])
+        assert whole is not None
+        assert some is not None
+        assert some != whole
+        losses.append(some)
+    return losses
+
+
+def test_dropout_outside_of_units_may_begin_later() -> None:
+    for losses in run_ranks(_dropout_begins, 2):
+        assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+class Adapted(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.adapter = base, nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.adapter(x)
+
+
+def _clip(_module: nn.Module, grads: Any, _: Any) -> Any:
+    return tuple(grad.clamp(-1e-3, 1e-3) for grad in grads)
+
+
+def _center(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
+    return out - out.mean(0)
+
+
+def _edit(what: str, model: HetFSDP) -> tuple[Any, ...]:
+    """Change the model; what it is called with from now on."""
+    module: Any = model.module
+    if what == "a new parameter":
+        module.side.base = Adapted(module.side.base)
+    elif what == "another unit":
+        module.layers[1] = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    elif what == "another parameter":
+        module.layers[1].weight = nn.Parameter(torch.ones(WIDTH, WIDTH, dtype=torch.float64))
+    elif what == "a hook that mixes":
+        module.layers[1].register_forward_hook(_center)
+    elif what == "a hook that clips":
+        module.layers[1].register_full_backward_hook(_clip)
+    elif what == "an attribute":
+        module.mixing = 0.5
+    elif what == "a configuration":
+        module.config.mixes = True
+    return (0.5,) if what == "an argument" else ()
+
+
+REFUSED = {
+    "a new parameter": "neither a parameter of the model",
+    "another unit": "unit 'layers.1' was taken out of the model",
+    "another parameter": "layers.1.weight: a module holds another parameter",
+    "a hook that mixes": "depends for one sample on the other samples",
+    "a hook that clips": "do not grow as the gradient",
+    "an attribute": "no sum or mean over samples",
+    "a configuration": "no sum or mean over samples",
+    "an argument": "no sum or mean over samples",
+}
+
+
+def _refused(rank: int, what: str) -> None:
+    model, _, x = make(num_rounds=2)
+    args = _edit(what, model)
+    with pytest.raises((ValueError, RuntimeError), match=REFUSED[what]):
+        model.forward_backward(x[model.plan.sample_indices(model.position)], *args)
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_would_depend_on_the_plan_is_refused_when_it_comes(what: str) -> None:
+    run_ranks(_refused, 2, what, fresh_world=True)
