@@ -8,14 +8,18 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal
+from unittest import mock
 
 import pytest
 import torch
 
 from shardhet import HetFSDP, Plan
-from shardhet.comm.liveness import EXIT_STATUS, watch
+from shardhet.comm import devices
+from shardhet.comm.liveness import EXIT_STATUS, own, watch
 from tests.emulated.accelerator import Accelerator
+from tests.hosts import on_different_hosts
 from tests.misdeeds import commit
 from tests.selection import one_in
 from tests.test_bad_input import Net
@@ -37,6 +41,7 @@ class Case:
     rank: int
     plan: Plan
     aborts: bool  # whether devices go on, with garbage, once communicators are aborted
+    waits: bool = False  # hosts wait for their devices in every layer, as ``loss.item()`` does
 
 
 def draw(seed: int) -> Case:
@@ -60,6 +65,12 @@ def draw(seed: int) -> Case:
     )
 
 
+def train_on_a_host_of_its_own(rank: int, case: Case) -> None:
+    names = SimpleNamespace(gethostname=lambda: f"host {rank}")
+    with on_different_hosts(), mock.patch.object(own, "socket", names):
+        train(rank, case)
+
+
 def train(rank: int, case: Case) -> None:
     accelerator = Accelerator()
     accelerator.nccl.blocks_on_loss = True
@@ -80,7 +91,13 @@ def take_steps(rank: int, case: Case, device: torch.device) -> None:
         if rank == case.rank and model.step == STEP and doing == case.place:
             commit(case.deed)
 
+    def wait(*_: Any) -> None:
+        spring()
+        devices.module_of(device).synchronize(device)
+
     net.layer(1).in_forward = net.layer(1).in_backward = spring
+    if case.waits:
+        net.layer(0).in_forward = net.layer(1).in_forward = net.layer(2).in_forward = wait
     x = torch.ones(case.plan.ranks[rank].rank_batch_size, 4, dtype=torch.float64).to(device)
     for step in range(STEP + 3):
         time.sleep(0.3)
@@ -104,9 +121,19 @@ def in_order(model: HetFSDP, optimizer: Any, x: Any) -> list[tuple[str, Callable
 
 @pytest.mark.parametrize("seed", one_in(8, range(NUM_CASES)))
 def test_all_end_within_seconds_with_the_name_of_the_rank(seed: int) -> None:
-    case = draw(seed)
+    assert_all_end_with_its_name(train, draw(seed))
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_dies_alone_on_its_host_is_named_as_soon(rank: int) -> None:
+    plan = Plan.by_hand(microbatch_sizes=[2, 1, 2], state_shares=[0.5, 0.25, 0.25])
+    case = Case(deed="kill", place="forward", rank=rank, plan=plan, aborts=True, waits=True)
+    assert_all_end_with_its_name(train_on_a_host_of_its_own, case)
+
+
+def assert_all_end_with_its_name(act: Callable[[int, Case], None], case: Case) -> None:
     outcomes = run_ranks_expecting_failure(
-        train,
+        act,
         case.plan.world_size,
         case,
         within_s=WITHIN_S + BEFORE_S,

@@ -17,6 +17,7 @@ import torch
 
 import shardhet
 from shardhet.comm import devices
+from shardhet.comm.liveness.connections import Connections
 from shardhet.comm.liveness.ending import (
     EXIT_STATUS,
     OF_THIS_RANK,
@@ -28,6 +29,7 @@ from shardhet.comm.liveness.judging import (
     LONG_FACTOR,
     MUTUAL_FACTOR,
     SECONDS_FOR_THE_GONE,
+    SILENCE_OF_THE_GONE_S,
     Cadence,
     Fault,
     SeenPeer,
@@ -39,6 +41,7 @@ from shardhet.comm.liveness.judging import (
 from shardhet.comm.liveness.own import OwnRank
 from shardhet.comm.liveness.sign import ProcessState, Sign
 from shardhet.comm.liveness.stacks import posture, stack
+from tests.test_experiment_common import wait_until
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
 PATIENCE_S = 30.0
@@ -155,11 +158,47 @@ def test_in_a_long_phase_signs_may_be_missing_unless_the_process_is_stopped() ->
 
 def test_a_process_that_is_gone_is_named_soon() -> None:
     own = replace(WAITING, still_s=SECONDS_FOR_THE_GONE)
-    gone = seen(1, process=ProcessState.GONE, silent_s=0.5)
+    gone = seen(1, process=ProcessState.GONE, silent_s=SILENCE_OF_THE_GONE_S)
     assert fault(gone, own=own) == (Fault.SILENT, (1,))
     assert fault(gone, own=replace(own, still_s=SECONDS_FOR_THE_GONE - 1)) is None
     # Its last sign, which may say that it leaves, has perhaps not been read.
     assert fault(seen(1, process=ProcessState.GONE), own=own) is None
+    # In another container its number says nothing: it gives signs.
+    assert fault(seen(1, process=ProcessState.GONE, silent_s=0.5), own=own) is None
+
+
+def after_a_look(connections: Connections) -> set[int]:
+    connections.look()
+    return connections.gone
+
+
+def test_a_connection_tells_of_the_end_of_a_process_on_another_host() -> None:
+    hub = Connections(0, listens=True)
+    peers = {rank: Connections(rank, listens=False) for rank in (1, 2)}
+    stranger = Connections(3, listens=False)
+    port, secret = hub.address.split()
+    for each in peers.values():
+        assert each.address == ""
+        each.connect(0, ["no.such.host.invalid", "127.0.0.1"], hub.address)
+    stranger.connect(0, ["127.0.0.1"], f"{port} {secret[::-1]}")
+
+    def are_connected() -> bool:
+        hub.look()
+        return len(hub._of_rank) == 2 and all(each._of_rank for each in peers.values())
+
+    wait_until(are_connected, seconds=10)
+    assert set(hub._of_rank) == {1, 2}
+    child = os.fork()  # as a DataLoader's worker, which may outlive its parent
+    if not child:
+        time.sleep(20)
+        os._exit(0)
+    peers[2].close()
+    wait_until(lambda: after_a_look(hub) == {2}, seconds=5)
+    hub.close()
+    wait_until(lambda: after_a_look(peers[1]) == {0}, seconds=5)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    peers[1].close()
 
 
 def test_a_stopped_process_has_no_longer_patience_before_the_first_step() -> None:

@@ -29,10 +29,21 @@ def birth(pid: int) -> int | None:
 
 def holder_of(store: Any) -> tuple[str, int | None]:
     """What holds the store, in words, and which rank, if it is one."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
+    store = _underlying(store)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return f"the launcher on {getattr(store, 'host', 'the first host')}", None
     if "RANK" in os.environ:
         return "rank 0", 0
     return f"the process at {getattr(store, 'host', '?')}:{getattr(store, 'port', '?')}", None
+
+
+def host_of(store: Any) -> str | None:
+    """The host, or its address, to which the store's connection goes, if it has one."""
+    host: str | None = getattr(_underlying(store), "host", None)
+    return host
+
+
+def _underlying(store: Any) -> Any:
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store

@@ -36,6 +36,7 @@ MUTUAL_FACTOR = 2.0
 # Connections of gloo to a process that has ended break much sooner.  NCCL's do not.
 SECONDS_FOR_THE_GONE = 10.0
 SECONDS_FOR_THE_GONE_OF_NCCL = 2.0
+SILENCE_OF_THE_GONE_S = 1.0  # two signs
 MAX_NAMED = 8  # ranks that a message names one by one
 PANEL_WIDTH = 96
 
@@ -125,7 +126,9 @@ def judge(
         for each in seen.values()
         if each.process is ProcessState.GONE
         and not each.sign.has_left
-        and each.silent_s  # so its last sign, which may say that it leaves, has been read
+        # Its last sign, which may say that it leaves, has been read; and no more come, as
+        # they would from a process whose number belongs to another container.
+        and each.silent_s >= SILENCE_OF_THE_GONE_S
     ]
     if gone and own.still_s >= min(gone_s, patience_s):
         return _silent(gone, own)
@@ -195,11 +198,9 @@ def _as_cause(each: SeenPeer) -> str:
     return f"{where}, and silent for {each.silent_s:.0f} s" + (f": {why}" if why else "")
 
 
-def has_ended(sign: Sign, host: str) -> bool:
-    """Whether a rank has failed, or is a process of this ``host`` that is gone."""
-    if sign.has_left or sign.host != host:
-        return sign.failure is not None
-    return sign.failure is not None or ProcessState.of(sign.pid) is ProcessState.GONE
+def has_ended(sign: Sign, process: ProcessState) -> bool:
+    """Whether a rank has failed, or its ``process`` is gone without a word."""
+    return sign.failure is not None or (process is ProcessState.GONE and not sign.has_left)
 
 
 _STATES = {

@@ -42,9 +42,13 @@ class _Standing(NamedTuple):
 class OwnRank:
     """This rank: made by the thread that trains, looked at by that of the watch."""
 
-    def __init__(self, rank: int, device: torch.device, cadence: Cadence) -> None:
+    def __init__(
+        self, rank: int, device: torch.device, cadence: Cadence, *, address: str = ""
+    ) -> None:
+        """``address``: that of the rank's ``Connections``."""
         self._name = f"rank {rank} ({local_device_spec(device)})"
         self.host, self.pid = socket.gethostname(), os.getpid()
+        self._address = address
         self.still_s = 0.0
         self.a_peer_has_ended = False
         self._rank, self._device, self._cadence = rank, device, cadence
@@ -76,6 +80,7 @@ class OwnRank:
             name=self.name,
             host=self.host,
             pid=self.pid,
+            address=self._address,
             beat=self._num_beats,
             num_steps=progress.num_steps - self._steps_at_start,
             step=progress.step,

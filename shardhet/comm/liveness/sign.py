@@ -15,6 +15,7 @@ class Sign:
     name: str  # "rank 2 (cpu on alpha)"
     host: str = ""
     pid: int = 0
+    address: str = ""  # where ranks of other hosts may connect to it (``Connections``)
     beat: int = 0  # differs from that of the sign before
     num_steps: int = 0  # finished since the watch began
     step: int = 0  # that of its model at the end of the last one
@@ -52,7 +53,7 @@ class ProcessState(Enum):
     STOPPED = "stopped"  # by SIGSTOP
     TRACED = "traced"  # by a debugger
     GONE = "gone"
-    UNKNOWN = "unknown"  # it is on another host
+    UNKNOWN = "unknown"  # it is on another host, and nothing has been heard of its end
 
     @classmethod
     def of(cls, pid: int) -> "ProcessState":

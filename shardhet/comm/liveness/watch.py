@@ -25,6 +25,7 @@ from torch.distributed import distributed_c10d
 
 from shardhet.comm import devices
 from shardhet.comm.failure import MEND
+from shardhet.comm.liveness.connections import Connections
 from shardhet.comm.liveness.ending import Ending, end_with_launcher
 from shardhet.comm.liveness.judging import (
     SECONDS_FOR_THE_GONE,
@@ -40,13 +41,14 @@ from shardhet.comm.liveness.judging import (
 from shardhet.comm.liveness.mailbox import Mailbox
 from shardhet.comm.liveness.own import OwnRank
 from shardhet.comm.liveness.sign import ProcessState, Sign, no_sign
-from shardhet.comm.peers import LostPeerError, holder_of
+from shardhet.comm.peers import LostPeerError, holder_of, host_of
 from shardhet.comm.progress import progress
 
 logger = logging.getLogger(__name__)
 
 HANG_TIMEOUT_S = 60.0
 SECONDS_TO_LEAVE = 2.0
+HUB = 0  # the rank to which those of other hosts connect
 USUAL = Cadence()
 
 
@@ -150,9 +152,14 @@ class Watch:
     def start(self) -> None:
         """Start the threads of the watch."""
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._here = OwnRank(self._rank, self._device, self._cadence)
+        self._connections = Connections(
+            self._rank, listens=self._rank == HUB and not _is_one_host(self._world_size)
+        )
+        address = self._connections.address
+        self._here = OwnRank(self._rank, self._device, self._cadence, address=address)
         store = _own_store()
         self._holder, self._holder_rank = holder_of(store)
+        self._host_of_store = host_of(store)
         interval_s = self._cadence.interval_s
         self._mailbox = Mailbox(store, self._rank, self._world_size, interval_s=interval_s)
         for rank in set(range(self._world_size)) - {self._rank}:
@@ -197,6 +204,7 @@ class Watch:
             self._mailbox.outgoing = replace(last, beat=self._own.beat + 1).to_json()
             self._mailbox.has_news = failure is not None
         self._mailbox.stop(SECONDS_TO_LEAVE)
+        self._connections.close()
         if self._ending is not None:
             self._ending.join(SECONDS_TO_LEAVE)
 
@@ -240,11 +248,14 @@ class Watch:
         is_still = own.still_s >= cadence.read_after_s
         patience_s = min(own.patience_s, own.limit_s or math.inf)
         between_s = patience_s / 20 if own.is_waiting and is_still else cadence.between_reads_s
+        self._connections.look()
         if is_still:
             signs = [each.sign for each in self._seen.values()]
-            has_any_ended = any(has_ended(sign, self._here.host) for sign in signs)
+            has_any_ended = any(has_ended(sign, self._state_of(sign)) for sign in signs)
             self._here.a_peer_has_ended = has_any_ended
             between_s = 0.0 if has_any_ended else between_s
+        if self._rank != HUB and not self._seen[HUB].sign.beat:  # to connect to it early
+            between_s = 0.0
         if mailbox.num_reads != self._num_reads:
             self._update_seen(mailbox.incoming)
             self._num_reads = mailbox.num_reads
@@ -263,9 +274,18 @@ class Watch:
             silent_s = 0.0
             if before is not None and before.sign.beat == sign.beat:
                 silent_s = before.silent_s + self._since_read_s
-            is_here = sign.host == self._here.host
-            process = ProcessState.of(sign.pid) if is_here else ProcessState.UNKNOWN
+            if rank == HUB and sign.address and sign.host != self._here.host:
+                near = (os.environ.get("MASTER_ADDR"), self._host_of_store, sign.host)
+                hosts = list(dict.fromkeys(host for host in near if host))
+                self._connections.connect(rank, hosts, sign.address)
+            process = self._state_of(sign)
             self._seen[rank] = SeenPeer(sign=sign, silent_s=silent_s, process=process)
+
+    def _state_of(self, sign: Sign) -> ProcessState:
+        if sign.host == self._here.host:
+            return ProcessState.of(sign.pid)
+        is_gone = sign.rank in self._connections.gone
+        return ProcessState.GONE if is_gone else ProcessState.UNKNOWN
 
     def _decide(self, own: Sign, passed_s: float) -> None:
         if self._ending is not None:
@@ -347,6 +367,11 @@ _is_decided: list[None] = []  # not empty once the program itself has called wat
 def _is_of_another(error: BaseException | None) -> bool:
     """Whether a rank ends with ``error`` because another one has."""
     return error is not None and isinstance(error.__cause__, LostPeerError)
+
+
+def _is_one_host(world_size: int) -> bool:
+    """Whether the launcher says so."""
+    return os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
 
 
 def _own_device() -> torch.device:

@@ -1,0 +1,175 @@
+"""Connections: how a rank learns at once that a process of another host is gone.
+
+``/proc`` tells of this host alone, and connections of NCCL do not end with a process.  So rank
+0 listens, each rank of another host connects to it, and only a greeting is sent.  When a
+process ends, its system closes its connections, whatever it ended of.
+
+    rank 0  <---- connection ----  each rank of another host
+    sees all of these end          sees rank 0 end
+
+Who sees it tells all others (``judge``).  A host that loses its power or its network closes
+nothing: that is noticed by the patience, as is everything where no connection can be made.
+"""
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+
+from shardhet.comm.liveness.sign import ProcessState
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+GREETING_BYTES = 64  # of a greeting, at most: the secret, a space, the rank, a new line
+KEEP_ALIVE_S = 60
+ACCEPTED = b"+"
+
+
+class Connections:
+    """Those of this rank; all methods but the constructor are for the watch's thread."""
+
+    def __init__(self, rank: int, *, listens: bool) -> None:
+        """With ``listens``, others can connect to this rank."""
+        self.gone: set[int] = set()  # ranks whose processes have closed their connections
+        self._rank = rank
+        self._of_rank: dict[int, socket.socket] = {}
+        self._greeting: list[socket.socket] = []  # accepted, and nothing came yet
+        self._connecting: threading.Thread | None = None
+        self._listener: socket.socket | None = None
+        self._secret = secrets.token_hex(8)
+        if listens:
+            self._listener = _listener()
+        _all.add(self)
+
+    @property
+    def address(self) -> str:
+        """The port and the secret that others need; empty if this rank does not listen."""
+        if self._listener is None:
+            return ""
+        return f"{self._listener.getsockname()[1]} {self._secret}"
+
+    def connect(self, rank: int, hosts: Sequence[str], address: str) -> None:
+        """Connect to ``rank`` and its ``address``, at the first of ``hosts`` that answers.
+
+        It is tried once, beside the watch: a name may take long to be looked up.
+        """
+        if self._connecting is None:
+            self._connecting = threading.Thread(
+                target=self._connect, args=(rank, hosts, address), daemon=True
+            )
+            self._connecting.start()
+
+    def look(self) -> None:
+        """Answer who has connected, and find out which connections have ended."""
+        self._accept()
+        for rank, connection in list(self._of_rank.items()):
+            state = _state_behind(connection)
+            if state is ProcessState.RUNNING:
+                continue
+            del self._of_rank[rank]
+            connection.close()
+            if state is ProcessState.GONE:
+                self.gone.add(rank)
+
+    def close(self) -> None:
+        """Close all of them."""
+        for each in (self._listener, *self._greeting, *self._of_rank.values()):
+            if each is not None:
+                each.close()
+        self._listener = None
+        self._greeting.clear()
+        self._of_rank.clear()
+
+    def _accept(self) -> None:
+        if self._listener is None:
+            return
+        with suppress(BlockingIOError):
+            while True:
+                self._greeting.append(self._listener.accept()[0])
+                self._greeting[-1].setblocking(False)
+        for connection in list(self._greeting):
+            try:
+                text = connection.recv(GREETING_BYTES).decode(errors="replace")
+            except BlockingIOError:
+                continue
+            except OSError:
+                text = ""
+            self._greeting.remove(connection)
+            secret, _, rank = text.strip().partition(" ")
+            if not (secrets.compare_digest(secret, self._secret) and rank.isdecimal()):
+                connection.close()
+                continue
+            with suppress(OSError):
+                connection.send(ACCEPTED)
+            _keep_alive(connection)
+            self._of_rank[int(rank)] = connection
+
+    def _connect(self, rank: int, hosts: Sequence[str], address: str) -> None:
+        port, _, secret = address.partition(" ")
+        for host in hosts:
+            try:
+                connection = socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S)
+                connection.sendall(f"{secret} {self._rank}\n".encode())
+                is_accepted = connection.recv(1) == ACCEPTED
+            except OSError:
+                continue
+            if is_accepted:
+                _keep_alive(connection)
+                connection.setblocking(False)
+                self._of_rank[rank] = connection
+                return
+            connection.close()
+        logger.info(
+            "no connection to rank %d at port %s of %s: if its process dies, this rank learns "
+            "of it by the patience of the watch",
+            rank,
+            port,
+            " or ".join(hosts),
+        )
+
+
+def _listener() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        listener = socket.create_server(
+            ("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
+        )
+    else:
+        listener = socket.create_server(("", 0), backlog=1024)
+    listener.setblocking(False)
+    return listener
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Let no firewall forget a connection over which nothing is sent."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEP_ALIVE_S)
+
+
+def _state_behind(connection: socket.socket) -> ProcessState:
+    """Of the process at the other end."""
+    try:
+        return ProcessState.RUNNING if connection.recv(GREETING_BYTES) else ProcessState.GONE
+    except BlockingIOError:
+        return ProcessState.RUNNING
+    except ConnectionResetError:
+        return ProcessState.GONE
+    except OSError:  # no answer: that is no word on the process
+        return ProcessState.UNKNOWN
+
+
+_all: weakref.WeakSet[Connections] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for each in _all:
+        each.close()
+
+
+# A forked process, as a worker of a DataLoader, would keep them open beyond the death of this.
+os.register_at_fork(after_in_child=_close_in_child)
