@@ -372,7 +372,10 @@ class MemoryPrices(MomentPrices):
         return np.concatenate([np.stack((own[:, 0], per[:, 0])) for own, per in lines], axis=1)
 
     def memory(self, rank: RankPlan, stored_numel: int) -> MemoryParts:
-        """The memory of a rank that stores this many elements, by purpose."""
+        """The memory of a rank that stores this many elements, by purpose.
+
+        ``CostModel`` (pricing/cost.py) shows it; the planner asks ``room_for_state``.
+        """
         workload, batch = self.workload, rank.rank_batch_size
         reserved = self.profile.device(rank.device.kind).reserved_bytes
         state_bytes = int(stored_numel * workload.state_bytes_per_element)

@@ -90,7 +90,10 @@ class FSDPUnit:
         self.state = UnitState.UNSHARDED
 
     def reshard(self) -> None:
-        """Any state -> SHARDED; waits for a gather that is in flight."""
+        """Any state -> SHARDED; waits for a gather that is in flight.
+
+        Later gathers wait for the kernels queued so far (``CommContext.mark_compute``).
+        """
         if self.state is UnitState.SHARDED:
             return
         self.wait_for_unshard()
