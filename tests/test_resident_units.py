@@ -70,7 +70,8 @@ class Adapted(nn.Module):
         self.up = nn.Linear(RANK, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.base(x) + self.up(self.down(x)))
+        inner = torch.tanh(self.base(x) + self.up(self.down(x)))
+        return x.clone().add_(inner)  # a write to memory that rows may have had
 
 
 def make_module() -> nn.Sequential:
@@ -162,12 +163,22 @@ def _inside(rank: int, device: str) -> None:
         model, module = wrapped(PLAN, **options), make_module()
         before = {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
         kept = model.module[0].base.weight.detach()  # of a program: written through later
+        frozen_flats = [flat for flat in model._flats if not flat.is_trainable]
+        places = [flat.flat_shard.untyped_storage()._cdata for flat in frozen_flats]
         for _ in range(2):
             step(model)
             check_grads(model, module)
         # A rank that only stores keeps no more than its rows.
         has_rows = {"0"} if kept.numel() else set()
         assert _apart(model) == (has_rows if rank < 2 else {"0", "1", "2"}), _apart(model)
+        # Memory that had rows may be anybody's now, for later probes too.
+        storages = model._runtime._prober._model.storages
+        stay = [flat.slots[0].fqn[0] in _apart(model) for flat in frozen_flats]
+        has = [flat.flat_shard.numel() > 0 for flat in frozen_flats]
+        found = [place in storages for place in places]
+        assert [a for a, b in zip(found, has, strict=True) if b] == [
+            a for a, b in zip(stay, has, strict=True) if b
+        ]
         for fqn, param in model.named_parameters():
             assert torch.equal(param, before[fqn]), fqn
         if place is not None and rank < 2:

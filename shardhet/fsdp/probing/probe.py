@@ -18,7 +18,7 @@ norm uses its running statistics, so that a sample's values do not depend on the
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -61,6 +61,7 @@ from shardhet.fsdp.probing.module_state import (
 from shardhet.fsdp.probing.probed_call import CallRunner, ProbedCall, Seen, copied, filled
 from shardhet.fsdp.probing.rules import LARGE, SMALL
 from shardhet.fsdp.probing.watch import Refusal, Watcher
+from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.stages.flow import Flow, Reads, storage_of
 from shardhet.records.plan import Plan
@@ -81,6 +82,22 @@ class SeenInput(NamedTuple):
     bytes_per_sample: float
 
 
+class ParamStorages(Container[int]):
+    """The storages that hold parameters now: rows of frozen ones move (``residence``)."""
+
+    def __init__(self, flats: Sequence[FlatTensor]) -> None:
+        self._flats = flats
+        self._ever = frozenset(self._held())
+
+    def _held(self) -> Iterator[int]:
+        for flat in self._flats:
+            for each in (flat.flat_shard, *flat.unsharded_params[:1]):
+                yield each.untyped_storage()._cdata
+
+    def __contains__(self, storage: object) -> bool:
+        return storage in self._ever and storage in self._held()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbedModel:
     """A model as its probes see it."""
@@ -94,7 +111,7 @@ class ProbedModel:
     params: frozenset[int]  # ids of unsharded parameters
     rows: Mapping[int, int]  # indices of units, by id of a sharded parameter
     gathered: Mapping[int, int]  # the same, by id of an unsharded parameter
-    storages: frozenset[int]  # those that hold parameters
+    storages: Container[int]  # those that hold parameters
     tell: Callable[[str], None]  # what is being done, for messages of a failure
     is_followed: bool  # whether results of units are followed to where they are used
     divides_late: bool  # whether losses are divided by their tokens after backward
@@ -126,11 +143,7 @@ class ProbedModel:
             params=frozenset(id(each) for flat in flats for each in flat.unsharded_params),
             rows={id(each): i for i, flat in of_units for each in flat.sharded_params},
             gathered={id(each): i for i, flat in of_units for each in flat.unsharded_params},
-            storages=frozenset(
-                each.untyped_storage()._cdata
-                for flat in flats
-                for each in (*flat.unsharded_params, flat.flat_shard)
-            ),
+            storages=ParamStorages(flats),
             tell=tell,
             is_followed=plan.stages is not None,
             divides_late=plan.stages is not None or plan.num_rounds > 1,

@@ -12,7 +12,7 @@ An operation that uses a tensor of another place would see only one microbatch o
 the whole batch, or would lose its gradient; it is refused.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,7 +70,7 @@ class Watcher(OperationMode):
         self.rows: Mapping[int, int] = {}  # indices of units, by id of a sharded parameter
         self.gathered: Mapping[int, int] = {}  # those that do not stay, by unsharded parameter
         self.params: frozenset[int] = frozenset()  # ids of the model's unsharded parameters
-        self.storages: frozenset[int] = frozenset()  # those that hold parameters
+        self.storages: Container[int] = frozenset()  # those that hold parameters
         self.flow: Flow | None = None  # of the results of units, if it is asked for
         # Results of units that share memory with their other results or arguments: units by id.
         self.aliased: dict[int, tuple[str, Tensor]] = {}
