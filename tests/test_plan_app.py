@@ -99,6 +99,16 @@ def test_every_described_cluster_has_a_plan(
     assert "predicted step" in text
 
 
+def test_stages_are_named_where_links_take_most_of_the_step(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hint = r"reach (\d+)% of what they would compute without links.*max_stages=4 looks for"
+    over_slow_links = re.search(hint, said(capsys, "cluster=office", *QUICK))
+    assert over_slow_links is not None
+    assert int(over_slow_links[1]) < 50
+    assert not re.search(hint, said(capsys, *QUICK))
+
+
 def test_limits_and_equal_devices_hold(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -26,7 +26,7 @@ from shardhet.apps.planning.report import (
     show_without,
     wide_console,
 )
-from shardhet.apps.planning.stages import faster_pipeline, show_pipeline
+from shardhet.apps.planning.stages import faster_pipeline, show_pipeline, stages_hint
 from shardhet.config.planning import LEAST_THROUGHPUT, Inputs, PlannedPrecision, PlannerConf
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
 from shardhet.planner.advice.explain import (
@@ -176,6 +176,10 @@ def show(
             without=without,
         )
     show_plan(report, console)
+    if conf.max_stages == 1 and conf.objective == "throughput":
+        hint = stages_hint(inputs, answer.solution)
+        if hint is not None:
+            console.print(hint, markup=False, soft_wrap=True)
     if conf.replicas.every:
         console.print(_replicas(conf, report), markup=False, soft_wrap=True)
     _write(conf, report, console)
