@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +17,6 @@ from shardhet.records.schedule import StepForm
 from shardhet.records.workload import Unit, UnitKind, Workload
 
 Floats = NDArray[np.float64]
-# Seconds beside the turns of every unit, by round and phase; rounds and seconds of launches
-# that overlap none.
-FewRounds = tuple[list[list[list[float]]], list[tuple[int, float]]]
 
 
 def at_sizes(curve: Curve, largest: int) -> Floats:
@@ -30,6 +27,14 @@ def at_sizes(curve: Curve, largest: int) -> Floats:
         np.arange(1 + len(first), 1 + largest) - last
     )
     return np.concatenate(([0.0], [curve.at(size) for size in first], np.maximum(0.0, beyond)))
+
+
+class FewRounds(NamedTuple):
+    """Collectives of a step of at most three rounds."""
+
+    beside_s: list[list[tuple[float, float]]]  # forward and backward, by round and class
+    exposed: list[tuple[int, float]]  # rounds and seconds of launches that overlap nothing
+    root_s: float
 
 
 @dataclass(slots=True)

@@ -121,24 +121,18 @@ class TurnPrices(Priced):
         ``recomputed`` holds the distinct lists of patterns that ranks recompute by.  Units of
         one kind form a class if every list treats them alike.
         """
-        rounds, exposed_s = self._beside(unevenness)
-        root_s = sum(
-            price(self, kind, unevenness)
-            for price in PRICES.values()
-            for kind in self.root_kinds
-            if kind.numel
-        )
+        of_rounds, exposed_s = self._beside(unevenness, recomputed)
         return Turns(
             classes=tuple(
                 TurnClass(
                     kind=self.workload.kind_of(self.visited_units[members[0]]),
                     num_units=len(members),
                     unit_fqn=self.visited_units[members[0]].fqn,
-                    rounds=tuple(each.of(members) for each in rounds),
+                    rounds=tuple(rounds),
                 )
-                for members in self._alike(recomputed)
+                for members, *rounds in zip(self._alike(recomputed), *of_rounds, strict=True)
             ),
-            exposed_comm_s=exposed_s + root_s,
+            exposed_comm_s=exposed_s,
         )
 
     def launch_seconds(self, plan: Plan) -> dict[LaunchKind, list[float]]:
@@ -209,48 +203,77 @@ class TurnPrices(Priced):
                 found.setdefault(kind, []).append(known[key])
         return found
 
-    def _beside(self, unevenness: float) -> tuple[list["_Beside"], float]:
-        """What overlaps the turns of the rounds, and seconds of launches that overlap none.
+    def _beside(
+        self, unevenness: float, recomputed: Sequence[Sequence[str]]
+    ) -> tuple[list[list[TurnsOfRounds]], float]:
+        """What overlaps the turns of each class, by rounds that are alike, and seconds of
+        launches that overlap none.
 
         All rounds between the first and the last are alike.
         """
         num_rounds = min(self.num_rounds, 3)
         numbers = [1] * num_rounds
         numbers[num_rounds // 2] += self.num_rounds - num_rounds
-        beside_s, exposed = self._of_few_rounds(
-            replace(self.form, num_rounds=num_rounds), unevenness
+        few = self._few_rounds(
+            replace(self.form, num_rounds=num_rounds),
+            unevenness,
+            tuple(map(tuple, recomputed)),
         )
         found = [
-            _Beside(
-                num_rounds=number,
-                is_last=i == num_rounds - 1,
-                forward_s=beside_s[i][PHASES.index(Phase.FORWARD)],
-                backward_s=beside_s[i][PHASES.index(Phase.BACKWARD)],
-            )
+            [
+                TurnsOfRounds(
+                    num_rounds=number,
+                    is_last=i == num_rounds - 1,
+                    forward_comm_s=number * forward_s,
+                    backward_comm_s=number * backward_s,
+                )
+                for forward_s, backward_s in few.beside_s[i]
+            ]
             for i, number in enumerate(numbers)
         ]
-        return found, sum(numbers[n] * seconds for n, seconds in exposed)
+        return found, sum(numbers[n] * seconds for n, seconds in few.exposed) + few.root_s
 
-    def _of_few_rounds(self, form: StepForm, unevenness: float) -> FewRounds:
+    def _few_rounds(
+        self, form: StepForm, unevenness: float, recomputed: tuple[tuple[str, ...], ...]
+    ) -> FewRounds:
         """Of so few rounds that none is like another; kept, as more rounds have the same."""
         levels = self.two_level_units, self.resident_units
-        key = (form, unevenness, levels, self.cluster.world_size == 1)
+        key = (form, unevenness, recomputed, levels, self.cluster.world_size == 1)
         known = self.known.few_rounds
         if key not in known:
             if len(known) >= MOST_FEW_ROUNDS:
                 known.clear()
-            seconds_of = self._launch_seconds(unevenness)
-            seconds = [seconds_of[kind] for kind in PRICES]
-            num_units = len(self.visited_units)
-            overlapping, exposed = _launches(num_units, form)
-            beside_s = [[[0.0] * num_units for _ in PHASES] for _ in range(form.num_rounds)]
-            for number, phase, unit, kind, of_unit in overlapping:
-                beside_s[number][phase][unit] += seconds[kind][of_unit]
-            known[key] = (
-                [[self._mean_by_kind(each) for each in phases] for phases in beside_s],
-                [(number, seconds[kind][unit]) for number, kind, unit in exposed],
-            )
+            known[key] = self._found_few_rounds(form, unevenness, recomputed)
         return known[key]
+
+    def _found_few_rounds(
+        self, form: StepForm, unevenness: float, recomputed: Sequence[Sequence[str]]
+    ) -> FewRounds:
+        seconds_of = self._launch_seconds(unevenness)
+        seconds = [seconds_of[kind] for kind in PRICES]
+        num_units = len(self.visited_units)
+        overlapping, exposed = _launches(num_units, form)
+        beside_s = [[[0.0] * num_units for _ in PHASES] for _ in range(form.num_rounds)]
+        for number, phase, unit, kind, of_unit in overlapping:
+            beside_s[number][phase][unit] += seconds[kind][of_unit]
+        of_phases = PHASES.index(Phase.FORWARD), PHASES.index(Phase.BACKWARD)
+        of_rounds = [[self._mean_by_kind(each[i]) for i in of_phases] for each in beside_s]
+        return FewRounds(
+            beside_s=[
+                [
+                    (sum(forward_s[i] for i in members), sum(backward_s[i] for i in members))
+                    for members in self._alike(recomputed)
+                ]
+                for forward_s, backward_s in of_rounds
+            ],
+            exposed=[(number, seconds[kind][unit]) for number, kind, unit in exposed],
+            root_s=sum(
+                price(self, kind, unevenness)
+                for price in PRICES.values()
+                for kind in self.root_kinds
+                if kind.numel
+            ),
+        )
 
     def stored_numels(self, state_shares: Sequence[float]) -> list[int]:
         """Elements that each device stores, with every border between rows."""
@@ -293,22 +316,3 @@ def _launches(
         (number, kinds.index(each.kind), each.unit)
         for number, each in zip(rounds, exposed, strict=True)
     ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Beside:
-    """Seconds of the collectives beside each unit's turn, in rounds that are alike."""
-
-    num_rounds: int
-    is_last: bool
-    forward_s: Sequence[float]  # of one round
-    backward_s: Sequence[float]
-
-    def of(self, members: Iterable[int]) -> TurnsOfRounds:
-        """Those of some units, in all these rounds."""
-        return TurnsOfRounds(
-            num_rounds=self.num_rounds,
-            is_last=self.is_last,
-            forward_comm_s=self.num_rounds * sum(self.forward_s[i] for i in members),
-            backward_comm_s=self.num_rounds * sum(self.backward_s[i] for i in members),
-        )

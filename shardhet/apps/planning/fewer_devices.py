@@ -115,6 +115,7 @@ def better_without(
             global_batch_size=whole.plan.global_batch_size,
             demands=demands,
             effort=effort,
+            near=whole.plan.form,
         )
     return BetterWithout(
         samples_per_s_in_float16=None
