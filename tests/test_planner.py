@@ -10,9 +10,12 @@ from experiments.planner.cephalo import cephalo, cephalo_choice
 from shardhet.planner import Demands, DeviceLimits, PlanError, find_plan, solve
 from shardhet.planner.baselines import compute_only, even, memory_only
 from shardhet.planner.candidates.recompute import recompute_choices
+from shardhet.planner.forms import BatchRounds
 from shardhet.planner.misses import even_shortfall
+from shardhet.planner.preference import TOLERANCE, preferred
 from shardhet.planner.problem.problem import Group, Problem
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort, search
+from shardhet.planner.task import FormTask
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
@@ -300,3 +303,16 @@ def test_cephalos_programme_takes_memory_to_the_last_byte() -> None:
     assert choice is not None
     assert [(each.size, each.number) for each in choice] == [(1, 1), (1, 1)]
     assert cephalo_choice(seconds, bytes_by_size, total_bytes=4.9, **problem) is None
+
+
+def test_a_plan_to_prefer_may_be_faster_than_what_seemed_the_fastest() -> None:
+    cluster, profile, batch = random_case(3)
+    setting = Setting(cluster, WORKLOAD, profile)
+    fastest = solve(setting, global_batch_size=batch, demands=IN_ONE_ROUND)
+    fastest_s = fastest.predicted.step_time_s
+    prices = CostModel(setting).for_plan(fastest.plan)
+    task = FormTask(prices, BatchRounds(1, batch), IN_ONE_ROUND, DEFAULT_EFFORT)
+    found = preferred(replace(fastest, fastest_s=1.01 * fastest_s), ([(0.0, task)], []), 0.0)
+    assert found.predicted.step_time_s <= 1.01 * fastest_s
+    assert found.fastest_s == pytest.approx(found.predicted.step_time_s, rel=TOLERANCE)
+    assert found.fastest_s < 1.01 * fastest_s

@@ -68,7 +68,7 @@ def preferred(best: PlanSolution, pools: Sequence[Bounded], tolerance: float) ->
             )
             if chosen.predicted.step_time_s < best_s * (1 - ROUNDING):
                 # Last rounds that are smaller are not searched exactly.
-                return preferred(chosen, pools, tolerance)
+                return preferred(replace(chosen, fastest_s=None), pools, tolerance)
             return chosen
     return replace(best, fastest_s=best_s)
 
