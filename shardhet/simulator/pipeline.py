@@ -13,7 +13,7 @@ from shardhet.pricing.step_cost import StepCost
 from shardhet.records.cluster import Cluster, Link
 from shardhet.records.schedule import Phase
 from shardhet.records.schedule.pipeline import RoundPhase, one_forward_one_backward
-from shardhet.records.workload import Unit
+from shardhet.records.workload import Unit, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +166,14 @@ def link_between(
     return min(stated, key=lambda each: each[0].bandwidth_bytes_per_s * each[1])
 
 
+def handed_on_bytes(workload: Workload, after: Unit | None) -> int:
+    """Bytes per sample that a stage hands to the next one, whose first unit is ``after``.
+
+    None: it is the last.
+    """
+    return 0 if after is None else workload.kind_of(after).input_bytes
+
+
 def hop_between(
     setting: Setting,
     senders: Sequence[int],
@@ -174,7 +182,7 @@ def hop_between(
     num_samples: int,
 ) -> Hop:
     """What one stage hands over to the next, whose first unit is ``first``, in a round."""
-    nbytes = num_samples * setting.workload.kind_of(first).input_bytes
+    nbytes = num_samples * handed_on_bytes(setting.workload, first)
     link, number = link_between(setting.cluster, senders, receivers)
     seconds = hop_s((link, number), nbytes)
     return Hop(nbytes=nbytes, link=link, num_links=number, seconds=seconds)

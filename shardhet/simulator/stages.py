@@ -19,7 +19,14 @@ from shardhet.records.plan import Plan, PlannedUnit, RankPlan
 from shardhet.records.schedule import Phase
 from shardhet.records.stages import positions_by_stage, rounds_in_flight, stage_by_unit
 from shardhet.records.workload import Unit
-from shardhet.simulator.pipeline import Hop, Passage, StageTimes, hop_between, pipeline_s
+from shardhet.simulator.pipeline import (
+    Hop,
+    Passage,
+    StageTimes,
+    handed_on_bytes,
+    hop_between,
+    pipeline_s,
+)
 from shardhet.simulator.timeline import Event, MemoryPoint, RankTimeline, Timeline, Work, merged
 
 # The setting of the devices at some positions of a cluster.
@@ -139,7 +146,7 @@ def price_of(plan: Plan, setting: Setting, part_of: PartOf) -> PipelinePrice:
     own_units = [[u for u in units if stage_by_fqn[u.fqn] == i] for i in range(len(groups))]
     costs: list[StepCost] = []
     seconds = []
-    next_units = (*own_units[1:], None)
+    next_units = (*(units[0] for units in own_units[1:]), None)
     for group, own, after, held in zip(groups, own_units, next_units, in_flight, strict=True):
         positions = tuple(chosen[i] for i in group)
         whole = part_of(tuple(sorted(positions)))
@@ -154,7 +161,7 @@ def price_of(plan: Plan, setting: Setting, part_of: PartOf) -> PipelinePrice:
             of_stage,
             in_flight=held,
             receives=bool(costs),
-            hands_on_bytes=0 if after is None else workload.kind_of(after[0]).input_bytes,
+            hands_on_bytes=handed_on_bytes(workload, after),
         )
         costs.append(model.predict(alone))
         for rank, device in zip(alone.ranks, of_stage.cluster.devices, strict=True):

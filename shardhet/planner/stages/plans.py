@@ -15,7 +15,7 @@ from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster
 from shardhet.records.schedule import StepForm
 from shardhet.records.workload import Unit
-from shardhet.simulator.pipeline import StageTimes
+from shardhet.simulator.pipeline import StageTimes, handed_on_bytes
 from shardhet.simulator.stages import with_units
 
 COARSE = Effort(relative_gap=1e-3)
@@ -70,12 +70,6 @@ class StagePlans:
             self._parts.setdefault((looks, form), []).append(part)
         return self._found[key]
 
-    def _hands_on_bytes(self, setting: Setting, stop: int) -> int:
-        """Bytes per sample that a stage whose units end before ``stop`` hands to the next."""
-        if stop == len(self.units):
-            return 0
-        return setting.workload.kind_of(self.units[stop]).input_bytes
-
     def looks_of(self, positions: Positions) -> int:
         """A number for what distinguishes a set of devices from others, for the planner."""
         if positions not in self._looks:
@@ -104,6 +98,7 @@ class StagePlans:
     ) -> StageSolution | None:
         """The best plan of some devices for some units; None if nothing fits."""
         setting = self.setting_of(positions)
+        after = self.units[stop] if stop < len(self.units) else None
         try:
             solution = solve(
                 with_units(setting, self.units[first:stop]),
@@ -114,7 +109,7 @@ class StagePlans:
                     has_one_level=True,
                     rounds_in_flight=in_flight,
                     receives=first > 0,
-                    hands_on_bytes=self._hands_on_bytes(setting, stop),
+                    hands_on_bytes=handed_on_bytes(setting.workload, after),
                 ),
                 effort=effort,
                 tolerance=tolerance,
