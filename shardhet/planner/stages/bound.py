@@ -165,6 +165,13 @@ class Speeds:
             whole_s = form.num_rounds * (2 * whole_s - gathers_s[0] - gathers_s[-1])
         return whole_s + sum(reductions_s) * (form.num_rounds if form.reduce_each_round else 1)
 
+    def gathers_and_reductions_s(
+        self, positions: Positions, first: int, stop: int
+    ) -> tuple[float, float]:
+        """Seconds in which some devices gather these units once, and reduce them once."""
+        gathers_s, reductions_s = self._of_transfers_s(positions)
+        return sum(gathers_s[first:stop]), sum(reductions_s[first:stop])
+
     def _of_transfers_s(self, positions: Positions) -> list[list[float]]:
         if positions not in self._known_transfers_s:
             prices, kind_of = (

@@ -16,14 +16,19 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
 
-import numpy as np
-
 from shardhet.planner.find import NO_DEMANDS
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.search.search import DEFAULT_EFFORT
 from shardhet.planner.stages.bound import Speeds, even_cuts
 from shardhet.planner.stages.groups import MAX_STAGES, Positions, Stages, orders_of_stages
-from shardhet.planner.stages.likely import FORMS, MORE_IN_FLIGHT, Expected, Trial
+from shardhet.planner.stages.likely import (
+    FORMS,
+    MORE_IN_FLIGHT,
+    Expected,
+    Trial,
+    first_stride,
+    moved_cuts,
+)
 from shardhet.planner.stages.plans import COARSE, StagePlans
 from shardhet.planner.stages.solution import PipelineSolution, StageSolution
 from shardhet.pricing.setting import Setting
@@ -151,16 +156,15 @@ class PipelineSearch:
         )
         between = tuple((a + b) // 2 for a, b in zip(by_speed, by_memory, strict=True))
         best: dict[StepForm, tuple[float, Trial]] = {}
-        forms = self._forms(len(stages))
-        for form in sorted(
-            forms, key=lambda form: self.expected.least_s(stages, by_speed, form)
-        ):
+        likely = self.expected.likely_cuts(stages)
+        forms = sorted(
+            self._forms(len(stages)),
+            key=lambda form: self.expected.least_s(stages, likely, form),
+        )
+        for form in forms:
             key = replace(form, num_rounds=1)
-            _, likely = self.expected.likely_cuts(stages, form.num_rounds)
-            fits = False
             for cuts in dict.fromkeys((likely, by_speed, between, by_memory)):
-                if fits and cuts != by_speed:
-                    break  # cuts by memory are for where no other fits
+                fits = False
                 for more in self.expected.more_in_flight(stages, form):
                     trial = Trial(cuts, form, more)
                     found_s = {each: seconds for each, (seconds, _) in best.items()}
@@ -170,6 +174,8 @@ class PipelineSearch:
                     fits |= seconds < inf
                     if seconds < limit_s:
                         best[key] = seconds, trial
+                if fits:
+                    break  # cuts by memory are for where no other fits
         starts = sorted(best.values(), key=lambda each: each[0])
         return [each for each in starts if each[0] <= NEAR * starts[0][0]]
 
@@ -188,7 +194,7 @@ class PipelineSearch:
     def _improved(
         self, stages: Stages, trial: Trial, seconds: float, at_most_s: float
     ) -> tuple[float, Trial]:
-        stride = max(1, len(self.units) // 8)
+        stride = first_stride(len(self.units))
         while True:
             for other in self._neighbours(stages, trial, stride):
                 limit_s = seconds * (1 - LEAST_GAIN)
@@ -204,17 +210,7 @@ class PipelineSearch:
 
     def _neighbours(self, stages: Stages, trial: Trial, stride: int) -> Iterator[Trial]:
         """Trials that differ from this one in form, or in cuts, rounds and rounds in flight."""
-        steps = list(np.eye(len(trial.cuts), dtype=int)) + [np.ones(len(trial.cuts), dtype=int)]
-        moved = [
-            tuple(np.add(trial.cuts, sign * stride * each).tolist())
-            for each in steps
-            for sign in (-1, 1)
-        ]
-        moves = [
-            cuts
-            for cuts in dict.fromkeys([trial.cuts, *moved])
-            if all(one < other for one, other in pairwise((0, *cuts, len(self.units))))
-        ]
+        moves = [trial.cuts, *moved_cuts(trial.cuts, stride, len(self.units))]
         # Fewer samples in a round or fewer in flight take less memory, which other cuts use.
         place = self.rounds.index(trial.form.num_rounds)
         numbers = self.rounds[max(0, place - 1) : place + 2]

@@ -72,17 +72,34 @@ class Expected:
     def expected_s(self, stages: Stages) -> float:
         """About the seconds of a step of the best of some cuts and rounds."""
         rounds = self.start_rounds(len(stages))
-        return min(self.likely_cuts(stages, number)[0] for number in rounds)
+        return min(self._best_of_some(stages, number)[0] for number in rounds)
 
-    def likely_cuts(self, stages: Stages, num_rounds: int) -> tuple[float, tuple[int, ...]]:
-        """The cuts that are expected to be fastest, and about the seconds of a step."""
-        form = replace(FORMS[-1], num_rounds=num_rounds)
+    def likely_cuts(self, stages: Stages) -> tuple[int, ...]:
+        """The cuts that are expected to be fastest: no neighbour is, in as many rounds."""
+        best, num_rounds = min(
+            (self._best_of_some(stages, number), number)
+            for number in self.start_rounds(len(stages))
+        )
+        stride = first_stride(len(self.speeds.units))
+        while stride:
+            moved = moved_cuts(best[1], stride, len(self.speeds.units))
+            found = min(
+                ((self._about_s(stages, each, num_rounds), each) for each in moved),
+                default=best,
+            )
+            if found < best:
+                best = found
+            else:
+                stride //= 2
+        return best[1]
+
+    def _best_of_some(self, stages: Stages, num_rounds: int) -> tuple[float, tuple[int, ...]]:
+        """The best of some cuts, after about the seconds of a step."""
         best: tuple[float, tuple[int, ...]] = inf, ()
         for least_s, cuts in self._bounded_cuts(stages, num_rounds):
             if least_s >= best[0]:
                 break
-            for more in self.more_in_flight(stages, form):
-                best = min(best, (self._about_s(stages, Trial(cuts, form, more)), cuts))
+            best = min(best, (self._about_s(stages, cuts, num_rounds), cuts))
         return best
 
     def _bounded_cuts(
@@ -102,15 +119,32 @@ class Expected:
         times, hops_s = self._least_times(stages, cuts, form)
         return least_pipeline_s(times, hops_s, form.num_rounds)
 
-    def _about_s(self, stages: Stages, trial: Trial) -> float:
-        """Seconds of a step whose stages take as long as their compute or transfers."""
-        times, hops_s = self._least_times(stages, trial.cuts, trial.form)
-        parts = [
-            StageTimes(FORWARD_PART * each.round_s, (1 - FORWARD_PART) * each.round_s)
-            for each in times
-        ]
-        in_flight = trial.in_flight(len(stages))
-        return pipeline_s(parts, hops_s, in_flight=in_flight, num_rounds=trial.form.num_rounds)
+    def _about_s(self, stages: Stages, cuts: tuple[int, ...], num_rounds: int) -> float:
+        """Seconds of a step that gathers units in its first round and reduces in its last.
+
+        Its rounds are taken to be alike, each with its part of what the first and the last
+        wait for their transfers.
+        """
+        size, times = self.speeds.global_batch_size // num_rounds, []
+        for positions, bounds in zip(
+            stages, pairwise((0, *cuts, len(self.speeds.units))), strict=True
+        ):
+            compute_s = self.speeds.round_s(positions, *bounds, size)
+            gathers_s, reductions_s = self.speeds.gathers_and_reductions_s(positions, *bounds)
+            forward_s, backward_s = FORWARD_PART * compute_s, (1 - FORWARD_PART) * compute_s
+            times.append(
+                StageTimes(
+                    forward_s + max(0.0, gathers_s - forward_s) / num_rounds,
+                    backward_s + max(0.0, reductions_s - backward_s) / num_rounds,
+                )
+            )
+        hops_s = [self.speeds.hop_s(*each, size) for each in pairwise(stages)]
+        form = replace(FORMS[-1], num_rounds=num_rounds)
+        trials = [Trial(cuts, form, more) for more in self.more_in_flight(stages, form)]
+        return min(
+            pipeline_s(times, hops_s, in_flight=held, num_rounds=num_rounds)
+            for held in (each.in_flight(len(stages)) for each in trials)
+        )
 
     def _least_times(
         self, stages: Stages, cuts: tuple[int, ...], form: StepForm
@@ -137,3 +171,23 @@ class Expected:
         messages_s = max(2 * self.speeds.hop_s(*each, size) for each in pairwise(stages))
         round_s = max(self.speeds.least_step_s(stages), 1e-9) / form.num_rounds
         return {0, min(MORE_IN_FLIGHT, ceil(messages_s / round_s))}
+
+
+def first_stride(num_units: int) -> int:
+    """By how many units cuts are moved at first."""
+    return max(1, num_units // 8)
+
+
+def moved_cuts(cuts: tuple[int, ...], stride: int, num_units: int) -> list[tuple[int, ...]]:
+    """Each cut moved both ways by so many units, and all of them together."""
+    alone = [tuple(int(i == j) for i in range(len(cuts))) for j in range(len(cuts))]
+    moved = [
+        tuple(cut + sign * stride * each for cut, each in zip(cuts, steps, strict=True))
+        for steps in (*alone, (1,) * len(cuts))
+        for sign in (-1, 1)
+    ]
+    return [
+        each
+        for each in dict.fromkeys(moved)
+        if all(one < other for one, other in pairwise((0, *each, num_units)))
+    ]
