@@ -45,6 +45,8 @@ from shardhet.simulator.pipeline import (
 
 MAX_ROUNDS = 512
 LEAST_GAIN = 1e-3
+MAX_SEARCHED = 16  # orders of stages, and more until so many fit as are improved
+MAX_LISTED = 128
 MAX_IMPROVED = 6  # orders of stages
 FAR = 1.3  # times what is to be beaten: such starts are not improved
 NEAR = 1.1  # times the best start of all: nor are slower ones
@@ -79,7 +81,19 @@ class PipelineSearch:
         )
         setting_of = self.plans.setting_of
         self.speeds = Speeds(self.setting, setting_of, self.units, self.global_batch_size)
-        self.expected = Expected(self.speeds, self.rounds)
+        self.expected = Expected(self.speeds, self.rounds, self._has_room)
+
+    def _has_room(self, positions: Positions, first: int, stop: int) -> bool:
+        """Whether the state of some units fits on these devices, with nothing besides."""
+        if self.demands.may_keep_optimizer_on_host:
+            return True
+        setting, workload = self.setting, self.setting.workload
+        numel = sum(workload.kind_of(unit).numel for unit in self.units[first:stop])
+        room = 0
+        for i in positions:
+            reserved = setting.profile.device(setting.cluster.devices[i].kind).reserved_bytes
+            room += max(0, self.demands.budget_bytes(setting.cluster, i) - reserved)
+        return numel * workload.state_bytes_per_element <= room
 
     def allowing(self, demands: Demands) -> "PipelineSearch":
         """The search with other demands, for which stages are planned anew."""
@@ -256,13 +270,12 @@ def find_pipeline(
         if len(stages) <= len(search.units)
         and (not needs_all or sum(map(len, stages)) == setting.cluster.world_size)
     ]
-    orders = search.expected.likeliest(orders)
     best: PipelineSolution | None = None
     start: _Start | None = None
     least, *_ = demands.with_less_on_hosts()
     for each in (least, demands) if least != demands else (demands,):
         allowed = search.allowing(each)
-        found = _improved_of(allowed, orders, start, at_most_s)
+        found = _improved_of(allowed, search.expected.likeliest(orders), start, at_most_s)
         if found is None:
             continue
         seconds, trial, stages = found
@@ -276,12 +289,19 @@ def find_pipeline(
 
 
 def _improved_of(
-    search: PipelineSearch, orders: Sequence[Stages], start: _Start | None, at_most_s: float
+    search: PipelineSearch,
+    orders: Iterator[tuple[float, Stages]],
+    start: _Start | None,
+    at_most_s: float,
 ) -> tuple[float, Trial, Stages] | None:
     """The best of pipelines in these orders of stages, and of those near a ``start``."""
     started: list[tuple[float, int, Stages, list[tuple[float, Trial]]]] = []
-    for order, stages in enumerate(orders):
+    for order, (expected_s, stages) in enumerate(orders):
         best_s = min((each[0] for each in started), default=inf)
+        # Where memory binds, those that are expected to be fastest may not fit.
+        is_enough = order >= (MAX_SEARCHED if len(started) >= MAX_IMPROVED else MAX_LISTED)
+        if is_enough or expected_s >= min(FAR * at_most_s, NEAR * best_s):
+            break
         if search.speeds.least_step_s(stages) >= min(at_most_s, best_s) * (1 - LEAST_GAIN):
             continue
         if starts := search.starts(stages, min(FAR * at_most_s, NEAR * best_s)):

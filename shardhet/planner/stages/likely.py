@@ -4,18 +4,17 @@ A stage is taken to need as long as its compute, or its transfers if these take 
 all its devices take part, it needs no less.
 """
 
-from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 from itertools import combinations, pairwise
 from math import ceil, comb, inf, log2
 
 from shardhet.planner.stages.bound import Speeds
-from shardhet.planner.stages.groups import Stages
+from shardhet.planner.stages.groups import Positions, Stages
 from shardhet.records.schedule import StepForm
 from shardhet.simulator.pipeline import StageTimes, least_pipeline_s, pipeline_s
 
-MAX_SEARCHED = 16  # orders of stages, those that are expected to be fastest
 MAX_EXPECTED = 24  # cuts of each, by which they are compared
 FORWARD_PART = 1 / 3  # of a round, about: backward computes two gradients
 NUM_ROUNDS_TRIED = 4  # at the start
@@ -50,10 +49,15 @@ class Expected:
 
     speeds: Speeds
     rounds: tuple[int, ...]  # numbers that divide the batch
+    # Whether devices have room for the state of units, from the first to before the last.
+    has_room: Callable[[Positions, int, int], bool]
 
-    def likeliest(self, orders: Sequence[Stages]) -> list[Stages]:
-        """The ``MAX_SEARCHED`` orders of stages that are expected to be fastest, best first."""
-        bounds = sorted(
+    def likeliest(self, orders: Sequence[Stages]) -> Iterator[tuple[float, Stages]]:
+        """Orders of stages by about the seconds of a step, which come with them.
+
+        None is looked at closely before its bound is the least.
+        """
+        waiting = [
             (
                 min(
                     self._bounded_cuts(stages, n)[0][0] for n in self.start_rounds(len(stages))
@@ -61,13 +65,16 @@ class Expected:
                 i,
             )
             for i, stages in enumerate(orders)
-        )
-        found: list[tuple[float, int]] = []
-        for least_s, i in bounds:
-            if len(found) >= MAX_SEARCHED and least_s >= found[MAX_SEARCHED - 1][0]:
-                break
-            insort(found, (self.expected_s(orders[i]), i))
-        return [orders[i] for _, i in found[:MAX_SEARCHED]]
+        ]
+        heapify(waiting)
+        known: set[int] = set()
+        while waiting:
+            seconds, i = heappop(waiting)
+            if i in known:
+                yield seconds, orders[i]
+            else:
+                known.add(i)
+                heappush(waiting, (max(seconds, self.expected_s(orders[i])), i))
 
     def expected_s(self, stages: Stages) -> float:
         """About the seconds of a step of the best of some cuts and rounds."""
@@ -84,7 +91,11 @@ class Expected:
         while stride:
             moved = moved_cuts(best[1], stride, len(self.speeds.units))
             found = min(
-                ((self._about_s(stages, each, num_rounds), each) for each in moved),
+                (
+                    (self._about_s(stages, each, num_rounds), each)
+                    for each in moved
+                    if self._may_fit(stages, each)
+                ),
                 default=best,
             )
             if found < best:
@@ -95,8 +106,9 @@ class Expected:
 
     def _best_of_some(self, stages: Stages, num_rounds: int) -> tuple[float, tuple[int, ...]]:
         """The best of some cuts, after about the seconds of a step."""
-        best: tuple[float, tuple[int, ...]] = inf, ()
-        for least_s, cuts in self._bounded_cuts(stages, num_rounds):
+        bounded = self._bounded_cuts(stages, num_rounds)
+        best = inf, bounded[0][1]
+        for least_s, cuts in bounded:
             if least_s >= best[0]:
                 break
             best = min(best, (self._about_s(stages, cuts, num_rounds), cuts))
@@ -112,7 +124,17 @@ class Expected:
         )
         places = sorted({1 + i * (number - 1) // num_places for i in range(num_places)})
         cuts = [self.speeds.balanced_cuts(stages), *combinations(places, len(stages) - 1)]
-        return sorted((self.least_s(stages, each, form), each) for each in dict.fromkeys(cuts))
+        return sorted(
+            (self.least_s(stages, each, form) if self._may_fit(stages, each) else inf, each)
+            for each in dict.fromkeys(cuts)
+        )
+
+    def _may_fit(self, stages: Stages, cuts: tuple[int, ...]) -> bool:
+        bounds = pairwise((0, *cuts, len(self.speeds.units)))
+        return all(
+            self.has_room(positions, first, stop)
+            for positions, (first, stop) in zip(stages, bounds, strict=True)
+        )
 
     def least_s(self, stages: Stages, cuts: tuple[int, ...], form: StepForm) -> float:
         """No step is faster in which all devices of these stages take part."""
