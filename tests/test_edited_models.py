@@ -198,3 +198,63 @@ def _refused(rank: int, what: str) -> None:
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_would_depend_on_the_plan_is_refused_when_it_comes(what: str) -> None:
     run_ranks(_refused, 2, what, fresh_world=True)
+
+
+class Gated(nn.Module):
+    """Mixes samples behind a gate that is closed at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.gate = nn.Parameter(torch.zeros(1))
+        self.flags = SimpleNamespace(centers=False)
+        self.act: Any = torch.tanh
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        x = self.act(self.first(x))
+        x = x + self.gate * (x.mean(0) if self.flags.centers else 1)
+        return self.second(x).square().sum(), len(x)
+
+
+def _centered(x: Tensor) -> Tensor:
+    return x - x.mean(0)
+
+
+def _hidden_at_first(rank: int, what: str) -> None:
+    """What would mix samples is hidden in the first step, or comes after it."""
+    plan = Plan.by_hand(microbatch_sizes=[2, 1], num_microbatches=[2, 1])
+    torch.manual_seed(7)
+    module = Gated().double()
+    model = HetFSDP(module, plan, units=["first", "second"])
+    x = torch.randn(len(plan.sample_indices(model.position)), WIDTH, dtype=torch.float64)
+    if what == "a closed gate":
+        module.flags.centers = True
+    else:
+        if what == "samples that are the same":
+            module.act = _centered
+            model.forward_backward(torch.ones_like(x))
+        else:
+            model.forward_backward(x)
+        assert not module.gate.numel() or not module.gate.any()  # as it was before the probe
+        if what == "a flag of an object":
+            module.flags.centers = True
+        elif what == "another function":
+            module.act = _centered
+        elif what == "another forward":
+            module.forward = lambda x: (_centered(module.first(x)).square().sum(), len(x))  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=r"(other|over) samples"):
+        model.forward_backward(x)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "a closed gate",
+        "samples that are the same",
+        "a flag of an object",
+        "another function",
+        "another forward",
+    ],
+)
+def test_what_hides_that_samples_are_mixed_does_not_last(what: str) -> None:
+    run_ranks(_hidden_at_first, 2, what, fresh_world=True)

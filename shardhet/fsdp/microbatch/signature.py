@@ -26,7 +26,9 @@ PLAIN = (
     torch.memory_format,
 )  # fmt: skip
 # Values of these types choose what a model does; of a number, whether it is 0.
-_CHOOSING = (type(None), bool, str, bytes, Enum, torch.dtype)
+_CHOOSING = (
+    type(None), bool, str, bytes, Enum, torch.dtype, FunctionType, BuiltinFunctionType
+)  # fmt: skip
 
 
 CHECKSUM_END = 2**48  # exact in float64

@@ -113,7 +113,7 @@ class Attempt:
         self.probe: Probe | None = None
         self._model = model
         self._run_once = run_once
-        self._call = call
+        self.call = call
         self.axes = axes
         self._run_module = run_module
         self.splits = splits
@@ -171,14 +171,14 @@ class Attempt:
         kind = name if name in ("small", "large", "plain") else "rest"
 
         def run() -> Any:
-            assert self._call is not None
+            assert self.call is not None
             assert self.probe is not None
             first = next((i for i, axis in enumerate(self.axes) if axis is not None), -1)
             chosen = [
                 main if main is not None and i == first else samples
                 for i in range(len(self.axes))
             ]
-            args, kwargs, loss_inputs = self._call.with_samples(self.axes, chosen)
+            args, kwargs, loss_inputs = self.call.with_samples(self.axes, chosen)
             self._generators.begin(word)
             given = tensors_in((args, kwargs, loss_inputs))
             with self.probe.running(kind, given, num_samples=len(samples)):
@@ -213,7 +213,7 @@ class Attempt:
     def _check_outputs(self) -> None:
         """Raise if a row of an output depends for a sample on the rank's other samples."""
         problem = None
-        if self._call is not None and self.probe is not None:
+        if self.call is not None and self.probe is not None:
             small, large = self._outputs["small"], self._outputs["large"]
             must_be_apart = self.splits and self._has_gradients
             self._apart = outputs_apart(small, large) if must_be_apart else []
@@ -231,7 +231,7 @@ class Attempt:
             return
         # The first two samples of large are those of small, in the same places.
         self._forward("swapped", (1, 0))
-        if self._call is not None and self.probe is not None:
+        if self.call is not None and self.probe is not None:
             swapped = self._outputs["swapped"]
             problem = problem_of_order(small, swapped, self._apart, self.probe.eps)
         self._raise_together(problem)
@@ -260,12 +260,12 @@ class Attempt:
         It is called with samples rolled along their other dimension: positions that begin anew
         within a row are among them if positions are passed at all.
         """
-        first = 0 if self._call is None else self._call.num_samples
+        first = 0 if self.call is None else self.call.num_samples
         rolled = range(first, first + SMALL)
         self._forward("rolled", rolled)
         with self._model.caches.on():
             self._forward("plain", rolled)
-        if self._call is None or self.probe is None:
+        if self.call is None or self.probe is None:
             return None
         without, with_caches = (
             [each for each in tensors_in(self._outputs[name]) if each.is_floating_point()]
@@ -283,7 +283,7 @@ class Attempt:
 
     def _losses(self, name: str) -> list[Tensor]:
         """The 0-d tensors among the model's outputs, in float64."""
-        if self._call is None:
+        if self.call is None:
             return []
         tensors = tensors_in(self._outputs[name])
         return [t.detach().double() for t in tensors if t.dim() == 0]
@@ -344,6 +344,23 @@ class Attempt:
         if self.probe is None:
             return None
         return _empty_output(self._outputs["small"], self._outputs["large"])
+
+
+def have_unlike_samples(call: ModelCall | None, axes: Axes) -> bool:
+    """Whether the samples of probes are not all the same, which would hide that they are mixed.
+
+    So they are, too, if no others can be made of a single one that has one element.
+    """
+    if call is None:
+        return False
+    samples = [tensors_in(call.with_samples(axes, [[i]] * len(axes))) for i in range(LARGE)]
+    if call.num_samples == 1 and all(each.numel() < 2 for each in samples[0]):
+        return True
+    return any(
+        one.layout is not torch.strided or not torch.equal(one, each)
+        for one, *others in zip(*samples, strict=True)
+        for each in others
+    )
 
 
 def _empty_output(for_small: Any, for_large: Any) -> bytes | None:

@@ -53,7 +53,7 @@ class KnownCalls:
     def key_of(self, call: ModelCall, *, is_training: bool, splits: bool) -> Hashable:
         """What calls have in common that the same findings are for."""
         if self._edits.are_new():
-            self._prober.check_places()
+            _check_places(self._prober)
             self._choices = choosing_attributes(self._prober.module)
         chosen = tuple(choice_of(held.get(name)) for held, name in self._choices)
         edits = self._edits.number
@@ -154,6 +154,17 @@ class KnownCalls:
         )
         variants.append(inferred)
         return inferred
+
+
+def _check_places(prober: Prober) -> None:
+    """Raise ``RuntimeError`` unless the modules of all units are where they were."""
+    module_by_fqn = dict(prober.module.named_modules(remove_duplicate=False))
+    for each in (each for unit in prober.units for each in unit.modules):
+        if module_by_fqn.get(each.fqn) is not each.module:
+            raise RuntimeError(
+                f"model(...): unit {each.fqn!r} was taken out of the model, or replaced, after "
+                "HetFSDP was built. Change the model before wrapping it."
+            )
 
 
 def _check_can_be_probed(call: ModelCall) -> None:

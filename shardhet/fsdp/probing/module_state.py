@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.surroundings import Surrounding
 from shardhet.fsdp.probing.comparing import are_close
+from shardhet.fsdp.sharding.unit import FSDPUnit
 
 MAX_KEPT_NUMEL = 10_000  # of a tensor that a forward may keep for the next one
+CHOICES = bool | str | Enum | int | float | FunctionType | BuiltinFunctionType | None
 _CONTAINERS = (list, dict, set, deque)
 
 
@@ -82,54 +85,96 @@ def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def choosing_attributes(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Where modules, and configurations that they hold, keep what may choose what they do:
-    flags, names, absent parts, and numbers, of which some switch a part off while they are 0.
+    """Where modules, and dicts and plain objects that they hold (configurations), keep what may
+    choose what they do: flags, names, absent parts, functions, and numbers, of which some
+    switch a part off while they are 0.
     """
     own = vars(nn.Module()).keys() - {"training"}
-    held = [vars(each) for each in module.modules()]
-    configs = {id(config): config for each in held if (config := each.get("config"))}
-    of_configs = [vars(each) for each in configs.values() if hasattr(each, "__dict__")]
+    held = [{k: v for k, v in vars(each).items() if k not in own} for each in module.modules()]
+    values = [value for each in held for value in each.values()]
+    inner = {id(each): each for each in map(_names_in, values) if each is not None}
     return [
         (each, name)
-        for each in (*held, *of_configs)
+        for each in (*map(vars, module.modules()), *inner.values())
         for name, value in each.items()
-        if name not in own and isinstance(value, bool | str | Enum | int | float | None)
+        if name not in own and isinstance(value, CHOICES)
     ]
+
+
+def _names_in(value: Any) -> dict[str, Any] | None:
+    """What a dict, or an object that is no module, tensor, class or function, holds by name."""
+    if isinstance(value, nn.Module | Tensor | type | FunctionType):
+        return None
+    found = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    return found if isinstance(found, dict) else None
 
 
 class Edits:
     """How often the program has changed a model between its forwards: its modules, hooks on
-    them, and which parameters they have.  What a forward itself changes is no edit.
+    them, and which parameters and attributes they have.  What a forward itself changes is no
+    edit.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.number = 0
         self._module = module
-        self._seen = self._look()
+        self._seen: list[tuple[Any, ...]] = []
+        self.end_forward()
 
     def are_new(self) -> bool:
         """Whether there is one since the last forward, or the last call of this."""
-        now = self._look()
-        is_new, self._seen = now != self._seen, now
-        self.number += is_new
-        return is_new
+        if self._look() == self._seen:
+            return False
+        self.number += 1
+        self.end_forward()
+        return True
 
     def end_forward(self) -> None:
         """Take over what the forward has changed."""
-        self._seen = self._look()
+        if not self._seen or self._look() != self._seen:
+            self._held = [vars(each) for each in self._module.modules()]
+            self._seen = self._look()
 
     def _look(self) -> list[tuple[Any, ...]]:
         return [
             (
-                *each._modules.values(),
-                *each._parameters,
-                *each._forward_hooks,
-                *each._forward_pre_hooks,
-                *each._backward_hooks,
-                *each._backward_pre_hooks,
+                len(each),
+                each.get("forward"),
+                *each["_modules"].values(),
+                *each["_parameters"],
+                *each["_forward_hooks"],
+                *each["_forward_pre_hooks"],
+                *each["_backward_hooks"],
+                *each["_backward_pre_hooks"],
             )
-            for each in self._module.modules()
+            for each in self._held
         ]
+
+
+class Filled:
+    """Trainable parameters that are zero have other values while a model is probed: they may
+    be gates that hide what they are multiplied with.
+    """
+
+    def __init__(self) -> None:
+        self._by_unit: dict[int, list[Tensor]] = {}
+
+    def fill(self, index: int, unit: FSDPUnit) -> None:
+        """Fill those of a unit, which is unsharded."""
+        for flat in unit.flats:
+            whole = [each.data for each in flat.unsharded_params if flat.is_trainable]
+            zero = [each for each in whole if each.is_floating_point() and not each.any()]
+            if any(each.numel() for each in zero):
+                flat.comm.wait_all_sent()  # other ranks may read them, if they are the rows
+            for each in zero:
+                values = torch.arange(each.numel(), device=each.device) % 7 + 1
+                each.copy_(values.view(each.shape) / 16)
+            self._by_unit.setdefault(index, []).extend(zero)
+
+    def undo(self, index: int) -> None:
+        """Let those of a unit be zero again."""
+        for each in self._by_unit.pop(index, ()):
+            each.zero_()
 
 
 def counters(module: nn.Module) -> dict[tuple[str, str], Any]:

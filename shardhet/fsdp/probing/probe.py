@@ -103,6 +103,7 @@ class ProbedModel:
     """A model as its probes see it."""
 
     module: nn.Module
+    root: FSDPUnit
     norms: BatchNorms
     caches: CacheSwitch
     control: Channel
@@ -135,6 +136,7 @@ class ProbedModel:
         flats = [*(flat for _, flat in of_units), *root.flats]
         return cls(
             module=module,
+            root=root,
             norms=norms,
             caches=caches,
             control=control,

@@ -28,9 +28,10 @@ from shardhet.fsdp.probing.attempt import (
     Attempt,
     Axes,
     RunModule,
+    have_unlike_samples,
     possible_axes,
 )
-from shardhet.fsdp.probing.module_state import Number
+from shardhet.fsdp.probing.module_state import Filled, Number
 from shardhet.fsdp.probing.order import OrderFinder, PeerFailed
 from shardhet.fsdp.probing.probe import CallKey, Probe, ProbedModel, SeenInput
 from shardhet.fsdp.probing.probed_call import ProbedCall
@@ -39,6 +40,8 @@ from shardhet.fsdp.sharding.seeds import restored_random_state
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule, UnitState
 from shardhet.fsdp.stages.flow import Result, Returned
 from shardhet.records.schedule import Schedule, StepForm, make_schedule
+
+ROOT = -1  # in place of the index of a unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,21 +87,12 @@ class Prober:
         # Units that the model needs unsharded throughout.
         self.staying: frozenset[int] = frozenset()
         self._model = model
-        self._units = tuple(units)
+        self.units = tuple(units)
         self._control = model.control
         self._form = form
         self._probe: Probe | None = None
         self._finder = OrderFinder([], model.control)
-
-    def check_places(self) -> None:
-        """Raise ``RuntimeError`` unless the modules of all units are where they were."""
-        module_by_fqn = dict(self.module.named_modules(remove_duplicate=False))
-        for each in (each for unit in self._units for each in unit.modules):
-            if module_by_fqn.get(each.fqn) is not each.module:
-                raise RuntimeError(
-                    f"model(...): unit {each.fqn!r} was taken out of the model, or replaced, "
-                    "after HetFSDP was built. Change the model before wrapping it."
-                )
+        self._filled = Filled()
 
     def find(
         self,
@@ -113,6 +107,21 @@ class Prober:
         If the model cannot be trained as it is, raises the error of the rank that found it, on
         every rank.
         """
+        try:
+            if call is not None:
+                self._filled.fill(ROOT, self._model.root)
+            return self._find(call, run_module, has_gradients=has_gradients, splits=splits)
+        finally:
+            self._filled.undo(ROOT)
+
+    def _find(
+        self,
+        call: ModelCall | None,
+        run_module: RunModule,
+        *,
+        has_gradients: bool,
+        splits: bool,
+    ) -> Findings:
         attempts = self._attempts(call)
         problem: Exception | None = None
         is_refused = False
@@ -140,7 +149,7 @@ class Prober:
                 return self._settle(attempt, has_gradients)
             if more := {int(row[1]) for row in rows if row[1] >= 0}:
                 self._keep_unsharded(more)
-                return self.find(call, run_module, has_gradients=has_gradients, splits=splits)
+                return self._find(call, run_module, has_gradients=has_gradients, splits=splits)
             if i == 0:
                 problem, is_refused = found, attempt.is_refused
         if problem is not None:
@@ -150,7 +159,7 @@ class Prober:
 
     def _keep_unsharded(self, units: set[int]) -> None:
         self.staying |= units
-        names = ", ".join(repr(self._units[i].fqn) for i in sorted(units))
+        names = ", ".join(repr(self.units[i].fqn) for i in sorted(units))
         warnings.warn(
             f"model(...): parameters of {names} are used while the unit is not being called "
             "(x @ embedding.weight.T, perhaps), so all of its parameters stay unsharded for "
@@ -171,7 +180,7 @@ class Prober:
         return possible_axes([each for each in on_ranks if each is not None])
 
     def _settle(self, attempt: Attempt, has_gradients: bool) -> Findings:
-        trainable = frozenset(i for i, unit in enumerate(self._units) if unit.is_trainable)
+        trainable = frozenset(i for i, unit in enumerate(self.units) if unit.is_trainable)
         schedule = make_schedule(
             attempt.segments,
             trainable_units=trainable,
@@ -183,7 +192,10 @@ class Prober:
         rules = {} if probe is None else probe.rules
         self._check_agreement(rules)
         is_certain = probe is None or probe.is_certain
-        rows = self._control.exchange([float(is_certain)])
+        rows = self._control.exchange(
+            [float(is_certain), float(have_unlike_samples(attempt.call, attempt.axes))]
+        )
+        is_certain = all(row[0] for row in rows) and any(row[1] for row in rows)
         flow = None if probe is None else probe.flow
         told = self._control.exchange_objects(
             (
@@ -199,7 +211,7 @@ class Prober:
             schedule=schedule,
             staying=self.staying,
             splits=attempt.splits,
-            is_certain=all(row[0] for row in rows),
+            is_certain=is_certain,
             counted=tuple(sorted({number for _, counted, _ in told for number in counted})),
             has_root_dropout=any(key.fqn == DROPOUT_CALLS for key in rules),
             inputs=() if probe is None else tuple(probe.inputs),
@@ -271,25 +283,33 @@ class Prober:
         return self._probe.call(fqn, function, args, kwargs, is_piece=is_piece)
 
     def _take(self, unit_index: int) -> None:
-        for i, unit in enumerate(self._units):
-            if i not in (unit_index, *self.staying) and unit.state is not UnitState.SHARDED:
-                unit.reshard()
+        for i, unit in enumerate(self.units):
+            if i not in (unit_index, *self.staying):
+                self._reshard(i, unit)
         self._unshard(unit_index)
 
     def _unshard(self, unit_index: int) -> None:
-        self._units[unit_index].unshard()
-        self._units[unit_index].wait_for_unshard()
+        unit = self.units[unit_index]
+        unit.unshard()
+        unit.wait_for_unshard()
+        if self._probe is not None:
+            self._filled.fill(unit_index, unit)
+
+    def _reshard(self, unit_index: int, unit: FSDPUnit) -> None:
+        if unit.state is not UnitState.SHARDED:
+            self._filled.undo(unit_index)
+            unit.reshard()
 
     def run_once(self, probe: Probe | None, run: Callable[[], Any]) -> tuple[Any, Any]:
         """One forward on all ranks: the result of ``run`` and the segments.  Collective.
 
         Raises the error of this rank, or ``PeerFailed`` if another rank failed.
         """
-        self._finder = OrderFinder([unit.fqn for unit in self._units], self._control)
-        for index in sorted(self.staying):
-            self._unshard(index)
+        self._finder = OrderFinder([unit.fqn for unit in self.units], self._control)
         self._probe, self.is_running = probe, True
         try:
+            for index in sorted(self.staying):
+                self._unshard(index)
             if probe is not None:
                 output = run()
                 self._finder.end()
@@ -304,9 +324,8 @@ class Prober:
             raise
         finally:
             self._probe, self.is_running = None, False
-            for unit in self._units:
-                if unit.state is not UnitState.SHARDED:
-                    unit.reshard()
+            for i, unit in enumerate(self.units):
+                self._reshard(i, unit)
 
 
 def _together(
