@@ -209,11 +209,24 @@ class Gated(nn.Module):
         self.gate = nn.Parameter(torch.zeros(1))
         self.flags = SimpleNamespace(centers=False)
         self.act: Any = torch.tanh
+        self.gives_loss = True
 
-    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+    def forward(self, x: Tensor) -> Any:
         x = self.act(self.first(x))
         x = x + self.gate * (x.mean(0) if self.flags.centers else 1)
-        return self.second(x).square().sum(), len(x)
+        x = self.second(x)
+        return (x.square().sum(), len(x)) if self.gives_loss else x
+
+
+class Criterion:
+    """A loss with a flag."""
+
+    def __init__(self) -> None:
+        self.mixes = False
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = _centered(x) if self.mixes else x
+        return x.square().sum(), torch.tensor(len(x))
 
 
 def _centered(x: Tensor) -> Tensor:
@@ -225,7 +238,10 @@ def _hidden_at_first(rank: int, what: str) -> None:
     plan = Plan.by_hand(microbatch_sizes=[2, 1], num_microbatches=[2, 1])
     torch.manual_seed(7)
     module = Gated().double()
-    model = HetFSDP(module, plan, units=["first", "second"])
+    criterion = Criterion()
+    loss_fn = criterion if what == "a flag of the loss" else None
+    module.gives_loss = loss_fn is None
+    model = HetFSDP(module, plan, units=["first", "second"], loss_fn=loss_fn)
     x = torch.randn(len(plan.sample_indices(model.position)), WIDTH, dtype=torch.float64)
     if what == "a closed gate":
         module.flags.centers = True
@@ -238,11 +254,13 @@ def _hidden_at_first(rank: int, what: str) -> None:
         assert not module.gate.numel() or not module.gate.any()  # as it was before the probe
         if what == "a flag of an object":
             module.flags.centers = True
+        elif what == "a flag of the loss":
+            criterion.mixes = True
         elif what == "another function":
             module.act = _centered
         elif what == "another forward":
             module.forward = lambda x: (_centered(module.first(x)).square().sum(), len(x))  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match=r"(other|over) samples"):
+    with pytest.raises(ValueError, match=r"(other|over) samples|load-balancing loss"):
         model.forward_backward(x)
 
 
@@ -252,6 +270,7 @@ def _hidden_at_first(rank: int, what: str) -> None:
         "a closed gate",
         "samples that are the same",
         "a flag of an object",
+        "a flag of the loss",
         "another function",
         "another forward",
     ],

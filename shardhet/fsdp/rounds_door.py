@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardhet.fsdp.microbatch.loss import loss_pair
+from shardhet.fsdp.microbatch.loss import FusedLoss, loss_pair
 from shardhet.fsdp.microbatch.signature import Arguments, BatchDims, ModelCall
+from shardhet.fsdp.probing.module_state import choices_of
 from shardhet.fsdp.stages.runtime import StageRuntime
 from shardhet.fsdp.stages.step import Pipeline
 from shardhet.fsdp.state_door import ModuleWithState
@@ -26,6 +27,7 @@ class ModuleInRounds(ModuleWithState):
     _forward: Callable[..., Any]  # of the wrapped module
     _batch_dim: BatchDims
     _pipeline: Pipeline | None = None  # of a plan with stages
+    _loss: FusedLoss
     _function: Callable[..., Any] | None = None  # called with the module instead of it
 
     def backward(
@@ -137,9 +139,10 @@ class ModuleInRounds(ModuleWithState):
         """A call with this rank's samples of all rounds."""
         of_loss = loss_inputs if isinstance(loss_inputs, tuple) else (loss_inputs,)
         planned = self._runtime.rounds.number * self.plan.ranks[self.position].rank_batch_size
-        return ModelCall.of(
+        call = ModelCall.of(
             self._forward, args, kwargs, of_loss, self._batch_dim, planned=planned
         )
+        return replace(call, of_loss=choices_of(self._loss.loss_fn))
 
     def _parts(self, call: ModelCall, *, caller: str) -> list[Arguments]:
         own = self.plan.ranks[self.position].rank_batch_size
@@ -148,8 +151,8 @@ class ModuleInRounds(ModuleWithState):
     def _call_of_round(self, part: Arguments, whole: ModelCall | None = None) -> ModelCall:
         own = self.plan.ranks[self.position].rank_batch_size
         call = ModelCall.of(self._forward, *part, self._batch_dim, planned=own)
-        is_cut = self._runtime.rounds.number > 1
-        return replace(call, cut_from=whole) if is_cut else call
+        cut_from = whole if self._runtime.rounds.number > 1 else None
+        return replace(call, cut_from=cut_from, of_loss=choices_of(self._loss.loss_fn))
 
     def drop_rounds(self) -> None:
         """Begin the step anew at the next call, without the rounds so far.  Collective.

@@ -30,7 +30,7 @@ class FusedLoss:
     """Makes the last unit return the loss of its output instead of the output."""
 
     def __init__(self, loss_fn: LossFn | None) -> None:
-        self._loss_fn = loss_fn
+        self.loss_fn = loss_fn
         self._inputs: tuple[Any, ...] = ()  # of the forward in progress
         self._head = ""
         self._instead = OUTSIDE
@@ -43,7 +43,7 @@ class FusedLoss:
 
     def find_head(self, module: nn.Module, units: Sequence[FSDPUnit]) -> UnitModule | None:
         """The last of the units' modules, in the model's order; None without a ``loss_fn``."""
-        if self._loss_fn is None:
+        if self.loss_fn is None:
             return None
         position_by_fqn = {fqn: i for i, (fqn, _) in enumerate(module.named_modules())}
         modules = [each for unit in units for each in unit.modules]
@@ -53,7 +53,7 @@ class FusedLoss:
 
     def with_loss(self, head: UnitModule) -> UnitModule:
         """``head`` with ``loss_inputs`` as its first argument, and the loss as its output."""
-        loss_fn = self._loss_fn
+        loss_fn = self.loss_fn
         assert loss_fn is not None
 
         def forward(loss_inputs: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:

@@ -60,6 +60,7 @@ class ModelCall:
     are_named: tuple[bool, ...]  # by leaf: whether the user named its argument in batch_dim
     num_samples: int
     cut_from: "ModelCall | None" = None  # by ``in_rounds``
+    of_loss: tuple[Hashable, ...] = ()  # what may choose what ``loss_fn`` does
 
     @classmethod
     def of(
@@ -108,7 +109,8 @@ class ModelCall:
     @property
     def key(self) -> Hashable:
         """Equal for calls of one kind, whatever the lengths of their tensors."""
-        return (str(self.spec), *map(self._look, self.leaves, self.batch_dims))
+        looks = map(self._look, self.leaves, self.batch_dims)
+        return (str(self.spec), *looks, self.of_loss)
 
     @property
     def lengths(self) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 import copy
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardhet.comm.channel import Channel
+from shardhet.fsdp.microbatch.signature import choice_of
 from shardhet.fsdp.microbatch.surroundings import Surrounding
 from shardhet.fsdp.probing.comparing import are_close
 from shardhet.fsdp.sharding.unit import FSDPUnit
@@ -99,6 +100,15 @@ def choosing_attributes(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
         for name, value in each.items()
         if name not in own and isinstance(value, CHOICES)
     ]
+
+
+def choices_of(function: Any) -> tuple[Hashable, ...]:
+    """The same of a function that is an object, or a method of one; of None, nothing."""
+    owner = getattr(function, "__self__", function)
+    if isinstance(owner, nn.Module):
+        return tuple(choice_of(held[name]) for held, name in choosing_attributes(owner))
+    found = _names_in(owner) or {}
+    return tuple(choice_of(each) for each in found.values() if isinstance(each, CHOICES))
 
 
 def _names_in(value: Any) -> dict[str, Any] | None:
