@@ -62,7 +62,7 @@ def train(model: HetFSDP) -> Launches:
     """The launches of one step."""
     launches: Launches = []
     own = model.plan.ranks[model.position].rank_batch_size
-    x = torch.ones(own, WIDTH, dtype=torch.float64, device=model.device)
+    x = torch.randn(own, WIDTH, dtype=torch.float64).to(model.device)
     with around_collectives(lambda kind, flat: launches.append((kind, flat))):
         model.backward(model(x).sum(), own)
     return launches

@@ -296,7 +296,7 @@ def _some_only_store(rank: int) -> Launches:
         for each in accelerator.nccl.communicators.values():
             each.collectives.clear()
             each.sent.clear()
-        x = torch.ones(mine, 8, device=accelerator.device)
+        x = torch.randn(mine, 8).to(accelerator.device)
         model.backward(model(x).sum(), mine)
     communicators = accelerator.nccl.communicators
     return {
@@ -514,7 +514,7 @@ def _ends_in_backward(rank: int) -> list[float | None]:
     with Accelerator().installed() as accelerator:
         module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
         model = HetFSDP(module, plan, units=[nn.Linear], device=accelerator.device)
-        x = torch.ones(1, 8, device=accelerator.device)
+        x = torch.randn(1, 8).to(accelerator.device)
         means = [model.backward(model(x).sum(), 1)]
         output = model(x)
         for unit in model._runtime.units[1:]:
@@ -549,7 +549,7 @@ def _out_of_memory(rank: int) -> None:
     ):
         module = nn.Sequential(nn.Linear(8, 8), _Greedy(8, 8))
         model = HetFSDP(module, plan, units=[nn.Linear, _Greedy], device=accelerator.device)
-        x = torch.ones(rank + 1, 8, device=accelerator.device)
+        x = torch.randn(rank + 1, 8).to(accelerator.device)
         model.backward(model(x).sum(), 1)
         accelerator.memory.peak_bytes = 22 * 2**30
         module[1].is_full = rank == 1

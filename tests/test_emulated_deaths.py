@@ -98,7 +98,7 @@ def take_steps(rank: int, case: Case, device: torch.device) -> None:
     net.layer(1).in_forward = net.layer(1).in_backward = spring
     if case.waits:
         net.layer(0).in_forward = net.layer(1).in_forward = net.layer(2).in_forward = wait
-    x = torch.ones(case.plan.ranks[rank].rank_batch_size, 4, dtype=torch.float64).to(device)
+    x = torch.randn(case.plan.ranks[rank].rank_batch_size, 4, dtype=torch.float64).to(device)
     for step in range(STEP + 3):
         time.sleep(0.3)
         for doing, act in in_order(model, optimizer, x):

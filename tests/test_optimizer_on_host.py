@@ -139,7 +139,7 @@ def _writes_after_forward(rank: int, waits: bool) -> None:
         patch = nullcontext() if waits else mock.patch.object(CopyLane, "wait_all")
         with torch.no_grad(), patch:
             for _ in range(2):  # in the first the host waits for a probe
-                model(torch.ones(2, 8).to(accelerator.device))
+                model(torch.randn(2, 8).to(accelerator.device))
             for param in model.parameters():
                 param.mul_(2.0)
 
@@ -172,7 +172,7 @@ def _same_objects(rank: int) -> None:
         for on_host in ([False, True], [True, False], [True, True], [False, False]):
             if on_host != [False, True]:
                 redistribute(model, optimizer, moved(plan, on_host))
-            model.backward(*model(torch.ones(2 - rank, 8).to(accelerator.device)))
+            model.backward(*model(torch.randn(2 - rank, 8).to(accelerator.device)))
             assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
             for param in before:
                 assert param.grad is not None

@@ -128,7 +128,7 @@ def _measure(rank: int, plan: Plan, setting: Setting) -> Measured:
     with Accelerator().installed() as accelerator:
         module = nn.Sequential(*(Block() for _ in range(NUM_UNITS)))
         model = HetFSDP(module, plan, units=[Block], device=accelerator.device)
-        x = torch.ones(mine, WIDTH, device=accelerator.device)
+        x = torch.randn(mine, WIDTH).to(accelerator.device)
 
         def step() -> None:
             model.backward(model(x).sum(), max(1, mine))

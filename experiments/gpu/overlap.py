@@ -118,7 +118,7 @@ def step_times(
     with mock.patch.dict(os.environ, {GROUPS_FOR_ONE: "1"}):
         module = nn.Sequential(*(Sleeper(sleep) for _ in range(NUM_UNITS))).to(device)
         model = HetFSDP(module, systems.one_rank_plan(2), units=[Sleeper], device=device)
-    x = torch.ones(2, WIDTH, device=device)
+    x = torch.randn(2, WIDTH, device=device)
     with mock.patch.dict(RUNS, _sleeping(model, sleep, counts, is_serial=is_serial)):
         for step in range(NUM_STEPS + 1):
             counts.update(dict.fromkeys(counts, 0))

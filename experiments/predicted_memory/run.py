@@ -66,7 +66,7 @@ def tracked_peak(rank: int, case: MemoryCase) -> int:
         model = HetFSDP(Decoder(case.shape), plan, device=accelerator.device, **case.options)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         mine = plan.num_rounds * plan.ranks[rank].rank_batch_size
-        tokens = torch.zeros(mine, case.shape.seq_len, dtype=torch.int64)
+        tokens = torch.randint(case.shape.vocab_size, (mine, case.shape.seq_len))
         tokens = tokens.to(accelerator.device)
         for _ in range(NUM_STEPS):
             accelerator.module().synchronize()

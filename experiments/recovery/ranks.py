@@ -127,7 +127,7 @@ def take_steps(rank: int, fault: Fault, folder: Path) -> None:
     model = HetFSDP(Net(spring), Plan.even(fault.world_size, microbatch_size=2))
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.register_step_pre_hook(lambda *_: spring("optimizer"))
-    x = torch.ones(2, WIDTH)
+    x = torch.randn(2, WIDTH)
     for step in range(NUM_STEPS):
         time.sleep(STEP_S)
         spring("loader")
@@ -150,7 +150,7 @@ def time_steps(rank: int, num_blocks: int, num_steps: int) -> list[tuple[bool, f
     torch.manual_seed(0)
     model = HetFSDP(Net(lambda place: None), Plan.even(2, microbatch_size=256))
     optimizer = torch.optim.AdamW(model.parameters())
-    x = torch.ones(256, WIDTH)
+    x = torch.randn(256, WIDTH)
     blocks = []
     for block in range(num_blocks):
         is_watched = block % 2 == 1

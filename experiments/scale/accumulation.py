@@ -89,7 +89,7 @@ def _slept(compute: str, count: int) -> tuple[list[System], tuple[torch.Tensor]]
     models = [PacedModel(NUM_UNITS, UNIT_NUMEL_BY_SLEPT[compute], Sleeper()) for _ in range(3)]
     for model in models:
         model.set_pace(FORWARD_S)
-    return records.trio(models, PacedModel.units, plan, 1), (torch.zeros(count, 1),)
+    return records.trio(models, PacedModel.units, plan, 1), (torch.randn(count, 1),)
 
 
 def beyond_compute_s(samples: Sequence[Sample], compute: str, count: int, system: str) -> float:

@@ -60,7 +60,7 @@ def _measure_rank(
 ) -> list[Sample]:
     samples = []
     for num_units, count in product(nums_units, nums_microbatches):
-        batch = torch.ones(count, WIDTH)
+        batch = torch.randn(count, WIDTH)
         plan = Plan.even(1, microbatch_size=1, num_microbatches=count)
         contestants = [
             systems.het_fsdp(HetFSDP(TinyModel(num_units), plan), None),

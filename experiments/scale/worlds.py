@@ -102,7 +102,7 @@ def measure_rank(rank: int, num_units: int, rounds: Rounds, num_repeats: int) ->
         model = PacedModel(num_units, UNIT_NUMEL, Sleeper())
         model.set_pace(FORWARD_S_PER_SAMPLE / speed_of(rank))
         system = systems.het_fsdp(HetFSDP(model, plan), None, name=name)
-        batch = torch.zeros(plan.ranks[rank].rank_batch_size, 1)
+        batch = torch.randn(plan.ranks[rank].rank_batch_size, 1)
         contestants.append(System(name, partial(system.step, batch)))
     measured_s = step_seconds(contestants, (), rounds)
     setting = Setting(cluster, workload, profile)

@@ -116,7 +116,7 @@ def trained() -> tuple[HetFSDP, torch.optim.Optimizer]:
     model = HetFSDP(Net(), Plan.even(1, microbatch_size=1))
     optimizer = torch.optim.Adam(model.parameters())
     for _ in range(STEP):
-        model.backward(*model(torch.ones(1, 3)))
+        model.backward(*model(torch.randn(1, 3)))
         optimizer.step()
     return model, optimizer
 

@@ -89,7 +89,7 @@ class Run:
 
     def step(self) -> None:
         """One optimizer step."""
-        self.model.backward(*self.model(torch.ones(self._num_samples, WIDTH)))
+        self.model.backward(*self.model(torch.randn(self._num_samples, WIDTH)))
         self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -4,10 +4,12 @@ Every rank takes part in the gather of every visit; a rank without samples follo
 If one rank cannot continue, all ranks learn of it and leave the forward at the next visit.
 """
 
+import logging
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,6 +42,8 @@ from shardhet.fsdp.sharding.seeds import restored_random_state
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule, UnitState
 from shardhet.fsdp.stages.flow import Result, Returned
 from shardhet.records.schedule import Schedule, StepForm, make_schedule
+
+logger = logging.getLogger(__name__)
 
 ROOT = -1  # in place of the index of a unit
 
@@ -195,7 +199,7 @@ class Prober:
         rows = self._control.exchange(
             [float(is_certain), float(have_unlike_samples(attempt.call, attempt.axes))]
         )
-        is_certain = all(row[0] for row in rows) and any(row[1] for row in rows)
+        is_certain = all(row[0] for row in rows) and _are_unlike(rows)
         flow = None if probe is None else probe.flow
         told = self._control.exchange_objects(
             (
@@ -326,6 +330,23 @@ class Prober:
             self._probe, self.is_running = None, False
             for i, unit in enumerate(self.units):
                 self._reshard(i, unit)
+
+
+def _are_unlike(rows: Sequence[Sequence[float]]) -> bool:
+    """Whether any rank has samples that are not all the same; says so if none has."""
+    found = any(row[1] for row in rows)
+    if not found:
+        _tell_of_alike_samples()
+    return found
+
+
+@cache
+def _tell_of_alike_samples() -> None:
+    logger.warning(
+        "model(...): all samples of this batch are the same, which hides whether the model "
+        "mixes them, so it is probed at every step until they differ. Made-up batches had "
+        "better be random: torch.randn instead of torch.ones."
+    )
 
 
 def _together(
