@@ -392,7 +392,7 @@ def _peak_bytes(rank: int, plan: Plan, options: dict[str, Any]) -> int:
         model = HetFSDP(Decoder(DECODER), plan, device=accelerator.device, **options)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         mine = plan.num_rounds * plan.ranks[rank].rank_batch_size
-        tokens = torch.zeros(mine, 8, dtype=torch.int64).to(accelerator.device)
+        tokens = torch.arange(8 * mine).remainder(16).view(mine, 8).to(accelerator.device)
         for _ in range(2):  # its first call is examined
             accelerator.module().synchronize()
             accelerator.memory.peak_bytes = accelerator.memory.allocated_bytes

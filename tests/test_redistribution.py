@@ -195,7 +195,7 @@ def move_much(rank: int) -> tuple[float, float, float]:
     with on_different_hosts():
         model = HetFSDP(Wide(), plans[0])
         optimizer = torch.optim.AdamW(model.parameters())
-        model.backward(*model(torch.ones(1, 1024, dtype=torch.float64)))
+        model.backward(*model(torch.randn(1, 1024, dtype=torch.float64)))
         optimizer.step()
         optimizer.zero_grad()
         model._comm.buffers.release()

@@ -94,7 +94,7 @@ def take_steps(rank: int, world_size: int, case: Case) -> int:
 
     net.layer(1).in_forward = net.layer(1).in_backward = spring
     optimizer.spring = spring  # type: ignore[method-assign]
-    x = torch.ones(2, 4, dtype=torch.float64)
+    x = torch.randn(2, 4, dtype=torch.float64)
     for step in range(STEP + 2):
         time.sleep(0.2)  # so that the last sign of life comes from this step
         doing = "loader"
@@ -223,7 +223,7 @@ def wait_for_a_long_phase(rank: int) -> None:
 def small_model(world_size: int) -> tuple[HetFSDP, torch.Tensor]:
     torch.manual_seed(1)
     model = HetFSDP(Net(), Plan.even(world_size, microbatch_size=2))
-    return model, torch.ones(2, 4, dtype=torch.float64)
+    return model, torch.randn(2, 4, dtype=torch.float64)
 
 
 def be_slow_before_the_first_step(rank: int) -> None:
