@@ -221,7 +221,8 @@ def test_a_rank_that_dies_between_cases_is_not_silently_replaced() -> None:
     (idle,) = run_ranks(pid, 1)
     os.kill(idle, signal.SIGKILL)
     wait_until(lambda: not is_running(idle), seconds=5 * patience())
-    with pytest.raises(FAILED, match=r"after their last case, 'pid'.*\{0: -9\}"):
+    # Said before the next case, or in it: the fork server learns of the death a moment later.
+    with pytest.raises(FAILED, match=r"exit codes \{0: -9\}"):
         run_ranks(pid, 1)
     assert len(run_ranks(pid, 1)) == 1
 
