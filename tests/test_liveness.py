@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -167,6 +168,26 @@ def test_a_process_that_is_gone_is_named_soon() -> None:
     assert fault(seen(1, process=ProcessState.GONE, silent_s=0.5), own=own) is None
 
 
+def test_without_ipv6_a_rank_listens_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    create, families = socket.create_server, []
+
+    def refuses(address: Any, *, family: int, **others: Any) -> socket.socket:
+        families.append(family)
+        if family == refused or refused is None:
+            raise OSError("address not available")
+        return create(address, family=family, **others)
+
+    monkeypatch.setattr(socket, "create_server", refuses)
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: True)
+    refused: int | None = socket.AF_INET6
+    hub = Connections(0, listens=True)
+    assert families == [socket.AF_INET6, socket.AF_INET]
+    assert hub.address
+    hub.close()
+    refused = None
+    assert not Connections(0, listens=True).address
+
+
 def after_a_look(connections: Connections) -> set[int]:
     connections.look()
     return connections.gone
@@ -182,6 +203,9 @@ def test_a_connection_tells_of_the_end_of_a_process_on_another_host() -> None:
         each.connect(0, ["no.such.host.invalid", "127.0.0.1"], hub.address)
     stranger.connect(0, ["127.0.0.1"], f"{port} {secret[::-1]}")
 
+    scanner = socket.create_connection(("127.0.0.1", int(port)))
+    scanner.sendall(b"\xff\xfe 1\n")
+
     def are_connected() -> bool:
         hub.look()
         return len(hub._of_rank) == 2 and all(each._of_rank for each in peers.values())
@@ -194,6 +218,8 @@ def test_a_connection_tells_of_the_end_of_a_process_on_another_host() -> None:
         os._exit(0)
     peers[2].close()
     wait_until(lambda: after_a_look(hub) == {2}, seconds=5)
+    assert scanner.recv(1) == b""  # it was turned away
+    scanner.close()
     hub.close()
     wait_until(lambda: after_a_look(peers[1]) == {0}, seconds=5)
     os.kill(child, signal.SIGKILL)

@@ -88,20 +88,21 @@ class Connections:
     def _accept(self) -> None:
         if self._listener is None:
             return
-        with suppress(BlockingIOError):
+        with suppress(OSError):  # nobody is waiting; or no file descriptor is left
             while True:
                 self._greeting.append(self._listener.accept()[0])
                 self._greeting[-1].setblocking(False)
         for connection in list(self._greeting):
             try:
-                text = connection.recv(GREETING_BYTES).decode(errors="replace")
+                greeting = connection.recv(GREETING_BYTES)
             except BlockingIOError:
                 continue
             except OSError:
-                text = ""
+                greeting = b""
             self._greeting.remove(connection)
-            secret, _, rank = text.strip().partition(" ")
-            if not (secrets.compare_digest(secret, self._secret) and rank.isdecimal()):
+            secret, _, rank = greeting.strip().partition(b" ")
+            is_known = secrets.compare_digest(secret, self._secret.encode())
+            if not (is_known and rank.isdigit()):
                 connection.close()
                 continue
             with suppress(OSError):
@@ -133,15 +134,20 @@ class Connections:
         )
 
 
-def _listener() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        listener = socket.create_server(
-            ("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
-        )
-    else:
-        listener = socket.create_server(("", 0), backlog=1024)
-    listener.setblocking(False)
-    return listener
+def _listener() -> socket.socket | None:
+    """At a port that the system chooses, on every address; None where that cannot be had."""
+    families = [socket.AF_INET6, socket.AF_INET]  # of which the first takes both, or neither
+    for family in families if socket.has_dualstack_ipv6() else families[1:]:
+        with suppress(OSError):  # IPv6 may be there and switched off
+            listener = socket.create_server(
+                ("", 0),
+                family=family,
+                backlog=1024,
+                dualstack_ipv6=family is socket.AF_INET6,
+            )
+            listener.setblocking(False)
+            return listener
+    return None
 
 
 def _keep_alive(connection: socket.socket) -> None:
