@@ -1,31 +1,26 @@
 """Is the pipeline that is found the best of all ordered partitions of up to six devices?
 
     nice python -m experiments.pipelines.brute_force.run           # goes on with results.csv
-    python -m experiments.pipelines.brute_force.run --seeds 0 4    # some; writes nothing
+    python -m experiments.pipelines.brute_force.run --seeds 0 4 --only-show
 
 For each drawn instance, every ordered choice of two to four disjoint groups of its devices is
 tried, with all cuts, rounds, forms and numbers in flight.  What a bound says is no faster than
 what is known is passed over.
 """
 
-import argparse
-import csv
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 from math import inf
 from pathlib import Path
 
-from experiments.common.machine import Environment
 from experiments.common.results import (
     BAR_HEADER,
     Bar,
-    console,
     markdown_table,
-    read_csv,
-    write_results_block,
 )
+from experiments.pipelines import by_seed
 from experiments.pipelines.brute_force.instances import Instance, drawn
 from shardhet.planner import Demands, PlanError, solve
 from shardhet.planner.stages.find import PipelineSearch, find_pipeline
@@ -33,8 +28,8 @@ from shardhet.planner.stages.groups import MAX_STAGES, Stages
 from shardhet.planner.stages.likely import FORMS, MORE_IN_FLIGHT, Trial
 
 HERE = Path(__file__).parent
-FIRST_SEED = 300  # the search was changed by what was seen of those before
 NUM_INSTANCES = 300
+SEEDS = range(300, 300 + NUM_INSTANCES)  # the search was changed by what those before show
 LEAST_GAIN = 1e-3  # stages are solved to this
 
 
@@ -159,44 +154,13 @@ def row_of(seed: int) -> Row:
     )
 
 
-def main() -> None:
-    """One instance after the other, and the table once all are there."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", nargs=2, type=int, metavar=("FIRST", "STOP"))
-    given = parser.parse_args()
-    path, environment = HERE / "results.csv", Environment.here()
-    is_kept = given.seeds is None
-    rows = read_csv(path, Row) if is_kept and path.exists() else []
-    known = {row.seed for row in rows}
-    for seed in range(*(given.seeds or (FIRST_SEED, FIRST_SEED + NUM_INSTANCES))):
-        if seed in known:
-            continue
-        row = row_of(seed)
-        rows.append(row)
-        console.print(
-            f"{seed:>4} {row.devices} devices, batch {row.batch}: {row.looked_at} of "
-            f"{row.partitions} looked at, found {row.found_s:.5f}, best {row.best_s:.5f} "
-            f"({row.miss:+.2%}), flat {row.flat_s:.5f}; {row.search_s} and {row.all_s} s "
-            f"{row.best}",
-            markup=False,
-            soft_wrap=True,
-        )
-        if is_kept:
-            _append(path, row)
-    text = as_markdown(rows)
-    console.print(text, markup=False, soft_wrap=True)
-    if is_kept:
-        how = environment.as_markdown("predictions, no ranks")
-        write_results_block(HERE / "README.md", f"{how}\n\n{text}")
-
-
-def _append(path: Path, row: Row) -> None:
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [each.name for each in fields(Row)], lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerow(asdict(row))
+def told(row: Row) -> str:
+    """One instance, in a line."""
+    return (
+        f"{row.seed:>4} {row.devices} devices, batch {row.batch}: {row.looked_at} of "
+        f"{row.partitions} looked at, found {row.found_s:.5f}, best {row.best_s:.5f} "
+        f"({row.miss:+.2%}), flat {row.flat_s:.5f}; {row.search_s} and {row.all_s} s {row.best}"
+    )
 
 
 def as_markdown(rows: list[Row]) -> str:
@@ -233,4 +197,4 @@ def as_markdown(rows: list[Row]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    by_seed.run(HERE, Row, row_of, as_markdown, SEEDS, doc=__doc__, told=told)

@@ -1,29 +1,24 @@
 """Is a plan ever slower because stages, or the memory of hosts, are allowed?
 
     nice python -m experiments.pipelines.never_slower.run          # goes on with results.csv
-    python -m experiments.pipelines.never_slower.run --seeds 0 4   # some; writes nothing
+    python -m experiments.pipelines.never_slower.run --seeds 0 4 --only-show
 
 Clusters are drawn as in ../brute_force, of two to four devices, all of which take part.
 """
 
-import argparse
-import csv
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from itertools import product
 from math import inf
 from pathlib import Path
 
-from experiments.common.machine import Environment
 from experiments.common.results import (
     BAR_HEADER,
     Bar,
-    console,
     markdown_table,
-    read_csv,
-    write_results_block,
 )
+from experiments.pipelines import by_seed
 from experiments.pipelines.brute_force.instances import Instance, drawn
 from shardhet.planner import Demands, PlanError
 from shardhet.planner.preference import TOLERANCE
@@ -34,7 +29,7 @@ from shardhet.simulator.stages import price_of
 
 HERE = Path(__file__).parent
 NUM_INSTANCES = 200
-FIRST_SEED = 1000  # ../brute_force has those before
+SEEDS = range(1000, 1000 + NUM_INSTANCES)  # ../brute_force has those before
 ROUNDING = 1e-9
 
 
@@ -95,39 +90,6 @@ def row_of(seed: int) -> Row:
     )
 
 
-def main() -> None:
-    """One instance after the other, and the table once all are there."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", nargs=2, type=int, metavar=("FIRST", "STOP"))
-    given = parser.parse_args()
-    path, environment = HERE / "results.csv", Environment.here()
-    is_kept = given.seeds is None
-    rows = read_csv(path, Row) if is_kept and path.exists() else []
-    known = {row.seed for row in rows}
-    for seed in range(*(given.seeds or (FIRST_SEED, FIRST_SEED + NUM_INSTANCES))):
-        if seed in known:
-            continue
-        row = row_of(seed)
-        rows.append(row)
-        console.print(str(row), markup=False, soft_wrap=True)
-        if is_kept:
-            _append(path, row)
-    text = as_markdown(rows)
-    console.print(text, markup=False, soft_wrap=True)
-    if is_kept:
-        how = environment.as_markdown("predictions, no ranks")
-        write_results_block(HERE / "README.md", f"{how}\n\n{text}")
-
-
-def _append(path: Path, row: Row) -> None:
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [each.name for each in fields(Row)], lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerow(asdict(row))
-
-
 def as_markdown(rows: list[Row]) -> str:
     """The bars."""
 
@@ -166,4 +128,4 @@ def as_markdown(rows: list[Row]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    by_seed.run(HERE, Row, row_of, as_markdown, SEEDS, doc=__doc__)

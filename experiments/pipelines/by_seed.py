@@ -1,0 +1,96 @@
+"""Rows of drawn instances, one per seed, in one file that several processes add to.
+
+python -m experiments.pipelines.brute_force.run                      # goes on with results.csv
+python -m experiments.pipelines.brute_force.run --seeds 600 750      # a part of it
+python -m experiments.pipelines.brute_force.run --seeds 0 4 --only-show   # writes nothing
+"""
+
+import argparse
+import csv
+import fcntl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from operator import attrgetter
+from os import SEEK_END
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+from experiments.common.machine import Environment
+from experiments.common.results import console, read_csv, write_csv, write_results_block
+
+Row = TypeVar("Row")  # a frozen dataclass with a ``seed``
+
+
+def run(
+    folder: Path,
+    record: type[Row],
+    row_of: Callable[[int], Row],
+    as_markdown: Callable[[list[Row]], str],
+    seeds: range,
+    *,
+    doc: str | None,
+    told: Callable[[Row], str] = str,
+) -> None:
+    """Add the rows that are missing to results.csv, and their table to README.md.
+
+    ``seeds`` are those of the file; others are looked at only where nothing is written.
+    """
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", nargs=2, type=int, metavar=("FIRST", "STOP"))
+    parser.add_argument("--only-show", action="store_true", help="write nothing")
+    given = parser.parse_args()
+    asked = range(*given.seeds) if given.seeds else seeds
+    if not given.only_show and not set(asked) <= set(seeds):
+        parser.error(f"results.csv is of seeds {seeds.start} to {seeds.stop - 1}; --only-show")
+    path, environment = folder / "results.csv", Environment.here()
+    rows: list[Row] = []
+    for seed in asked:
+        if not given.only_show and _is_known(path, record, seed):
+            continue
+        rows.append(row_of(seed))
+        console.print(told(rows[-1]), markup=False, soft_wrap=True)
+        if not given.only_show:
+            _append(path, rows[-1])
+    if not given.only_show:
+        rows = _sorted(path, record)
+    text = as_markdown(rows)
+    console.print(text, markup=False, soft_wrap=True)
+    if not given.only_show:
+        how = environment.as_markdown("predictions, no ranks")
+        write_results_block(folder / "README.md", f"{how}\n\n{text}")
+
+
+seed_of: Callable[[Any], int] = attrgetter("seed")
+
+
+@contextmanager
+def _held(path: Path) -> Iterator[TextIO]:
+    """The end of a file, which no other process reads or writes meanwhile."""
+    with path.open("a", newline="") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+        file.seek(0, SEEK_END)
+        yield file
+
+
+def _is_known(path: Path, record: type[Row], seed: int) -> bool:
+    with _held(path) as file:
+        return bool(file.tell()) and seed in map(seed_of, read_csv(path, record))
+
+
+def _append(path: Path, row: Any) -> None:
+    with _held(path) as file:
+        writer = csv.DictWriter(file, [e.name for e in fields(row)], lineterminator="\n")
+        if not file.tell():
+            writer.writeheader()
+        writer.writerow(asdict(row))
+
+
+def _sorted(path: Path, record: type[Row]) -> list[Row]:
+    """All rows of the file, which has them by seed from now on."""
+    with _held(path):
+        rows = sorted(read_csv(path, record), key=seed_of)
+        write_csv(path, rows)
+    return rows
