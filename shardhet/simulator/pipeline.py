@@ -5,8 +5,11 @@ What a stage hands over goes through a queue per boundary and direction; a trans
 compute, and begins when the one before it has ended.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeVar
 
 from shardhet.pricing.setting import Setting
 from shardhet.pricing.step_cost import StepCost
@@ -14,6 +17,8 @@ from shardhet.records.cluster import Cluster, Link
 from shardhet.records.schedule import Phase
 from shardhet.records.schedule.pipeline import RoundPhase, one_forward_one_backward
 from shardhet.records.workload import Unit, Workload
+
+Seconds = TypeVar("Seconds", float, Any)  # a number, or an array of those of many pipelines
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,60 +83,124 @@ def pipeline_s(
         num_rounds: of the step.
         passages: gets all that is computed and sent, if given.
     """
+    times = [(each.forward_s, each.backward_s) for each in stages]
+    order = order_of_phases(tuple(in_flight), num_rounds)
+    free_s = stages_free_s(times, hops_s, order, max, passages)
+    return max(end_s + stage.once_s for end_s, stage in zip(free_s, stages, strict=True))
+
+
+@lru_cache(maxsize=256)
+def order_of_phases(
+    in_flight: tuple[int, ...], num_rounds: int
+) -> tuple[tuple[int, RoundPhase], ...]:
+    """Stages and what they compute, none before what it needs, however long it takes."""
     orders = [one_forward_one_backward(num_rounds, each) for each in in_flight]
-    next_of = [0] * len(stages)
-    free_s = [0.0] * len(stages)
-    links_free_s: dict[tuple[int, int], float] = {}  # by sender and receiver
-    arrived_s: dict[tuple[int, RoundPhase], float] = {}  # what a stage needs to begin
-    num_taken = 0
-    while any(n < len(order) for n, order in zip(next_of, orders, strict=True)):
-        before = num_taken
+    next_of = [0] * len(orders)
+    arrived: set[tuple[int, RoundPhase]] = set()
+    found: list[tuple[int, RoundPhase]] = []
+    while len(found) < sum(map(len, orders)):
+        before = len(found)
         for i, order in enumerate(orders):
             while next_of[i] < len(order):
                 each = order[next_of[i]]
-                is_forward = each.phase is Phase.FORWARD
-                giver, receiver = (i - 1, i + 1) if is_forward else (i + 1, i - 1)
-                has_giver = 0 <= giver < len(stages)
-                if has_giver and (i, each) not in arrived_s:
+                giver = i - 1 if each.phase is Phase.FORWARD else i + 1
+                if 0 <= giver < len(orders) and (giver, each) not in arrived:
                     break
-                start_s = max(free_s[i], arrived_s.get((i, each), 0.0))
-                seconds = stages[i].forward_s if is_forward else stages[i].backward_s
-                free_s[i] = start_s + seconds
-                if passages is not None:
-                    passages.append(Passage(i, None, each, start_s, free_s[i]))
                 next_of[i] += 1
-                num_taken += 1
-                if 0 <= receiver < len(stages):
-                    link = (i, receiver)
-                    begins_s = max(free_s[i], links_free_s.get(link, 0.0))
-                    arrived_s[receiver, each] = begins_s + hops_s[min(link)]
-                    links_free_s[link] = arrived_s[receiver, each]
-                    if passages is not None:
-                        ends_s = arrived_s[receiver, each]
-                        passages.append(Passage(i, receiver, each, begins_s, ends_s))
-        if num_taken == before:
+                found.append((i, each))
+                arrived.add((i, each))
+        if len(found) == before:
             raise ValueError(
                 f"pipeline: {list(in_flight)} rounds in flight grow along it, so that it does "
                 "not end. Give no stage more than the one before it."
             )
-    return max(free_s[i] + stage.once_s for i, stage in enumerate(stages))
+    return tuple(found)
+
+
+def stages_free_s(
+    times: Sequence[tuple[Seconds, Seconds]],
+    hops_s: Sequence[Seconds],
+    order: Sequence[tuple[int, RoundPhase]],
+    later: Callable[[Seconds, Seconds], Seconds],
+    passages: list[Passage] | None = None,
+) -> list[Seconds]:
+    """When each stage has computed all, given its forward and its backward of one round.
+
+    Seconds are numbers, or arrays of those of many pipelines, and ``later`` takes the maximum.
+    """
+    last = len(times) - 1
+    free_s: list[Any] = [0.0] * len(times)
+    # By direction and the stage that gets them: when the last message has arrived, and those
+    # that wait.
+    links_free_s: list[list[Any]] = [[0.0] * len(times) for _ in range(2)]
+    waiting: list[list[deque[Any]]] = [[deque() for _ in times] for _ in range(2)]
+    for i, each in order:
+        is_backward = each.phase is Phase.BACKWARD
+        start_s = free_s[i]
+        if i != (last if is_backward else 0):
+            start_s = later(start_s, waiting[is_backward][i].popleft())
+        free_s[i] = end_s = start_s + times[i][is_backward]
+        if passages is not None:
+            passages.append(Passage(i, None, each, float(start_s), float(end_s)))
+        if i != (0 if is_backward else last):
+            receiver = i - 1 if is_backward else i + 1
+            begins_s = later(end_s, links_free_s[is_backward][receiver])
+            arrived_s = begins_s + hops_s[min(i, receiver)]
+            links_free_s[is_backward][receiver] = arrived_s
+            waiting[is_backward][receiver].append(arrived_s)
+            if passages is not None:
+                passages.append(Passage(i, receiver, each, float(begins_s), float(arrived_s)))
+    return free_s
 
 
 def least_pipeline_s(
-    stages: Sequence[StageTimes], hops_s: Sequence[float], num_rounds: int
+    stages: Sequence[StageTimes],
+    hops_s: Sequence[float],
+    num_rounds: int,
+    in_flight: Sequence[int] | None = None,
 ) -> float:
-    """Seconds that a step takes at least, whatever is in flight.
+    """Seconds that a step takes at least; ``in_flight`` None: whatever is in flight."""
+    rounds_s = [each.round_s for each in stages]
+    onces_s = [each.once_s for each in stages]
+    return least_step_s(rounds_s, onces_s, hops_s, num_rounds, in_flight, max)
 
-    A stage takes all rounds, after the first one has reached it and before the last one has
-    gone all the way back; a link carries all rounds.
+
+def least_step_s(
+    rounds_s: Sequence[Seconds],
+    onces_s: Sequence[Seconds],
+    hops_s: Sequence[Seconds],
+    num_rounds: int,
+    in_flight: Sequence[int] | None,
+    larger: Callable[[Seconds, Seconds], Seconds],
+) -> Seconds:
+    """The same of stages of which only the seconds of a round are known.
+
+    Let a round need r on a stage, b on those before it and a on those after it, with messages.
+    The stage has M rounds to compute, after the first has reached it and before the last has
+    gone all the way back: b + M r.  With f of r for forward, the last forward ends after M f,
+    and all of a and a backward follow; M backwards follow the first forward and a; so the mean
+    of both, b + a + (M + 1) r / 2, is no more than a step.  With K rounds in flight, round
+    m + K begins after round m has come back: after q times K of the M rounds, q (r + a) have
+    passed.  A link carries all rounds one after the other.
     """
-    least_s, before_s = 0.0, 0.0
-    for i, stage in enumerate(stages):
-        own_s = num_rounds * stage.round_s
-        least_s = max(least_s, before_s + own_s, own_s + stage.once_s)
-        if i < len(hops_s):
-            least_s = max(least_s, num_rounds * hops_s[i])
-            before_s += stage.round_s + 2 * hops_s[i]
+    last = len(rounds_s) - 1
+    before_s: list[Any] = [0.0]  # of a round, on the stages before each and on the way
+    for round_s, hop_s in zip(rounds_s[:-1], hops_s, strict=True):
+        before_s.append(before_s[-1] + round_s + 2 * hop_s)
+    through_s = before_s[-1] + rounds_s[-1]
+    least_s = through_s
+    after_s: Any = 0.0  # likewise
+    for i in range(last, -1, -1):
+        round_s = rounds_s[i]
+        own_s = larger(num_rounds * round_s, after_s + (num_rounds + 1) / 2 * round_s)
+        if in_flight is not None and (begun := (num_rounds - 1) // in_flight[i]):
+            left = num_rounds - begun * in_flight[i]
+            rest_s = larger(left * round_s, after_s + (left + 1) / 2 * round_s)
+            own_s = larger(own_s, begun * (round_s + after_s) + rest_s)
+        least_s = larger(larger(least_s, before_s[i] + own_s), own_s + onces_s[i])
+        if i:
+            least_s = larger(least_s, through_s + (num_rounds - 1) * hops_s[i - 1])
+            after_s = after_s + round_s + 2 * hops_s[i - 1]
     return least_s
 
 
@@ -183,9 +252,13 @@ def hop_between(
 ) -> Hop:
     """What one stage hands over to the next, whose first unit is ``first``, in a round."""
     nbytes = num_samples * handed_on_bytes(setting.workload, first)
-    link, number = link_between(setting.cluster, senders, receivers)
-    seconds = hop_s((link, number), nbytes)
-    return Hop(nbytes=nbytes, link=link, num_links=number, seconds=seconds)
+    return hop_over(link_between(setting.cluster, senders, receivers), nbytes)
+
+
+def hop_over(link: tuple[Link, int], nbytes: int) -> Hop:
+    """So many bytes of a round over one of several equal links."""
+    one, number = link
+    return Hop(nbytes=nbytes, link=one, num_links=number, seconds=hop_s(link, nbytes))
 
 
 def hop_s(link: tuple[Link, int], nbytes: float) -> float:

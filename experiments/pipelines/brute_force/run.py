@@ -92,8 +92,9 @@ def best_of(search: PipelineSearch, stages: Stages, at_most_s: float) -> tuple[f
     for cuts in combinations(range(1, len(search.units)), len(stages) - 1):
         for number in search.rounds:
             once, *others = (replace(form, num_rounds=number) for form in reversed(FORMS))
-            if search.expected.least_s(stages, cuts, once) >= at_most_s:
-                continue  # nor is any other form faster
+            any_form = Trial(cuts, once)
+            if search.expected.least_s(stages, any_form, whatever_in_flight=True) >= at_most_s:
+                continue
             seen = set()
             for form in (once, *others):
                 for more in range(MORE_IN_FLIGHT + 1):

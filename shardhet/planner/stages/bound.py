@@ -63,21 +63,18 @@ class Speeds:
     units: Sequence[Unit]  # that compute
     global_batch_size: int
     _known_s: dict[Positions, list[float]] = field(default_factory=dict)
-    # Devices of each kind, with seconds by size of each kind of unit.
-    _known_curves: dict[Positions, list[tuple[int, dict[str, Floats]]]] = field(
+    # By kind of device and of unit.
+    _known_curves: dict[Positions, dict[str | None, dict[str, Floats]]] = field(
         default_factory=dict
     )
-    # Of each unit, a gather and a reduction.
-    _known_transfers_s: dict[Positions, list[list[float]]] = field(default_factory=dict)
+    # Of gathers and of reductions, each of the units before one.
+    _known_transfers_s: dict[Positions, tuple[Floats, Floats]] = field(default_factory=dict)
     _known_balanced: dict[Stages, tuple[float, tuple[int, ...]]] = field(default_factory=dict)
     _known_links: dict[tuple[Positions, Positions], tuple[Link, int]] = field(
         default_factory=dict
     )
-    # How many units of each kind are between two.
-    _known_kinds: dict[tuple[int, int], tuple[tuple[str, int], ...]] = field(
-        default_factory=dict
-    )
-    _known_rounds_s: dict[tuple[object, ...], float] = field(default_factory=dict)
+    _known_rounds_s: dict[tuple[Positions, int], Floats] = field(default_factory=dict)
+    _known_numbers: list[tuple[Floats, NDArray[np.int64]]] = field(default_factory=list)
 
     def least_of_any_s(self) -> float:
         """Seconds that every step takes at least, with stages or without.
@@ -117,75 +114,95 @@ class Speeds:
         compute_s, _ = self._balanced(stages)
         return self.global_batch_size * max(compute_s, link_s)
 
-    def round_s(self, positions: Positions, first: int, stop: int, num_samples: int) -> float:
-        """Seconds that some devices compute so many samples of these units, or more.
+    def rounds_s(self, positions: Positions, num_samples: int) -> Floats:
+        """Seconds that some devices compute so many samples, or more, by first unit and stop.
 
         They are the least in which all devices together reach the number.
         """
-        if (first, stop) not in self._known_kinds:
-            units = Counter(unit.kind for unit in self.units[first:stop])
-            self._known_kinds[first, stop] = tuple(sorted(units.items()))
-        key = positions, self._known_kinds[first, stop], num_samples
+        key = positions, num_samples
         if key not in self._known_rounds_s:
-            self._known_rounds_s[key] = self._round_s(*key)
+            numbers, which = self._numbers()
+            self._known_rounds_s[key] = self._of_numbers_s(*key, numbers)[which]
         return self._known_rounds_s[key]
 
-    def _round_s(
-        self, positions: Positions, units: tuple[tuple[str, int], ...], num_samples: int
-    ) -> float:
-        if positions not in self._known_curves:
-            setting = self.smaller(positions)
-            numbers = Counter(device.kind for device in setting.cluster.devices)
-            curves = seconds_by_size(setting, self.global_batch_size)
-            self._known_curves[positions] = [(numbers[k], curves[k]) for k in curves]
-        samples = np.arange(1, 1 + num_samples)
-        seconds, weights = [], []
-        for number, curve_by_kind in self._known_curves[positions]:
-            microbatch_s = sum(n * curve_by_kind[kind] for kind, n in units)
-            assert not isinstance(microbatch_s, int)
-            per_sample_s = microbatch_s[1:] / np.arange(1, len(microbatch_s))
-            least_s = np.minimum.accumulate(per_sample_s)
-            whole_s = samples * least_s[np.minimum(samples, len(least_s)) - 1]
-            seconds.append(np.minimum.accumulate(whole_s[::-1])[::-1])
-            weights.append(np.full(num_samples, number))
-        by_time = np.concatenate(seconds)
-        order = np.argsort(by_time, kind="stable")
-        reached = np.cumsum(np.concatenate(weights)[order])
-        return float(by_time[order[np.searchsorted(reached, num_samples)]])
+    def _numbers(self) -> tuple[Floats, NDArray[np.int64]]:
+        """Different numbers of units by kind, and which a stage has by first unit and stop."""
+        if not self._known_numbers:
+            kinds = {kind: i for i, kind in enumerate(sorted({e.kind for e in self.units}))}
+            before = np.zeros((1 + len(self.units), len(kinds)))
+            for i, unit in enumerate(self.units):
+                before[i + 1 :, kinds[unit.kind]] += 1
+            between = np.maximum(before[None, :] - before[:, None], 0.0)
+            numbers, which = np.unique(
+                between.reshape(-1, len(kinds)), axis=0, return_inverse=True
+            )
+            self._known_numbers.append((numbers, which.reshape(between.shape[:2])))
+        return self._known_numbers[0]
 
-    def transfers_s(self, positions: Positions, first: int, stop: int, form: StepForm) -> float:
-        """Seconds in which some devices gather and reduce these units in all rounds of a step.
+    def _of_numbers_s(self, positions: Positions, num_samples: int, numbers: Floats) -> Floats:
+        """The same of stages with these ``numbers`` of units by kind; 0.0 of none."""
+        setting = self.smaller(positions)
+        if positions not in self._known_curves:
+            self._known_curves[positions] = seconds_by_size(setting, self.global_batch_size)
+        curves = self._known_curves[positions]
+        kinds = Counter(device.kind for device in setting.cluster.devices)
+        samples = np.arange(1, 1 + num_samples)
+        by_kind: list[Floats] = []
+        for kind in kinds:
+            curve_by_name = curves[kind]
+            of_units = np.array([curve_by_name[name] for name in sorted(curve_by_name)])
+            sizes = np.arange(1, min(1 + num_samples, of_units.shape[1]))
+            alone_s = (numbers @ of_units[:, sizes]) / sizes
+            least_s = np.minimum.accumulate(alone_s, axis=1)
+            whole_s = samples * least_s[:, np.minimum(samples, len(sizes)) - 1]
+            by_kind.append(np.minimum.accumulate(whole_s[:, ::-1], axis=1)[:, ::-1])
+        # Dealt out evenly they take no less than the least; what takes longer is not needed.
+        even = -(-num_samples // len(positions)) - 1
+        enough_s = np.maximum.reduce([whole_s[:, even] for whole_s in by_kind])
+        most = [int((s <= enough_s[:, None]).sum(axis=1).max()) for s in by_kind]
+        by_time = np.hstack([s[:, :n] for s, n in zip(by_kind, most, strict=True)])
+        weights = np.repeat(list(kinds.values()), most)
+        order = np.argsort(by_time, axis=1, kind="stable")
+        place = (np.cumsum(weights[order], axis=1) >= num_samples).argmax(axis=1)
+        rows = np.arange(len(numbers))
+        return np.asarray(by_time[rows, order[rows, place]])
+
+    def transfers_s(self, positions: Positions, form: StepForm) -> Floats:
+        """Seconds of gathers and reductions in all rounds of a step, by first unit and stop.
 
         Of units that are gathered for every use, the last of a round stays for backward, and
         the first for the next round.
         """
-        gathers_s, reductions_s = (each[first:stop] for each in self._of_transfers_s(positions))
-        whole_s = sum(gathers_s)
+        gathers_s, reductions_s = self.gathers_and_reductions_s(positions)
         if form.reshard_after_backward:
-            whole_s = form.num_rounds * (2 * whole_s - gathers_s[0] - gathers_s[-1])
-        return whole_s + sum(reductions_s) * (form.num_rounds if form.reduce_each_round else 1)
+            each_s = np.diff(self._of_transfers_s(positions)[0], append=0.0)
+            stay_s = each_s[:, None] + np.roll(each_s, 1)[None]
+            gathers_s = form.num_rounds * (2 * gathers_s - stay_s)
+        return gathers_s + reductions_s * (form.num_rounds if form.reduce_each_round else 1)
 
-    def gathers_and_reductions_s(
-        self, positions: Positions, first: int, stop: int
-    ) -> tuple[float, float]:
-        """Seconds in which some devices gather these units once, and reduce them once."""
+    def gathers_and_reductions_s(self, positions: Positions) -> tuple[Floats, Floats]:
+        """Seconds in which some devices gather units once, and reduce them once.
+
+        Both are by first unit and stop.
+        """
         gathers_s, reductions_s = self._of_transfers_s(positions)
-        return sum(gathers_s[first:stop]), sum(reductions_s[first:stop])
+        return (
+            gathers_s[None] - gathers_s[:, None],
+            reductions_s[None] - reductions_s[:, None],
+        )
 
-    def _of_transfers_s(self, positions: Positions) -> list[list[float]]:
+    def _of_transfers_s(self, positions: Positions) -> tuple[Floats, Floats]:
         if positions not in self._known_transfers_s:
-            prices, kind_of = (
-                TurnPrices(self.smaller(positions)),
-                self.setting.workload.kind_by_name,
-            )
-            kinds = {unit.kind for unit in self.units}
-            by_kind = [
-                {kind: price(prices, kind_of[kind], 1.0) for kind in kinds}
+            prices = TurnPrices(self.smaller(positions))
+            kind_of = self.setting.workload.kind_by_name
+            gathers_s, reductions_s = (
+                {unit.kind: price(prices, kind_of[unit.kind], 1.0) for unit in self.units}
                 for price in (gather_s, reduce_s)
-            ]
-            self._known_transfers_s[positions] = [
-                [each[unit.kind] for unit in self.units] for each in by_kind
-            ]
+            )
+            self._known_transfers_s[positions] = (
+                np.cumsum([0.0, *(gathers_s[unit.kind] for unit in self.units)]),
+                np.cumsum([0.0, *(reductions_s[unit.kind] for unit in self.units)]),
+            )
         return self._known_transfers_s[positions]
 
     def balanced_cuts(self, stages: Stages) -> tuple[int, ...]:
@@ -196,9 +213,13 @@ class Speeds:
         """Seconds of so many samples from one stage to another, at the thinnest cut."""
         kinds = {unit.kind for unit in self.units[1:]}
         least = min(self.setting.workload.kind_by_name[kind].input_bytes for kind in kinds)
+        return hop_s(self.link(one, other), num_samples * least)
+
+    def link(self, one: Positions, other: Positions) -> tuple[Link, int]:
+        """What carries messages from one stage to another, and how many of it."""
         if (one, other) not in self._known_links:
             self._known_links[one, other] = link_between(self.setting.cluster, one, other)
-        return hop_s(self._known_links[one, other], num_samples * least)
+        return self._known_links[one, other]
 
     def _balanced(self, stages: Stages) -> tuple[float, tuple[int, ...]]:
         """Seconds per sample that no cuts go below, and cuts that take hardly longer."""

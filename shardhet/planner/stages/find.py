@@ -1,13 +1,14 @@
 """``find_pipeline``: stages of unlike devices, cuts between units, rounds and rounds in flight.
 
-Stages, their order and the devices left out come from ``groups``.  For each, the cuts, the
-rounds, the form and the rounds in flight are improved one at a time until no neighbour is
-better; what a stage takes is the best plan of its devices for its units (``solve``).  Which
-stages and cuts to begin with is told by their compute and their messages alone (``likely``),
-and what these show to be slower than the best pipeline so far is not planned.
+Stages, their order and the devices left out come from ``groups``.  The orders that are
+expected to be fastest (``likely``) are improved one at a time, in cuts, rounds, form and rounds
+in flight, until no neighbour is better; what a stage takes is the best plan of its devices for
+its units (``solve``).  Of what is left (``rest``), everything is priced that no bound on its
+compute, transfers and messages shows to be slower.  Of up to six devices all orders are looked
+at, so that, unless so much is left that the search stops, no pipeline of the same cuts, rounds
+and forms is faster.
 
-No proof says that cuts and rounds are the best: ``lower_bound_s`` is that of the compute of
-all devices (``bound``).
+``lower_bound_s`` is that of the compute of all devices (``bound``).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +31,9 @@ from shardhet.planner.stages.likely import (
     moved_cuts,
 )
 from shardhet.planner.stages.plans import COARSE, StagePlans
+from shardhet.planner.stages.rest import best_of_rest
 from shardhet.planner.stages.solution import PipelineSolution, StageSolution
+from shardhet.planner.stages.tables import Tables, pipelines_of
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import PlannedUnit
 from shardhet.records.schedule import StepForm
@@ -38,7 +41,7 @@ from shardhet.records.workload import Unit
 from shardhet.simulator.pipeline import (
     Hop,
     StageTimes,
-    hop_between,
+    hop_over,
     least_pipeline_s,
     pipeline_s,
 )
@@ -64,6 +67,7 @@ class PipelineSearch:
     units: tuple[Unit, ...] = field(init=False)  # that compute
     rounds: tuple[int, ...] = field(init=False)  # numbers that divide the batch
     speeds: Speeds = field(init=False)
+    tables: Tables = field(init=False)
     expected: Expected = field(init=False)
     plans: StagePlans = field(init=False)
 
@@ -81,25 +85,28 @@ class PipelineSearch:
         )
         setting_of = self.plans.setting_of
         self.speeds = Speeds(self.setting, setting_of, self.units, self.global_batch_size)
-        self.expected = Expected(self.speeds, self.rounds, self._has_room)
+        self._expect()
 
-    def _has_room(self, positions: Positions, first: int, stop: int) -> bool:
-        """Whether the state of some units fits on these devices, with nothing besides."""
+    def _expect(self) -> None:
+        self.tables = Tables(self.speeds, self._room_of)
+        self.expected = Expected(self.tables, self.rounds)
+
+    def _room_of(self, positions: Positions) -> float:
+        """Elements whose state fits on these devices, with nothing besides."""
         if self.demands.may_keep_optimizer_on_host:
-            return True
-        setting, workload = self.setting, self.setting.workload
-        numel = sum(workload.kind_of(unit).numel for unit in self.units[first:stop])
-        room = 0
+            return inf
+        cluster, room = self.setting.cluster, 0
         for i in positions:
-            reserved = setting.profile.device(setting.cluster.devices[i].kind).reserved_bytes
-            room += max(0, self.demands.budget_bytes(setting.cluster, i) - reserved)
-        return numel * workload.state_bytes_per_element <= room
+            reserved = self.setting.profile.device(cluster.devices[i].kind).reserved_bytes
+            room += max(0, self.demands.budget_bytes(cluster, i) - reserved)
+        return room / self.setting.workload.state_bytes_per_element
 
     def allowing(self, demands: Demands) -> "PipelineSearch":
         """The search with other demands, for which stages are planned anew."""
         found = copy(self)
         found.demands = demands
-        found.plans = replace(self.plans, demands=demands, _found={}, _parts={})
+        found.plans = replace(self.plans, demands=demands, _found={}, _known_s={})
+        found._expect()
         return found
 
     # A pipeline
@@ -118,7 +125,7 @@ class PipelineSearch:
             for each, part, held in parts
         ]
         for i in sorted(range(len(stages)), key=lambda i: -times[i].round_s):
-            least_s = least_pipeline_s(times, hops_s, number)
+            least_s = least_pipeline_s(times, hops_s, number, in_flight)
             if least_s >= at_most_s:
                 return least_s
             positions, (first, stop), held = parts[i]
@@ -126,8 +133,6 @@ class PipelineSearch:
             if found is None:
                 return inf
             times[i] = found.times
-        if (least_s := least_pipeline_s(times, hops_s, number)) >= at_most_s:
-            return least_s
         return pipeline_s(times, hops_s, in_flight=in_flight, num_rounds=number)
 
     def tried_s(self, stages: Stages, trial: Trial, at_most_s: float) -> float:
@@ -135,7 +140,7 @@ class PipelineSearch:
 
         With fewer, transfers may take less time; those are stages of their own.
         """
-        least_s = self.expected.least_s(stages, trial.cuts, trial.form)
+        least_s = self.expected.least_s(stages, trial)
         return least_s if least_s >= at_most_s else self.seconds_of(stages, trial, at_most_s)
 
     def _least_round_s(
@@ -143,15 +148,17 @@ class PipelineSearch:
     ) -> float:
         """Seconds of a round that a stage needs: of compute, and of fewer of its units."""
         size = self.global_batch_size // form.num_rounds
-        compute_s = self.speeds.round_s(positions, first, stop, size)
-        return max(compute_s, self.plans.least_round_s(positions, first, stop, form, in_flight))
+        looks = self.plans.looks_of(positions)
+        compute_s = self.speeds.rounds_s(positions, size)[first, stop]
+        return float(max(compute_s, self.plans.known_s(form, in_flight)[looks, first, stop]))
 
     def hops(self, stages: Stages, trial: Trial) -> list[Hop]:
         """What is handed over from each stage to the next."""
         size = self.global_batch_size // trial.form.num_rounds
+        kind_of = self.setting.workload.kind_of
         return [
-            hop_between(self.setting, one, other, self.units[cut], size)
-            for (one, other), cut in zip(pairwise(stages), trial.cuts, strict=True)
+            hop_over(self.speeds.link(*each), size * kind_of(self.units[cut]).input_bytes)
+            for each, cut in zip(pairwise(stages), trial.cuts, strict=True)
         ]
 
     # The best pipeline of given stages
@@ -164,20 +171,23 @@ class PipelineSearch:
         budgets = self.setting.cluster.memory_budget_bytes
         memory = [float(sum(budgets(i) for i in positions)) for positions in stages]
         sizes = [float(self.setting.workload.kind_of(unit).numel) for unit in self.units]
-        by_speed, by_memory = (
-            self.speeds.balanced_cuts(stages),
-            even_cuts(memory, sizes),
-        )
-        between = tuple((a + b) // 2 for a, b in zip(by_speed, by_memory, strict=True))
+        by_memory = even_cuts(memory, sizes)
         best: dict[StepForm, tuple[float, Trial]] = {}
-        likely = self.expected.likely_cuts(stages)
+        likely_by_number = {
+            number: self.expected.likely_cuts(stages, number)
+            for number in self.expected.start_rounds(len(stages))
+        }
         forms = sorted(
             self._forms(len(stages)),
-            key=lambda form: self.expected.least_s(stages, likely, form),
+            key=lambda form: self.expected.least_s(
+                stages, Trial(likely_by_number[form.num_rounds], form, MORE_IN_FLIGHT)
+            ),
         )
         for form in forms:
             key = replace(form, num_rounds=1)
-            for cuts in dict.fromkeys((likely, by_speed, between, by_memory)):
+            likely = likely_by_number[form.num_rounds]
+            between = tuple((a + b) // 2 for a, b in zip(likely, by_memory, strict=True))
+            for cuts in dict.fromkeys((likely, between, by_memory)):
                 fits = False
                 for more in self.expected.more_in_flight(stages, form):
                     trial = Trial(cuts, form, more)
@@ -275,7 +285,11 @@ def find_pipeline(
     least, *_ = demands.with_less_on_hosts()
     for each in (least, demands) if least != demands else (demands,):
         allowed = search.allowing(each)
-        found = _improved_of(allowed, search.expected.likeliest(orders), start, at_most_s)
+        pipelines = pipelines_of(allowed.tables, orders)
+        likeliest = allowed.expected.likeliest(pipelines)
+        found = _improved_of(allowed, likeliest, start, at_most_s)
+        limit_s = min(at_most_s, inf if found is None else found[0] * (1 - LEAST_GAIN))
+        found = best_of_rest(allowed, pipelines, limit_s, LEAST_GAIN) or found
         if found is None:
             continue
         seconds, trial, stages = found
@@ -290,7 +304,7 @@ def find_pipeline(
 
 def _improved_of(
     search: PipelineSearch,
-    orders: Iterator[tuple[float, Stages]],
+    orders: Sequence[tuple[float, Stages]],
     start: _Start | None,
     at_most_s: float,
 ) -> tuple[float, Trial, Stages] | None:

@@ -2,12 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from math import inf
+
+import numpy as np
 
 from shardhet.planner.find import solve
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.solution import PlanError
 from shardhet.planner.search.search import Effort
+from shardhet.planner.stages.bound import Floats
 from shardhet.planner.stages.groups import Positions
 from shardhet.planner.stages.solution import StageSolution
 from shardhet.pricing.hosts import part_of_hosts
@@ -19,16 +23,6 @@ from shardhet.simulator.pipeline import StageTimes, handed_on_bytes
 from shardhet.simulator.stages import with_units
 
 COARSE = Effort(relative_gap=1e-3)
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What is known of a stage of some devices: seconds of a round, inf where nothing fits."""
-
-    first: int  # unit
-    stop: int
-    in_flight: int
-    round_s: float
 
 
 @dataclass(frozen=True)
@@ -44,7 +38,10 @@ class StagePlans:
     _looks: dict[Positions, int] = field(default_factory=dict)
     _number_by_look: dict[object, int] = field(default_factory=dict)
     _found: dict[tuple[object, ...], StageSolution | None] = field(default_factory=dict)
-    _parts: dict[tuple[int, StepForm], list[_Part]] = field(default_factory=dict)
+    # Of forms and rounds in flight, [looks, 1 + units, 1 + units] by first unit and stop:
+    # seconds of a round at least; inf where nothing fits.
+    _known_s: dict[tuple[StepForm, int], Floats] = field(default_factory=dict)
+    _places: dict[tuple[object, ...], list[tuple[int, int]]] = field(default_factory=dict)
 
     def setting_of(self, positions: Positions) -> Setting:
         """The setting of some devices."""
@@ -57,18 +54,36 @@ class StagePlans:
         self, positions: Positions, first: int, stop: int, form: StepForm, in_flight: int
     ) -> StageSolution | None:
         """The best plan of such devices for such units: as good as that of these."""
-        kinds = tuple(unit.kind for unit in self.units[first:stop])
-        looks = self.looks_of(positions)
-        after = self.units[stop].kind if stop < len(self.units) else None
-        key = (looks, kinds, form, in_flight, first > 0, after)
+        looks, units = self.looks_of(positions), self._units(first, stop)
+        key = (looks, units, form, in_flight)
         if key not in self._found:
             found = self._found[key] = self.solved(positions, first, stop, form, in_flight)
             round_s = inf
             if found is not None:
                 round_s = (1 - COARSE.relative_gap) * found.times.round_s
-            part = _Part(first, stop, in_flight, round_s)
-            self._parts.setdefault((looks, form), []).append(part)
+            self.known_s(form, in_flight)
+            for known_form, held in list(self._known_s):
+                if known_form == form and held >= in_flight:
+                    for place in self._alike(units):
+                        self._raise(self.known_s(form, held)[looks], *place, round_s)
         return self._found[key]
+
+    @property
+    def num_solved(self) -> int:
+        """How many stages were planned so far."""
+        return len(self._found)
+
+    def _units(self, first: int, stop: int) -> tuple[object, ...]:
+        """What distinguishes some units from others, for the planner."""
+        after = self.units[stop].kind if stop < len(self.units) else None
+        return tuple(unit.kind for unit in self.units[first:stop]), first > 0, after
+
+    def _alike(self, units: tuple[object, ...]) -> list[tuple[int, int]]:
+        """First unit and stop of all such units."""
+        if not self._places:
+            for first, stop in combinations(range(1 + len(self.units)), 2):
+                self._places.setdefault(self._units(first, stop), []).append((first, stop))
+        return self._places[units]
 
     def looks_of(self, positions: Positions) -> int:
         """A number for what distinguishes a set of devices from others, for the planner."""
@@ -125,17 +140,28 @@ class StagePlans:
             times=StageTimes.of(solution.predicted, solution.plan.num_rounds),
         )
 
-    def least_round_s(
-        self, positions: Positions, first: int, stop: int, form: StepForm, in_flight: int
-    ) -> float:
-        """Seconds of a round that a stage needs: as many as one of fewer of its units.
+    def known_s(self, form: StepForm, in_flight: int) -> Floats:
+        """[looks, 1 + units, 1 + units] seconds of a round at least, of what was planned.
 
-        At an end where that one has messages, which take memory, the stage has them too.
+        A stage needs as many as one of fewer of its units, or with less in flight.  At an end
+        where that one has messages, which take memory, the stage has them too.
         """
-        least_s, end = 0.0, len(self.units)
-        for part in self._parts.get((self.looks_of(positions), form), ()):
-            has_less = first <= part.first and part.stop <= stop and part.in_flight <= in_flight
-            receives_less, sends_less = first or not part.first, stop < end or part.stop == end
-            if has_less and receives_less and sends_less:
-                least_s = max(least_s, part.round_s)
-        return least_s
+        key, num_looks = (form, in_flight), len(self._number_by_look)
+        if key not in self._known_s:
+            size = 1 + len(self.units)
+            found_s = np.zeros((num_looks, size, size))
+            for (known_form, held), known_s in self._known_s.items():
+                if known_form == form and held <= in_flight:
+                    part_s = found_s[: len(known_s)]
+                    np.maximum(part_s, known_s, out=part_s)
+            self._known_s[key] = found_s
+        elif (missing := num_looks - len(self._known_s[key])) > 0:
+            padding = ((0, missing), (0, 0), (0, 0))
+            self._known_s[key] = np.pad(self._known_s[key], padding)
+        return self._known_s[key]
+
+    def _raise(self, known_s: Floats, first: int, stop: int, round_s: float) -> None:
+        """Note what some units need, which all stages need that have these and more."""
+        most = stop == len(self.units)
+        part_s = known_s[first > 0 : first + 1, stop : len(self.units) + most]
+        np.maximum(part_s, round_s, out=part_s)

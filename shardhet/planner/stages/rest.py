@@ -1,0 +1,141 @@
+"""The pipelines that the search passed over: each is priced, or a bound says it is no faster.
+
+Bounds are of the compute, the transfers and the messages of stages, and of what is known of
+stages with fewer units or less in flight.  Of many devices or units, where too many pipelines
+are left or too many stages would have to be planned, the least bounds are looked at.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardhet.planner.stages.groups import Stages
+from shardhet.planner.stages.likely import FORMS, MORE_IN_FLIGHT, Trial
+from shardhet.planner.stages.plans import StagePlans
+from shardhet.planner.stages.tables import Ints, Pipelines, Tables
+from shardhet.records.schedule import StepForm
+
+MOST_LEFT = 2**16  # pipelines, each in any form and with any number of rounds in flight
+MOST_PLANNED = 1500  # stages
+
+
+class Search(Protocol):
+    """What is known of a problem."""
+
+    tables: Tables
+    plans: StagePlans
+    rounds: tuple[int, ...]
+
+    def seconds_of(self, stages: Stages, trial: Trial, at_most_s: float = inf) -> float:
+        """Seconds of a step, or no less than ``at_most_s``."""
+
+
+@dataclass(frozen=True)
+class _Left:
+    """Pipelines of a number of stages and of rounds that no bound rejects."""
+
+    pipelines: Pipelines
+    num_rounds: int
+    order: Ints
+    cut: Ints
+    least_s: float
+
+
+def best_of_rest(
+    search: Search, pipelines: Sequence[Pipelines], at_most_s: float, least_gain: float
+) -> tuple[float, Trial, Stages] | None:
+    """The fastest pipeline, if it takes less than ``at_most_s``."""
+    rest = _Rest(search, at_most_s, least_gain, search.plans.num_solved + MOST_PLANNED)
+    left = [each for some in pipelines for each in rest.left_of(some)]
+    if sum(len(each.order) for each in left) > MOST_LEFT:
+        return None
+    for each in sorted(left, key=lambda each: each.least_s):
+        for trial in _trials(each.num_rounds, each.pipelines.num_stages):
+            rest.try_all(each, trial)
+    return rest.best
+
+
+def _trials(num_rounds: int, num_stages: int) -> Iterator[Trial]:
+    """Forms and rounds in flight, without cuts: those that differ.
+
+    With one round it is the same how often units are reduced.
+    """
+    seen = set()
+    for form in reversed(FORMS):
+        for more in range(MORE_IN_FLIGHT + 1):
+            trial = Trial((), replace(form, num_rounds=num_rounds), more)
+            reduces = num_rounds > 1 and form.reduce_each_round
+            key = form.reshard_after_forward, reduces, *trial.in_flight(num_stages)
+            if key not in seen:
+                seen.add(key)
+                yield trial
+
+
+@dataclass
+class _Rest:
+    search: Search
+    at_most_s: float
+    least_gain: float  # as part of a step
+    most_solved: int
+    best: tuple[float, Trial, Stages] | None = None
+
+    def left_of(self, pipelines: Pipelines) -> Iterator[_Left]:
+        """Those that may be faster, by rounds."""
+        for number in self.search.rounds:
+            found: list[tuple[Ints, Ints]] = []
+            least_s = inf
+            for some, each_s in pipelines.all_least_s(replace(FORMS[-1], num_rounds=number)):
+                order, cut = np.nonzero(each_s < self.at_most_s)
+                found.append((some[order], cut))
+                least_s = min(least_s, float(each_s.min()))
+            orders, cuts = (np.concatenate(each) for each in zip(*found, strict=True))
+            if len(orders):
+                yield _Left(pipelines, number, orders, cuts, least_s)
+
+    def try_all(self, left: _Left, trial: Trial) -> None:
+        """Price those that may be faster in such a form, the least bounds first.
+
+        What is learned of stages is used for the bounds of the others.
+        """
+        pipelines, plans = left.pipelines, self.search.plans
+        order, cut = left.order, left.cut
+        form, in_flight = trial.form, trial.in_flight(pipelines.num_stages)
+        looks = np.array([plans.looks_of(each) for each in pipelines.groups])
+        own_s = self._least_s(pipelines, form)
+        while plans.num_solved < self.most_solved:
+            rounds_s = []
+            for i, each_s in enumerate(pipelines.of_stages(own_s, order, cut)):
+                known_s = plans.known_s(form, in_flight[i])
+                place = looks[pipelines.places[order, i]]
+                known_s = known_s[place, pipelines.first[cut, i], pipelines.stop[cut, i]]
+                rounds_s.append(np.maximum(each_s, known_s))
+            least_s = pipelines.least_s(rounds_s, form.num_rounds, order, cut, in_flight)
+            kept = np.nonzero(least_s < self.at_most_s)[0]
+            kept = kept[np.argsort(least_s[kept], kind="stable")]
+            order, cut = order[kept], cut[kept]
+            tried = self._try(left, trial, order, cut)
+            if tried == len(order):
+                return
+            order, cut = order[tried:], cut[tried:]
+
+    def _try(self, left: _Left, trial: Trial, order: Ints, cut: Ints) -> int:
+        """Price pipelines until stages have been planned for one; returns how many."""
+        pipelines, plans = left.pipelines, self.search.plans
+        before = plans.num_solved
+        for tried, (i, j) in enumerate(zip(order, cut, strict=True)):
+            if plans.num_solved > before:
+                return tried
+            stages, one = pipelines.orders[i], replace(trial, cuts=pipelines.cuts_of(j))
+            seconds = self.search.seconds_of(stages, one, self.at_most_s)
+            if seconds < self.at_most_s:
+                self.best = seconds, one, stages
+                self.at_most_s = seconds * (1 - self.least_gain)
+        return len(order)
+
+    def _least_s(self, pipelines: Pipelines, form: StepForm) -> NDArray[np.float64]:
+        tables = self.search.tables
+        return np.array([tables.least_round_s(each, form) for each in pipelines.groups])
