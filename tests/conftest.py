@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.worlds import preload_tests
+
 # Workers of pytest-xdist are given a narrow one; what programs print is as wide as in a file.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.pop("COLUMNS", None)
@@ -25,3 +27,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr != "alone" or not is_test:
         return None
     return "mark.alone" not in collection_path.read_text(encoding="utf-8") or None
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Ranks are forks of a server, which imports what was collected once for all of them."""
+    files = {item.path for item in session.items}
+    preload_tests(sorted(f"{__package__}.{path.stem}" for path in files))

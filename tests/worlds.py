@@ -57,6 +57,7 @@ _BASIC = ("torch.distributed.tensor", "torch._dynamo", "pytest", "shardhet.fsdp.
 # Where they are installed; 3 s of a core for each rank that has to import them itself.
 TRANSFORMERS = ("transformers.models.llama.modeling_llama", "transformers.trainer")
 preloaded: list[str] = []  # more, for the test files that were collected
+_test_modules: list[str] = []  # whose functions the ranks run
 
 
 def patience() -> float:
@@ -70,10 +71,23 @@ def preload(*modules: str) -> None:
     For the top of a test file: it has no effect once the first of them has started.
     """
     preloaded.extend(module for module in modules if module not in preloaded)
-    _CONTEXT.set_forkserver_preload([*_BASIC, *preloaded, "tests.frozen"])
+    _set_preload()
 
 
-preload()
+def preload_tests(modules: Sequence[str]) -> None:
+    """Have ranks start with these test files imported, which each would import itself.
+
+    It has no effect once the first of them has started.
+    """
+    _test_modules[:] = modules
+    _set_preload()
+
+
+def _set_preload() -> None:
+    _CONTEXT.set_forkserver_preload([*_BASIC, *preloaded, *_test_modules, "tests.frozen"])
+
+
+_set_preload()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
