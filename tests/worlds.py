@@ -53,7 +53,13 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 # The fork server imports these once; each rank is then a fork of it: a clean process (no
 # threads, nothing of pytest's) that starts in milliseconds. torch.optim imports torch._dynamo.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_BASIC = ("torch.distributed.tensor", "torch._dynamo", "pytest", "shardhet.fsdp.module")
+_BASIC = (
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "pytest",
+    "scipy.optimize",
+    "shardhet.fsdp.module",
+)
 # Where they are installed; 3 s of a core for each rank that has to import them itself.
 TRANSFORMERS = ("transformers.models.llama.modeling_llama", "transformers.trainer")
 preloaded: list[str] = []  # more, for the test files that were collected

@@ -21,6 +21,7 @@ from selectors import EVENT_READ, DefaultSelector
 
 # With what they import, nearly all that the commands and the ranks need.
 PRELOADED = (
+    "scipy.optimize",
     "torch._dynamo",
     "torch.distributed.run",
     "torch.distributed.tensor",

@@ -341,7 +341,7 @@ class Run:
         values = {"held_out_loss": evaluation.mean_loss, f"held_out_{_snake(name)}": score}
         self._log.log(step, values)
         if self.is_rank_zero:
-            display.show_score(step, name, score, self._built.task.baselines)
+            display.show_score(step, name, score, self._built.task.baselines())
 
 
 def _tell(said: str, display: Display, level: int = logging.INFO) -> None:
