@@ -36,7 +36,7 @@ def warm_python() -> str:
     client.chmod(0o755)
     (Path(folder.name) / "cold-python").symlink_to(sys.executable)
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.warm.server", client, *preloaded],
+        [sys.executable, HERE / "server.py", client, *preloaded],
         cwd=ROOT,
         stdin=subprocess.PIPE,  # its end of file is the end of this process
         stdout=subprocess.PIPE,

@@ -1,12 +1,13 @@
 """Import torch and MODULEs once, then become each program that is asked for in a fork.
 
-    python -m tests.warm.server CLIENT [MODULE ...]
+    python tests/warm/server.py CLIENT [MODULE ...]
 
 listens at ``socket`` beside CLIENT and ends, with all its programs, at the end of its input.
 """
 
 import gc
 import importlib
+import inspect
 import json
 import os
 import signal
@@ -146,7 +147,7 @@ def _become(request: Request) -> None:
 
 
 def _run_as_main(module: str, arguments: list[str]) -> None:
-    """As runpy does, but for its two frames without a file.
+    """As runpy does, but for its two frames without a file (nor are there any below).
 
     torch's rendezvous asks inspect.stack() a dozen times where it is, and a frame without a
     file is looked for in all modules: two seconds of a core.
@@ -164,11 +165,13 @@ def _run_as_main(module: str, arguments: list[str]) -> None:
 def main() -> None:
     """Serve; in a fork, be the program."""
     client = Path(sys.argv[1])
+    sys.path[0] = str(Path(__file__).parents[2])
     for module in (*PRELOADED, *sys.argv[2:]):
         importlib.import_module(module)
     sys.executable = str(client)
     del sys.path[0]  # where the server was started is not where programs are
     server = Server(client.parent / "socket")
+    inspect.stack()  # knows from now on what this file was, which is no module in a program
     gc.collect()
     gc.freeze()  # what is shared with the forks stays shared
     os.write(1, b"listening\n")
