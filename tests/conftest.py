@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.selection import sample
 from tests.worlds import preload_tests
 
 # Workers of pytest-xdist are given a narrow one; what programs print is as wide as in a file.
@@ -27,6 +28,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr != "alone" or not is_test:
         return None
     return "mark.alone" not in collection_path.read_text(encoding="utf-8") or None
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a function that is ``sampled``, what its sample lacks is for the campaign."""
+    cases_by_function: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("sampled"):
+            name = f"{item.path}::{item.originalname}"
+            cases_by_function.setdefault(name, []).append(item)
+    for cases in cases_by_function.values():
+        kept = sample([case.callspec.params for case in cases])
+        for i, case in enumerate(cases):
+            if i not in kept:
+                case.add_marker("campaign")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -1,6 +1,6 @@
 """Which cases ``make test`` runs, where ``make campaign`` runs the others."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -22,3 +22,18 @@ def blocks(*quads: tuple[int, int]) -> list[Any]:
 def for_campaign(*case: Any) -> Any:
     """A case for ``parametrize`` that ``make campaign`` alone runs."""
     return pytest.param(*case, marks=pytest.mark.campaign)
+
+
+def sample(cases: Sequence[Mapping[str, object]]) -> set[int]:
+    """Which of a product's cases hold every value of every parameter; the mark ``sampled``.
+
+    One after the other, the first of those with the most values that no other has yet.
+    """
+    values = [{(name, repr(value)) for name, value in case.items()} for case in cases]
+    kept: set[int] = set()
+    missing = set[tuple[str, str]]().union(*values)
+    while missing:
+        best = max(range(len(cases)), key=lambda i: len(values[i] & missing))
+        kept.add(best)
+        missing -= values[best]
+    return kept

@@ -92,6 +92,7 @@ def _evaluate_between_steps(rank: int, plan: Plan, sizes: list[int]) -> None:
             optimizer.step()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sizes", [[9, 1, 4], [0, 3, 0], [1, 0, 5], [5, 2, 1]])
 @every_plan
 def test_evaluation_with_other_batches_leaves_training_exact(
@@ -194,6 +195,7 @@ def _train_frozen(rank: int, plan: Plan, frozen: tuple[str, ...], is_tied: bool)
     check_parity(rank, patchwork_problem(shape), plan, Course.of(plan, optimizer="adamw"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("name", FROZEN)
 @every_plan

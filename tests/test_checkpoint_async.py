@@ -98,6 +98,7 @@ def fail_in_the_thread(rank: int, folder: Path, bad_rank: int, how: str) -> str:
     return message
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bad_rank", [0, 2])
 @pytest.mark.parametrize("how", ["save", "load", "wait"])
 def test_a_failure_in_a_thread_is_raised_at_the_next_call_on_every_rank(

@@ -76,6 +76,7 @@ def save_to_a_full_disk(rank: int, folder: Path, bad_rank: int, name: str) -> st
     return message
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("bad_rank", "name"),
     [(0, ".distcp"), (1, ".distcp"), (0, ".metadata"), (0, "plan.json"), (0, "manifest.json")],

@@ -174,6 +174,7 @@ def test_nccl_is_asked_for_even_pieces_in_one_tensor_where_they_lie_so() -> None
         ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["send_recv", "all_to_all"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_receivers_get_every_shard_in_plan_order(world_size: int, name: str) -> None:
@@ -181,6 +182,7 @@ def test_receivers_get_every_shard_in_plan_order(world_size: int, name: str) -> 
     run_ranks(gather_all, world_size, cases, name)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["send_recv", "all_to_all"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_sums_are_bit_equal_to_adding_in_plan_order(world_size: int, name: str) -> None:

@@ -48,6 +48,7 @@ def train_until(rank: int, misdeed: Misdeed, plan: Plan) -> None:
         model.backward(*model(x))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("plan", [PLAN, TURNED], ids=["plain", "turned"])
 @pytest.mark.parametrize("step", [0, 2])
 @pytest.mark.parametrize("place", ["forward", "backward"])
@@ -74,6 +75,7 @@ def check_death(outcomes: Sequence[Outcome], misdeed: Misdeed) -> None:
         assert "Look at its exit code and log" in outcome.message
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("deed", ["exit", "kill"])
 @pytest.mark.parametrize("place", ["forward", "backward", "between"])
 def test_a_rank_that_dies_is_named_by_all_others(place: Any, deed: Any) -> None:

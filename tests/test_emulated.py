@@ -409,6 +409,7 @@ def _bad_loss(rank: int, on_bad_step: OnBadStep, num_rounds: int) -> list[str | 
         return steps
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("on_bad_step", [OnBadStep.SKIP, OnBadStep.ROLL_BACK])
 @pytest.mark.parametrize("num_rounds", [1, 2])
 def test_a_loss_that_is_not_finite_is_left_out_there_too(

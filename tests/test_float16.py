@@ -113,6 +113,7 @@ def overflow(rank: int, plan: Plan, on_bad_step: OnBadStep) -> Any:
     return said, trainer.loss_scaler.state_dict()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("on_bad_step", [OnBadStep.STOP, OnBadStep.SKIP])
 @pytest.mark.parametrize("name", one_in(2, reversed(PLANS)))
 def test_a_step_that_overflows_is_skipped_by_all_and_halves_the_scale(

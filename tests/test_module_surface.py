@@ -176,6 +176,7 @@ def _without_transport(channel: Channel) -> Channel:
     return Channel(channel.group, channel.rank_by_position, channel.position)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("over_gloo", [False, True])
 @pytest.mark.parametrize("call", ["state_dict", "load_state_dict"])
 def test_state_dicts_on_rank_zero_alone_end_all_ranks(call: str, over_gloo: bool) -> None:

@@ -190,6 +190,7 @@ def _recomputing(plan: Plan, recomputes: bool) -> Plan:
 WHOLE = Plan.by_hand(microbatch_sizes=[3, 2], state_shares=[0.5, 0.5])  # one microbatch each
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("plan", [UNEVEN, WHOLE], ids=["uneven", "whole"])
 @both_ways
 @pytest.mark.parametrize("name", ODD_UNITS)
@@ -278,6 +279,7 @@ def _hide_tensors(rank: int, plan: Plan, gives: bool) -> None:
 ONE_MICROBATCH = Plan.by_hand(microbatch_sizes=[4], state_shares=[1.0])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("gives", [True, False])
 @both_ways
 @pytest.mark.parametrize("plan", [ALONE, ONE_MICROBATCH], ids=["alone", "one microbatch"])

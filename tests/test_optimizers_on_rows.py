@@ -90,6 +90,7 @@ def train(rank: int, plan: Plan, make: Callable[..., optim.Optimizer], kwargs: A
     pair.train(optimizers, bar=1e-8)
 
 
+@pytest.mark.sampled
 @every_plan
 @pytest.mark.parametrize("kind", sorted(ELEMENT_WISE, key=lambda kind: kind.__name__))
 def test_torchs_element_wise_optimizers_train_the_same(
@@ -98,6 +99,7 @@ def test_torchs_element_wise_optimizers_train_the_same(
     run_ranks(train, len(plan.ranks), plan, kind, {"lr": 0.01})
 
 
+@pytest.mark.sampled
 @every_plan
 @pytest.mark.parametrize("way", ["foreach", "fused"])
 @pytest.mark.parametrize("kind", [optim.AdamW, optim.SGD])
@@ -113,6 +115,7 @@ def train_quietly(rank: int, plan: Plan, make: Callable[..., optim.Optimizer]) -
         train(rank, plan, make, {})
 
 
+@pytest.mark.sampled
 @every_plan
 @pytest.mark.parametrize("make", [Lion, RowWise, around_sgd])
 def test_unknown_optimizers_that_rows_suffice_for_are_tried_and_pass(

@@ -188,6 +188,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", ORDERS)
 def test_every_rank_launches_the_schedule_from_the_first_step_on(
@@ -277,6 +278,7 @@ def count_bytes(plan: Plan) -> tuple[int, int]:
     return arrived, allowed
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_one_host", [True, False], ids=["memory", "messages"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_a_step_moves_what_ranks_lack_and_no_byte_more(

@@ -33,6 +33,7 @@ def clip_by_norm(rank: int, plan: Plan, order: float, foreach: bool | None) -> N
     pair.same_grads()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("foreach", [None, False, True])
 @pytest.mark.parametrize("order", [2.0, 1.0, 3.0, math.inf, -1.0, 0.0])
 def test_clipping_by_norm_is_that_of_one_process(order: float, foreach: bool | None) -> None:
@@ -256,6 +257,7 @@ def train_with_scaler(rank: int, plan: Plan, fused: bool, unscales: bool) -> flo
     return scaler.get_scale()
 
 
+@pytest.mark.sampled
 @every_plan
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
@@ -313,6 +315,7 @@ def train_with_hooks(rank: int, plan: Plan, when: str) -> None:
     assert not transport._staging._lent  # what peers have read is given back
 
 
+@pytest.mark.sampled
 @every_plan
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hooks_on_parameters_see_whole_gradients(plan: Plan, when: str) -> None:
@@ -388,6 +391,7 @@ def accumulate(rank: int, plan: Plan, set_to_none: bool) -> None:
         pair.same_params()
 
 
+@pytest.mark.sampled
 @every_plan
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_several_forwards_and_backwards_accumulate(plan: Plan, set_to_none: bool) -> None:

@@ -186,6 +186,7 @@ def measured(name: str, part: float) -> list[Measured]:
     return run_ranks(_measure, plan.world_size, plan, _setting_of(plan, part))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("part", [0.5, 2.0])
 @pytest.mark.parametrize("name", PLANS)
 def test_nine_tenths_of_what_the_schedule_can_hide_are_hidden(name: str, part: float) -> None:

@@ -271,6 +271,7 @@ def _leaks(rank: int, way: str, plan: Plan) -> None:
         assert len(kind.sent) == values.get(way, 1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", ["", "late", "mask", "read", "written", "dropout"])
 @pytest.mark.parametrize("numbers", [[2, 1], [1, 1, 1]])
 def test_what_reaches_a_later_stage_is_handed_over(way: str, numbers: list[int]) -> None:
@@ -556,6 +557,7 @@ def _odd(rank: int, oddity: str, plan: Plan) -> None:
         model.zero_grad()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("has_stages", [True, False], ids=["stages", "rounds"])
 @pytest.mark.parametrize("oddity", ODDITIES)
 def test_what_is_odd_is_as_in_one_process_or_refused(oddity: str, has_stages: bool) -> None:
@@ -635,6 +637,7 @@ def _fails(rank: int, deed: Any, place: str, culprit: int, step: int) -> None:
         model.forward_backward(inputs[mine], targets[mine])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("culprit", [0, 2])
 @pytest.mark.parametrize(
     "deed, place",

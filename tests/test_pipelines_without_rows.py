@@ -82,6 +82,7 @@ def _steps(rank: int, plan: Plan) -> None:
         assert float(loss) == pytest.approx(float(expected[0]), rel=1e-12)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "numbers, sizes, cuts",
     [
@@ -124,6 +125,7 @@ def _drops(rank: int, way: str, plan: Plan) -> None:
         whole.zero_grad()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", ["dropout", "function"])
 @pytest.mark.parametrize("cut", [1, 2, 3])
 def test_dropout_outside_of_units_draws_as_without_stages(way: str, cut: int) -> None:

@@ -750,6 +750,7 @@ def _tied(rank: int, plan: Plan, units: tuple[Any, ...]) -> None:
     check(plan, Tied(), samples, squared, units=units)
 
 
+@pytest.mark.sampled
 @both_ways
 @pytest.mark.parametrize("units", [(Mixer, "wte"), (Mixer, "head"), (Mixer, "wte", "head")])
 @pytest.mark.parametrize("world_size", [1, 3])

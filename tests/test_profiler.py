@@ -49,6 +49,7 @@ def text(seq_len: int, num_samples: int = 1) -> ExampleBatch:
     return ExampleBatch(args=(tokens_BT, tokens_BT))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "changes",
     [

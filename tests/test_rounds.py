@@ -103,6 +103,7 @@ def _all_rounds_in_one_call(rank: int, world_size: int, gathers: int, each: bool
             assert model(many, many)[1] == many.numel()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("each", [True, False])
 @pytest.mark.parametrize("world_size, gathers", [(1, 0), (1, 2), (3, 0), (3, 1), (3, 2)])
 def test_forward_backward_is_all_rounds_of_a_step(
@@ -145,6 +146,7 @@ def _other_ways(rank: int, gathers: int, each: bool) -> None:
         model.zero_grad()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("gathers", [0, 1, 2])
 @pytest.mark.parametrize("each", [True, False])
 def test_a_call_first_met_in_a_later_round_is_probed_and_keeps_the_sums(
@@ -189,6 +191,7 @@ def _stays(rank: int, gathers: int, each: bool) -> None:
         model.zero_grad()
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:.*so all of its parameters stay unsharded")
 @pytest.mark.parametrize("gathers", [0, 1, 2])
 @pytest.mark.parametrize("each", [True, False])
@@ -225,6 +228,7 @@ def _in_dtype(rank: int, dtype: torch.dtype, gathers: int) -> None:
     assert all(map(torch.equal, expected, found))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("gathers", [0, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rounds_reduced_once_equal_one_round_in_every_bit(

@@ -85,6 +85,7 @@ def read_all(rank: int, cases: list[test_collectives.Case], kind: str) -> int:
         return int(read.call_count)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["gather", "reduce"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_collectives_give_the_same_bits(world_size: int, kind: str) -> None:

@@ -32,6 +32,7 @@ def drawn(seed: int) -> StagesCase:
     return replace(found, case=case)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("on_accelerators", [False, True])
 @pytest.mark.parametrize("seed", one_in(60, range(NUM_CASES)))
 def test_a_drawn_step_of_a_pipeline_is_the_step_of_one_process(

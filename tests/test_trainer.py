@@ -152,6 +152,7 @@ def evaluate_rank(rank: int, plan: Plan, num_samples: int) -> tuple[float, int, 
     return evaluation.loss_sum, evaluation.num_targets, trainer.model.step
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["four ranks, all unlike", "four ranks in two stages"])
 @pytest.mark.parametrize("num_samples", [1, 5, 6, 7, 20])
 def test_an_evaluation_counts_every_sample_once(num_samples: int, name: str) -> None:
