@@ -1,6 +1,6 @@
 """Which cases ``make test`` runs, where ``make campaign`` runs the others."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +11,14 @@ def one_in(stride: int, cases: Iterable[Any]) -> list[Any]:
     return [
         case if i % stride == 0 else for_campaign(*(case if type(case) is tuple else (case,)))
         for i, case in enumerate(cases)
+    ]
+
+
+def only(few: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """``cases`` for ``parametrize``: ``few`` of them stay in ``make test``."""
+    return [
+        case if case in few else for_campaign(*(case if type(case) is tuple else (case,)))
+        for case in cases
     ]
 
 

@@ -12,12 +12,12 @@ from shardhet import HetFSDP, Plan
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.records.schedule import messages_between
 from tests.hosts import on_different_hosts
-from tests.selection import one_in
+from tests.selection import only
 from tests.test_order import around_collectives
 from tests.test_pipelines import SEQ_LEN, UNITS, WIDTH, Leaky, batch_of, staged
 from tests.worlds import run_ranks
 
-ITEMSIZE, CASES_OF_A_WORLD = 8, 20
+ITEMSIZE, CASES_OF_A_WORLD = 8, 5
 # By the position that it goes to, and its bytes.
 Messages = Counter[tuple[int, int]]
 Launches = list[tuple[str, FlatTensor]]
@@ -109,7 +109,8 @@ def _run(rank: int, world_size: int, seed: int) -> list[tuple[Messages, Messages
 
 
 @pytest.mark.parametrize(
-    ("world_size", "seed"), one_in(10, [(n, i) for n in (3, 2, 4, 5) for i in range(3)][:10])
+    "world_size, seed",
+    only([(2, 0), (3, 0)], [(n, i) for n in (2, 3, 4, 5) for i in range(12)][:40]),
 )
 def test_messages_are_those_of_the_schedule(world_size: int, seed: int) -> None:
     for cases in run_ranks(_run, world_size, world_size, seed, timeout_s=200.0):

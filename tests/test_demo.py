@@ -17,6 +17,7 @@ from shardhet.training.device_use import DeviceUse
 from tests.programs import run
 
 
+@pytest.mark.campaign  # `make demo`; each of its commands has its own tests
 def test_all_of_it_runs_and_stays_in_one_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

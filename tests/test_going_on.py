@@ -22,6 +22,7 @@ from shardhet.apps.run.loggers import CsvLogger, JsonLinesLogger
 from shardhet.apps.run.worker import Run
 from shardhet.planner.present import positions_of
 from tests.programs import TORCHRUN, run
+from tests.selection import for_campaign
 from tests.test_elastic import there
 from tests.test_resume import NUM_STEPS, TEXT, UNEVEN, losses
 from tests.test_train import SMALL
@@ -56,7 +57,9 @@ def train_until(rank: int, path: str, stop: int) -> int:
     return began
 
 
-@pytest.mark.parametrize("replicas", [(), ("replicas.every=1", "checkpoint.every=0")])
+@pytest.mark.parametrize(
+    "replicas", [("replicas.every=1", "checkpoint.every=0"), for_campaign(())]
+)
 def test_a_run_that_began_at_a_path_goes_on_from_what_it_has_itself(
     replicas: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ from tests.emulated.accelerator import Accelerator
 from tests.emulated.clocks import Event
 from tests.parity import check_parity
 from tests.patchwork import Case, draw_case, draw_rounds
-from tests.selection import blocks
+from tests.selection import blocks, one_in
 from tests.test_emulated import check_beside_one_process
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
@@ -62,6 +62,7 @@ def _run_block(rank: int, world_size: int, block: int, in_rounds: bool) -> None:
             raise AssertionError(str(case)) from error
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("in_rounds", [False, True])
 @pytest.mark.parametrize("world_size, block", blocks((1, 0), (2, 0), (3, 1), (4, 2)))
 def test_a_step_is_that_of_one_process_wherever_inputs_are(
@@ -394,7 +395,7 @@ def _move(device: torch.device) -> None:
         assert (model._runtime._inputs is not None) == bool(on_host)
 
 
-@pytest.mark.parametrize("is_emulated", [False, True])
+@pytest.mark.parametrize("is_emulated", one_in(2, [False, True]))
 def test_inputs_move_between_device_and_host_with_the_plan(is_emulated: bool) -> None:
     """And memory of the host is not given back while it is copied."""
     run_ranks(_moves, 2, is_emulated)

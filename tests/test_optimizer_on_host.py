@@ -56,6 +56,7 @@ def _run_block(rank: int, world_size: int, block: int, in_rounds: bool) -> None:
             raise AssertionError(str(case)) from error
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("in_rounds", [False, True])
 @pytest.mark.parametrize("world_size, block", blocks((1, 0), (2, 0), (3, 1), (4, 2)))
 def test_a_step_is_that_of_one_process_wherever_optimizers_are(
@@ -418,8 +419,8 @@ def prices_of(plan: Plan, node: dict[str, Any], **options: Any) -> CostModel:
 
 @pytest.mark.parametrize(
     "precision, num_rounds, sizes",
-    one_in(  # each precision and each pair once
-        4,
+    one_in(  # two precisions and pairs
+        5,
         [
             (precision, *pair)
             for precision in ("float32", "bfloat16", "reduced in bfloat16")

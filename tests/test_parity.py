@@ -8,11 +8,11 @@ import torch
 
 from tests.parity import Result, check_covered_once, check_parity
 from tests.patchwork import Case, draw_case, draw_rounds
-from tests.selection import one_in
+from tests.selection import one_in, only
 from tests.worlds import run_ranks
 
-CASES_PER_BLOCK = 5
-NUM_BLOCKS_BY_WORLD_SIZE = {1: 10, 2: 24, 3: 18, 4: 12}
+CASES_PER_BLOCK = 2
+NUM_BLOCKS_BY_WORLD_SIZE = {1: 25, 2: 60, 3: 45, 4: 30}
 BLOCKS = [
     (world_size, block)
     for world_size, num_blocks in NUM_BLOCKS_BY_WORLD_SIZE.items()
@@ -37,7 +37,7 @@ def _run_block(
     return results
 
 
-@pytest.mark.parametrize("world_size, block", one_in(13, BLOCKS))
+@pytest.mark.parametrize("world_size, block", only([(1, 0), (2, 1), (3, 2), (4, 3)], BLOCKS))
 def test_a_step_is_the_step_of_one_process(world_size: int, block: int) -> None:
     results_by_rank = run_ranks(_run_block, world_size, world_size, block)
     for results in zip(*results_by_rank, strict=True):
@@ -57,14 +57,15 @@ def _run_twice(rank: int, world_size: int, seed: int) -> None:
         assert torch.equal(one, other), str(case)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", only([2, 4], [1, 2, 3, 4]))
 @pytest.mark.parametrize("seed", one_in(3, [1000, 1001, 1002]))
 def test_the_same_run_twice_is_equal_in_every_bit(world_size: int, seed: int) -> None:
     run_ranks(_run_twice, world_size, world_size, seed)
 
 
 @pytest.mark.parametrize(
-    "world_size, block", one_in(4, [(size, block) for size in (4, 1, 2, 3) for block in (0, 1)])
+    "world_size, block",
+    one_in(10, [(size, block) for size in (4, 1, 2, 3) for block in range(5)]),
 )
 def test_a_step_of_several_rounds_is_the_step_of_one_process(
     world_size: int, block: int

@@ -19,6 +19,7 @@ from shardhet.checkpoint import load, save
 from shardhet.fsdp.stages.absent import Absent
 from shardhet.models.decoder import Decoder
 from tests.misdeeds import CAUSE, commit
+from tests.selection import one_in
 from tests.small_models import small_decoder
 from tests.test_bad_input import WITHIN_S
 from tests.test_rounds import check_grads, mean_of
@@ -384,7 +385,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("what", one_in(3, REFUSED))
 def test_what_stages_cannot_do_is_refused_on_every_rank(what: str) -> None:
     way, message = REFUSED[what]
     plan = {"idle": LAST_IS_HEAD, "names": OTHER_NAMES}.get(what, TWO)

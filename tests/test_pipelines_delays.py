@@ -13,7 +13,7 @@ from tests.test_bytes_of_stages import drawn_plan
 from tests.test_pipelines import UNITS, Leaky, batch_of
 from tests.worlds import run_ranks
 
-NUM_SCHEDULES, CASES_OF_A_WORLD = 200, 10
+NUM_SCHEDULES, CASES_OF_A_WORLD = 200, 4
 DELAYS_S = (0, 0, 0.001, 0.01)
 
 
@@ -38,7 +38,7 @@ def _run(rank: int, world_size: int, block: int) -> None:
         assert all(map(torch.equal, *found)), plan
 
 
-@pytest.mark.parametrize("block", one_in(20, range(NUM_SCHEDULES // CASES_OF_A_WORLD)))
+@pytest.mark.parametrize("block", one_in(50, range(NUM_SCHEDULES // CASES_OF_A_WORLD)))
 def test_ranks_that_are_late_by_chance_end_with_the_same_bits(block: int) -> None:
     world_size = 2 + block % 4
     run_ranks(_run, world_size, world_size, block, timeout_s=200.0)

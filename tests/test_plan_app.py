@@ -158,6 +158,7 @@ def test_what_stays_free_is_said_by_what_it_is_for(capsys: pytest.CaptureFixture
     assert "workspaces of cuBLAS, 0.8 for fragmentation. The context of CUDA, 0.5 GiB" in text
 
 
+@pytest.mark.campaign  # half a minute of searches, which have their own tests
 def test_other_objectives_are_shown_with_what_they_reach(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -318,7 +319,7 @@ def test_enough_mistakes_are_tried() -> None:
     assert len(REFUSALS) >= 60
 
 
-@pytest.mark.parametrize("line", REFUSALS)
+@pytest.mark.parametrize("line", one_in(3, REFUSALS))
 def test_what_is_wrong_is_named_with_the_fix(
     line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -496,15 +497,24 @@ def test_128_devices_are_planned_for_without_torch() -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
-    [
-        (["limits.0.batch=3", "limits.1.batch=3", "limits.2.batch=3"], "give sum to 9, but"),
-        ([f"limits.{i}.batch=0" for i in range(3)], "give sum to 0, but global_batch_size is"),
-        (["limits.0.batch=65"], "give sum to 65, but global_batch_size is 64"),
-        (["seq_len=1000000"], "no single sample beside it: device 0"),
-        (["limits.0.memory_gib=0.001"], "within 0.001 GiB"),
-        (["model=llama_8b"], "Did you mean llama_7b?"),
-        (["cluster=rtx4090_3x3090"], "or a file. Did you mean rtx4090_2x3090?"),
-    ],
+    one_in(
+        3,
+        [
+            (
+                ["limits.0.batch=3", "limits.1.batch=3", "limits.2.batch=3"],
+                "give sum to 9, but",
+            ),
+            (
+                [f"limits.{i}.batch=0" for i in range(3)],
+                "give sum to 0, but global_batch_size is",
+            ),
+            (["limits.0.batch=65"], "give sum to 65, but global_batch_size is 64"),
+            (["seq_len=1000000"], "no single sample beside it: device 0"),
+            (["limits.0.memory_gib=0.001"], "within 0.001 GiB"),
+            (["model=llama_8b"], "Did you mean llama_7b?"),
+            (["cluster=rtx4090_3x3090"], "or a file. Did you mean rtx4090_2x3090?"),
+        ],
+    ),
     ids=lambda each: each[0] if isinstance(each, list) else "",
 )
 def test_a_mistake_on_the_command_line_is_answered_by_its_cause(
@@ -519,15 +529,22 @@ LINK = "latency_s: 2.0e-5, bandwidth_bytes_per_s: 12.0e+9"
 
 @pytest.mark.parametrize(
     ("right", "wrong", "words"),
-    [
-        ("NVIDIA L4", "NVIDIA L5", "is not known; the nearest are 'NVIDIA L4', "),
-        (f"    link: {{{LINK}}}\n", "", "nodes[0].link, between the devices of 'a', is not"),
-        ("2.0e-5", "20", "link: latency_s is 20.0 but must be"),
-        ("12.0e+9", "12", "link: bandwidth_bytes_per_s is 12.0 but must be"),
-        ("12.0e+9", "12e9", "is '12e9' but must be of type float. Write 12000000000.0."),
-        ("bandwidth_bytes", "bandwith_bytes", "did you mean 'bandwidth_bytes_per_s'?"),
-        ("count: 2", "count: two", "devices[0]: count is 'two' but must be of type int"),
-    ],
+    one_in(
+        3,
+        [
+            ("NVIDIA L4", "NVIDIA L5", "is not known; the nearest are 'NVIDIA L4', "),
+            (
+                f"    link: {{{LINK}}}\n",
+                "",
+                "nodes[0].link, between the devices of 'a', is not",
+            ),
+            ("2.0e-5", "20", "link: latency_s is 20.0 but must be"),
+            ("12.0e+9", "12", "link: bandwidth_bytes_per_s is 12.0 but must be"),
+            ("12.0e+9", "12e9", "is '12e9' but must be of type float. Write 12000000000.0."),
+            ("bandwidth_bytes", "bandwith_bytes", "did you mean 'bandwidth_bytes_per_s'?"),
+            ("count: 2", "count: two", "devices[0]: count is 'two' but must be of type int"),
+        ],
+    ),
     ids=lambda each: repr(each)[:20],
 )
 def test_a_mistake_in_a_cluster_file_is_answered_by_its_place(

@@ -172,7 +172,7 @@ PLANS = [EVEN, ONE_STORES, IN_ROUNDS, IN_STAGES]
 ids = ["two", "one only stores", "in rounds", "in stages"]
 
 
-@pytest.mark.parametrize("plan", one_in(3, PLANS), ids=ids)
+@pytest.mark.parametrize("plan", one_in(6, PLANS), ids=ids)
 def test_a_slowed_rank_is_given_less_within_ten_steps_and_results_stay(plan: Plan) -> None:
     courses = run_ranks(slow_down, plan.world_size, plan, True)
     undisturbed = run_ranks(stay_as_fast, plan.world_size, plan)

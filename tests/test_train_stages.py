@@ -43,6 +43,7 @@ def train(tmp_path: Path, name: str, *keys: str) -> Path:
     return tmp_path / name
 
 
+@pytest.mark.campaign  # six launches; without any, tests of checkpoints of pipelines have it
 def test_a_run_in_stages_is_that_of_any_plan_and_goes_on_under_others(tmp_path: Path) -> None:
     flat = train(tmp_path, "flat", *FLAT)
     keys = ("trace=true", "trace_steps.first_step=2", "trace_steps.num_steps=1")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from shardhet.comm.liveness.sign import ProcessState
 from shardhet.comm.peers import is_running
+from tests.selection import only, sample
 from tests.test_experiment_common import wait_until
 from tests.worlds import (
     Outcome,
@@ -53,6 +54,13 @@ def test_results_come_back_in_rank_order_with_their_tensors() -> None:
         (1, [1.0, 2.0]),
         (2, [2.0, 3.0]),
     ]
+
+
+def test_a_sample_of_a_product_holds_every_value() -> None:
+    cases = [{"a": a, "b": b, "c": a} for a in range(3) for b in "xy"]
+    assert sample(cases) == {0, 3, 4}
+    assert sample([{}]) == set()
+    assert only([2], [1, 2])[1] == 2
 
 
 def pid(rank: int) -> int:
