@@ -54,6 +54,30 @@ class RowWise(Lion):
                 param -= group["lr"] * param.grad / length
 
 
+class AfterWarmUp(Lion):
+    """Looks at whole matrices from a later step on."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, param in with_gradients(self):
+            state = self.state[param]
+            state["step"] = state.get("step", 0) + 1
+            length = param.grad.square().sum().sqrt() + 1e-9 if state["step"] > 25 else 1.0
+            param -= group["lr"] * param.grad / length
+
+
+class Factored(Lion):
+    """Factors large matrices only."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, param in with_gradients(self):
+            update = param.grad
+            if param.dim() == 2 and min(param.shape) >= 128:
+                update = update / update.square().mean(0, keepdim=True).sqrt()
+            param -= group["lr"] * update
+
+
 class Lookahead(optim.Optimizer):
     """An optimizer around another one."""
 
@@ -143,6 +167,8 @@ def step_once(rank: int, make: Callable[..., optim.Optimizer]) -> None:
         (optim.Adafactor, "optimizer Adafactor averages over the rows"),
         (optim.LBFGS, "optimizer LBFGS takes inner products"),
         (Lamb, "optimizer Lamb updates rows of a parameter differently"),
+        (AfterWarmUp, "optimizer AfterWarmUp updates rows of a parameter differently"),
+        (Factored, "optimizer Factored updates rows of a parameter differently"),
     ],
 )
 def test_optimizers_that_need_whole_parameters_are_refused(
