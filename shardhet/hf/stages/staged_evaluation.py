@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from torch.utils._pytree import tree_map_only
 
-from shardhet.hf.dealing import num_rows, rows_of
+from shardhet.hf.dealing import Share, num_rows, rows_of
 from shardhet.hf.evaluation import EvaluationPass
 from shardhet.records.layout import Span
 
@@ -16,7 +16,7 @@ class StagedEvaluation(EvaluationPass):
     def add(self, inputs: dict[str, Any]) -> None:
         """Evaluate this rank's samples of one batch.  Collective."""
         plan, het = self._trainer.plan, self._trainer.het
-        own = plan.num_rounds * plan.ranks[het.position].rank_batch_size
+        own = Share.of_step(plan, het.position).numel
         size, before = num_rows(inputs), len(self._sums)
         num_steps = max(int(n) for (n,) in het.exchange([-(-size // own) if own else 0]))
         for step in range(num_steps):
@@ -40,10 +40,11 @@ class StagedEvaluation(EvaluationPass):
         tree_map_only(np.ndarray, arrays.append, whole)
         if not arrays:
             return found
+        samples = list(range(len(arrays[0])))
         dealt = [
             sample
             for position in plan.groups[-1]
-            for sample in plan.sample_indices(position, len(arrays[0]))
+            for sample in Share.in_stages(plan, position, len(samples)).of(samples)
         ]
         order = np.argsort(dealt)
         in_order: list[Any] = tree_map_only(np.ndarray, lambda each: each[order], found)
