@@ -221,8 +221,8 @@ def test_the_room_that_is_planned_with_is_what_the_parts_of_memory_leave(
         batch, size = rank.rank_batch_size, max(rank.microbatch_sizes, default=1)
         used = model.working_bytes(rank.device.kind, rank, np.array([batch]), np.array([size]))
         assert used.tolist() == [parts.total_bytes]
-        [room] = model.room_for_state(
-            rank,
+        [[room]] = model.room_for_state(
+            [rank],
             rank.device.kind,
             model.memory(rank, 700).total_bytes,
             batches=np.array([batch]),

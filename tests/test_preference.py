@@ -57,7 +57,8 @@ def test_alike_devices_do_alike_and_memory_is_left_where_that_costs_half_a_perce
         assert chosen.fits
         assert chosen.predicted == CostModel(setting).predict(chosen.plan)
         assert chosen.predicted.step_time_s <= limit_s
-        assert chosen.lower_bound_s == best.lower_bound_s
+        # Bisections towards the bound begin at another limit.
+        assert chosen.lower_bound_s == pytest.approx(best.lower_bound_s, rel=1e-7)
         assert chosen.fastest_s == best.predicted.step_time_s
         sets = alike(setting)
         budgets = Demands().budgets(cluster)

@@ -269,8 +269,8 @@ class _Lister:
         for patterns in self._choices:
             rank = RankPlan(microbatch_sizes=(), state_share=0.0, recomputed_units=patterns)
             some = fitting if patterns == () else fitting[splits.batch[fitting] > 0]
-            room = model.room_for_state(
-                rank,
+            [room] = model.room_for_state(
+                [rank],
                 device.kind,
                 min(of.budgets[i] for i in positions),
                 batches=splits.batch[some],

@@ -139,7 +139,7 @@ def _states_memory(setting: Setting) -> bool:
 
 def _solve(asked: "_Asked", tolerance: float | None) -> PlanSolution:
     """``solve``, of demands that were checked."""
-    met = _Met(is_only_faster=tolerance is None)
+    met = _Met(tolerance or 0.0)
     for task in (*asked.of_demanded_form(), *asked.of_near()):
         met.search(task)
     for i, task in enumerate(asked.of_one_round()):
@@ -169,20 +169,19 @@ def _solve(asked: "_Asked", tolerance: float | None) -> PlanSolution:
 
 def _search_rest(asked: "_Asked", met: "_Met") -> None:
     """Search steps of several rounds, and those that keep fewer frozen weights, by bounds."""
-    least_s, compute_s = endless_memory_bound_s(asked.of_endless_memory())
+    least_s, compute = endless_memory_bound_s(asked.of_endless_memory())
     several = (task for task in asked.of_several_rounds() if not asked.is_near(task))
     rest = [*asked.of_fewer_residents(), *several]
     trials = [
-        (max(least_s, least_step_of_rounds_s(task.model, task.rounds, compute_s)), order, task)
+        (max(least_s, least_step_of_rounds_s(task.model, task.rounds, compute)), order, task)
         for order, task in enumerate(rest)
     ]
     trials.sort(key=lambda each: each[:2])
-    for i, (bound_s, _, task) in enumerate(trials):
-        if bound_s * (1 + NO_GAIN) >= met.best_s:
+    for bound_s, _, task in trials:
+        if bound_s * (1 + NO_GAIN) >= met.limit_s:
             met.bounds_s.append(bound_s)  # also of those that come later
-            met.slower += [(each_s, later) for each_s, _, later in trials[i:]]
             return
-        met.search(task, bound_s, at_most_s=met.best_s)
+        met.search(task, bound_s, at_most_s=met.limit_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,11 +272,11 @@ class _Asked:
 class _Met:
     """What was found so far, and bounds on everything that was looked at."""
 
-    is_only_faster: bool  # no plan is preferred to one that is faster
+    tolerance: float  # a plan may be preferred to one that is faster by this part
     best: PlanSolution | None = None
     # In which plans were found, with bounds on them.
     tasks: list[tuple[float, FormTask]] = field(default_factory=list)
-    # In which nothing was faster than what was found before, with bounds on them.
+    # In which nothing was fast enough, with bounds on them, though not proven of all plans.
     slower: list[tuple[float, FormTask]] = field(default_factory=list)
     bounds_s: list[float] = field(default_factory=list)
     unproven_s: list[float] = field(default_factory=list)  # weak ones, of unequal rounds
@@ -289,6 +288,11 @@ class _Met:
         """Seconds of the step of the best plan; inf if there is none."""
         return inf if self.best is None else self.best.predicted.step_time_s
 
+    @property
+    def limit_s(self) -> float:
+        """Seconds of the slowest step that may be preferred to the best."""
+        return (1 + self.tolerance) * self.best_s
+
     def search(
         self, task: FormTask, known_bound_s: float = 0.0, *, at_most_s: float = inf
     ) -> None:
@@ -296,8 +300,8 @@ class _Met:
 
         Nothing is proven of a last round that is smaller: it is dealt by position.
         """
-        if self.is_only_faster and _is_exact(task):
-            task = replace(task, at_most_s=self.best_s, is_only_faster=True)
+        if _is_exact(task):
+            task = replace(task, at_most_s=self.limit_s, is_only_faster=True)
         else:
             task = replace(task, at_most_s=at_most_s)
         solutions, bound_s, error = solve_form(task)
@@ -311,7 +315,7 @@ class _Met:
                 [*([] if self.best is None else [self.best]), *solutions],
                 key=lambda each: each.predicted.step_time_s,
             )
-        elif task.at_most_s < inf:
+        elif task.at_most_s < inf and not _is_exact(task):
             self.slower.append((known_bound_s, task))
         if error is not None and task.rounds.number >= self.missed_rounds:
             self.missed, self.missed_rounds = error, task.rounds.number
@@ -375,9 +379,9 @@ def least_step_s(
         return at_most_s
     # Of plans of any form: it needs least memory.
     least = replace(tasks[0], model=prices[-1].in_form(tasks[0].model.form))
-    compute_s = least.builder().all_compute_s
+    compute = least.builder().least_compute()
     bounded = [
-        (task.model.form != near, least_step_of_rounds_s(task.model, task.rounds, compute_s), i)
+        (task.model.form != near, least_step_of_rounds_s(task.model, task.rounds, compute), i)
         for i, task in enumerate(tasks)
     ]
     for _, bound_s, i in sorted(bounded):

@@ -167,20 +167,20 @@ class _PossibleShares:
 
 def _room(builder: TableBuilder, role: Role, batch: int) -> float:
     """The most elements that fit besides no sample or one; negative if not even these do."""
-    return max(
-        float(
-            builder.model.room_for_state(
-                choice,
-                role.device_kind,
-                role.budget_bytes,
-                batches=np.array([batch]),
-                sizes=np.array([1]),
-                host=role.host,
-            )[0]
-        )
-        for choice in builder.treatments
-        if role.host is not None or not choice.optimizer_on_host
+    choices = [
+        each
+        for each in builder.treatments
+        if role.host is not None or not each.optimizer_on_host
+    ]
+    room = builder.model.room_for_state(
+        choices,
+        role.device_kind,
+        role.budget_bytes,
+        batches=np.array([batch]),
+        sizes=np.array([1]),
+        host=role.host,
     )
+    return float(room.max())
 
 
 def least_uneven_shares(

@@ -7,7 +7,9 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
 
-from shardhet.planner.candidates.candidates import TableBuilder
+import numpy as np
+
+from shardhet.planner.candidates.candidates import LeastCompute, TableBuilder
 from shardhet.planner.candidates.table import CandidateTable
 from shardhet.planner.forms import BatchRounds
 from shardhet.planner.misses import nearest_miss
@@ -285,7 +287,7 @@ def _may_be_within(problem: Problem, at_most_s: float) -> bool:
     return Oracle(problem).is_feasible(limits)
 
 
-def endless_memory_bound_s(task: FormTask) -> tuple[float, float]:
+def endless_memory_bound_s(task: FormTask) -> tuple[float, LeastCompute]:
     """No plan of several rounds is faster than the first, nor one of one round.
 
     Put together into one round, the rounds of a plan compute as much on every device, in the
@@ -297,23 +299,29 @@ def endless_memory_bound_s(task: FormTask) -> tuple[float, float]:
     with suppress(PlanError):  # too many samples for one round
         _, found, _ = search_table(builder, task.effort)
         least_s = found.lower_bound_s - _share_dependent_s(task.model)
-    return least_s, builder.all_compute_s
+    return least_s, builder.least_compute()
 
 
-def least_step_of_rounds_s(model: CostModel, rounds: BatchRounds, compute_s: float) -> float:
-    """No step of the form is shorter if the compute of the batch takes ``compute_s`` at least.
+def least_step_of_rounds_s(
+    model: CostModel, rounds: BatchRounds, compute: LeastCompute
+) -> float:
+    """No step of the form is shorter if the compute of the batch takes so long at least.
 
-    Each round takes as long as its part of the compute, or its communication.
+    Each round takes as long as its part of the compute and what communication slows it by, or
+    its communication: all turns together, and those of each class in each phase.
     """
-    turns = model.turns(unevenness=0.0)
-    step_s = turns.exposed_comm_s + model.overhead_s
-    for alike in zip(*(each.rounds for each in turns.classes), strict=True):
-        size = rounds.round_size
-        if alike[0].is_last:
-            size = rounds.last_size or size
-        part = alike[0].num_rounds * size / rounds.global_batch_size
-        step_s += max(part * compute_s, sum(sum(each.comm_s) for each in alike))
-    return step_s
+    beside = model.beside(unevenness=0.0)
+    unit_s = np.array([n * compute.unit_s[kind] for kind, n in model.kinds_of_classes()])
+    together_s = by_phase_s = 0.0
+    last = len(beside.num_rounds) - 1
+    for i, (number, comm_s) in enumerate(zip(beside.num_rounds, beside.comm_s, strict=True)):
+        size = rounds.last_size if i == last and rounds.last_size else rounds.round_size
+        part = number * size / rounds.global_batch_size
+        slowed_s = part * unit_s + compute.overlap_excess * comm_s  # [classes, 2]
+        by_phase_s += float(np.maximum(slowed_s, comm_s).sum())
+        all_s = float(comm_s.sum())
+        together_s += max(part * compute.whole_s + compute.overlap_excess * all_s, all_s)
+    return beside.exposed_s + model.overhead_s + max(together_s, by_phase_s)
 
 
 def _share_dependent_s(model: CostModel) -> float:

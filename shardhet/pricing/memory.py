@@ -11,18 +11,19 @@ graphs of all rounds in flight.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import inf, prod
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardhet.pricing.hosts import HostInputPrices, HostPart
+from shardhet.pricing.hosts import COPIES_HELD, HostInputPrices, HostPart
 from shardhet.pricing.priced import at_sizes
 from shardhet.pricing.step_cost import MemoryParts, Moments
 from shardhet.records.plan import RankPlan
+from shardhet.records.schedule.held import MAX_ROUNDS
 from shardhet.records.workload import Workload
 
 STORED_DTYPES = ("float32", "float64")  # in which parameters are kept, too
@@ -136,7 +137,14 @@ class MomentPrices(HostInputPrices):
     def _moments(self) -> dict[tuple[object, ...], Moments]:
         levels = len(self.cluster.nodes) if self.two_level_units else 0
         of_stage = (self.in_flight, self.receives, self.hands_on_bytes)
-        key = (self.form, of_stage, self.is_alone, levels, self.resident_units)
+        few = min(self.num_rounds, max(MAX_ROUNDS, COPIES_HELD))  # more rounds have the same
+        key = (
+            replace(self.form, num_rounds=few),
+            of_stage,
+            self.is_alone,
+            levels,
+            self.resident_units,
+        )
         return _known_moments(self.workload).setdefault(key, {})
 
     def moments(self, rank: RankPlan) -> Moments:
@@ -259,18 +267,40 @@ class MemoryPrices(MomentPrices):
         ``rank`` says what is recomputed and what is on the host.  ``batches`` [..., 1] have at
         least one sample.
         """
-        moments, reserved = self.moments(rank), self.profile.device(device_kind).reserved_bytes
-        running = self.running_by_size(rank, device_kind, int(sizes.max(initial=0)))
+        for own, per_numel, _ in self._lines_of_all((rank,), device_kind, batches, sizes):
+            yield own, per_numel
+
+    def _lines_of_all(
+        self,
+        ranks: Sequence[RankPlan],
+        device_kind: str | None,
+        batches: Ints,
+        sizes: Ints,
+    ) -> Iterator[tuple[Floats, Floats, Ints]]:
+        """``lines`` of several ranks one after the other, and [J] of which rank each is."""
+        largest = int(sizes.max(initial=0))
+        moments = [self.moments(rank) for rank in ranks]
+        running = np.concatenate(
+            [
+                self.running_by_size(rank, device_kind, largest)[[*each.runs], : 1 + largest]
+                for rank, each in zip(ranks, moments, strict=True)
+            ]
+        )
         shape = np.broadcast_shapes(batches.shape, sizes.shape)
         fixed, per_sample, per_numel = (
-            each.reshape(-1, *(1 for _ in shape))
-            for each in (moments.fixed_bytes, moments.sample_bytes, moments.numel_bytes)
+            np.concatenate(each).reshape(-1, *(1 for _ in shape))
+            for each in zip(
+                *((m.fixed_bytes, m.sample_bytes, m.numel_bytes) for m in moments),
+                strict=True,
+            )
         )
+        reserved = self.profile.device(device_kind).reserved_bytes
+        rank_of = np.repeat(np.arange(len(ranks)), [len(each.runs) for each in moments])
         number = max(1, AT_ONCE // max(1, prod(shape)))
-        for start in range(0, len(moments.runs), number):
+        for start in range(0, len(rank_of), number):
             part = slice(start, start + number)
             needed = reserved + fixed[part] + batches * per_sample[part]
-            yield running[[*moments.runs[part]]][:, sizes] + needed, per_numel[part]
+            yield running[part][:, sizes] + needed, per_numel[part], rank_of[part]
 
     def working_bytes(
         self, device_kind: str | None, rank: RankPlan, batches: Ints, sizes: Ints
@@ -305,7 +335,7 @@ class MemoryPrices(MomentPrices):
 
     def room_for_state(
         self,
-        rank: RankPlan,
+        ranks: Sequence[RankPlan],
         device_kind: str | None,
         budget_bytes: float,
         *,
@@ -313,23 +343,28 @@ class MemoryPrices(MomentPrices):
         sizes: Ints,
         host: HostPart | None,
     ) -> Floats:
-        """Elements of state that fit besides these batches, on the device or on a part of its
-        host; negative if not even the batch fits.
+        """[ranks, ..., sizes] elements of state that fit besides these batches [..., 1], on the
+        device or on a part of its host; negative if not even the batch fits.
 
-        ``rank`` says which, and what is recomputed.
+        Each rank says which, and what is recomputed.
         """
+        shape = np.broadcast_shapes(batches.shape, sizes.shape)
+        rooms: Floats = np.full((len(ranks), *shape), inf)
+        for own, per_numel, rank_of in self._lines_of_all(ranks, device_kind, batches, sizes):
+            starts = np.flatnonzero(np.diff(rank_of, prepend=-1))
+            least = np.minimum.reduceat((budget_bytes - own) / per_numel, starts, axis=0)
+            found = rank_of[starts]
+            rooms[found] = np.minimum(rooms[found], least)
         reserved = self.profile.device(device_kind).reserved_bytes
-        idle = (budget_bytes - reserved) / self.bytes_per_numel_of(rank)
-        room: Floats = np.full((), inf)
-        for own, per_numel in self.lines(rank, device_kind, batches, sizes):
-            room = np.minimum(room, ((budget_bytes - own) / per_numel).min(axis=0))
-        room = np.where(batches > 0, room, idle)
-        if not rank.optimizer_on_host:
-            return room
-        assert host is not None
-        inputs = batches * float(self.host_bytes_per_sample(rank))
-        left = (host.memory_bytes - inputs) / self.workload.state_bytes_per_element
-        return np.minimum(room, left)
+        for i, rank in enumerate(ranks):
+            idle = (budget_bytes - reserved) / self.bytes_per_numel_of(rank)
+            rooms[i] = np.where(batches > 0, rooms[i], idle)
+            if rank.optimizer_on_host:
+                assert host is not None
+                inputs = batches * float(self.host_bytes_per_sample(rank))
+                left = (host.memory_bytes - inputs) / self.workload.state_bytes_per_element
+                rooms[i] = np.minimum(rooms[i], left)
+        return rooms
 
     def bytes_per_numel_of(self, rank: RankPlan) -> float:
         """Bytes on the device per element of a rank that only stores, buffers included."""

@@ -13,7 +13,7 @@ from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster
 from shardhet.records.plan import Plan, RankPlan, is_matched
 from shardhet.records.profiles import Collectives, Curve, Profile
-from shardhet.records.schedule import StepForm
+from shardhet.records.schedule import LaunchKind, StepForm
 from shardhet.records.workload import Unit, UnitKind, Workload
 
 Floats = NDArray[np.float64]
@@ -32,7 +32,7 @@ def at_sizes(curve: Curve, largest: int) -> Floats:
 class FewRounds(NamedTuple):
     """Collectives of a step of at most three rounds."""
 
-    beside_s: list[list[tuple[float, float]]]  # forward and backward, by round and class
+    beside_s: Floats  # [rounds, classes, 2] beside forward and backward
     exposed: list[tuple[int, float]]  # rounds and seconds of launches that overlap nothing
     root_s: float
 
@@ -59,6 +59,10 @@ class Known:
     alike: dict[tuple[tuple[str, ...], ...], list[list[int]]] = field(default_factory=dict)
     # Collectives of at most three rounds, by their form and what their price depends on.
     few_rounds: dict[tuple[object, ...], FewRounds] = field(default_factory=dict)
+    # Seconds of launches by unit, by unevenness and what else their price depends on.
+    launches: dict[tuple[object, ...], dict[LaunchKind, list[float]]] = field(
+        default_factory=dict
+    )
     # What devices may do with units, by number of steps and what hosts may hold.
     treatments: dict[tuple[int, bool, bool], tuple[RankPlan, ...]] = field(default_factory=dict)
     # Shares of the last plan, and the elements that they are.

@@ -8,9 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
 
 from shardhet.pricing.launches import PRICES
-from shardhet.pricing.priced import FewRounds, Priced
+from shardhet.pricing.priced import FewRounds, Floats, Priced
 from shardhet.records.layout import stored_numels
 from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.schedule import LaunchKind, Phase, StepForm, straight_schedule
@@ -18,6 +21,14 @@ from shardhet.records.workload import UnitKind
 
 PHASES = tuple(Phase)
 MOST_FEW_ROUNDS = 256  # of different unevenness, that are kept
+
+
+class CommBeside(NamedTuple):
+    """Collectives of a step, by sorts of rounds: the first, those between, and the last."""
+
+    num_rounds: tuple[int, ...]  # of each sort
+    comm_s: Floats  # [sorts, classes, 2] beside all forward and all backward turns
+    exposed_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,18 +132,29 @@ class TurnPrices(Priced):
         ``recomputed`` holds the distinct lists of patterns that ranks recompute by.  Units of
         one kind form a class if every list treats them alike.
         """
-        of_rounds, exposed_s = self._beside(unevenness, recomputed)
+        beside = self.beside(unevenness=unevenness, recomputed=recomputed)
+        last = len(beside.num_rounds) - 1
         return Turns(
             classes=tuple(
                 TurnClass(
                     kind=self.workload.kind_of(self.visited_units[members[0]]),
                     num_units=len(members),
                     unit_fqn=self.visited_units[members[0]].fqn,
-                    rounds=tuple(rounds),
+                    rounds=tuple(
+                        TurnsOfRounds(
+                            num_rounds=number,
+                            is_last=i == last,
+                            forward_comm_s=comm_s[j][0],
+                            backward_comm_s=comm_s[j][1],
+                        )
+                        for i, (number, comm_s) in enumerate(
+                            zip(beside.num_rounds, beside.comm_s.tolist(), strict=True)
+                        )
+                    ),
                 )
-                for members, *rounds in zip(self._alike(recomputed), *of_rounds, strict=True)
+                for j, members in enumerate(self._alike(recomputed))
             ),
-            exposed_comm_s=exposed_s,
+            exposed_comm_s=beside.exposed_s,
         )
 
     def launch_seconds(self, plan: Plan) -> dict[LaunchKind, list[float]]:
@@ -193,21 +215,32 @@ class TurnPrices(Priced):
         return [self.sent_kind(unit) for unit in self.visited_units]
 
     def _launch_seconds(self, unevenness: float) -> dict[LaunchKind, list[float]]:
+        key = (unevenness, *self._launched_alike)
+        if key not in self.known.launches:
+            if len(self.known.launches) >= MOST_FEW_ROUNDS:
+                self.known.launches.clear()
+            self.known.launches[key] = self._found_launch_seconds(unevenness)
+        return self.known.launches[key]
+
+    @property
+    def _launched_alike(self) -> tuple[object, ...]:
+        """What the seconds of launches depend on besides the workload and the profile."""
+        return self.two_level_units, self.resident_units, self.cluster.world_size == 1
+
+    def _found_launch_seconds(self, unevenness: float) -> dict[LaunchKind, list[float]]:
+        alike = [(unit.kind, self.resident_bytes_of(unit)) for unit in self.visited_units]
+        sent = dict(zip(alike, self._sent_kinds, strict=True))
         found: dict[LaunchKind, list[float]] = {}
         for kind, price in PRICES.items():
-            known: dict[tuple[str, int], float] = {}
-            for unit, sent in zip(self.visited_units, self._sent_kinds, strict=True):
-                key = (unit.kind, self.resident_bytes_of(unit))
-                if key not in known:
-                    known[key] = price(self, sent, unevenness)
-                found.setdefault(kind, []).append(known[key])
+            seconds = {each: price(self, of_unit, unevenness) for each, of_unit in sent.items()}
+            found[kind] = [seconds[each] for each in alike]
         return found
 
-    def _beside(
-        self, unevenness: float, recomputed: Sequence[Sequence[str]]
-    ) -> tuple[list[list[TurnsOfRounds]], float]:
-        """What overlaps the turns of each class, by rounds that are alike, and seconds of
-        launches that overlap none.
+    def beside(
+        self, *, unevenness: float, recomputed: Sequence[Sequence[str]] = ()
+    ) -> CommBeside:
+        """What overlaps the turns of each class of ``turns``, by rounds that are alike, and
+        seconds of launches that overlap none.
 
         All rounds between the first and the last are alike.
         """
@@ -219,26 +252,23 @@ class TurnPrices(Priced):
             unevenness,
             tuple(map(tuple, recomputed)),
         )
-        found = [
-            [
-                TurnsOfRounds(
-                    num_rounds=number,
-                    is_last=i == num_rounds - 1,
-                    forward_comm_s=number * forward_s,
-                    backward_comm_s=number * backward_s,
-                )
-                for forward_s, backward_s in few.beside_s[i]
-            ]
-            for i, number in enumerate(numbers)
-        ]
-        return found, sum(numbers[n] * seconds for n, seconds in few.exposed) + few.root_s
+        return CommBeside(
+            num_rounds=tuple(numbers),
+            comm_s=np.array(numbers)[:, None, None] * few.beside_s,
+            exposed_s=sum(numbers[n] * seconds for n, seconds in few.exposed) + few.root_s,
+        )
+
+    def kinds_of_classes(self) -> list[tuple[str, int]]:
+        """The kind of unit of each class of ``turns`` of which all units are treated alike, and
+        how many units it has.
+        """
+        return [(self.visited_units[each[0]].kind, len(each)) for each in self._alike(())]
 
     def _few_rounds(
         self, form: StepForm, unevenness: float, recomputed: tuple[tuple[str, ...], ...]
     ) -> FewRounds:
         """Of so few rounds that none is like another; kept, as more rounds have the same."""
-        levels = self.two_level_units, self.resident_units
-        key = (form, unevenness, recomputed, levels, self.cluster.world_size == 1)
+        key = (form, unevenness, recomputed, *self._launched_alike)
         known = self.known.few_rounds
         if key not in known:
             if len(known) >= MOST_FEW_ROUNDS:
@@ -259,13 +289,15 @@ class TurnPrices(Priced):
         of_phases = PHASES.index(Phase.FORWARD), PHASES.index(Phase.BACKWARD)
         of_rounds = [[self._mean_by_kind(each[i]) for i in of_phases] for each in beside_s]
         return FewRounds(
-            beside_s=[
+            beside_s=np.array(
                 [
-                    (sum(forward_s[i] for i in members), sum(backward_s[i] for i in members))
-                    for members in self._alike(recomputed)
+                    [
+                        [sum(of_phase[i] for i in members) for of_phase in of_phases_s]
+                        for members in self._alike(recomputed)
+                    ]
+                    for of_phases_s in of_rounds
                 ]
-                for forward_s, backward_s in of_rounds
-            ],
+            ),
             exposed=[(number, seconds[kind][unit]) for number, kind, unit in exposed],
             root_s=sum(
                 price(self, kind, unevenness)

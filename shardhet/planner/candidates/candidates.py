@@ -6,26 +6,23 @@ each kind of unit, and the backward of each class of units that every recompute 
 alike.  Its room is what the budget leaves for state.
 """
 
-from collections.abc import Iterator, Sequence
-from functools import cached_property, reduce
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from shardhet.planner.candidates.dominance import dominated
+from shardhet.planner.candidates.group_times import GroupTimes
 from shardhet.planner.candidates.recompute import treatments
-from shardhet.planner.candidates.role_times import PortShares, RoleTimes, Terms, Way, Worth
-from shardhet.planner.candidates.splits import LeastSplits, Splits, compressed, splits_of
+from shardhet.planner.candidates.role_times import PortShares, Terms
 from shardhet.planner.candidates.table import CandidateTable
 from shardhet.planner.forms import BatchRounds
-from shardhet.planner.problem.demands import Demands, Role
-from shardhet.planner.problem.problem import Bools, Floats, Group, Ints, Problem
+from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.problem import Floats, Problem
 from shardhet.planner.problem.solution import PlanError
 from shardhet.planner.problem.state_numels import StateNumels
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
 from shardhet.pricing.cost import CostModel
-from shardhet.records.plan import EVERY_UNIT
 
-SPLITS_AT_ONCE = 2**21  # of batches into microbatches
 MOST_SAMPLES_LISTED = 2**17  # on one device
 MOST_LISTED_AT_ONCE = 2**14  # on devices of different groups together
 MANY_BATCHES, FEW_BATCHES = 1024, 256  # of one device: then first with a stride, to so many
@@ -33,6 +30,15 @@ FIRST_CUT_FACTOR = 4  # the first cut allows this many times the compute of the 
 CLOSE_CUT_FACTOR = 1.5  # likewise, where many groups make each candidate count
 MANY_GROUPS = 32
 GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class LeastCompute:
+    """Bounds on the compute of the batch, spread perfectly over all devices."""
+
+    whole_s: float
+    unit_s: Mapping[str, Floats]  # [2] of one unit of each kind: forward and backward
+    overlap_excess: float  # the least of any device
 
 
 class TableBuilder:
@@ -101,7 +107,7 @@ class TableBuilder:
         # Per group: sets of equal positions.
         self.bundles = tuple(map(tuple, bundles.values()))
         self._groups = [
-            _GroupTimes(
+            GroupTimes(
                 self._terms,
                 [role_by_id[each] for each in role_ids],
                 num_members=num_members,
@@ -137,6 +143,22 @@ class TableBuilder:
     def all_compute_s(self) -> float:
         """No step is shorter than the compute of the batch, spread perfectly."""
         return self.least_compute_s([times.count for times in self._groups])
+
+    def least_compute(self) -> LeastCompute:
+        """What the batch takes at least."""
+        kinds = {device.kind for device in self.model.cluster.devices}
+        number = [times.count * times.num_members for times in self._groups]
+        size = self.rounds.global_batch_size
+        return LeastCompute(
+            whole_s=self.all_compute_s,
+            unit_s={
+                name: size / np.dot(number, [1 / each.unit_s[name] for each in self._groups])
+                for name in self._groups[0].unit_s
+            },
+            overlap_excess=min(
+                self.model.profile.device(kind).overlap_excess for kind in kinds
+            ),
+        )
 
     def first_cut_s(self) -> float:
         """The first cut: all communication, and several times the compute of the batch."""
@@ -247,182 +269,3 @@ class TableBuilder:
             f"{budget / GIB:.3g} GiB. Raise its memory budget, lower its batch or its exact "
             "share of the state, or leave it out of the cluster."
         )
-
-
-class _GroupTimes:
-    """Candidates of a group, whose members are sets of equal devices (mostly of one device)."""
-
-    def __init__(
-        self, terms: Terms, roles: Sequence[Role], *, num_members: int, count: int
-    ) -> None:
-        self.count = count
-        self.num_members = num_members
-        self._terms = terms
-        self._roles = roles
-        largest = min(map(terms.largest_microbatch_size, roles))
-        self._members = [
-            RoleTimes(terms, role, largest, is_together=num_members > 1) for role in roles
-        ]
-        self._num_measured = max(each.num_measured for each in self._members)
-        # Devices that must be equal cut their batches by the slowest of them.
-        self._whole_s: Floats = reduce(np.maximum, [each.whole_s for each in self._members])
-        self.splits = self._splits(0)
-        self.least_seconds_per_sample = max(m.least_seconds_per_sample for m in self._members)
-        self.least_seconds = max(member.least_seconds for member in self._members)
-        on_hosts = [
-            terms.model.host_seconds_per_numel(role.host, hides_copies=False)
-            for role in roles
-            if role.host is not None
-        ]
-        # per element
-        self.slowest_optimizer_s = max([*(m.optimizer_s for m in self._members), *on_hosts])
-        self._has_host = len(on_hosts) == len(roles)
-
-    def _splits(self, max_batch: int) -> Splits | LeastSplits:
-        if self._terms.has_endless_memory:
-            return LeastSplits(self._num_measured)
-        return splits_of(tuple(self._whole_s.tolist()), self._num_measured, max_batch)
-
-    def group(
-        self, window: range, within_s: Sequence[float] | None, stride: int
-    ) -> tuple[Group, Ints, Ints]:
-        """The group with batches in a window, and splits and recompute choices."""
-        batches, allowed = self._batches(window, stride), self._allowed_ways()
-        self.splits = self._splits(int(batches.max(initial=0)))
-        at_once = max(1, SPLITS_AT_ONCE // len(self.splits.largest))
-        parts = [  # few batches at a time need little memory
-            self._candidates(batches[start : start + at_once], allowed, within_s)
-            for start in range(0, max(1, len(batches)), at_once)
-        ]
-        batch, costs, room, compute, optimizer_s, splits, choices = (
-            np.concatenate(each, axis=-1) for each in zip(*parts, strict=True)
-        )
-        number = self.num_members
-        group = Group(
-            count=self.count,
-            batch=number * batch,
-            costs=costs,
-            room=number * room,
-            optimizer_s_per_numel=self.slowest_optimizer_s / number,
-            num_members=number,
-            compute_s=compute,
-            own_optimizer_s=optimizer_s / number if self._has_host else None,
-        )
-        group, order = group.sorted()
-        return group, splits[order], choices[order]
-
-    def _candidates(
-        self, batches: Ints, allowed: Sequence[Way], within_s: Sequence[float] | None
-    ) -> tuple[Ints, Floats, Floats, Floats, Floats, Ints, Ints]:
-        """Batches, costs, room, compute, seconds per element of the optimizer, splits and
-        recompute choices of what is kept.
-        """
-        splits, exists = self._worth_trying(batches)
-        number = splits.shape[1]
-        per_way = list(self._of_ways(allowed, batches, splits))
-        costs = np.concatenate([each.costs for each in per_way], axis=2)  # [D, b, n]
-        room = np.concatenate([each.room for each in per_way], axis=1)  # [b, n]
-        compute = np.concatenate([each.compute_s for each in per_way], axis=1)  # [b, n]
-        optimizer_s = np.repeat([each.optimizer_s for each in per_way], number)  # [n]
-        # A device without samples is one candidate for each way of the optimizer, not one per
-        # size and choice.
-        last = {way._replace(choice=self._is_on_host(way)): i for i, way in enumerate(allowed)}
-        is_idle = np.isin(np.arange(room.shape[1]), [number * i for i in last.values()])
-        exists = np.tile(exists, len(per_way))
-        valid = (room >= 0) & np.where(batches[:, None] > 0, exists, is_idle)
-        known = costs
-        if within_s is not None:
-            valid &= (costs <= np.array(within_s)[:, None, None]).all(axis=0)
-            known = np.concatenate((costs, compute[None]))
-        if self._has_host:  # in seconds for all of the state
-            whole_s = self._terms.state.whole * optimizer_s
-            known = np.concatenate((known, np.broadcast_to(whole_s, (1, *room.shape))))
-        kept = valid & ~dominated(known, np.where(valid, room, -1.0))
-        b, n = np.nonzero(kept)
-        return (
-            batches[b],
-            costs[:, b, n],
-            room[b, n],
-            compute[b, n],
-            optimizer_s[n],
-            splits[b, n % number],
-            np.array([way.choice for way in allowed])[n // number],
-        )
-
-    def _worth_trying(self, batches: Ints) -> tuple[Ints, Bools]:
-        """[b, n] splits of each batch, and whether there are so many.
-
-        Others are slower in every unit than one with smaller microbatches.
-        """
-        tried, exists = self.splits.candidates(batches)
-        if not all(member.needs_more_if_larger for member in self._members):
-            return tried, exists
-        seconds = [self.splits.seconds(each.curves_s, batches, tried) for each in self._members]
-        largest = np.where(exists, -1.0 * self.splits.largest[tried], -np.inf)
-        kept, is_kept = compressed(exists & ~dominated(np.concatenate(seconds), largest))
-        return np.take_along_axis(tried, kept, axis=1), is_kept
-
-    @cached_property
-    def _fixed(self) -> set[int]:
-        """The batches that are demanded."""
-        stated = [role.limits.rank_batch_size for role in self._roles]
-        return {each for each in stated if each is not None}
-
-    def most(self, cut_s: float) -> int:
-        """The largest batch that each member may compute."""
-        if self._fixed:
-            return max(self._fixed)
-        terms = self._terms
-        per_sample = 0 if terms.has_endless_memory else terms.least_bytes_per_sample
-        largest = self._terms.rounds.round_size // self.num_members
-        if per_sample:
-            largest = min(largest, *(role.budget_bytes // per_sample for role in self._roles))
-        if self.is_cut(cut_s):
-            largest = min(largest, int(cut_s / self.least_seconds_per_sample))
-        return largest
-
-    def _batches(self, window: range, stride: int) -> Ints:
-        """The batches that each member may compute."""
-        if self._fixed:
-            return np.array(list(self._fixed) if len(self._fixed) == 1 else [], dtype=np.int64)
-        if stride == 1:
-            return np.arange(window.start, window.stop)
-        multiples = np.arange(-(-window.start // stride) * stride, window.stop, stride)
-        # One device may compute what is left of the batch.
-        rest = multiples + self._terms.rounds.round_size % stride
-        ends = (window.start, window.stop - 1)
-        return np.unique(np.concatenate((multiples, rest[rest < window.stop], ends)))
-
-    def is_cut(self, cut_s: float) -> bool:
-        """Whether the cut leaves out larger batches."""
-        whole_s = self._terms.rounds.round_size * self.least_seconds_per_sample
-        return not self._fixed and whole_s > cut_s * self.num_members
-
-    def _is_on_host(self, way: Way) -> bool:
-        return self._terms.treatments[way.choice].optimizer_on_host
-
-    def _allowed_ways(self) -> list[Way]:
-        claims = {role.limits.recomputes for role in self._roles} - {None}
-        wanted = EVERY_UNIT if True in claims else ()
-        ways = [
-            Way(i)
-            for i, each in enumerate(self._terms.treatments)
-            if (not claims or each.recomputed_units == wanted)
-            and (self._has_host or not each.optimizer_on_host)
-        ]
-        on_host = filter(self._is_on_host, ways)
-        return [*ways, *(way._replace(hides_copies=False) for way in on_host)]
-
-    def _of_ways(self, ways: Sequence[Way], batches: Ints, splits: Ints) -> Iterator[Worth]:
-        """Per way: costs of the slowest member, room of the smallest, compute of all."""
-        members = [
-            member.of_choices(ways, batches, self.splits, splits) for member in self._members
-        ]
-        for of_members in zip(*members, strict=True):
-            yield Worth(
-                reduce(np.maximum, [each.costs for each in of_members]),
-                reduce(np.minimum, [each.room for each in of_members]),
-                reduce(np.add, [each.compute_s for each in of_members])
-                * (self.num_members / len(of_members)),
-                max(each.optimizer_s for each in of_members),
-            )

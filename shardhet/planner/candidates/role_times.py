@@ -1,6 +1,6 @@
 """Seconds and bytes of one kind of device under one set of limits."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardhet.planner.candidates.splits import LeastSplits, Splits
 from shardhet.planner.forms import BatchRounds
 from shardhet.planner.problem.demands import Role
-from shardhet.planner.problem.problem import Floats, Ints
+from shardhet.planner.problem.problem import Bools, Floats, Ints
 from shardhet.planner.problem.state_numels import StateNumels
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.turns import TurnClass, Turns
@@ -29,7 +28,7 @@ class PortShares(NamedTuple):
     most_idle: float = inf
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Terms:
     """What the candidates of all devices have in common."""
 
@@ -42,7 +41,37 @@ class Terms:
     has_endless_memory: bool
     max_microbatch_size: int | None
 
-    @property
+    @cached_property
+    def are_recomputed(self) -> Bools:
+        """[treatments, classes] whether the units of a class are recomputed."""
+        classes = self.turns.classes
+        found = [
+            [rank.recomputes(each.unit_fqn) for each in classes] for rank in self.treatments
+        ]
+        return np.array(found)
+
+    @cached_property
+    def of_rounds(self) -> tuple[tuple[Floats, Floats, Floats], ...]:
+        """By phase: [R, 1, 1, 1] how many rounds of each sort there are, in whole ones, [R,
+        classes, 1, 1] seconds of their communication and [classes, 1, 1] units of each class.
+        """
+        classes, rounds = self.turns.classes, self.rounds
+        sorts = list(zip(*(each.rounds for each in classes), strict=True))
+        number = np.array([float(each[0].num_rounds) for each in sorts])
+        # The last may have fewer samples.
+        number[[each[0].is_last for each in sorts]] += rounds.in_whole_ones - rounds.number
+        units = np.array([float(each.num_units) for each in classes])
+        comm_s = np.array([[each.comm_s for each in of_sort] for of_sort in sorts])
+        return tuple(
+            (
+                number[:, None, None, None],
+                comm_s[:, :, phase, None, None],
+                units[:, None, None],
+            )
+            for phase in range(2)
+        )
+
+    @cached_property
     def least_bytes_per_sample(self) -> int:
         """What any device needs for each of its samples."""
         return min(map(self.model.bytes_per_sample, self.treatments))
@@ -76,12 +105,12 @@ class Way(NamedTuple):
 
 
 class Worth(NamedTuple):
-    """What batches b in splits n cost a device, and the room that they leave."""
+    """What W ways cost a device with batches b in splits n, and the room that they leave."""
 
-    costs: Floats  # [D, b, n]
-    room: Floats  # [b, n]
-    compute_s: Floats  # [b, n]
-    optimizer_s: float  # per element of state
+    costs: Floats  # [D, b, W, n]
+    room: Floats  # [b, W, n]
+    compute_s: Floats  # [b, W, n]
+    optimizer_s: Floats  # [W] per element of state
 
 
 class _Backward(NamedTuple):
@@ -124,6 +153,16 @@ class RoleTimes:
         self.least_seconds_per_sample = in_rounds * float((whole[1:] / self._sizes).min())
         self.least_seconds = in_rounds * float(whole[1:].min())
 
+    @property
+    def unit_names(self) -> Iterable[str]:
+        """The kinds of unit."""
+        return self._seconds
+
+    def least_unit_s(self, name: str) -> Floats:
+        """[2] seconds of a sample in one unit of a kind: forward and backward."""
+        found: Floats = (self._seconds[name][:, 1:] / self._sizes).min(axis=1)
+        return found
+
     @cached_property
     def needs_more_if_larger(self) -> bool:
         """Whether larger microbatches need no less memory, whatever is recomputed."""
@@ -135,59 +174,80 @@ class RoleTimes:
         )
 
     def of_choices(
-        self, ways: Sequence[Way], batches: Ints, splits: Splits | LeastSplits, tried: Ints
-    ) -> Iterator[Worth]:
-        """What each way is worth, for the splits ``tried`` [b, n].
+        self, ways: Sequence[Way], batches: Ints, sizes: Ints, all_seconds: Floats
+    ) -> Worth:
+        """What the ways are worth, for splits with largest microbatches of ``sizes`` [b, n].
+
+        ``all_seconds`` [K, b, n] are those of the splits by the ``curves_s`` of the device.
 
         The phases are the forward of every kind of unit, then the backward of every class.
         The forward of all classes of a kind is a single phase, because all of them are
         longest on the same rank: the sum of their maxima is the maximum of their sum.
         """
-        all_seconds = splits.seconds(self.curves_s, batches, tried)
-        sizes = splits.largest[tried]
         seconds = {
             name: all_seconds[2 * i : 2 * i + 2]  # [2, b, n] of one round
             for i, name in enumerate(self._seconds)
         }
         classes = self._terms.turns.classes
         in_rounds = self._terms.rounds.in_whole_ones
-        alone_s = in_rounds * sum(  # [b, n]
-            each.num_units * seconds[each.kind.name].sum(axis=0) for each in classes
+        shape = (len(batches), len(ways), sizes.shape[1])
+        costs = np.empty((len(seconds) + len(classes), *shape))
+        compute_s = np.empty(shape)
+        compute_s[:] = in_rounds * sum(  # [b, 1, n]
+            each.num_units * seconds[each.kind.name].sum(axis=0)[:, None] for each in classes
         )
-        # By what is on the host: costs of forward, and of backward with and without forward
-        # again, [classes, b, n]: visits of units without communication, and all turns.
-        known: dict[tuple[str, ...], tuple[list[Floats], tuple[_Backward, _Backward]]] = {}
-        for way in ways:
-            rank, compute_s = self._terms.treatments[way.choice], alone_s
-            on_host = rank.inputs_on_host
-            if on_host not in known:
-                known[on_host] = (
-                    self._forward_costs(rank, batches, seconds),
-                    self._backward(rank, batches, seconds),
-                )
-            of_forward, of_backward = known[on_host]
-            costs, visits_s = [*of_forward], np.zeros(())
-            for i, each in enumerate(classes):
-                is_again = rank.recomputes(each.unit_fqn)
-                visit_s, turns_s = of_backward[is_again]
-                costs.append(turns_s[i])
-                if is_again:
-                    forward_s, _ = seconds[each.kind.name]
-                    compute_s = compute_s + in_rounds * each.num_units * forward_s
-                if rank.optimizer_on_host:
-                    visits_s = visits_s + in_rounds * each.num_units * visit_s[i]
-            most: Floats | float = inf
-            optimizer_s = self.optimizer_s
-            if rank.optimizer_on_host:
-                assert self._role.host is not None
-                optimizer_s = self._terms.model.host_seconds_per_numel(
-                    self._role.host, hides_copies=way.hides_copies
-                )
-                if way.hides_copies:
-                    ahead_s = in_rounds * self._alone_forward_s(rank, batches, seconds)
-                    most = self._terms.model.hidden_numel(self._role.host, ahead_s, visits_s)
-            room = self._room(rank, batches, sizes, most)
-            yield Worth(np.array(costs), room, compute_s, optimizer_s)
+        choices = np.array([way.choice for way in ways])
+        again = self._terms.are_recomputed[choices]  # [W, classes]
+        for each, is_again in zip(classes, again.T, strict=True):
+            forward_s = seconds[each.kind.name][0][:, None]
+            compute_s[:, is_again] += in_rounds * each.num_units * forward_s
+        ranks = [self._terms.treatments[choice] for choice in choices]
+        by_inputs: dict[tuple[str, ...], list[int]] = {}
+        for i, rank in enumerate(ranks):
+            by_inputs.setdefault(rank.inputs_on_host, []).append(i)
+        most = np.full(shape, inf)  # elements of state, where the optimizer is on the host
+        for alike in by_inputs.values():
+            rank = ranks[alike[0]]
+            for phase, phase_s in enumerate(self._forward_costs(rank, batches, seconds)):
+                costs[phase][:, alike] = phase_s[:, None]
+            of_backward = self._backward(rank, batches, seconds)
+            turns_s = np.stack([each.turns_s for each in of_backward])  # [2, classes, b, n]
+            for i in range(len(classes)):
+                chosen = turns_s[again[alike, i].astype(int), i]  # [alike, b, n]
+                costs[len(seconds) + i][:, alike] = np.moveaxis(chosen, 0, 1)
+            hiding = [i for i in alike if ranks[i].optimizer_on_host and ways[i].hides_copies]
+            for i in hiding:
+                most[:, i] = self._hidden_numel(rank, batches, seconds, of_backward, again[i])
+        room = self._room(ranks, batches, sizes, most)
+        optimizer_s = np.array([self._optimizer_s(way) for way in ways])
+        return Worth(costs, room, compute_s, optimizer_s)
+
+    def _optimizer_s(self, way: Way) -> float:
+        """Seconds of the optimizer per element of state."""
+        if not self._terms.treatments[way.choice].optimizer_on_host:
+            return self.optimizer_s
+        assert self._role.host is not None
+        return self._terms.model.host_seconds_per_numel(
+            self._role.host, hides_copies=way.hides_copies
+        )
+
+    def _hidden_numel(
+        self,
+        rank: RankPlan,
+        batches: Ints,
+        seconds: Mapping[str, Floats],
+        of_backward: Sequence[_Backward],
+        are_again: Bools,
+    ) -> Floats:
+        """[b, n] elements whose copies the compute hides; ``are_again`` [classes]."""
+        assert self._role.host is not None
+        in_rounds = self._terms.rounds.in_whole_ones
+        ahead_s = in_rounds * self._alone_forward_s(rank, batches, seconds)
+        visits_s = np.zeros(())
+        for j, each in enumerate(self._terms.turns.classes):
+            visit_s = of_backward[int(are_again[j])].visit_s[j]
+            visits_s = visits_s + in_rounds * each.num_units * visit_s
+        return self._terms.model.hidden_numel(self._role.host, ahead_s, visits_s)
 
     def _alone_forward_s(
         self, rank: RankPlan, batches: Ints, seconds: Mapping[str, Floats]
@@ -248,32 +308,32 @@ class RoleTimes:
         """[classes, b, n] seconds of all turns of each class, of whose units a visit computes
         so long.
         """
+        number, comm_s, num_units = self._terms.of_rounds[phase is Phase.BACKWARD]
         excess = self._terms.model.profile.device(self._role.device_kind).overlap_excess
-        classes = self._terms.turns.classes
-        compute_s = np.array([[[each.num_units]] for each in classes]) * visit_s
-        found: Floats = np.zeros(())
-        for of_classes in zip(*(each.rounds for each in classes), strict=True):
-            number = float(of_classes[0].num_rounds)
-            if of_classes[0].is_last:  # it may have fewer samples
-                number += self._terms.rounds.in_whole_ones - self._terms.rounds.number
-            comm_s = np.array([[[each.comm_s[phase is Phase.BACKWARD]]] for each in of_classes])
-            slowed = number * compute_s
-            if excess:
-                slowed = np.where(compute_s > 0, slowed + excess * comm_s, 0.0)
-            # Compute that ends before its communication is hidden by it.
-            found = found + np.maximum(slowed, comm_s)
+        compute_s = num_units * visit_s
+        slowed = number * compute_s  # [rounds, classes, b, n]
+        if excess:
+            slowed += (compute_s > 0) * (excess * comm_s)
+        # Compute that ends before its communication is hidden by it.
+        found: Floats = np.maximum(slowed, comm_s, out=slowed).sum(axis=0)
         return found
 
-    def _room(self, rank: RankPlan, batches: Ints, sizes: Ints, most: Floats | float) -> Floats:
-        """At most ``most`` elements of state that fit besides each batch and size."""
+    def _room(
+        self, ranks: Sequence[RankPlan], batches: Ints, sizes: Ints, most: Floats
+    ) -> Floats:
+        """[b, W, n] at most ``most`` elements of state that fit besides each batch and size."""
         role, state = self._role, self._terms.state
-        left = self._terms.model.room_for_state(
-            rank,
-            role.device_kind,
-            role.budget_bytes,
-            batches=batches[:, None],
-            sizes=sizes,
-            host=role.host,
+        left = np.moveaxis(
+            self._terms.model.room_for_state(
+                ranks,
+                role.device_kind,
+                role.budget_bytes,
+                batches=batches[:, None],
+                sizes=sizes,
+                host=role.host,
+            ),
+            0,
+            1,
         )
         if self._terms.has_endless_memory:
             left = np.full(left.shape, state.whole + 2 * state.row)
@@ -302,7 +362,7 @@ class RoleTimes:
         if stored == PortShares():
             return left
         least, most, most_idle = (each * self._terms.model.workload.numel for each in stored)
-        computes = batches[:, None] > 0
+        computes = batches[:, None, None] > 0
         # ``Problem.rounded`` takes row_numel off all room, so it is added here.
         within = np.minimum(left, np.where(computes, most, most_idle) + row_numel)
         return np.where(computes & (left < least), -1.0, within)

@@ -15,14 +15,18 @@ into as many microbatches, only the one with the smallest is a candidate, and th
 microbatch is so small that it was measured; and the fastest are not looked for.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
+from shardhet.planner.candidates.dominance import dominated
 from shardhet.planner.problem.problem import Bools, Floats, Ints
 
 LEAST_GAIN = 1e-9  # of compute, for which microbatches may be unlike each other
 MAX_BATCH = 2048  # beyond, only splits into microbatches that are alike but the last
+MOST_KEPT = 2**13  # splits tried; of more, seconds are not kept
 LEAST_MIXED_SIZE = 16  # microbatches of at least so many samples are mixed as is fastest
 
 
@@ -170,6 +174,71 @@ class LeastSplits:
         )
         found[: len(least_s)] = np.maximum(found[: len(least_s)], least_s)
         return found * (1 - LEAST_GAIN)
+
+
+class Tried(NamedTuple):
+    """The splits of some batches that may be worth it for devices that cut them alike."""
+
+    splits: Ints  # [b, n]
+    exists: Bools  # [b, n] whether there are so many
+    seconds: tuple[Floats, ...]  # per device, [K, b, n]
+
+
+def worth_trying(
+    splits: Splits | LeastSplits,
+    curves_s: Sequence[Floats],
+    batches: Ints,
+    *,
+    needs_more_if_larger: bool,
+) -> Tried:
+    """The splits of each batch, of devices with these ``curves_s`` [K, 1 + M].
+
+    If larger microbatches need more memory, those are left out that are slower in every unit
+    than one with smaller microbatches.  Steps of other forms try the same, so few are kept.
+    """
+    asked = (splits, tuple(curves_s), batches, needs_more_if_larger)
+    if len(batches) * len(splits.largest) > MOST_KEPT:
+        return _worth_trying(*asked)
+    key = (splits, *(each.tobytes() for each in curves_s), batches.tobytes(), asked[-1])
+    return _kept_tried(_Keyed(key, asked))
+
+
+class _Keyed:
+    """Arguments that are compared by their key."""
+
+    def __init__(
+        self,
+        key: tuple[object, ...],
+        asked: tuple[Splits | LeastSplits, tuple[Floats, ...], Ints, bool],
+    ) -> None:
+        self.key, self.asked = key, asked
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Keyed) and self.key == other.key
+
+
+@lru_cache(maxsize=256)
+def _kept_tried(keyed: _Keyed) -> Tried:
+    return _worth_trying(*keyed.asked)
+
+
+def _worth_trying(
+    splits: Splits | LeastSplits,
+    curves_s: tuple[Floats, ...],
+    batches: Ints,
+    needs_more_if_larger: bool,
+) -> Tried:
+    tried, exists = splits.candidates(batches)
+    seconds = [splits.seconds(each, batches, tried) for each in curves_s]
+    if needs_more_if_larger:
+        largest = np.where(exists, -1.0 * splits.largest[tried], -np.inf)
+        kept, exists = compressed(exists & ~dominated(np.concatenate(seconds), largest))
+        tried = np.take_along_axis(tried, kept, axis=1)
+        seconds = [np.take_along_axis(each, kept[None], axis=2) for each in seconds]
+    return Tried(tried, exists, tuple(seconds))
 
 
 @lru_cache(maxsize=16)  # each is large
