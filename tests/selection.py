@@ -22,9 +22,14 @@ def only(few: Collection[Any], cases: Iterable[Any]) -> list[Any]:
     ]
 
 
-def blocks(*quads: tuple[int, int]) -> list[Any]:
+def blocks(*of: tuple[int, int]) -> list[Any]:
     """(world size, block) for each block of four; the first of four stays in ``make test``."""
-    return one_in(4, [(size, 4 * quad + i) for size, quad in quads for i in range(4)])
+    return one_in(4, quads(*of))
+
+
+def quads(*of: tuple[int, int]) -> list[tuple[int, int]]:
+    """(world size, block) for each block of each four."""
+    return [(size, 4 * quad + i) for size, quad in of for i in range(4)]
 
 
 def for_campaign(*case: Any) -> Any:

@@ -29,7 +29,7 @@ from tests.emulated.clocks import Event
 from tests.made_up import collectives, device_profile
 from tests.parity import check_parity
 from tests.patchwork import Case, draw_case, draw_rounds
-from tests.selection import blocks, one_in
+from tests.selection import blocks, one_in, quads
 from tests.test_emulated import check_beside_one_process
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
@@ -74,7 +74,7 @@ def _run_block_on_accelerators(rank: int, world_size: int, block: int) -> None:
             raise AssertionError(str(case)) from error
 
 
-@pytest.mark.parametrize("world_size, block", blocks((1, 3), (2, 4), (3, 5)))
+@pytest.mark.parametrize("world_size, block", one_in(8, quads((1, 3), (3, 5), (2, 4))))
 def test_copies_and_steps_are_in_order_on_accelerators(world_size: int, block: int) -> None:
     run_ranks(_run_block_on_accelerators, world_size, world_size, block)
 
@@ -114,7 +114,7 @@ def _without(rank: int, wait: str, is_emulated: bool) -> None:
 
 @pytest.mark.parametrize(
     "wait, is_emulated",
-    [("gather", False), ("host", False), *((wait, True) for wait in WAITS)],
+    one_in(2, [("gather", False), ("host", False), *((wait, True) for wait in WAITS)]),
 )
 def test_a_wait_that_is_left_out_is_noticed(wait: str, is_emulated: bool) -> None:
     outcomes = run_ranks_expecting_failure(
@@ -293,8 +293,11 @@ def _same_bits(rank: int, precision: str, optimizer: str) -> None:
 
 @pytest.mark.parametrize(
     "precision, optimizer",
-    [(precision, "AdamW") for precision in PRECISIONS]
-    + [("float32", "momentum"), ("float16", "fused")],
+    one_in(
+        3,
+        [("float32", "momentum"), ("float16", "fused")]
+        + [(precision, "AdamW") for precision in PRECISIONS],
+    ),
 )
 def test_a_step_has_the_same_bits_wherever_optimizers_are(
     precision: str, optimizer: str

@@ -19,7 +19,7 @@ from shardhet.pricing.derive import derive_profile
 from shardhet.records.cluster import Cluster
 from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.workload import Workload
-from tests.selection import one_in
+from tests.selection import for_campaign, one_in
 from tests.test_imports import ROOT
 
 DESCRIBED = conf_dir() / "cluster" / "described"
@@ -497,24 +497,21 @@ def test_128_devices_are_planned_for_without_torch() -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
-    one_in(
-        3,
-        [
-            (
-                ["limits.0.batch=3", "limits.1.batch=3", "limits.2.batch=3"],
-                "give sum to 9, but",
-            ),
-            (
-                [f"limits.{i}.batch=0" for i in range(3)],
-                "give sum to 0, but global_batch_size is",
-            ),
-            (["limits.0.batch=65"], "give sum to 65, but global_batch_size is 64"),
-            (["seq_len=1000000"], "no single sample beside it: device 0"),
-            (["limits.0.memory_gib=0.001"], "within 0.001 GiB"),
-            (["model=llama_8b"], "Did you mean llama_7b?"),
-            (["cluster=rtx4090_3x3090"], "or a file. Did you mean rtx4090_2x3090?"),
-        ],
-    ),
+    [
+        (
+            ["limits.0.batch=3", "limits.1.batch=3", "limits.2.batch=3"],
+            "give sum to 9, but",
+        ),
+        (
+            [f"limits.{i}.batch=0" for i in range(3)],
+            "give sum to 0, but global_batch_size is",
+        ),
+        (["limits.0.batch=65"], "give sum to 65, but global_batch_size is 64"),
+        for_campaign(["seq_len=1000000"], "no single sample beside it: device 0"),
+        for_campaign(["limits.0.memory_gib=0.001"], "within 0.001 GiB"),  # ten seconds each
+        (["model=llama_8b"], "Did you mean llama_7b?"),
+        (["cluster=rtx4090_3x3090"], "or a file. Did you mean rtx4090_2x3090?"),
+    ],
     ids=lambda each: each[0] if isinstance(each, list) else "",
 )
 def test_a_mistake_on_the_command_line_is_answered_by_its_cause(

@@ -127,7 +127,7 @@ def tensors(batch: TokenBatch) -> list[Tensor]:
     return [torch.from_numpy(array) for array in batch.arrays]
 
 
-@pytest.mark.parametrize("name", one_in(4, reversed(PLANS)))
+@pytest.mark.parametrize("name", one_in(8, reversed(PLANS)))
 def test_the_loss_curve_is_that_of_one_process(
     name: str, reference: tuple[np.ndarray, Evaluation]
 ) -> None:
