@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-WORKERS := 4
+WORKERS := 3
 
 # Each test starts processes; without compiled files each would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE

@@ -19,6 +19,8 @@ SMALL_MODEL = (
     "data.seq_len=8",
     "cluster.device=CPU",
 )
+# The sources of the package, where all of Python's would be read by each rank.
+FEW_TEXTS = ("data=text_dir", f"data.path={ROOT}/shardhet", "data.pattern=*.py")
 SHARDHET = ("-m", "shardhet.apps.main")
 TORCHRUN = ("-m", "torch.distributed.run")
 

@@ -13,6 +13,7 @@ from shardhet.config.models import DecoderConf, ModelConf, SampleShape
 from shardhet.models.decoder import Decoder
 from shardhet.pricing.architectures import vit
 from shardhet.records.workload import Workload
+from tests.selection import one_in
 
 # A Hugging Face model is known by its folder alone, an imported one by its path.
 SHAPES = {"bert_large", "vit_g"}  # to plan for; there is no module of them
@@ -59,7 +60,7 @@ def workload_of(conf: ModelConf) -> Workload:
     return conf.to_workload(SampleShape(), param_dtype="float32")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", one_in(2, NAMES))
 def test_the_workload_has_the_models_parameters_unit_by_unit(name: str) -> None:
     conf = model_conf(name)
     model, workload = built(conf), workload_of(conf)

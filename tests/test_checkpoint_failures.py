@@ -26,6 +26,7 @@ from tests.checkpoint_cases import (
     whole_state,
     wrap,
 )
+from tests.selection import one_in
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
 WITHIN_S = 10.0
@@ -240,7 +241,7 @@ def load_and_save_again(rank: int, folder: Path) -> str:
     return extra
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", one_in(2, [True, False]))
 def test_a_rank_that_is_killed_ends_all_and_keeps_the_previous(
     tmp_path: Path, is_async: bool
 ) -> None:

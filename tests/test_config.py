@@ -162,7 +162,7 @@ def complaint(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
     pytest.fail(f"{overrides} was taken for good")
 
 
-@pytest.mark.parametrize("typed", one_in(3, BAD))
+@pytest.mark.parametrize("typed", one_in(4, BAD))
 def test_a_bad_configuration_is_refused_by_name(
     typed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,7 +209,7 @@ NEEDED = {
 }
 
 
-@pytest.mark.parametrize("choice", one_in(3, CHOICES))
+@pytest.mark.parametrize("choice", one_in(5, CHOICES))
 def test_every_choice_comes_back_from_its_run_folder(choice: str, tmp_path: Path) -> None:
     if choice == "model=hf":
         pytest.importorskip("transformers")

@@ -51,7 +51,7 @@ from tests.parity import (
 )
 from tests.patchwork import Case, draw_case, draw_rounds
 from tests.programs import SMALL_MODEL
-from tests.selection import only
+from tests.selection import one_in, only
 from tests.test_guard import poisoned
 from tests.test_trainer import make_trainer
 from tests.test_worker import configure
@@ -494,7 +494,7 @@ def _crash_in_step_3(rank: int, path: str, is_in_update: bool) -> None:
         run.train()
 
 
-@pytest.mark.parametrize("is_in_update", [False, True])
+@pytest.mark.parametrize("is_in_update", one_in(2, [True, False]))
 def test_the_last_step_is_recorded_if_the_next_one_crashes(
     is_in_update: bool, tmp_path: Path
 ) -> None:
@@ -783,7 +783,7 @@ def _everything_else(rank: int, world_size: int) -> None:
         torch.testing.assert_close(there, here)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", one_in(2, [3, 2]))
 def test_what_surrounds_a_step_is_in_order_too(world_size: int) -> None:
     run_ranks(_everything_else, world_size, world_size)
 

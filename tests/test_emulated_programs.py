@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import SHARDHET, SMALL_MODEL, run
+from tests.programs import FEW_TEXTS, SHARDHET, SMALL_MODEL, run
 from tests.selection import for_campaign, one_in
 from tests.warm import ROOT
 
-QUICK = ("debug=quick", "data.num_judged_samples=2", "optim.lr=1e-3")
+QUICK = ("debug=quick", *FEW_TEXTS, "data.num_judged_samples=2", "optim.lr=1e-3")
 every_size = pytest.mark.parametrize("num_ranks", one_in(3, [2, 1, 4]))
 
 

@@ -189,7 +189,7 @@ WAITS = [
 ]
 
 
-@pytest.mark.parametrize("broken", one_in(2, WAITS))
+@pytest.mark.parametrize("broken", one_in(3, WAITS))
 def test_a_wait_that_is_missing_is_a_race(broken: Callable[[Accelerator], Any]) -> None:
     outcomes = run_ranks_expecting_failure(_without, 3, broken, within_s=40.0)
     assert any(each.exception_name == "RaceError" for each in outcomes), outcomes

@@ -34,6 +34,7 @@ from shardhet.pricing.efficiency import (
     efficiency_of,
 )
 from shardhet.pricing.roofline import Roofline
+from tests.selection import one_in
 from tests.test_profiles import NEEDS_SHARED_DATA, SHARED_DATA
 
 TRUE = Efficiency(forward=0.7, backward=0.5, slowdown_per_s=USUAL_SLOWDOWN)
@@ -153,7 +154,7 @@ def test_the_numbers_are_those_of_the_fit(group: tuple[str, str]) -> None:
 
 
 @NEEDS_SHARED_DATA
-@pytest.mark.parametrize("model", ["deepspeedllama_3b", "deepspeedgpt_2.7b"])
+@pytest.mark.parametrize("model", one_in(2, ["deepspeedllama_3b", "deepspeedgpt_2.7b"]))
 def test_a_model_that_is_left_out_is_predicted(model: str) -> None:
     blocks = read_blocks(SHARED_DATA / "cephalo")
     ratios = []

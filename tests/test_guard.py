@@ -16,6 +16,7 @@ from shardhet.config.checks import ConfigError
 from shardhet.training.guard import NUM_STEPS_TO_KNOW, Guard, OnBadStep
 from shardhet.training.trainer import Run as RunModel
 from shardhet.training.trainer import StepMetrics, run_plainly
+from tests.selection import for_campaign
 from tests.test_resume import NUM_STEPS, TEXT, UNEVEN
 from tests.test_trainer import make_trainer
 from tests.test_worker import configure, write_pages
@@ -75,7 +76,7 @@ def is_close(one: Any, other: Any) -> bool:
     ("poison", "factor", "why"),
     [
         ("loss", None, "the loss is not finite at positions [1]"),
-        ("gradient", None, "the gradient norm is nan"),
+        for_campaign("gradient", None, "the gradient norm is nan"),
         ("spike", 10.0, "times the usual"),
     ],
 )
@@ -97,7 +98,7 @@ def test_a_skipped_step_changes_nothing_on_any_rank(
                 assert torch.equal(torch.as_tensor(state["state"][key][name]), value), name
 
 
-@pytest.mark.parametrize("poison", ["loss", "gradient"])
+@pytest.mark.parametrize("poison", [for_campaign("loss"), "gradient"])
 def test_a_step_that_is_not_finite_stops_all_ranks_by_default(poison: Poison) -> None:
     outcomes = run_ranks_expecting_failure(train, 2, poison, {}, BAD_STEP + 2)
     for outcome in outcomes:

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from shardhet import HetFSDP, Plan, Stage
 from shardhet.fsdp.sharding.wrapping import find_units
+from tests.selection import only
 from tests.test_hf_folder import MODELS, keys, logits
 from tests.test_rounds import check_grads
 from tests.worlds import TRANSFORMERS, preload, run_ranks
@@ -160,7 +161,7 @@ def adapted(rank: int, folder: str, cut: int) -> None:
             assert (tensor - expected[fqn]).abs().max() < 1e-9, fqn
 
 
-@pytest.mark.parametrize("cut", [1, 2, 3])
+@pytest.mark.parametrize("cut", only([2], [1, 2, 3]))
 def test_adapters_are_trained_and_saved_in_stages(cut: int, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="needs peft")
     run_ranks(adapted, 3, str(tmp_path / "adapters"), cut, timeout_s=FIRST_CASE_S)

@@ -113,7 +113,7 @@ def conf_of(path: Path | str, *overrides: str) -> TrainConf:
         return to_conf(compose(CONFIG_NAME, [*typed, *overrides]))
 
 
-@pytest.mark.parametrize("kind", one_in(3, [kind for kind in CONFIGS if kind != "mixtral"]))
+@pytest.mark.parametrize("kind", one_in(6, [kind for kind in CONFIGS if kind != "mixtral"]))
 def test_any_language_model_is_counted_from_its_configuration(
     kind: str, tmp_path: Path
 ) -> None:
@@ -297,7 +297,7 @@ def train_beside_one_process(rank: int, path: str, lora: Lora | None = None) -> 
     check_parity(rank, problem_of(path, lora), UNEVEN, Course.of(UNEVEN, num_steps=2))
 
 
-@pytest.mark.parametrize("kind", only(["gpt2", "bert"], ["gpt2", "gemma2", "bert", "t5"]))
+@pytest.mark.parametrize("kind", only(["gpt2"], ["gpt2", "gemma2", "bert", "t5"]))
 def test_every_plan_trains_it_as_one_process_does(kind: str, tmp_path: Path) -> None:
     path = make_folder(tmp_path, kind)
     run_ranks(train_beside_one_process, UNEVEN.world_size, str(path))

@@ -345,7 +345,7 @@ def test_plans_under_demands_are_as_fast_as_the_best_of_all(seed: int) -> None:
     check_demands(solution.plan, demands)
 
 
-@pytest.mark.parametrize("seed", one_in(12, [seed for seed in range(24) if seed != 11]))
+@pytest.mark.parametrize("seed", one_in(24, [seed for seed in range(24) if seed != 11]))
 def test_optimizers_go_to_hosts_as_in_the_best_of_all_plans(seed: int) -> None:
     """With three devices on one host, or on one each; of plans in which all are on hosts or
     none are, too, so that none of these is faster.
@@ -411,7 +411,7 @@ def test_the_largest_batch_is_the_largest_of_all(seed: int) -> None:
     check_demands(solution.plan, demands)
 
 
-@pytest.mark.parametrize("seed", one_in(3, range(5)))
+@pytest.mark.parametrize("seed", one_in(5, range(5)))
 def test_the_least_memory_is_the_least_of_all(seed: int) -> None:
     case, demands = Case(seed, roomy=3.0), demands_of(3 * seed)
     best = solve(case.setting, global_batch_size=case.batch, demands=demands)

@@ -391,7 +391,7 @@ TRIALS_PER_TEST = 10
 @pytest.mark.parametrize(
     "world_size, first_seed",
     one_in(
-        10,
+        20,
         (
             (world_size, first)
             for world_size, num_trials in TRIALS_BY_WORLD_SIZE.items()

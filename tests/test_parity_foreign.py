@@ -228,7 +228,7 @@ def _train(rank: int, name: str, plan_name: str, optimizer: str) -> Result:
     return check_parity(rank, PROBLEMS[name], plan, course)
 
 
-@pytest.mark.parametrize("name, plan_name", one_in(9, product(PROBLEMS, PLANS)))
+@pytest.mark.parametrize("name, plan_name", one_in(14, product(PROBLEMS, PLANS)))
 def test_a_step_is_the_step_of_one_process(name: str, plan_name: str) -> None:
     for optimizer in ("sgd", "adamw"):
         results = run_ranks(_train, PLANS[plan_name].world_size, name, plan_name, optimizer)

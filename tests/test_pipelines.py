@@ -19,7 +19,7 @@ from shardhet.checkpoint import load, save
 from shardhet.fsdp.stages.absent import Absent
 from shardhet.models.decoder import Decoder
 from tests.misdeeds import CAUSE, commit
-from tests.selection import one_in
+from tests.selection import for_campaign, one_in
 from tests.small_models import small_decoder
 from tests.test_bad_input import WITHIN_S
 from tests.test_rounds import check_grads, mean_of
@@ -86,7 +86,15 @@ def _decoder(rank: int, plan: Plan) -> None:
 
 @pytest.mark.parametrize(
     "sizes, numbers, num_rounds",
-    [([3], [1], 2), ([2, 1, 3], [2, 1], 4), ([2, 1, 0], [1, 2], 3), ([2, 2, 2], [1, 1, 1], 1)],
+    one_in(
+        3,
+        [
+            ([2, 1, 0], [1, 2], 3),
+            ([3], [1], 2),
+            ([2, 1, 3], [2, 1], 4),
+            ([2, 2, 2], [1, 1, 1], 1),
+        ],
+    ),
 )
 def test_stages_train_a_decoder_as_one_process_does(
     sizes: list[int], numbers: list[int], num_rounds: int
@@ -607,7 +615,10 @@ def _step(model: HetFSDP, optimizer: torch.optim.Optimizer, step: int) -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [Plan.even(3, microbatch_size=1), staged([2, 2, 2], [1, 1, 1]), staged([2, 1, 1], [1, 2])],
+    [
+        *map(for_campaign, [Plan.even(3, microbatch_size=1), staged([2, 2, 2], [1, 1, 1])]),
+        staged([2, 1, 1], [1, 2]),
+    ],
     ids=["none", "three", "two others"],
 )
 def test_a_checkpoint_of_stages_goes_on_under_others_and_under_none(

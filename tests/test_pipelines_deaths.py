@@ -99,7 +99,7 @@ def _train(rank: int, case: Case) -> None:
             model.forward_backward(inputs, targets)
 
 
-@pytest.mark.parametrize("case", one_in(58, CASES))
+@pytest.mark.parametrize("case", one_in(120, CASES))
 def test_a_rank_that_fails_ends_all_stages_within_seconds_by_name(case: Case) -> None:
     within_s = WITHIN_S[case.deed]
     outcomes = run_ranks_expecting_failure(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan, Stage
+from tests.selection import one_in
 from tests.test_pipelines import SEQ_LEN, WIDTH, WORDS, batch_of
 from tests.test_pipelines import check_steps as check_steps_of_one_process
 from tests.worlds import run_ranks, run_ranks_expecting_failure
@@ -82,17 +83,19 @@ def _steps(rank: int, plan: Plan) -> None:
         assert float(loss) == pytest.approx(float(expected[0]), rel=1e-12)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     "numbers, sizes, cuts",
-    [
-        ([2, 1], [1, 3, 4], [2]),
-        ([1, 2], [4, 3, 1], [2]),  # gradients of two ranks are added
-        ([1, 2], [4, 4, 0], [3]),  # and the last one only stores
-        ([2, 2], [1, 3, 2, 2], [3]),
-        ([1, 1, 1], [4, 4, 4], [2, 3]),  # handed on
-        ([1, 2, 1], [4, 2, 2, 4], [2, 3]),
-    ],
+    one_in(
+        3,
+        [
+            ([2, 1], [1, 3, 4], [2]),
+            ([1, 2], [4, 3, 1], [2]),  # gradients of two ranks are added
+            ([1, 2], [4, 4, 0], [3]),  # and the last one only stores
+            ([2, 2], [1, 3, 2, 2], [3]),
+            ([1, 1, 1], [4, 4, 4], [2, 3]),  # handed on
+            ([1, 2, 1], [4, 2, 2, 4], [2, 3]),
+        ],
+    ),
 )
 def test_tensors_without_samples_are_handed_over(
     numbers: list[int], sizes: list[int], cuts: list[int]
@@ -149,7 +152,7 @@ REFUSED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("way", REFUSED)
+@pytest.mark.parametrize("way", one_in(2, REFUSED))
 def test_what_may_differ_between_ranks_is_refused(way: str) -> None:
     for outcome in run_ranks_expecting_failure(_refused, 3, way):
         assert outcome.exception_name is not None

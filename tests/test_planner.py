@@ -67,7 +67,7 @@ def random_case(seed: int) -> tuple[Cluster, Profile, int]:
     return cluster, profile, int(rng.integers(4, 40))
 
 
-@pytest.mark.parametrize("seed", one_in(2, range(12)))
+@pytest.mark.parametrize("seed", one_in(6, range(12)))
 def test_a_plan_keeps_its_promises_and_no_baseline_beats_it(seed: int) -> None:
     cluster, profile, batch = random_case(seed)
     try:

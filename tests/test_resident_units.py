@@ -50,7 +50,7 @@ def drawn(seed: int) -> RoundsCase:
     )
 
 
-@pytest.mark.parametrize("seed", one_in(6, range(NUM_CASES)))
+@pytest.mark.parametrize("seed", one_in(12, range(NUM_CASES)))
 def test_a_drawn_step_is_that_of_one_process(seed: int) -> None:
     case = drawn(seed)
     reports = run_ranks(check, case.world_size, case)

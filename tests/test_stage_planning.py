@@ -38,6 +38,7 @@ from shardhet.simulator.pipeline import (
     pipeline_s,
 )
 from shardhet.simulator.stages import price_of
+from tests.selection import one_in
 
 WORKLOAD = Workload.transformer(
     num_layers=3, width=1024, num_heads=8, vocab_size=8000, seq_len=512
@@ -430,7 +431,7 @@ def test_the_plan_is_one_that_can_run() -> None:
         assert stage.solution.fits
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", one_in(4, range(4)))
 def test_a_plan_that_was_found_is_simulated_as_the_search_priced_it(seed: int) -> None:
     setting = derived(unlike_cluster(Random(seed)))
     found = found_in(setting, 12)

@@ -136,7 +136,7 @@ def check(outcomes: Sequence[Outcome], case: Case, *parts: str) -> None:
 @pytest.mark.parametrize(
     ("place", "rank", "world_size"),
     one_in(  # whom signs accuse is tested in test_liveness
-        4,
+        8,
         [
             ("forward", 0, 2),
             ("forward", 1, 4),

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from shardhet.records.plan import Plan
-from tests.programs import SHARDHET, SMALL_MODEL, TORCHRUN, run, start
+from tests.programs import FEW_TEXTS, SHARDHET, SMALL_MODEL, TORCHRUN, run, start
 from tests.selection import for_campaign
 
-QUICK = ("debug=quick", "data.num_judged_samples=2")
+QUICK = ("debug=quick", *FEW_TEXTS, "data.num_judged_samples=2")
 SMALL = (*SMALL_MODEL, *QUICK)
 ALONE = (*SHARDHET, "train")
 

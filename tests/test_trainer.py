@@ -14,7 +14,7 @@ from shardhet.training.data import Corpus, GlobalBatches, TokenBatch, held_out_w
 from shardhet.training.optim import OptimizerSpec, WarmupDecay
 from shardhet.training.peak_memory import PeakMemory
 from shardhet.training.trainer import Evaluation, StepMetrics, Trainer
-from tests.selection import one_in
+from tests.selection import one_in, only
 from tests.small_models import small_decoder
 from tests.worlds import run_ranks
 
@@ -127,7 +127,7 @@ def tensors(batch: TokenBatch) -> list[Tensor]:
     return [torch.from_numpy(array) for array in batch.arrays]
 
 
-@pytest.mark.parametrize("name", one_in(8, reversed(PLANS)))
+@pytest.mark.parametrize("name", only(["three ranks, one only stores"], PLANS))
 def test_the_loss_curve_is_that_of_one_process(
     name: str, reference: tuple[np.ndarray, Evaluation]
 ) -> None:
@@ -172,7 +172,9 @@ def look_rank(rank: int, plan: Plan) -> Any:
     return first, trainer.look_at_devices()
 
 
-@pytest.mark.parametrize("name", ["four ranks, all unlike", "four ranks in two stages"])
+@pytest.mark.parametrize(
+    "name", one_in(2, ["four ranks in two stages", "four ranks, all unlike"])
+)
 def test_shares_of_busy_and_waiting_time_are_those_of_steps(name: str) -> None:
     plan = PLANS[name]
     looks = run_ranks(look_rank, 4, plan)

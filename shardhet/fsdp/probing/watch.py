@@ -14,6 +14,7 @@ the whole batch, or would lose its gradient; it is refused.
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -144,8 +145,8 @@ class Watcher(OperationMode):
         depends = False
         if name not in FACTORIES:
             for each in tensors_among((args, kwargs)):
-                self._check(each, name)
-                depends |= each in self._made_at or isinstance(each, nn.Parameter)
+                place = self._check(each, name)
+                depends |= place is not None or isinstance(each, nn.Parameter)
                 if self._dice and each in self._dice:
                     self._check_die(name, args)
         result = self._predictably(func, name, args, kwargs)
@@ -222,13 +223,14 @@ class Watcher(OperationMode):
     def _where(self) -> str:
         return "code outside of units" if self._place == OUTSIDE else f"unit {self._unit_fqn!r}"
 
-    def _check(self, tensor: Tensor, used_by: str) -> None:
+    def _check(self, tensor: Tensor, used_by: str) -> int | None:
+        """Where the tensor was made, if in this forward; raises if it may not be used here."""
         self._check_rows(tensor)
         place = self._made_at.get(tensor)
         if place is None and tensor.requires_grad and id(tensor) not in self.params:
             raise Refusal(ValueError(self._is_from_elsewhere(tensor, used_by)))
         if place is None or place == self._place or _address(tensor) in self._allowed:
-            return
+            return place
         maker = self._fqn_by_place[place]
         if self._place != OUTSIDE:
             origin = f"unit {maker!r}" if place != OUTSIDE else "code outside of units"
@@ -253,7 +255,7 @@ class Watcher(OperationMode):
     def _predictably(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        if not _is_random(func):
             if self._place == OUTSIDE and name in _SUMS:
                 return _rounded_sum(func, args, kwargs)
             return func(*args, **kwargs)
@@ -301,6 +303,11 @@ _WRITES = (
     "(with torch.no_grad(): for param in model.parameters(): ...), and leave out what writes "
     "in forward, such as max_norm of an embedding."
 )
+
+
+@cache  # to look through the tags takes as long as most operations
+def _is_random(func: Callable[..., Any]) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 def _rounded_sum(
