@@ -315,6 +315,42 @@ def test_what_trying_all_partitions_found_is_found(seed: int, at_most_s: float) 
     assert found.step_time_s <= at_most_s
 
 
+@pytest.mark.parametrize(
+    "seed", [376, *(pytest.param(i, marks=pytest.mark.campaign) for i in (56, 416, 473, 516))]
+)
+def test_what_is_known_of_planned_stages_holds_for_others(seed: int) -> None:
+    """Of fewer units, less in flight and other forms, where memory binds."""
+    instance, random = drawn(seed), Random(seed)
+    search = PipelineSearch(instance.setting, instance.part, instance.batch, Demands())
+    groups = [
+        (0,),
+        *{each for stages in orders_of_stages(instance.cluster, 2) for each in stages},
+    ]
+    positions = random.sample(sorted(groups), 2)
+    stages = [
+        (
+            each,
+            *sorted(random.sample(range(1 + len(search.units)), 2)),
+            form,
+            random.randint(1, 3),
+        )
+        for each in [(0,), *positions]
+        for _ in range(10)
+        for form in [replace(random.choice(FORMS), num_rounds=random.choice(search.rounds))]
+    ]
+    for each, first, stop, form, held in stages:
+        search.plans.of(each, first, stop, form, held)
+    known = 0
+    for each, first, stop, _, _ in stages:
+        form = replace(random.choice(FORMS), num_rounds=random.choice(search.rounds))
+        held = random.randint(1, 4)
+        least_s = search.plans.known_s(form, held)[search.plans.looks_of(each), first, stop]
+        found = search.plans.solved(each, first, stop, form, held)
+        assert least_s <= (inf if found is None else found.times.round_s)
+        known += least_s > 0
+    assert known
+
+
 def unlike_cluster(random: Random, most: int = 2) -> Cluster:
     first = tuple(random.choices(CARDS, k=random.randint(1, most)))
     second = tuple(random.choices(CARDS, k=1))

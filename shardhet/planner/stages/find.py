@@ -48,9 +48,7 @@ from shardhet.simulator.pipeline import (
 
 MAX_ROUNDS = 512
 LEAST_GAIN = 1e-3
-MAX_SEARCHED = 16  # orders of stages, and more until so many fit as are improved
-MAX_LISTED = 128
-MAX_IMPROVED = 6  # orders of stages
+MAX_SEARCHED = 16  # orders of stages, without a look at all that is left
 FAR = 1.3  # times what is to be beaten: such starts are not improved
 NEAR = 1.1  # times the best start of all: nor are slower ones
 FAR_BEHIND = 2.0  # times the best so far: given up
@@ -253,6 +251,19 @@ class PipelineSearch:
 _Start = tuple[Trial, Stages]
 
 
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """How many orders of stages are looked at."""
+
+    searched: int  # and more until so many fit as are improved
+    listed: int
+    improved: int
+
+
+FEW = _Extent(searched=3, listed=8, improved=1)
+MANY = _Extent(searched=MAX_SEARCHED, listed=128, improved=6)
+
+
 def find_pipeline(
     setting: Setting,
     *,
@@ -287,9 +298,13 @@ def find_pipeline(
         allowed = search.allowing(each)
         pipelines = pipelines_of(allowed.tables, orders)
         likeliest = allowed.expected.likeliest(pipelines)
-        found = _improved_of(allowed, likeliest, start, at_most_s)
+        found = _improved_of(allowed, likeliest, start, at_most_s, FEW)
         limit_s = min(at_most_s, inf if found is None else found[0] * (1 - LEAST_GAIN))
-        found = best_of_rest(allowed, pipelines, limit_s, LEAST_GAIN) or found
+        rest = best_of_rest(allowed, pipelines, limit_s, LEAST_GAIN)
+        found = rest.best or found
+        if not rest.is_all:
+            known = start if found is None else found[1:]
+            found = _improved_of(allowed, likeliest, known, at_most_s, MANY) or found
         if found is None:
             continue
         seconds, trial, stages = found
@@ -307,13 +322,15 @@ def _improved_of(
     orders: Sequence[tuple[float, Stages]],
     start: _Start | None,
     at_most_s: float,
+    extent: _Extent,
 ) -> tuple[float, Trial, Stages] | None:
     """The best of pipelines in these orders of stages, and of those near a ``start``."""
     started: list[tuple[float, int, Stages, list[tuple[float, Trial]]]] = []
     for order, (expected_s, stages) in enumerate(orders):
         best_s = min((each[0] for each in started), default=inf)
         # Where memory binds, those that are expected to be fastest may not fit.
-        is_enough = order >= (MAX_SEARCHED if len(started) >= MAX_IMPROVED else MAX_LISTED)
+        has_enough = len(started) >= extent.improved
+        is_enough = order >= (extent.searched if has_enough else extent.listed)
         if is_enough or expected_s >= min(FAR * at_most_s, NEAR * best_s):
             break
         if search.speeds.least_step_s(stages) >= min(at_most_s, best_s) * (1 - LEAST_GAIN):
@@ -326,7 +343,7 @@ def _improved_of(
         seconds = search.seconds_of(stages, trial)
         started.insert(0, (seconds, -1, stages, [(seconds, trial)]))
     best: tuple[float, Trial, Stages] | None = None
-    for seconds, _, stages, starts in started[:MAX_IMPROVED]:
+    for seconds, _, stages, starts in started[: extent.improved]:
         if seconds > min(FAR * at_most_s, NEAR * started[0][0]):
             break
         if best is not None and search.speeds.least_step_s(stages) >= best[0]:

@@ -6,6 +6,7 @@ from itertools import combinations
 from math import inf
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardhet.planner.find import solve
 from shardhet.planner.problem.demands import Demands
@@ -37,6 +38,7 @@ class StagePlans:
     _settings: dict[Positions, Setting] = field(default_factory=dict)
     _looks: dict[Positions, int] = field(default_factory=dict)
     _number_by_look: dict[object, int] = field(default_factory=dict)
+    _alone: list[bool] = field(default_factory=list)  # whether it is a single device, by look
     _found: dict[tuple[object, ...], StageSolution | None] = field(default_factory=dict)
     # Of forms and rounds in flight, [looks, 1 + units, 1 + units] by first unit and stop:
     # seconds of a round at least; inf where nothing fits.
@@ -54,6 +56,8 @@ class StagePlans:
         self, positions: Positions, first: int, stop: int, form: StepForm, in_flight: int
     ) -> StageSolution | None:
         """The best plan of such devices for such units: as good as that of these."""
+        if len(positions) == 1:  # it reduces nothing
+            form = replace(form, reduce_each_round=False)
         looks, units = self.looks_of(positions), self._units(first, stop)
         key = (looks, units, form, in_flight)
         if key not in self._found:
@@ -62,10 +66,11 @@ class StagePlans:
             if found is not None:
                 round_s = (1 - COARSE.relative_gap) * found.times.round_s
             self.known_s(form, in_flight)
-            for known_form, held in list(self._known_s):
-                if known_form == form and held >= in_flight:
-                    for place in self._alike(units):
-                        self._raise(self.known_s(form, held)[looks], *place, round_s)
+            for other, held in list(self._known_s):
+                if held >= in_flight and other.num_rounds <= form.num_rounds:
+                    least_s = float(_needed_s(round_s, self._alone[looks], form, other))
+                    for place in self._alike(units) if least_s else ():
+                        self._raise(self.known_s(other, held)[looks], *place, least_s)
         return self._found[key]
 
     @property
@@ -98,6 +103,8 @@ class StagePlans:
             look = on_nodes, tuple(self.demands.of_device(i) for i in positions)
             known = self._number_by_look
             self._looks[positions] = known.setdefault(look, len(known))
+            if len(known) > len(self._alone):
+                self._alone.append(len(positions) == 1)
         return self._looks[positions]
 
     def solved(
@@ -144,16 +151,20 @@ class StagePlans:
         """[looks, 1 + units, 1 + units] seconds of a round at least, of what was planned.
 
         A stage needs as many as one of fewer of its units, or with less in flight.  At an end
-        where that one has messages, which take memory, the stage has them too.
+        where that one has messages, which take memory, the stage has them too.  What is known
+        of other forms counts as well.
         """
         key, num_looks = (form, in_flight), len(self._number_by_look)
         if key not in self._known_s:
             size = 1 + len(self.units)
             found_s = np.zeros((num_looks, size, size))
-            for (known_form, held), known_s in self._known_s.items():
-                if known_form == form and held <= in_flight:
+            for (other, held), known_s in self._known_s.items():
+                is_near = other.num_rounds == form.num_rounds or other.is_like(form)
+                if is_near and held <= in_flight:
                     part_s = found_s[: len(known_s)]
-                    np.maximum(part_s, known_s, out=part_s)
+                    alone = np.array(self._alone[: len(known_s)])[:, None, None]
+                    needed_s = _needed_s(known_s, alone, other, form)
+                    np.maximum(part_s, needed_s, out=part_s)
             self._known_s[key] = found_s
         elif (missing := num_looks - len(self._known_s[key])) > 0:
             padding = ((0, missing), (0, 0), (0, 0))
@@ -165,3 +176,25 @@ class StagePlans:
         most = stop == len(self.units)
         part_s = known_s[first > 0 : first + 1, stop : len(self.units) + most]
         np.maximum(part_s, round_s, out=part_s)
+
+
+def _needed_s(
+    round_s: Floats | float, alone: NDArray[np.bool_] | bool, form: StepForm, other: StepForm
+) -> Floats:
+    """Seconds of a round that a stage needs in another form, given those in a form.
+
+    One device has no transfers: it takes as long in any form in which its units fit.  What
+    does not fit, neither does where units stay gathered, or where rounds have more samples;
+    but of one round no sums are kept.
+    """
+    number, gathered_later = other.num_rounds, not other.reshard_after_forward
+    is_alike = np.logical_or(alone, form.reduce_each_round == other.reduce_each_round)
+    if not (form.reshard_after_forward or gathered_later):
+        return np.zeros_like(round_s)
+    if number == form.num_rounds:
+        same = np.logical_or(alone, form.is_like(other))
+        never_s = np.where(np.isinf(round_s) & is_alike, inf, 0.0)
+        return np.where(same, round_s, never_s)
+    if 1 < number < form.num_rounds:
+        return np.where(np.isinf(round_s) & is_alike, inf, 0.0)
+    return np.zeros_like(round_s)

@@ -1,8 +1,8 @@
 """The pipelines that the search passed over: each is priced, or a bound says it is no faster.
 
 Bounds are of the compute, the transfers and the messages of stages, and of what is known of
-stages with fewer units or less in flight.  Of many devices or units, where too many pipelines
-are left or too many stages would have to be planned, the least bounds are looked at.
+stages with fewer units, with less in flight or of other forms.  The search stops where too many
+pipelines are left, or too many stages would have to be planned.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,27 +45,39 @@ class _Left:
     least_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What came of a look at the rest."""
+
+    best: tuple[float, Trial, Stages] | None  # the fastest that is faster than what was known
+    is_all: bool  # no other is faster
+
+
 def best_of_rest(
     search: Search, pipelines: Sequence[Pipelines], at_most_s: float, least_gain: float
-) -> tuple[float, Trial, Stages] | None:
+) -> Checked:
     """The fastest pipeline, if it takes less than ``at_most_s``."""
     rest = _Rest(search, at_most_s, least_gain, search.plans.num_solved + MOST_PLANNED)
     left = [each for some in pipelines for each in rest.left_of(some)]
     if sum(len(each.order) for each in left) > MOST_LEFT:
-        return None
-    for each in sorted(left, key=lambda each: each.least_s):
-        for trial in _trials(each.num_rounds, each.pipelines.num_stages):
+        return Checked(None, is_all=False)
+    # While none is known that fits, those that need the least memory come first.
+    fits = at_most_s < inf
+    left.sort(key=lambda each: each.least_s if fits else -each.num_rounds)
+    for each in left:
+        for trial in _trials(each.num_rounds, each.pipelines.num_stages, frugal=not fits):
             rest.try_all(each, trial)
-    return rest.best
+    return Checked(rest.best, is_all=search.plans.num_solved < rest.most_solved)
 
 
-def _trials(num_rounds: int, num_stages: int) -> Iterator[Trial]:
+def _trials(num_rounds: int, num_stages: int, *, frugal: bool) -> Iterator[Trial]:
     """Forms and rounds in flight, without cuts: those that differ.
 
-    With one round it is the same how often units are reduced.
+    With one round it is the same how often units are reduced.  The ``frugal`` forms come
+    first, or else those that transfer the least.
     """
     seen = set()
-    for form in reversed(FORMS):
+    for form in FORMS if frugal else reversed(FORMS):
         for more in range(MORE_IN_FLIGHT + 1):
             trial = Trial((), replace(form, num_rounds=num_rounds), more)
             reduces = num_rounds > 1 and form.reduce_each_round
