@@ -13,7 +13,8 @@ from shardhet.records.plan import Plan
 from tests.programs import FEW_TEXTS, SHARDHET, SMALL_MODEL, TORCHRUN, run, start
 from tests.selection import for_campaign
 
-QUICK = ("debug=quick", *FEW_TEXTS, "data.num_judged_samples=2")
+FEW_STEPS = ("debug=quick", "data.num_judged_samples=2")
+QUICK = (*FEW_STEPS, *FEW_TEXTS)
 SMALL = (*SMALL_MODEL, *QUICK)
 ALONE = (*SHARDHET, "train")
 
@@ -55,7 +56,8 @@ def losses(run_dir: Path) -> list[float]:
 
 
 def test_a_run_leaves_one_complete_folder(tmp_path: Path) -> None:
-    done = run([*ALONE, "experiment=demo", *SMALL, "optim.lr=1e-3"], tmp_path)
+    keys = (*SMALL_MODEL, *FEW_STEPS, "optim.lr=1e-3")
+    done = run([*ALONE, "experiment=demo", *keys], tmp_path)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
     [run_dir] = run_dirs(tmp_path)
