@@ -434,6 +434,28 @@ class BalancedOutside(Net):
         return x.square().sum() + (x.mean((0, 1)) * x.square().mean((0, 1))).sum()
 
 
+class Spread(Net):
+    """A loss of the samples' spread, which is not a number for a single one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x.square().sum() + len(x) * x.std(0).sum()
+
+
+class WithoutTheFirst(Net):
+    """The loss leaves out the first sample of the rank's batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[1:].square().sum()
+
+
+class EveryOther(Net):
+    """The loss is that of the samples in even places."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[::2].square().sum()
+
+
 class Centred(Net):
     """Samples are mixed outside of units."""
 
@@ -444,7 +466,11 @@ class Centred(Net):
 
 @pytest.mark.parametrize(
     ("make", "words"),
-    [(BalancedOutside, "no sum or mean over samples"), (Centred, "mixes samples")],
+    [(Centred, "mixes samples")]
+    + [
+        (make, "no sum or mean over samples")
+        for make in (BalancedOutside, Spread, WithoutTheFirst, EveryOther)
+    ],
 )
 @every_precision
 def test_mixing_samples_outside_of_units_is_refused(
@@ -522,7 +548,7 @@ def test_a_mean_over_valid_tokens_is_no_mixture() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_sums_and_means_over_samples_take_three_runs(
+def test_sums_and_means_over_samples_take_four_runs(
     reduction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs, forward = [], Attempt._forward
@@ -539,7 +565,7 @@ def test_sums_and_means_over_samples_take_three_runs(
     monkeypatch.setattr(Attempt, "_forward", noted)
     model = HetFSDP(WithLoss(Mixer), plan_for(recomputes=False))
     model(draw(NUM_SAMPLES, 3, WIDTH), labels=torch.ones(NUM_SAMPLES, 3, dtype=torch.long))
-    assert runs == ["small", "large", "rest"]
+    assert runs == ["small", "large", "rest", "swapped"]
 
 
 # What leaves or enters a unit on other ways

@@ -1,6 +1,5 @@
 """All runs of one probe on one rank, under one assumption about the model's arguments."""
 
-import math
 import pickle
 from collections.abc import Callable, Hashable, Sequence
 from itertools import combinations
@@ -20,7 +19,12 @@ from shardhet.fsdp.probing.apart import (
     problem_of_order,
     problem_of_outputs,
 )
-from shardhet.fsdp.probing.comparing import are_close
+from shardhet.fsdp.probing.comparing import (
+    are_close,
+    are_numbers_equal,
+    do_add_up,
+    is_mean_over_some,
+)
 from shardhet.fsdp.probing.host_draws import HIGH, LOW, MIDDLE, HostGenerators
 from shardhet.fsdp.probing.module_state import kept_of_samples
 from shardhet.fsdp.probing.order import PeerFailed
@@ -291,53 +295,44 @@ class Attempt:
     def _check_losses(self) -> None:
         """Raise if a loss of the rank's batch is no sum or mean of its samples' losses."""
         self._forward("rest", range(SMALL, LARGE))
-        small, large, rest = map(self._losses, ("small", "large", "rest"))
-        unclear = [
-            i
-            for i, (ab, abc, c) in enumerate(zip(small, large, rest, strict=True))
-            if not (self._are_equal(ab + c, abc) or self._are_equal((2 * ab + c) / 3, abc))
-        ]
-        if not self._any_rank(bool(unclear)):
-            return
-        # A mean over valid tokens is no mean over samples.  But as long as the labels are
-        # unchanged, the other samples affect what one sample adds only by a factor, the number
-        # of tokens.  If the loss is S/N, a sum over N tokens, the S of both parts must add up
-        # to that of all samples.
-        values = []
+        if "swapped" not in self._outputs:
+            self._forward("swapped", (1, 0))
+        runs = ("small", "swapped", "large", "rest")
+        small, swapped, large, rest = map(self._losses, runs)
+        # Every other sample would be other samples in another order.
+        pairs = enumerate(zip(small, swapped, strict=True))
+        odd = [i for i, pair in pairs if not are_numbers_equal(*pair, self._eps)]
+        self._raise_together(_NO_SUM.format(odd[0]) if odd else None)
+        parts = enumerate(zip(small, rest, large, strict=True))
+        unclear = [i for i, each in parts if not do_add_up(*each, self._eps)]
+        if self._any_rank(bool(unclear)):
+            self._check_means(unclear)
+
+    def _check_means(self, unclear: Sequence[int]) -> None:
+        """Raise if one of these losses is no mean over what counts in each sample."""
+        values, changed = [], []
         for name, main in (("", (0, 1)), ("0", (2, 1)), ("1", (0, 3)), ("01", (2, 3))):
             self._forward(f"changed {name}", range(SMALL), main)
             values.append(self._losses(f"changed {name}"))
-        self._forward("changed large", range(LARGE), (2, 1, 2))
-        changed = self._losses("changed large")
+        for name, mains in (("0", (2, 1, 2)), ("1", (0, 3, 2))):
+            self._forward(f"changed large {name}", range(LARGE), mains)
+            changed.append(self._losses(f"changed large {name}"))
+        small, large, rest = map(self._losses, ("small", "large", "rest"))
         for i in unclear:
-            neither, first, second, both = (each[i] for each in values)
-            change = changed[i] - large[i]
-            factor = (first - neither) / change  # N of large divided by N of small
-            parts = small[i] + rest[i] * (factor - 1)
-            scale = max(float(each[i].abs()) for each in values)
-            amplified = 1 + scale / max(float(change.abs()), 1e-30)  # rounding in the factor
-            if not (
-                self._are_equal(neither + both, first + second)
-                and self._are_equal(parts, large[i] * factor, amplified)
-            ):
-                raise Refusal(
-                    ValueError(
-                        f"model(...): scalar output {i}, computed outside of units, is no sum "
-                        "or mean over samples (perhaps a load-balancing or contrastive loss), "
-                        "so it would depend on the plan. Leave it out of the loss "
-                        "(output_router_logits=False), compute it from each sample inside a "
-                        "unit, or let one rank compute all samples at once."
-                    )
-                )
+            parts, of_small, of_large = (
+                (small[i], rest[i], large[i]),
+                [each[i] for each in values],
+                [each[i] for each in changed],
+            )
+            if not is_mean_over_some(parts, of_small, of_large, self._eps):
+                raise Refusal(ValueError(_NO_SUM.format(i)))
 
-    def _are_equal(self, one: Tensor, other: Tensor, amplified: float = 1.0) -> bool:
-        """Equality up to rounding; a loss term of one thousandth must not pass as rounding."""
+    @property
+    def _eps(self) -> float:
+        """Epsilon of the narrowest dtype of a loss."""
         outputs = [t for t in tensors_in(self._outputs["large"]) if t.dim() == 0]
         dtypes = [t.dtype for t in outputs if t.is_floating_point()]
-        eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
-        scale = max(abs(float(one)), abs(float(other)))
-        bar = min(64 * eps * amplified, 1e-2)
-        return abs(float(one - other)) <= bar * scale or not math.isfinite(scale)
+        return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
     def empty_output(self) -> bytes | None:
         """The output for no samples, on the meta device, pickled; None if it is not known."""
@@ -399,6 +394,12 @@ _CACHED = (
 )
 
 
+_NO_SUM = (
+    "model(...): scalar output {}, computed outside of units, is no sum or mean over samples "
+    "(perhaps a load-balancing or contrastive loss), so it would depend on the plan. Leave it "
+    "out of the loss (output_router_logits=False), compute it from each sample inside a unit, "
+    "or let one rank compute all samples at once."
+)
 _KEPT = (
     "model(...): a forward keeps values of its samples for the next one (attribute {}), and "
     "computes with them, so each rank would compute with those of its own samples. Compute "

@@ -108,3 +108,56 @@ def _children(node: Any) -> list[Any]:
         held += [getattr(node, field.name, None) for field in fields(node)]
     slots = [name for kind in type(node).__mro__ for name in getattr(kind, "__slots__", ())]
     return held + [getattr(node, name, None) for name in slots if isinstance(name, str)]
+
+
+def are_numbers_equal(one: Tensor, other: Tensor, eps: float, amplified: float = 1.0) -> bool:
+    """Equality up to rounding; a loss term of one thousandth must not pass as rounding."""
+    if not (one.isfinite() and other.isfinite()):
+        return not (one.isfinite() or other.isfinite())
+    scale = max(abs(float(one)), abs(float(other)))
+    return abs(float(one - other)) <= min(64 * eps * amplified, 1e-2) * scale
+
+
+def do_add_up(ab: Tensor, c: Tensor, abc: Tensor, eps: float) -> bool:
+    """Whether a loss is the sum or the mean of that of two samples and that of a third."""
+    if not abc.isfinite():
+        return True  # backward will say so
+    if not c.isfinite():  # right for a mean of which all is in the others
+        return are_numbers_equal(ab, abc, eps)
+    if not ab.isfinite():
+        return are_numbers_equal(c, abc, eps)
+    means = (ab + c, (2 * ab + c) / 3)
+    return any(are_numbers_equal(each, abc, eps) for each in means)
+
+
+def is_mean_over_some(
+    parts: tuple[Tensor, Tensor, Tensor],
+    of_small: Sequence[Tensor],
+    of_large: Sequence[Tensor],
+    eps: float,
+) -> bool:
+    """Whether a loss is a mean over what counts in each sample, such as its valid tokens.
+
+    That is no mean over samples.  But as long as the labels are unchanged, the other samples
+    affect what one sample adds only by a factor, the number of tokens.  If the loss is S/N, a
+    sum over N tokens, the S of both parts must add up to that of all samples.
+
+    Args:
+        parts: the loss of two samples, of a third, and of all three.
+        of_small: that of the two with neither, the first, the second, and both changed.
+        of_large: that of all three with the first, and with the second changed.
+        eps: epsilon of the narrowest dtype of a loss.
+    """
+    ab, c, abc = parts
+    neither, first, second, both = of_small
+    changes = [(first - neither, of_large[0] - abc), (second - neither, of_large[1] - abc)]
+    # Of the first sample, unless it does not count, as one without valid tokens
+    change_of_small, change = changes[0] if any(changes[0]) else changes[1]
+    if not change_of_small and not change:
+        return True
+    factor = change_of_small / change  # N of large divided by N of small
+    scale = max(float(each.abs()) for each in of_small)
+    amplified = 1 + scale / max(float(change.abs()), 1e-30)  # rounding in the factor
+    return are_numbers_equal(neither + both, first + second, eps) and are_numbers_equal(
+        ab + c * (factor - 1), abc * factor, eps, amplified
+    )

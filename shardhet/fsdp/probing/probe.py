@@ -9,7 +9,7 @@ Generators of the host draw what ``host_draws`` says.
     large  a b c      which dimensions grow with the batch; whether a unit gives the same in the
                       microbatches (a b) and (c) as whole; whether code outside of units mixes
                       samples
-    swapped  b a      whether code outside of units depends on the place of a sample
+    swapped  b a      whether code outside of units, or a loss, depends on a sample's place
     rest   c          whether losses that are computed outside of units add up
 
 What cannot be shown to be right is refused by name.  During a probe dropout is off and batch
