@@ -1,7 +1,6 @@
 """Training from a command line: one run folder, whoever starts the ranks; a panel at worst."""
 
 import json
-import re
 import signal
 import socket
 from pathlib import Path
@@ -274,14 +273,14 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
 
 def test_ranks_end_with_their_launcher_and_say_so(tmp_path: Path) -> None:
     keys = [*SMALL, "num_steps=100000", "log_every=1", "cluster.num_ranks=2"]
-    process = start([*ALONE, *keys], tmp_path)  # whose end is that of the launcher
+    process = start([*ALONE, *keys], tmp_path, is_cold=True)
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step"):
             break
     process.kill()
     _, errors = process.communicate(timeout=30)  # once no rank holds its end of the pipe
-    assert re.search(r"the launcher of this rank, process \d+, is gone", errors)
+    assert f"the launcher of this rank, process {process.pid}, is gone" in errors
 
 
 def test_an_interrupted_run_ends_without_a_traceback(tmp_path: Path) -> None:
