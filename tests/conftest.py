@@ -35,7 +35,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a function that is ``sampled``, what its sample lacks is for the campaign."""
     cases_by_function: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("sampled"):
+        marks = {mark.name for mark in item.iter_markers()}
+        if isinstance(item, pytest.Function) and "sampled" in marks and "campaign" not in marks:
             name = f"{item.path}::{item.originalname}"
             cases_by_function.setdefault(name, []).append(item)
     for cases in cases_by_function.values():

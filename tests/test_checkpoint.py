@@ -139,7 +139,7 @@ def world_size_of(end: Plan | int | None) -> int:
     return 1 if end is None else end if isinstance(end, int) else end.world_size
 
 
-@pytest.mark.parametrize("seed", one_in(8, range(NUM_CASES)))
+@pytest.mark.parametrize("seed", one_in(16, range(NUM_CASES)))
 def test_any_plan_loads_what_any_other_saved(seed: int, tmp_path: Path) -> None:
     case = draw_case(seed)
     folder = str(tmp_path / "saved")

@@ -66,7 +66,7 @@ BLOCKS = [
     for world_size, part in PART_BY_WORLD_SIZE.items()
     for block in range(max(1, round(part * NUM_CASES / CASES_PER_BLOCK)))
 ]
-FEW = [(1, 1), (2, 0), (3, 2), (4, 0)]  # in rounds or not, beside one process or the host
+FEW = [(1, 1), (2, 0), (3, 2)]  # in rounds or not, beside one process or the host
 Launches = dict[str, Communicator]
 FIRST_SEED = 5000  # other cases than those of test_parity
 

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import starmap
 from typing import Any
 from unittest import mock
 
@@ -24,7 +25,7 @@ from tests.emulated.accelerator import Accelerator
 from tests.emulated.clocks import Event
 from tests.parity import check_parity
 from tests.patchwork import Case, draw_case, draw_rounds
-from tests.selection import blocks, one_in, quads
+from tests.selection import blocks, for_campaign, one_in, quads
 from tests.test_emulated import check_beside_one_process
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
@@ -64,7 +65,10 @@ def _run_block(rank: int, world_size: int, block: int, in_rounds: bool) -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("in_rounds", [False, True])
-@pytest.mark.parametrize("world_size, block", blocks((1, 0), (2, 0), (3, 1), (4, 2)))
+@pytest.mark.parametrize(
+    "world_size, block",
+    [*blocks((1, 0), (2, 0), (3, 1)), *starmap(for_campaign, quads((4, 2)))],
+)
 def test_a_step_is_that_of_one_process_wherever_inputs_are(
     world_size: int, block: int, in_rounds: bool
 ) -> None:

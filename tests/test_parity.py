@@ -57,7 +57,7 @@ def _run_twice(rank: int, world_size: int, seed: int) -> None:
         assert torch.equal(one, other), str(case)
 
 
-@pytest.mark.parametrize("world_size", only([2, 4], [1, 2, 3, 4]))
+@pytest.mark.parametrize("world_size", only([3], [1, 2, 3, 4]))
 @pytest.mark.parametrize("seed", one_in(3, [1000, 1001, 1002]))
 def test_the_same_run_twice_is_equal_in_every_bit(world_size: int, seed: int) -> None:
     run_ranks(_run_twice, world_size, world_size, seed)

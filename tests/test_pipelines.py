@@ -393,7 +393,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", one_in(3, REFUSED))
+@pytest.mark.parametrize("what", one_in(5, REFUSED))
 def test_what_stages_cannot_do_is_refused_on_every_rank(what: str) -> None:
     way, message = REFUSED[what]
     plan = {"idle": LAST_IS_HEAD, "names": OTHER_NAMES}.get(what, TWO)

@@ -10,7 +10,7 @@ from tests.worlds import run_ranks
 NUM_CASES = 200
 
 
-@pytest.mark.parametrize("seed", one_in(100, range(NUM_CASES)))
+@pytest.mark.parametrize("seed", one_in(200, range(NUM_CASES)))
 def test_a_drawn_step_of_a_pipeline_is_the_step_of_one_process(seed: int) -> None:
     case = draw(seed)
     results = run_ranks(

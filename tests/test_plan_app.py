@@ -91,7 +91,7 @@ def test_where_an_even_plan_does_not_fit_is_said(capsys: pytest.CaptureFixture[s
     assert re.search(said_of_it, text)
 
 
-@pytest.mark.parametrize("name", one_in(6, sorted(p.stem for p in DESCRIBED.glob("*.yaml"))))
+@pytest.mark.parametrize("name", one_in(12, sorted(p.stem for p in DESCRIBED.glob("*.yaml"))))
 def test_every_described_cluster_has_a_plan(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
