@@ -89,7 +89,7 @@ class Expected:
             for i, seconds, cut in zip(
                 some, about_s[rows, best], cuts[rows, best], strict=True
             ):
-                found = float(seconds), pipelines.cuts_of(cut)
+                found = float(seconds), pipelines.cuts[cut]
                 self._likely.setdefault(pipelines.orders[i], {})[num_rounds] = found
 
     def least_s(

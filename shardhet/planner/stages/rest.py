@@ -19,7 +19,7 @@ from shardhet.planner.stages.plans import StagePlans
 from shardhet.planner.stages.tables import Ints, Pipelines, Tables
 from shardhet.records.schedule import StepForm
 
-MOST_LEFT = 2**16  # pipelines, each in any form and with any number of rounds in flight
+MOST_LEFT = 2**18  # pipelines, each in any form and with any number of rounds in flight
 MOST_PLANNED = 1500  # stages
 
 
@@ -67,7 +67,8 @@ def best_of_rest(
     for each in left:
         for trial in _trials(each.num_rounds, each.pipelines.num_stages, frugal=not fits):
             rest.try_all(each, trial)
-    return Checked(rest.best, is_all=search.plans.num_solved < rest.most_solved)
+    is_all = all(each.has_all_cuts for each in pipelines)
+    return Checked(rest.best, is_all=is_all and search.plans.num_solved < rest.most_solved)
 
 
 def _trials(num_rounds: int, num_stages: int, *, frugal: bool) -> Iterator[Trial]:
@@ -141,7 +142,7 @@ class _Rest:
         for tried, (i, j) in enumerate(zip(order, cut, strict=True)):
             if plans.num_solved > before:
                 return tried
-            stages, one = pipelines.orders[i], replace(trial, cuts=pipelines.cuts_of(j))
+            stages, one = pipelines.orders[i], replace(trial, cuts=pipelines.cuts[j])
             seconds = self.search.seconds_of(stages, one, self.at_most_s)
             if seconds < self.at_most_s:
                 self.best = seconds, one, stages

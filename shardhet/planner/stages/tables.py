@@ -18,7 +18,7 @@ from shardhet.records.schedule import StepForm
 from shardhet.simulator.pipeline import least_step_s, order_of_phases, stages_free_s
 
 Ints = NDArray[np.int64]
-MAX_CUTS = 6000  # of a number of stages; of more, some are looked at
+MAX_CUTS = 20_000  # of a number of stages; of more, some are looked at
 MOST_AT_ONCE = 2**16  # pipelines: arrays of them stay in a cache
 FORWARD_PART = 1 / 3  # of a round, about: backward computes two gradients
 
@@ -78,6 +78,7 @@ class Pipelines:
     orders: Sequence[Stages]
     groups: Sequence[Positions]  # of all orders
     places: Ints  # [orders, stages] of the stages' devices in ``groups``
+    cuts: Sequence[tuple[int, ...]]  # the first unit of every stage but the first
     first: Ints  # [cuts, stages] units
     stop: Ints
     # Of messages from each stage to the next.
@@ -91,7 +92,8 @@ class Pipelines:
         speeds, number = tables.speeds, len(orders[0])
         groups = list(dict.fromkeys(each for stages in orders for each in stages))
         place_of = {positions: i for i, positions in enumerate(groups)}
-        cuts = np.array(some_cuts(len(speeds.units), number), dtype=np.int64)
+        all_cuts = some_cuts(len(speeds.units), number)
+        cuts = np.array(all_cuts, dtype=np.int64)
         links = [
             [speeds.link(stages[i], stages[i + 1]) for i in range(number - 1)]
             for stages in orders
@@ -103,6 +105,7 @@ class Pipelines:
             orders=orders,
             groups=groups,
             places=np.array([[place_of[each] for each in stages] for stages in orders]),
+            cuts=all_cuts,
             first=np.insert(cuts, 0, 0, axis=1),
             stop=np.insert(cuts, number - 1, len(speeds.units), axis=1),
             latency_s=np.array([[link.latency_s for link, _ in each] for each in links]),
@@ -117,9 +120,11 @@ class Pipelines:
         """Of each order."""
         return self.places.shape[1]
 
-    def cuts_of(self, cut: int) -> tuple[int, ...]:
-        """The first unit of every stage but the first."""
-        return tuple(map(int, self.first[cut, 1:]))
+    @property
+    def has_all_cuts(self) -> bool:
+        """Whether no cuts were left out."""
+        num_places = len(self.tables.speeds.units) - 1
+        return len(self.cuts) == comb(num_places, self.num_stages - 1)
 
     def of_stages(self, by_group: Floats, order: Ints, cut: Ints) -> list[Floats]:
         """What tables [groups, ...] say of each stage of the chosen pipelines."""
