@@ -3,7 +3,9 @@
 import numpy as np
 
 from shardhet.planner.problem.problem import Group, Problem
+from shardhet.planner.search.search import Effort
 
+SEARCHED = Effort(most_choices=0)  # however few choices there are
 Row = tuple[float, ...]  # batch, one cost per phase, the optimizer's per element, room
 
 

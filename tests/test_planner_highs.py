@@ -7,7 +7,7 @@ from experiments.planner import certificate
 from experiments.planner.certificate import certify
 from shardhet.planner.problem.problem import Problem
 from shardhet.planner.search.search import NothingFitsError, search
-from tests.planning_problems import random_problem, recomputed_objective
+from tests.planning_problems import SEARCHED, random_problem, recomputed_objective
 from tests.recorded_plans import SEEDS, record_of, recorded
 from tests.selection import one_in
 
@@ -33,7 +33,7 @@ def test_highs_alone_finds_what_the_search_finds(block: int) -> None:
     for i in range(block * 2, block * 2 + 2):  # experiments/planner runs 400
         problem = random_medium(i)
         try:
-            found = search(problem)
+            found = search(problem, SEARCHED)
         except NothingFitsError:
             assert certify(problem).objective_s is None
             continue

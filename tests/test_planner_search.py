@@ -5,9 +5,16 @@ import pytest
 
 from shardhet.planner.problem.problem import Group, Limits, Problem, fill_level
 from shardhet.planner.search.exact import best_choice
+from shardhet.planner.search.few import are_few
 from shardhet.planner.search.oracle import Oracle
-from shardhet.planner.search.search import Effort, NothingFitsError, search
-from tests.planning_problems import BruteForce, random_problem, recomputed_objective
+from shardhet.planner.search.search import (
+    DEFAULT_EFFORT,
+    Effort,
+    Found,
+    NothingFitsError,
+    search,
+)
+from tests.planning_problems import SEARCHED, BruteForce, random_problem, recomputed_objective
 from tests.selection import one_in
 
 NUM_BLOCKS, PROBLEMS_PER_BLOCK = 3, 100  # experiments/planner runs ten of these blocks
@@ -27,21 +34,38 @@ def random_small(rng: np.random.Generator, i: int, *, differ: bool = False) -> P
     )
 
 
+def check_of_all(problem: Problem, found: Found) -> None:
+    """The best of all choices, if they are few, is as good, and so are the next ones."""
+    of_all = search(problem)
+    assert of_all.value.objective_s == pytest.approx(found.value.objective_s, rel=1e-9)
+    assert of_all.relative_gap <= 1e-9
+    least_s = of_all.value.objective_s
+    for choices in of_all.runners_up:
+        value = problem.evaluate(choices)
+        assert value is not None
+        assert value.objective_s >= least_s
+        least_s = value.objective_s
+
+
 @pytest.mark.parametrize("differ", one_in(2, [False, True]))
 @pytest.mark.parametrize("block", one_in(NUM_BLOCKS, range(NUM_BLOCKS)))
 def test_the_search_equals_brute_force(block: int, differ: bool) -> None:
     """``differ``: optimizers of one device do, as on the device and on its host."""
     rng = np.random.default_rng(block)
-    num_solved = 0
+    num_solved = num_few = 0
     number = PROBLEMS_PER_BLOCK // (3 if differ else 1)  # these have many combinations
     for i in range(number):
         problem = random_small(rng, i, differ=differ)
         try:
-            found = search(problem)
+            found = search(problem, SEARCHED)
         except NothingFitsError:
             assert not BruteForce(problem, np.inf).was_reached
+            with pytest.raises(NothingFitsError):
+                search(problem)
             continue
         num_solved += 1
+        num_few += are_few(problem, DEFAULT_EFFORT.most_choices)
+        check_of_all(problem, found)
         objective = found.value.objective_s
         choices = [(each.group, each.candidate, each.count) for each in found.choices]
         assert recomputed_objective(problem, choices) == pytest.approx(objective, rel=1e-9)
@@ -50,6 +74,7 @@ def test_the_search_equals_brute_force(block: int, differ: bool) -> None:
         assert brute.best == pytest.approx(objective, rel=1e-9)
         assert found.relative_gap <= 1e-9
     assert num_solved > 0.9 * number
+    assert num_few > 0  # others have more than can be looked at
 
 
 def test_the_search_equals_brute_force_where_devices_recompute_different_parts() -> None:
@@ -65,10 +90,11 @@ def test_the_search_equals_brute_force_where_devices_recompute_different_parts()
             num_parts=3,
         )
         try:
-            found = search(problem)
+            found = search(problem, SEARCHED)
         except NothingFitsError:
             assert not BruteForce(problem, np.inf).was_reached
             continue
+        check_of_all(problem, found)
         objective = found.value.objective_s
         assert found.relative_gap <= 1e-9
         brute = BruteForce(problem, objective * (1 + 1e-7))
@@ -116,6 +142,7 @@ def test_a_search_that_stops_early_states_a_true_bound() -> None:
 
 def test_the_same_problem_gives_the_same_choices() -> None:
     problem = random_small(np.random.default_rng(3), 0)
+    assert search(problem, SEARCHED) == search(problem, SEARCHED)
     assert search(problem) == search(problem)
 
 
@@ -169,9 +196,10 @@ def test_devices_that_can_do_nothing_else_are_left_out() -> None:
     slow = Group(2, np.array([0, 1]), np.array([[0.0, 9.0]]), np.array([0.0, 0.0]), 0.0)
     fast = Group(1, np.array([0, 3, 4]), np.array([[0.0, 3.0, 4.0]]), np.full(3, 5.0), 0.0)
     problem = Problem((slow.sorted()[0], fast.sorted()[0]), 4, 5.0)
-    found = search(problem)
-    assert found.value.objective_s == 4.0
-    assert [(each.group, each.count) for each in found.choices] == [(0, 2), (1, 1)]
+    for effort in (SEARCHED, DEFAULT_EFFORT):
+        found = search(problem, effort)
+        assert found.value.objective_s == 4.0
+        assert [(each.group, each.count) for each in found.choices] == [(0, 2), (1, 1)]
 
 
 def test_a_limit_of_no_time_for_the_optimizer_leaves_room_where_it_takes_none() -> None:

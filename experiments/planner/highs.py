@@ -12,6 +12,7 @@ import numpy as np
 from experiments.common.results import Spread, console, write_csv
 from experiments.planner.certificate import certify
 from shardhet.planner.search.search import NothingFitsError, search
+from tests.planning_problems import SEARCHED
 from tests.test_planner_highs import random_medium
 
 HERE = Path(__file__).parent
@@ -39,7 +40,7 @@ def compare() -> list[Comparison]:
         problem = random_medium(i)
         started_at_s = time.process_time()
         try:
-            objective_s = search(problem).value.objective_s
+            objective_s = search(problem, SEARCHED).value.objective_s
         except NothingFitsError:
             objective_s = np.inf
         searched_at_s = time.process_time()

@@ -15,7 +15,7 @@ import numpy as np
 
 from experiments.common.results import write_csv
 from shardhet.planner.search.search import NothingFitsError, search
-from tests.planning_problems import BruteForce, recomputed_objective
+from tests.planning_problems import SEARCHED, BruteForce, recomputed_objective
 from tests.test_planner_search import random_small
 
 HERE = Path(__file__).parent
@@ -46,7 +46,7 @@ def main() -> None:
             problem = random_small(rng, i)
             start_s = time.process_time()
             try:
-                found = search(problem)
+                found = search(problem, SEARCHED)
             except NothingFitsError:
                 assert not BruteForce(problem, np.inf).was_reached
                 num_infeasible += 1

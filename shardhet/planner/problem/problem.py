@@ -165,7 +165,9 @@ class Problem:
         """Whether those of one group's candidates do."""
         return any(group.own_optimizer_s is not None for group in self.groups)
 
-    def optimizer_rates(self, group: Sequence[int], candidate: Sequence[int]) -> Floats:
+    def optimizer_rates(
+        self, group: Sequence[int] | Ints, candidate: Sequence[int] | Ints
+    ) -> Floats:
         """``numel_per_optimizer_s`` of these candidates."""
         rates = self.numel_per_optimizer_s
         found: Floats = rates[group, np.minimum(candidate, rates.shape[1] - 1)]

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardhet.planner.problem.problem import Limits, Problem, Value
-from shardhet.planner.search import exact
+from shardhet.planner.search import exact, few
 from shardhet.planner.search.boxes import Box, Grid, with_entry
 from shardhet.planner.search.incumbent import RELATIVE_EPSILON, Choices, Incumbent
 from shardhet.planner.search.oracle import Oracle
@@ -50,6 +50,7 @@ class Effort:
     relative_gap: float = 0.0  # the search stops once it is this small
     max_scanned: float = 4e9  # candidates looked at by the oracle
     max_exact_additions: float = 3e8  # by dynamic programmes
+    most_choices: int = 2**19  # all of which are looked at instead of a search
 
 
 DEFAULT_EFFORT = Effort()
@@ -95,6 +96,17 @@ def search(
     Raises ``NothingFitsError`` if nothing fits even in unlimited time, or nothing that is
     faster than ``at_most_s``.
     """
+    if few.are_few(problem, effort.most_choices):
+        best = few.best_of_all(problem, at_most_s)
+        if best.value is None:
+            raise NothingFitsError
+        return Found(
+            choices=best.choices,
+            value=best.value,
+            lower_bound_s=best.value.objective_s,
+            num_scanned=float(problem.batch.size),
+            runners_up=tuple(best.runners_up()),
+        )
     first = _Search(problem, effort, at_most_s=at_most_s)
     box = first.root()
     if box is None:
