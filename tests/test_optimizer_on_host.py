@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardhet import Cluster, DeviceSpec, HetFSDP, Plan, Profile, redistribute
 from shardhet.checkpoint import load, save
 from shardhet.comm.on_host.lanes import CopyLane
-from shardhet.fsdp.params.rows import RowGroup
+from shardhet.fsdp.params.row_group import RowGroup
 from shardhet.fsdp.sharding import host_room
 from shardhet.fsdp.sharding.placement import GradientOnHost, RowsOnHost
 from shardhet.models.decoder import Decoder, DecoderConfig

@@ -93,7 +93,39 @@ REDUCTIONS: list[Callable[[Tensor], Tensor]] = [
     lambda grad: (grad.clamp(max=0.0) + grad.nan_to_num()).sum(),
     lambda grad: torch.where(grad > 0, grad, 0.0).sum(),
     lambda grad: torch.max(grad, other=torch.zeros_like(grad)).sum(),
+    lambda grad: grad.norm(dim=-1).mean() if grad.dim() > 1 else grad.sum(),
+    lambda grad: (
+        grad / (1 + grad.norm(dim=-1, keepdim=True)) if grad.dim() > 1 else grad
+    ).sum(),
+    lambda grad: (grad.square().sum(-1) if grad.dim() > 1 else grad).amax(),
+    lambda grad: (grad.T if grad.dim() == 2 else grad).norm(),
+    lambda grad: grad.unsqueeze(-1).transpose(0, -1).abs().max(),
+    lambda grad: torch.stack([grad, grad + 1]).mean(),
+    lambda grad: torch.cat([grad.flatten(), 2 * grad.reshape(-1)]).norm(),
 ]
+
+
+def norms_of_all(model: nn.Module) -> list[float]:
+    """What loops that put all gradients into one vector compute of it."""
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    vector = nn.utils.parameters_to_vector(grads)
+    return [float(each) for each in (vector.norm(), vector.mean(), vector.abs().amax())]
+
+
+def put_together(rank: int, plan: Plan) -> None:
+    pair = Pair(plan)
+    pair.backward()
+    assert norms_of_all(pair.model) == pytest.approx(norms_of_all(pair.plain), rel=1e-12)
+    for model in (pair.model, pair.plain):
+        grads = [param.grad for param in model.parameters()]
+        vector = torch.cat([grad.flatten() for grad in grads])
+        nn.utils.vector_to_parameters(vector / (1 + vector.norm()), grads)
+    pair.same_grads()
+
+
+@every_plan
+def test_gradients_in_one_vector_are_those_of_one_process(plan: Plan) -> None:
+    run_ranks(put_together, len(plan.ranks), plan)
 
 
 def take_reductions(rank: int, plan: Plan) -> None:
@@ -132,6 +164,9 @@ def refuse_reductions(rank: int) -> None:
         lambda g: torch.quantile(g, 0.5),
         lambda g: g.flatten().topk(3),
         lambda g: g @ torch.ones_like(g).T,
+        lambda g: g.T.norm(dim=1),
+        lambda g: torch.stack([g, g]).sum(1),
+        lambda g: torch.cat([g, torch.ones(1, g.shape[1])]),
     ):
         with pytest.raises(RuntimeError, match="this rank has only some rows"):
             reduction(grads[0])

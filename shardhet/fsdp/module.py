@@ -21,7 +21,7 @@ from shardhet.fsdp.microbatch.signature import BatchDims
 from shardhet.fsdp.params import host_step
 from shardhet.fsdp.params.optimizer_gate import know, know_given_up
 from shardhet.fsdp.params.param_hooks import ParamHooks
-from shardhet.fsdp.params.rows import RowGroup
+from shardhet.fsdp.params.row_group import RowGroup
 from shardhet.fsdp.probing.caches import CacheSwitch
 from shardhet.fsdp.rounds_door import ModuleInRounds
 from shardhet.fsdp.sharding.build import MixedPrecision, build_units, find_pieces, planned_units

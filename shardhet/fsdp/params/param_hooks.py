@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from shardhet.comm.collectives import all_gather_uneven
-from shardhet.fsdp.params.rows import RowGroup
+from shardhet.fsdp.params.row_group import RowGroup
+from shardhet.fsdp.params.rows import marked
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.flat import FlatTensor
 
@@ -94,7 +95,7 @@ def set_grads_with_hooks(
     for (slot, param), has in zip(params, has_grad, strict=True):
         if has and param.grad is not None:
             if not rows.is_alone:
-                param.grad = rows.mark(param.grad, slot.fqn)
+                param.grad = marked(param.grad, rows, slot.fqn)
             for hook in hooks.when_done(slot.fqn, param):
                 hook(param)
 

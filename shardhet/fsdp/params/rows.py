@@ -9,143 +9,42 @@ is a ``RowGradient``, which behaves like any other tensor except in these calls:
     any other use of a RowNorm                the norm of the whole parameter, likewise
     _amp_foreach_non_finite_check_and_unscale_  sets found_inf if any rank found one
     sum, mean, max, min, any, all             over the whole parameter, at once; along any
-                                              dimension but the first, of each row as usual
+                                              dimension but the first, of each row as usual,
+                                              and the rows' numbers are rows again
+    cat, stack, T, transpose, view, ...       a RowGradient, which is reduced as a whole only
+                                              if its first dimension is not the rows
     var, std, median, argmax, sort, ...       refused, except along other dimensions
     matmul, dot, svd, ...                     refused
-    anything else that keeps the shape;       a RowGradient
-    flatten
+    anything else that keeps the shape        a RowGradient
 
-A result of another shape (``grad[:, 0]``, ``grad.T``) is a plain tensor computed from this
-rank's rows.  ``grad.as_subclass(torch.Tensor)`` is a plain tensor of the same rows.  The
-optimizers' kernels (fused, foreach) accept a RowGradient; parameters stay plain Parameters.
+A result of another shape (``grad[:, 0]``) is a plain tensor computed from this rank's rows.
+``grad.as_subclass(torch.Tensor)`` is a plain tensor of the same rows.  The optimizers' kernels
+(fused, foreach) accept a RowGradient; parameters stay plain Parameters.
 """
 
 import math
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardhet.comm import devices
-from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME, Channel
-from shardhet.comm.failure import Lifeline
 from shardhet.fsdp.microbatch.modes import FunctionTensor
 from shardhet.fsdp.params.host_step import host_threads
-from shardhet.fsdp.sharding.comm import CommContext
+from shardhet.fsdp.params.row_group import RowGroup, vector_norm
 
 Kwargs = dict[str, Any]
 _plainly = torch._C.DisableTorchFunctionSubclass
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RowGroup:
-    """The ranks that store the rows of a model's parameters."""
-
-    comm: CommContext
-    control: Channel
-    lifeline: Lifeline
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether a single rank stores all rows."""
-        return self.control.group is None
-
-    def mark(self, grad: Tensor, fqn: str) -> "RowGradient":
-        """``grad`` as a RowGradient of the parameter ``fqn``, in the same memory."""
-        if isinstance(grad, RowGradient):
-            return grad
-        rows = grad.as_subclass(RowGradient)
-        rows._rows, rows._fqn = self, fqn
-        return rows
-
-    def norm(
-        self, local_norms: Sequence[Tensor], order: float, *, num_grads: int, call: str
-    ) -> Tensor:
-        """The norm of all ranks' ``local_norms`` together, 0-d, float64.  Collective.
-
-        ``num_grads`` counts the gradients, including those of which this rank has no rows.
-        """
-        device = self.comm.device
-        nothing = 0.0 if order >= 0 else math.inf
-        local = torch.full((1,), nothing, dtype=torch.float64, device=device)
-        if local_norms:
-            # A norm of order 0 counts elements, so counts are summed.
-            together = torch.stack([norm.to(device) for norm in local_norms]).double()
-            local[0] = together.sum() if order == 0 else _vector_norm(together, order)
-        with self.lifeline.guard(call):
-            given = self.control.enter(
-                call, [order, num_grads], within_s=SECONDS_FOR_ALL_TO_COME
-            )
-            if any(row != given[0] for row in given):
-                raise ValueError(
-                    f"{call}: ranks ask for [order, number of gradients] {given} in plan "
-                    "order. Take norms of the same gradients on every rank, including those "
-                    "of which a rank has no rows."
-                )
-            rows = self.comm.reduce_channel.gather_rows(local)[:, 0]
-        return rows.sum() if order == 0 else _vector_norm(rows, order)
-
-    def wait_for_device(self, grads: Sequence[Tensor]) -> None:
-        """Let the host wait for numbers that it was sent, if it is to compute with them.
-
-        GradScaler copies its scale to where gradients are, and goes on without waiting.
-        """
-        comm = self.comm
-        if not devices.is_on_host(comm.device) and any(map(devices.is_on_host, grads)):
-            comm.record_event(comm.current_stream()).synchronize()
-
-    def agree_on_inf(self, found_inf: Tensor) -> None:
-        """Set ``found_inf`` on all ranks if it is set on any.  Collective."""
-        with self.lifeline.guard("GradScaler"):
-            self.control.enter("GradScaler", within_s=SECONDS_FOR_ALL_TO_COME)
-            mine = found_inf.reshape(1).double().to(self.comm.device)
-            rows = self.comm.reduce_channel.gather_rows(mine)
-        found_inf.copy_(rows.amax().reshape(found_inf.shape))
-
-    def reduce(self, local: float, numel: int, kind: str, fqn: str) -> float:
-        """The "sum", "mean", "max" or "min" over the elements of all ranks.  Collective.
-
-        ``local`` is the result for this rank's ``numel`` elements; ignored if it has none.
-        """
-        call = f"p.grad.{kind}"
-        with self.lifeline.guard(call):
-            mine = [local, numel, zlib.crc32(fqn.encode())]
-            given = self.control.enter(call, mine, within_s=SECONDS_FOR_ALL_TO_COME)
-            if any(row[2] != mine[2] for row in given):
-                raise ValueError(
-                    f"{call}: this rank called it for {fqn}, another rank for another "
-                    "parameter. Reduce the same gradients in the same order on every rank."
-                )
-        parts = [(value, int(count)) for value, count, _ in given if count]
-        if not parts:
-            return 0.0 if kind == "sum" else math.nan
-        if kind == "mean":
-            return sum(value * n for value, n in parts) / sum(n for _, n in parts)
-        if kind == "sum":
-            return sum(value for value, _ in parts)
-        largest = torch.tensor([value for value, _ in parts], dtype=torch.float64)
-        return float(largest.amax() if kind == "max" else largest.amin())  # NaN stays NaN
-
-    def refuse(self, what: str) -> None:
-        """Raise ``RuntimeError`` here and on the other ranks at their next collective."""
-        with self.lifeline.guard("a call on gradients"):
-            raise RuntimeError(
-                f"{what} of a gradient of which this rank has only some rows. Use the norm of "
-                "whole gradients (p.grad.norm(), torch.nn.utils.clip_grad_norm_), or gather "
-                "the rows first."
-            )
 
 
 class RowGradient(FunctionTensor):
     """This rank's rows of a gradient.  The docstring of the file says how it behaves."""
 
     _rows: RowGroup
-    _fqn: str  # of the parameter
+    _fqn: str  # of the parameter, or of several
+    _has_rows: bool  # whether its first dimension is the rows
 
     @classmethod
     def _call(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
@@ -159,6 +58,15 @@ class RowGradient(FunctionTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         with _plainly():
             return self.as_subclass(Tensor).clone()
+
+
+def marked(grad: Tensor, group: RowGroup, fqn: str, *, has_rows: bool = True) -> RowGradient:
+    """``grad`` as a RowGradient of the parameter ``fqn``, in the same memory."""
+    if isinstance(grad, RowGradient):
+        return grad
+    rows = grad.as_subclass(RowGradient)
+    rows._rows, rows._fqn, rows._has_rows = group, fqn, has_rows
+    return rows
 
 
 class RowNorm(FunctionTensor):
@@ -206,13 +114,13 @@ class RowNorm(FunctionTensor):
             for group in groups:
                 norms = [norm for each, norm in self._locals if each is group]
                 if group is None:
-                    totals.append(_vector_norm(torch.stack(norms).double(), self._order))
+                    totals.append(vector_norm(torch.stack(norms).double(), self._order))
                 else:
                     call = "torch.nn.utils.get_total_norm"
                     totals.append(
                         group.norm(norms, self._order, num_grads=len(norms), call=call)
                     )
-            total = _vector_norm(torch.stack(totals), self._order)
+            total = vector_norm(torch.stack(totals), self._order)
             return total.to(device=self.device, dtype=self.dtype)
 
     def _resolved(self) -> Tensor:
@@ -254,14 +162,9 @@ def _stacked(norms: Sequence[Tensor]) -> Tensor:
     return RowNorm.of(parts, rows[0]._order, is_vector=True)
 
 
-def _vector_norm(norms: Tensor, order: float) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(norms, order)
-    return norm
-
-
 def _local_norm(grad: Tensor, order: float) -> Tensor:
     if grad.numel():
-        return _vector_norm(grad, order)
+        return vector_norm(grad, order)
     return torch.full((), 0.0 if order >= 0 else math.inf, dtype=grad.dtype, device=grad.device)
 
 
@@ -272,9 +175,8 @@ def _take_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) 
     if not isinstance(grad, RowGradient):  # another argument is rows, such as `out`
         with _plainly():
             return func(*args, **kwargs)
-    if dims and all(dim % max(1, grad.dim()) for dim in dims):  # within each row
-        with _plainly():
-            return func(*args, **kwargs)
+    if grad._has_rows and dims and all(dim % max(1, grad.dim()) for dim in dims):
+        return _of_each_row(func, args, kwargs)
     if dims or order is None or others[1].get("out") is not None:
         grad._rows.refuse(f"{getattr(func, '__name__', func)} along dim 0 or as a matrix norm")
     with _plainly():
@@ -325,7 +227,8 @@ def _reduce(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> 
     name = func.__name__
     is_whole, rest = _what_is_reduced(name, grad, args[1:], kwargs)
     if not isinstance(grad, RowGradient) or not is_whole:
-        return _keep_rows(func, args, kwargs)
+        of_each = isinstance(grad, RowGradient) and name in _COMBINED_AS
+        return (_of_each_row if of_each else _keep_rows)(func, args, kwargs)
     if name not in _COMBINED_AS or rest:
         grad._rows.refuse(f"{name}{' along dim 0' if rest else ''}")
     with _plainly():
@@ -351,7 +254,7 @@ def _what_is_reduced(
     if dims is None or not isinstance(dims, tuple | list):
         return True, bool(others or args[1:])
     num_dims = max(1, grad.dim())
-    if dims and all(dim % num_dims for dim in dims):
+    if dims and all(dim % num_dims for dim in dims) and getattr(grad, "_has_rows", True):
         return False, False
     is_all = len({dim % num_dims for dim in dims} or range(num_dims)) == num_dims
     return True, bool(others or args[1:]) or not is_all or name in ("max", "min")
@@ -379,8 +282,39 @@ def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) ->
             group.agree_on_inf(found_inf)
 
 
+def _of_each_row(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+    """Run ``func``, which reduces each row for itself, or compares two tensors' elements."""
+    result = _keep_rows(func, args, kwargs)
+    grad: RowGradient = args[0] if args else next(iter(kwargs.values()))
+    is_number_each = type(result) is Tensor and result.shape[:1] == grad.shape[:1]
+    return marked(result, grad._rows, grad._fqn) if is_number_each else result
+
+
+def _join(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+    """``torch.cat`` and the like: what all ranks have together are the whole gradients."""
+    with _plainly():
+        result = func(*args, **kwargs)
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        rows = [each for each in tensors if isinstance(each, RowGradient)]
+        if len(rows) < len(tensors) or len({each._rows for each in rows}) > 1:
+            rows[0]._rows.refuse(f"{func.__name__} with other tensors")
+        fqns = ", ".join(each._fqn for each in rows)
+        return marked(result, rows[0]._rows, fqns, has_rows=False)
+
+
+def _reshape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+    """Another shape for all elements of a gradient."""
+    grad = args[0] if args else kwargs["input"]
+    with _plainly():
+        result = func(*args, **kwargs)
+        if not isinstance(grad, RowGradient):  # of another tensor, to the shape of the rows
+            return result
+        has_rows = grad._has_rows and func in _IN_ORDER and result.shape[:1] == grad.shape[:1]
+        return marked(result, grad._rows, grad._fqn, has_rows=has_rows)
+
+
 def _keep_rows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-    """Run ``func``; a result that has the shape of the rows, or flattens them, is rows too.
+    """Run ``func``; a result that has the shape of the rows is rows too.
 
     A comparison with a plain tensor returns a plain one: it compares this rank's rows only.
     """
@@ -391,11 +325,12 @@ def _keep_rows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) 
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         rows = [each for each in tensors if isinstance(each, RowGradient)]
         others = [each for each in tensors if type(each) is Tensor and each.dim()]
-        if not rows or func is Tensor.as_subclass or (others and func in _COMPARISONS):
+        like = next((each for each in rows if each.shape == result.shape), None)
+        is_compared = others and func in _COMPARISONS
+        if like is None or func is Tensor.as_subclass or is_compared:
             return result
-        if result.shape == rows[0].shape or (func in _IN_A_LINE and result.dim() == 1):
-            return rows[0]._rows.mark(result, rows[0]._fqn)
-        return result
+        has_rows = all(each._has_rows for each in rows)
+        return marked(result, like._rows, like._fqn, has_rows=has_rows)
 
 
 _COMBINED_AS = {
@@ -424,7 +359,14 @@ def _calls(names: Iterable[str]) -> list[Callable[..., Any]]:
             if hasattr(where, name)]  # fmt: skip
 
 
-_IN_A_LINE = frozenset(_calls(("flatten", "ravel", "reshape", "view")))
+_IN_ORDER = frozenset(_calls(("flatten", "ravel", "reshape", "squeeze", "unflatten", "view")))
+_RESHAPES = (
+    *_IN_ORDER,
+    *_calls(("adjoint", "movedim", "moveaxis", "permute", "swapaxes", "swapdims", "t")),
+    *_calls(("transpose", "unsqueeze", "view_as", "reshape_as")),
+    *(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")),
+)
+_JOINS = ("cat", "concat", "concatenate", "dstack", "hstack", "stack", "vstack")
 _COMPARISONS = frozenset(
     _calls(("__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__", "eq", "ge", "gt",
             "isclose", "le", "lt", "ne"))
@@ -436,5 +378,7 @@ _HANDLERS: dict[Any, Callable[[Callable[..., Any], tuple[Any, ...], Kwargs], Any
     torch._foreach_norm: _take_norms,
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
     **dict.fromkeys(_calls((*_COMBINED_AS, *_REFUSED)), _reduce),
+    **dict.fromkeys(_calls(_JOINS), _join),
+    **dict.fromkeys(_RESHAPES, _reshape),
     **dict.fromkeys((*_calls(_PRODUCTS), torch.linalg.svd, torch.linalg.qr), _refuse),
 }

@@ -28,7 +28,7 @@ from shardhet.comm.host_copy import HostCopy
 from shardhet.comm.progress import progress
 from shardhet.fsdp.microbatch.layered import leaves_of
 from shardhet.fsdp.params.param_hooks import ParamHooks, check_hooks_agree, set_grads_with_hooks
-from shardhet.fsdp.params.rows import RowGroup
+from shardhet.fsdp.params.row_group import RowGroup
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.step.observer import Activity
 from shardhet.fsdp.step.runtime import Runtime
