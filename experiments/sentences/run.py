@@ -2,7 +2,8 @@
 
     python -m experiments.sentences.run                    # all, results.csv and the README
                                                            # (those in results.csv are kept)
-    python -m experiments.sentences.run --seeds 100 200    # some; writes nothing
+    python -m experiments.sentences.run --seeds 0 1150     # a part, beside another process
+    python -m experiments.sentences.run --seeds 100 200 --only-show    # writes nothing
 
 Two to four devices of one to three kinds, one to four blocks, batches of up to 40 of which
 microbatches of one, two or four samples were measured; memory from too little to ample; rounds
@@ -10,22 +11,16 @@ as many as the planner looks at, or few.  From seed 2,000 on, two devices and ba
 72, so that memory allows microbatches far beyond the measured ones.
 """
 
-import argparse
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from experiments.common.machine import Environment
+from experiments.common import by_seed
 from experiments.common.results import (
-    console,
     markdown_table,
-    read_csv,
-    write_csv,
-    write_results_block,
 )
 from experiments.sentences.exhaustive import Asked, Combination, Exhaustive, TooManyError
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
@@ -278,37 +273,13 @@ def _told(plan: Plan, cost: StepCost) -> str:
     return f"{cost.step_time_s:.6g} s {plan.num_rounds}x {gathers} {ranks}"
 
 
-def main() -> None:
-    """Judge them and write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", nargs=2, type=int, metavar=("FIRST", "STOP"))
-    given = parser.parse_args()
-    environment, path = Environment.here(), HERE / "results.csv"
-    is_kept = given.seeds is None
-    rows = read_csv(path, Row) if is_kept and path.exists() else []
-    done = {row.seed for row in rows}
-    for seed in range(*(given.seeds or (0, NUM_CASES))):
-        if seed in done:
-            continue
-        rows.append(row := judged(seed))
-        if row.wrong:
-            console.print(str(row), markup=False, soft_wrap=True)
-        if len(rows) % 50 == 0:
-            console.print(f"{len(rows)} cases")
-            if is_kept:
-                write_csv(path, rows)
-    counted = Counter(row.wrong.partition(":")[0] for row in rows if row.wrong)
-    planned = sum(row.planned_s > 0 for row in rows)
-    console.print(f"{len(rows)} cases, {planned} planned: {dict(counted)}")
-    if is_kept:
-        write_csv(path, rows)
-        heading = (
-            f"{environment.as_markdown()} {sum(each.cpu_s for each in rows):.0f} s of CPU."
-        )
-        write_results_block(HERE / "README.md", f"{heading}\n\n{_table(rows)}")
+def told(row: Row) -> str:
+    """One case, in a line."""
+    return f"{row.seed:>4} {row.devices} devices, batch {row.batch}: {row.wrong or 'true'}"
 
 
-def _table(rows: list[Row]) -> str:
+def as_markdown(rows: list[Row]) -> str:
+    """How many sentences are false, by sorts of cases."""
     groups = {
         "all": rows,
         "no plan": [row for row in rows if not row.planned_s],
@@ -339,4 +310,4 @@ def _table(rows: list[Row]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    by_seed.run(HERE, Row, judged, as_markdown, range(NUM_CASES), doc=__doc__, told=told)

@@ -15,12 +15,12 @@ from itertools import combinations, product
 from math import inf
 from pathlib import Path
 
+from experiments.common import by_seed
 from experiments.common.results import (
     BAR_HEADER,
     Bar,
     markdown_table,
 )
-from experiments.pipelines import by_seed
 from experiments.pipelines.brute_force.instances import Instance, drawn
 from shardhet.planner import Demands, PlanError, solve
 from shardhet.planner.stages.find import PipelineSearch, find_pipeline
