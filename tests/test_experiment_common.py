@@ -14,7 +14,15 @@ import pytest
 import torch.distributed as dist
 
 from experiments.common.launch import start_ranks
-from experiments.common.results import Spread, read_csv, show, write_csv
+from experiments.common.results import (
+    BLOCK_BEGINS,
+    BLOCK_ENDS,
+    Spread,
+    read_csv,
+    show,
+    write_csv,
+)
+from experiments.pipelines import by_seed
 from shardhet.comm.peers import is_running
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -36,6 +44,44 @@ def test_a_file_gives_back_the_rows_that_were_written(tmp_path: Path) -> None:
     ]
     write_csv(tmp_path / "rows.csv", rows)
     assert read_csv(tmp_path / "rows.csv", Row) == rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfSeed:
+    """What an instance came to."""
+
+    seed: int
+    seconds: float
+
+
+def test_parts_of_a_list_of_seeds_come_into_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In order, each once; with --only-show nothing is written."""
+    (tmp_path / "README.md").write_text(f"{BLOCK_BEGINS}\n{BLOCK_ENDS}\n")
+    asked: list[int] = []
+
+    def row_of(seed: int) -> OfSeed:
+        asked.append(seed)
+        return OfSeed(seed=seed, seconds=seed / 2)
+
+    def started(*words: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["run", *words])
+        by_seed.run(
+            tmp_path, OfSeed, row_of, lambda rows: f"{len(rows)} rows", range(3, 8), doc=None
+        )
+
+    started("--seeds", "5", "7")
+    started("--seeds", "3", "6")
+    started("--seeds", "0", "1", "--only-show")
+    assert asked == [5, 6, 3, 4, 0]
+    rows = read_csv(tmp_path / "results.csv", OfSeed)
+    assert rows == [OfSeed(seed=i, seconds=i / 2) for i in range(3, 7)]
+    assert "4 rows" in (tmp_path / "README.md").read_text()
+    started()
+    assert asked[5:] == [7]
+    with pytest.raises(SystemExit):
+        started("--seeds", "0", "1")
 
 
 def test_a_cell_shows_the_median_and_how_far_it_reaches() -> None:
