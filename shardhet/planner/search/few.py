@@ -12,7 +12,7 @@ import numpy as np
 from shardhet.planner.problem.problem import Choice, Floats, Ints, Problem
 from shardhet.planner.search.incumbent import NUM_RUNNERS_UP, Choices, Incumbent
 
-MOST_OF_GROUP = 2**14  # of more than two devices, which takes longer to list
+MOST_LISTED = 2**15  # devices of all multisets of a group of more than two
 AT_ONCE = 2**12  # choices whose optimizer is timed
 
 
@@ -21,7 +21,7 @@ def are_few(problem: Problem, most: int) -> bool:
     number = 1
     for group in problem.groups:
         of_group = comb(len(group.batch) + group.count - 1, group.count)
-        if group.count > 2 and of_group > MOST_OF_GROUP:
+        if group.count > 2 and of_group * group.count > MOST_LISTED:
             return False
         number *= of_group
         if number > most:
