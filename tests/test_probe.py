@@ -481,6 +481,47 @@ def test_mixing_samples_outside_of_units_is_refused(
         precision.call(model, draw(NUM_SAMPLES, 3, WIDTH))
 
 
+class AtLeastOne(nn.Module):
+    """A unit that returns a sum over what a mask chooses, and how much that is, or 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        return (y * (x > 0.5)).square().sum(), (x > 0.5).sum().clamp(min=1)
+
+
+class InAUnit(nn.Module):
+    """Returns what the unit returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList([AtLeastOne()])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.units[0](x)
+
+
+class Outside(Net):
+    """Counts outside of units."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        chosen = x[..., :1] > 0.5
+        count = torch.maximum(chosen.sum(), torch.ones_like(chosen.sum()))
+        return (super().forward(x) * chosen).square().sum(), count
+
+
+@pytest.mark.parametrize(
+    "make, who", [(InAUnit, "unit 'units.0'"), (lambda: Outside(Mixer), r"model\(...\)")]
+)
+def test_a_count_that_is_at_least_one_is_refused(make: Any, who: str) -> None:
+    model = HetFSDP(make().double(), plan_for(recomputes=False), units=["units.0"])
+    with pytest.raises(ValueError, match=f"{who} returns a single number .* within bounds"):
+        model(draw(NUM_SAMPLES, 3, WIDTH))
+
+
 class SplitK(nn.Module):
     """A product that is summed in another order for another number of rows, as kernels do."""
 

@@ -285,7 +285,8 @@ def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) ->
 def _of_each_row(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     """Run ``func``, which reduces each row for itself, or compares two tensors' elements."""
     result = _keep_rows(func, args, kwargs)
-    grad: RowGradient = args[0] if args else next(iter(kwargs.values()))
+    given = (*args[:1], *kwargs.values())
+    grad = next(each for each in given if isinstance(each, RowGradient))
     is_number_each = type(result) is Tensor and result.shape[:1] == grad.shape[:1]
     return marked(result, grad._rows, grad._fqn) if is_number_each else result
 

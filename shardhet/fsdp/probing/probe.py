@@ -171,7 +171,7 @@ class Probe:
         self._splits = splits
         self._hooks = TensorHooks()
         self._anchor = model.anchor
-        self._watcher = Watcher()
+        self._watcher = Watcher(checks_counts=has_gradients and splits)
         self._watcher.rows, self._watcher.params = model.rows, model.params
         self._watcher.storages, self._watcher.gathered = model.storages, model.gathered
         self._watcher.on_random_outside = _refuse_random if splits else _accept
@@ -288,6 +288,7 @@ class Probe:
 
     def _run_small(self, key: CallKey, call: ProbedCall) -> Any:
         seen, output = self._runner.look(call)
+        self._watcher.check_counts(f"unit {call.fqn!r}", tensors_in(output))
         self._seen[key] = seen
         return self._returned(output, seen.outputs, seen.is_differentiable)
 

@@ -63,8 +63,9 @@ class StaysUnsharded(BaseException):
 class Watcher(OperationMode):
     """Tracks where tensors are made while it is active; replaces random numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, checks_counts: bool) -> None:
         super().__init__()
+        self._checks_counts = checks_counts
         self.on_random_outside: Callable[[str], None] = lambda op: None
         self.is_unpredictable = False  # random numbers were drawn that cannot be fixed
         self.eps = 0.0  # of the narrowest dtype that anything was computed in
@@ -81,6 +82,7 @@ class Watcher(OperationMode):
         self._is_paused = False
         self._made_at = WeakIdKeyDictionary()  # tensor -> place
         self._dice = WeakIdKeyDictionary()  # single random numbers drawn outside of units
+        self._bounded = WeakIdKeyDictionary()  # single numbers with a least or largest value
         self._fqn_by_place = {OUTSIDE: ""}
         self._allowed: set[int] = set()  # addresses of storages that the call was given
 
@@ -122,6 +124,13 @@ class Watcher(OperationMode):
         """Raise if the model returns a tensor that a unit has made but not returned."""
         for tensor in tensors:
             self._check(tensor, "the model's output")
+        self.check_counts("model(...)", tensors)
+
+    def check_counts(self, who: str, tensors: Sequence[Tensor]) -> None:
+        """Raise if ``who`` returns a count of tokens that is, for instance, at least 1."""
+        bounded = [each for each in tensors if each in self._bounded]
+        if self._checks_counts and not all(each.requires_grad for each in bounded):
+            raise Refusal(ValueError(who + _BOUNDED))
 
     def read(self, tensor: Tensor) -> None:
         """Note that the program reads the tensor's values by no operation."""
@@ -155,6 +164,8 @@ class Watcher(OperationMode):
         if depends:
             for each in tensors_among(result):
                 self._note(each)
+                if name in _BOUNDS and not each.dim():
+                    self._bounded[each] = True
                 if each.is_floating_point() or each.is_complex():
                     self.eps = max(self.eps, torch.finfo(each.dtype).eps)
         return result
@@ -298,6 +309,13 @@ class Watcher(OperationMode):
         return func(*args, **(kwargs | ({schema[index]: 0.0} if given else {})))
 
 
+_BOUNDS = frozenset({"clamp", "clamp_min", "clamp_max", "maximum", "minimum", "fmax", "fmin"})
+_BOUNDED = (
+    " returns a single number that is kept within bounds (clamp, maximum), perhaps a count of "
+    "tokens that is at least 1. Each microbatch would do that for itself, and the results "
+    "would not add up to that of the whole batch. Return the count as it is: it may be zero, "
+    "and losses are divided by that of all ranks."
+)
 _WRITES = (
     ", which is a gathered copy and freed again. Write this rank's rows between steps instead "
     "(with torch.no_grad(): for param in model.parameters(): ...), and leave out what writes "
