@@ -522,6 +522,17 @@ def test_a_count_that_is_at_least_one_is_refused(make: Any, who: str) -> None:
         model(draw(NUM_SAMPLES, 3, WIDTH))
 
 
+def sum_and_length(y: Tensor) -> tuple[Tensor, int]:
+    return y.square().sum(), len(y)
+
+
+def test_a_plain_number_that_would_be_one_microbatchs_is_refused() -> None:
+    plan = Plan.by_hand(microbatch_sizes=[2], num_microbatches=[3], state_shares=[1.0])
+    model = HetFSDP(Net(Mixer), plan, loss_fn=sum_and_length)
+    with pytest.raises(ValueError, match="returns a plain number that depends on how many"):
+        model(draw(6, 3, WIDTH))
+
+
 class SplitK(nn.Module):
     """A product that is summed in another order for another number of rows, as kernels do."""
 
