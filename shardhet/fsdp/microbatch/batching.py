@@ -148,6 +148,7 @@ class VisitRules:
     outputs: tuple[Rule, ...]  # per tensor among the results
     is_differentiable: tuple[bool, ...]  # per tensor among the results
     counts: bool = False  # whether every call changes numbers among the module's attributes
+    returns_numbers_of_samples: bool = False  # plain ones, which differ between microbatches
     is_for_one_sample: bool = False  # whether other rules might be right for several samples
 
     @property

@@ -40,6 +40,7 @@ class Joined:
         self._rules = rules.outputs
         self._layout: Layout | None = None  # of the first microbatch's output
         self._results = rules.results
+        self._has_numbers_of_samples = rules.returns_numbers_of_samples
         self._leaves: list[Any] = []  # tensors replaced by None
         self._has_one = False  # the output is a single tensor
         self._where: list[int] = []  # indices of the tensors among the leaves
@@ -58,6 +59,13 @@ class Joined:
         if microbatch == 0:
             self._begin(leaves, layout, constants, tensors)
             return tensors
+        if self._has_numbers_of_samples:
+            raise ValueError(
+                f"unit {self._unit_fqn!r} returns a plain number that depends on how many "
+                "samples it is given, or on which (len(x), perhaps). Microbatches return one "
+                "each, which are not added up. Return it as a tensor: "
+                "torch.tensor(len(x), device=x.device)."
+            )
         if layout != self._layout or not _same(constants, self._leaves):
             raise ValueError(
                 f"unit {self._unit_fqn!r}: microbatches 0 and {microbatch} return different "

@@ -165,7 +165,7 @@ class Examiner:
         for piece in pieces:
             of_piece = self._runner.run(piece)
             if _numbers_in(of_piece) != _numbers_in(output):
-                raise Refusal(ValueError(_NUMBER.format(large.fqn)))
+                rules = replace(rules, returns_numbers_of_samples=True)
             parts.append(list(map(copied, tensors_in(of_piece))))
         self._decide.is_unpredictable = self._watcher.is_unpredictable
         self._decide.eps = self._watcher.eps
@@ -306,13 +306,6 @@ def _aliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> frozenset[i
 def _numbers_in(output: Any) -> list[int | float]:
     """The plain numbers among a call's results."""
     return [each for each in flatten(output)[0] if type(each) in (int, float)]
-
-
-_NUMBER = (
-    "unit {!r} returns a plain number that depends on how many samples it is given, or on "
-    "which (len(x), perhaps). Microbatches return one each, which are not added up. Return it "
-    "as a tensor: torch.tensor(len(x), device=x.device)."
-)
 
 
 def _of_results(hook: Callable[..., Any], module: Any, _: Any, grads: Any) -> Any:
