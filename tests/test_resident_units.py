@@ -575,8 +575,8 @@ STAGED = Plan.by_hand(
 
 
 def in_stages(plan: Plan, **options: Any) -> HetFSDP:
-    def loss(output: Tensor) -> tuple[Tensor, int]:
-        return output.square().sum(), len(output)
+    def loss(output: Tensor) -> tuple[Tensor, Tensor]:
+        return output.square().sum(), torch.tensor(len(output))
 
     return wrapped(plan, loss_fn=loss, **options)
 
