@@ -17,12 +17,17 @@ from experiments.pipelines.brute_force.instances import drawn
 from shardhet.apps.plan import main as plan_main
 from shardhet.apps.simulate import main as simulate_main
 from shardhet.planner import Demands, solve
+from shardhet.planner.find import NO_DEMANDS
 from shardhet.planner.present import plan_for
 from shardhet.planner.problem.demands import DeviceLimits
+from shardhet.planner.stages import rest
 from shardhet.planner.stages.find import PipelineSearch, find_pipeline
 from shardhet.planner.stages.groups import Positions, Stages, orders_of_stages
 from shardhet.planner.stages.likely import FORMS, Trial
+from shardhet.planner.stages.plans import COARSE
+from shardhet.planner.stages.rest import Checked, best_of_rest
 from shardhet.planner.stages.solution import PipelineSolution
+from shardhet.planner.stages.tables import pipelines_of
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.hosts import part_of_hosts
@@ -37,7 +42,7 @@ from shardhet.simulator.pipeline import (
     link_between,
     pipeline_s,
 )
-from shardhet.simulator.stages import price_of
+from shardhet.simulator.stages import price_of, with_units
 from tests.selection import one_in
 
 WORKLOAD = Workload.transformer(
@@ -349,6 +354,139 @@ def test_what_is_known_of_planned_stages_holds_for_others(seed: int) -> None:
         assert least_s <= (inf if found is None else found.times.round_s)
         known += least_s > 0
     assert known
+
+
+def searched_with(
+    memory: float,
+    *,
+    workload: Workload = WORKLOAD,
+    num_hosts: int = 1,
+    per_host: int = 2,
+    in_host: float = 1e10,
+    batch: int = 4,
+    host_bytes: int | None = None,
+    demands: Demands = NO_DEMANDS,
+) -> PipelineSearch:
+    """The search for hosts of T4s with so many bytes each."""
+    link = Link(latency_s=1e-5, bandwidth_bytes_per_s=in_host)
+    between = Link(latency_s=1e-4, bandwidth_bytes_per_s=5e9)
+    drawn = cluster_of(*((CARDS[3],) * per_host,) * num_hosts, between=between)
+    nodes = tuple(
+        replace(
+            node,
+            link=link,
+            host_memory_bytes=host_bytes,
+            devices=tuple(
+                replace(each, memory_capacity_bytes=int(memory)) for each in node.devices
+            ),
+        )
+        for node in drawn.nodes
+    )
+
+    def setting_of(cluster: Cluster) -> Setting:
+        return Setting(cluster, workload, derive_profile(cluster, workload))
+
+    whole = replace(drawn, nodes=nodes)
+    return PipelineSearch(
+        setting_of(whole), lambda each: setting_of(whole.only(each)), batch, demands
+    )
+
+
+def test_transfers_that_overlap_nothing_are_none_of_a_round() -> None:
+    """As the schedule has them, for all stages and forms."""
+    search = searched_with(16e9, in_host=1e9)
+    positions, number = (0, 1), len(search.units)
+    for first, stop in combinations(range(number + 1), 2):
+        part = with_units(search.setting, search.units[first:stop])
+        for form in (replace(each, num_rounds=n) for each in FORMS for n in (1, 2, 4)):
+            prices = CostModel(part).in_form(form)
+            beside = prices.beside(unevenness=1.0)
+            overlapped_s = search.speeds.overlapped_s(positions, form)[first, stop]
+            assert overlapped_s == pytest.approx(float(beside.comm_s.sum()))
+            assert search.speeds.exposed_s(positions)[first] <= beside.exposed_s
+
+
+def test_no_bound_rejects_a_pipeline_of_slow_stages() -> None:
+    """Of one unit, with one round, whose transfers overlap nothing."""
+    workload = Workload.transformer(
+        num_layers=2, width=1024, num_heads=8, vocab_size=8000, seq_len=512
+    )
+    search = searched_with(0.9e9, workload=workload, num_hosts=4, in_host=1e9, batch=1)
+    stages = tuple((2 * i, 2 * i + 1) for i in range(4))
+    pipelines = pipelines_of(search.tables, [stages])
+    assert best_of_rest(search, pipelines, 0.1, 1e-3) == Checked(None, is_all=True)
+    found = best_of_rest(search, pipelines, 0.3, 1e-3)
+    assert found.best is not None
+    seconds, trial, _ = found.best
+    assert search.expected.least_s(stages, trial) <= seconds < 0.221
+
+
+def test_the_look_at_the_rest_stops_where_too_much_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    search = searched_with(16e9, num_hosts=3)
+    pipelines = pipelines_of(search.tables, [((0, 1), (2, 3)), ((0, 1), (2, 3), (4, 5))])
+    monkeypatch.setattr(rest, "MOST_LEFT", 3)
+    assert best_of_rest(search, pipelines, inf, 1e-3) == Checked(None, is_all=False)
+    assert search.plans.num_solved == 0
+
+
+def test_two_rounds_may_fit_where_four_do_not() -> None:
+    """They hold fewer parts of sums."""
+    workload = Workload.transformer(
+        num_layers=2, width=1024, num_heads=8, vocab_size=8000, seq_len=32
+    )
+    plans = searched_with(873e6, workload=workload).plans
+    two, four = (replace(FORMS[0], num_rounds=number) for number in (2, 4))
+    assert plans.of((0, 1), 1, 2, four, 1) is None
+    assert plans.of((0, 1), 1, 2, two, 1) is not None
+    assert plans.known_s(four, 2)[plans.looks_of((0, 1)), 1, 2] == inf
+
+
+def test_more_units_may_fit_where_their_inputs_are_smaller() -> None:
+    """A stage that begins or ends between large inputs needs more than one with more units."""
+    plain = WORKLOAD.kind_by_name["block"]
+    wide = replace(plain, name="wide", input_bytes=200 * plain.input_bytes)
+    _, *later = (unit for unit in WORKLOAD.units if unit.kind == "block")
+    units = [replace(each, kind="wide") if each in later else each for each in WORKLOAD.units]
+    workload = replace(WORKLOAD, kinds=(*WORKLOAD.kinds, wide), units=tuple(units))
+    plans = searched_with(4e9, workload=workload, per_host=1).plans
+    form = replace(FORMS[1], num_rounds=4)
+    assert plans.of((0,), 2, 3, form, 1) is None
+    known_s = plans.known_s(form, 1)[plans.looks_of((0,))]
+    assert known_s[2, 3] == inf
+    for first, stop in ((1, 3), (2, 4)):
+        assert plans.of((0,), first, stop, form, 1) is not None
+        assert known_s[first, stop] < inf
+
+
+@pytest.mark.parametrize("per_host", [1, 2])
+def test_the_bound_of_a_planned_stage_leaves_others_a_longer_end(per_host: int) -> None:
+    """Of equally long steps one may have shorter rounds: one device may store everything."""
+    search = searched_with(16e9, per_host=per_host)
+    plans, positions = search.plans, tuple(range(per_host))
+    form = replace(FORMS[1], num_rounds=2)
+    assert not any(plans.known_s(form, 1).strides)  # one number stands for all
+    found = plans.of(positions, 1, 3, form, 1)
+    assert found is not None
+    known_s = plans.known_s(form, 1)[plans.looks_of(positions), 1, 3]
+    part = with_units(search.setting, search.units[1:3])
+    device = part.profile.device(CARDS[3])
+    most_s = device.optimizer_seconds_per_element * part.workload.numel
+    most_s += CostModel(part).in_form(form).turns(unevenness=1.0).exposed_comm_s
+    step_s = 2 * found.times.round_s + found.times.once_s
+    assert 2 * known_s + most_s == pytest.approx((1 - COARSE.relative_gap) * step_s)
+    assert 0 < known_s < found.times.round_s
+
+
+def test_what_does_not_fit_on_hosts_is_no_proof() -> None:
+    """The search drops plans beyond their memory, and looks for no others."""
+    for host_bytes, least_s in ((None, inf), (2**20, 0.0)):
+        plans = searched_with(
+            0.3e9, host_bytes=host_bytes, demands=Demands(may_keep_inputs_on_host=True)
+        ).plans
+        assert plans.of((0,), 1, 2, FORMS[0], 1) is None
+        assert plans.known_s(FORMS[0], 1)[plans.looks_of((0,)), 1, 2] == least_s
 
 
 def unlike_cluster(random: Random, most: int = 2) -> Cluster:

@@ -1,6 +1,7 @@
 """Drawn clusters of few devices, with a small model and a batch.
 
 A seed draws the same in every process: kinds, hosts, regions, links, memory, batch and layers.
+Those below ``FIRST_SLOW`` have one speed inside all hosts.
 """
 
 import random
@@ -14,7 +15,9 @@ from shardhet.records.cluster import Cluster, DeviceSpec, Link, Node, built_in_k
 from shardhet.records.workload import Workload
 
 CARDS = ("NVIDIA A100-SXM4-40GB", "Tesla V100-SXM2-16GB", "NVIDIA GeForce RTX 3090", "Tesla T4")
-IN_HOST = Link(latency_s=1e-5, bandwidth_bytes_per_s=1.2e10)
+IN_HOST = 1.2e10  # bytes per second inside hosts
+FIRST_SLOW = 2000  # from this seed on, links inside hosts are drawn too
+IN_HOSTS = (1e9, 4e9, 1.2e10)
 BANDWIDTHS = (5e7, 2e8, 1e9, 4e9)  # between hosts, and between regions
 MEMORY_PARTS = (1.0, 1.0, 0.1, 0.05)  # of the cards'; with the last ones memory binds
 BATCHES = (2, 4, 6, 8, 12)
@@ -59,6 +62,8 @@ def drawn(seed: int, sizes: tuple[int, int] = (2, 6)) -> Instance:
     ends = [0, *sorted(draw.sample(range(1, number), num_hosts - 1)), number]
     part = draw.choice(MEMORY_PARTS)
     has_regions = num_hosts > 1 and draw.random() < 0.3
+    # Of its own, so that all else is drawn as before.
+    draw_in = random.Random(f"links in hosts {seed}")
     nodes = []
     for i, (first, stop) in enumerate(pairwise(ends)):
         devices = tuple(
@@ -70,7 +75,9 @@ def drawn(seed: int, sizes: tuple[int, int] = (2, 6)) -> Instance:
             for kind in sorted(kinds[first:stop])
         )
         region = f"region-{draw.randrange(2)}" if has_regions else ""
-        nodes.append(Node(host=f"host-{i}", link=IN_HOST, devices=devices, region=region))
+        in_host = draw_in.choice(IN_HOSTS) if seed >= FIRST_SLOW else IN_HOST
+        link = Link(latency_s=1e-5, bandwidth_bytes_per_s=in_host)
+        nodes.append(Node(host=f"host-{i}", link=link, devices=devices, region=region))
     between, far = (
         Link(latency_s=1e-4, bandwidth_bytes_per_s=draw.choice(BANDWIDTHS)) for _ in range(2)
     )

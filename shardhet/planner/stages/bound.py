@@ -67,8 +67,10 @@ class Speeds:
     _known_curves: dict[Positions, dict[str | None, dict[str, Floats]]] = field(
         default_factory=dict
     )
-    # Of gathers and of reductions, each of the units before one.
-    _known_transfers_s: dict[Positions, tuple[Floats, Floats]] = field(default_factory=dict)
+    # [1 + units] of the gather and of the reduction of each unit, by unevenness.
+    _known_transfers_s: dict[tuple[Positions, float], tuple[Floats, Floats]] = field(
+        default_factory=dict
+    )
     _known_balanced: dict[Stages, tuple[float, tuple[int, ...]]] = field(default_factory=dict)
     _known_links: dict[tuple[Positions, Positions], tuple[Link, int]] = field(
         default_factory=dict
@@ -167,43 +169,56 @@ class Speeds:
         rows = np.arange(len(numbers))
         return np.asarray(by_time[rows, order[rows, place]])
 
-    def transfers_s(self, positions: Positions, form: StepForm) -> Floats:
-        """Seconds of gathers and reductions in all rounds of a step, by first unit and stop.
+    def overlapped_s(self, positions: Positions, form: StepForm) -> Floats:
+        """Seconds of transfers beside turns in all rounds at least, by first unit and stop.
 
         Of units that are gathered for every use, the last of a round stays for backward, and
-        the first for the next round.
+        the first for the next round.  ``exposed_s`` has what no turn is beside.
         """
-        gathers_s, reductions_s = self.gathers_and_reductions_s(positions)
+        gathers_s, reductions_s = self.gathers_and_reductions_s(positions, unevenness=0.0)
+        gather_s, reduction_s = self._transfers_s(positions, 0.0)
         if form.reshard_after_backward:
-            each_s = np.diff(self._of_transfers_s(positions)[0], append=0.0)
-            stay_s = each_s[:, None] + np.roll(each_s, 1)[None]
-            gathers_s = form.num_rounds * (2 * gathers_s - stay_s)
-        return gathers_s + reductions_s * (form.num_rounds if form.reduce_each_round else 1)
+            stay_s = gather_s[:, None] + np.roll(gather_s, 1)[None]
+            beside_s = form.num_rounds * (2 * gathers_s - stay_s)
+        else:
+            beside_s = gathers_s - gather_s[:, None]
+        number = form.num_rounds if form.reduce_each_round else 1
+        return np.maximum(0.0, beside_s + number * reductions_s - reduction_s[:, None])
 
-    def gathers_and_reductions_s(self, positions: Positions) -> tuple[Floats, Floats]:
+    def exposed_s(self, positions: Positions) -> Floats:
+        """[1 + units] seconds of transfers that overlap nothing, at least, by first unit.
+
+        They are its first gather and its last reduction: once a step, whatever its form.
+        """
+        gather_s, reduction_s = self._transfers_s(positions, 0.0)
+        return gather_s + reduction_s
+
+    def gathers_and_reductions_s(
+        self, positions: Positions, *, unevenness: float
+    ) -> tuple[Floats, Floats]:
         """Seconds in which some devices gather units once, and reduce them once.
 
-        Both are by first unit and stop.
+        Both are by first unit and stop.  They are least with an ``unevenness`` of 0.
         """
-        gathers_s, reductions_s = self._of_transfers_s(positions)
-        return (
-            gathers_s[None] - gathers_s[:, None],
-            reductions_s[None] - reductions_s[:, None],
-        )
+        before_s = [
+            np.append(0.0, np.cumsum(each_s[:-1]))
+            for each_s in self._transfers_s(positions, unevenness)
+        ]
+        gathers_s, reductions_s = (each_s[None] - each_s[:, None] for each_s in before_s)
+        return gathers_s, reductions_s
 
-    def _of_transfers_s(self, positions: Positions) -> tuple[Floats, Floats]:
-        if positions not in self._known_transfers_s:
+    def _transfers_s(self, positions: Positions, unevenness: float) -> tuple[Floats, Floats]:
+        """[1 + units] seconds of the gather and of the reduction of each, and 0.0."""
+        key = positions, unevenness
+        if key not in self._known_transfers_s:
             prices = TurnPrices(self.smaller(positions))
-            kind_of = self.setting.workload.kind_by_name
+            kinds = [self.setting.workload.kind_of(unit) for unit in self.units]
             gathers_s, reductions_s = (
-                {unit.kind: price(prices, kind_of[unit.kind], 1.0) for unit in self.units}
+                np.array([*(price(prices, kind, unevenness) for kind in kinds), 0.0])
                 for price in (gather_s, reduce_s)
             )
-            self._known_transfers_s[positions] = (
-                np.cumsum([0.0, *(gathers_s[unit.kind] for unit in self.units)]),
-                np.cumsum([0.0, *(reductions_s[unit.kind] for unit in self.units)]),
-            )
-        return self._known_transfers_s[positions]
+            self._known_transfers_s[key] = gathers_s, reductions_s
+        return self._known_transfers_s[key]
 
     def balanced_cuts(self, stages: Stages) -> tuple[int, ...]:
         """Cuts with which stages compute about equally long."""

@@ -98,11 +98,15 @@ class Expected:
         """No step is faster in which all devices of these stages take part."""
         number, units = trial.form.num_rounds, self.tables.speeds.units
         size = self.tables.speeds.global_batch_size // number
+        bounds = pairwise((0, *trial.cuts, len(units)))
+        parts = list(zip(stages, bounds, strict=True))  # with first unit and stop
         rounds_s = [
-            float(self.tables.least_round_s(positions, trial.form)[bounds])
-            for positions, bounds in zip(
-                stages, pairwise((0, *trial.cuts, len(units))), strict=True
-            )
+            float(self.tables.least_round_s(positions, trial.form)[part])
+            for positions, part in parts
+        ]
+        onces_s = [
+            float(self.tables.speeds.exposed_s(positions)[first])
+            for positions, (first, _) in parts
         ]
         kind_of = self.tables.speeds.setting.workload.kind_of
         hops_s = [
@@ -110,7 +114,7 @@ class Expected:
             for each, cut in zip(pairwise(stages), trial.cuts, strict=True)
         ]
         held = None if whatever_in_flight else trial.in_flight(len(stages))
-        return least_step_s(rounds_s, [0.0] * len(stages), hops_s, number, held, max)
+        return least_step_s(rounds_s, onces_s, hops_s, number, held, max)
 
     def start_rounds(self, num_stages: int) -> list[int]:
         """About as many as keep stages busy."""

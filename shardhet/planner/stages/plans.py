@@ -15,10 +15,12 @@ from shardhet.planner.search.search import Effort
 from shardhet.planner.stages.bound import Floats
 from shardhet.planner.stages.groups import Positions
 from shardhet.planner.stages.solution import StageSolution
-from shardhet.pricing.hosts import part_of_hosts
+from shardhet.pricing.cost import CostModel
+from shardhet.pricing.hosts import HostPart, part_of_hosts
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster
 from shardhet.records.schedule import StepForm
+from shardhet.records.schedule.held import MAX_ROUNDS
 from shardhet.records.workload import Unit
 from shardhet.simulator.pipeline import StageTimes, handed_on_bytes
 from shardhet.simulator.stages import with_units
@@ -41,9 +43,10 @@ class StagePlans:
     _alone: list[bool] = field(default_factory=list)  # whether it is a single device, by look
     _found: dict[tuple[object, ...], StageSolution | None] = field(default_factory=dict)
     # Of forms and rounds in flight, [looks, 1 + units, 1 + units] by first unit and stop:
-    # seconds of a round at least; inf where nothing fits.
-    _known_s: dict[tuple[StepForm, int], Floats] = field(default_factory=dict)
+    # seconds of a round at least; inf where nothing fits; None where nothing is known.
+    _known_s: dict[tuple[StepForm, int], Floats | None] = field(default_factory=dict)
     _places: dict[tuple[object, ...], list[tuple[int, int]]] = field(default_factory=dict)
+    _wider: dict[tuple[object, ...], NDArray[np.bool_]] = field(default_factory=dict)
 
     def setting_of(self, positions: Positions) -> Setting:
         """The setting of some devices."""
@@ -62,15 +65,11 @@ class StagePlans:
         key = (looks, units, form, in_flight)
         if key not in self._found:
             found = self._found[key] = self.solved(positions, first, stop, form, in_flight)
-            round_s = inf
-            if found is not None:
-                round_s = (1 - COARSE.relative_gap) * found.times.round_s
-            self.known_s(form, in_flight)
-            for other, held in list(self._known_s):
-                if held >= in_flight and other.num_rounds <= form.num_rounds:
-                    least_s = float(_needed_s(round_s, self._alone[looks], form, other))
-                    for place in self._alike(units) if least_s else ():
-                        self._raise(self.known_s(other, held)[looks], *place, least_s)
+            if self._is_proven(positions):
+                round_s = inf
+                if found is not None:
+                    round_s = self._least_round_s(found, first, stop, form)
+                self._note(positions, units, form, in_flight, round_s)
         return self._found[key]
 
     @property
@@ -82,6 +81,78 @@ class StagePlans:
         """What distinguishes some units from others, for the planner."""
         after = self.units[stop].kind if stop < len(self.units) else None
         return tuple(unit.kind for unit in self.units[first:stop]), first > 0, after
+
+    def _is_proven(self, positions: Positions) -> bool:
+        """Whether no plan is better than the one found: not where hosts may be too small.
+
+        Plans with inputs beyond their memory are dropped, and others not looked for.
+        """
+        nodes = self.setting_of(positions).cluster.nodes
+        states_memory = any(node.host_memory_bytes is not None for node in nodes)
+        return not (self.demands.may_keep_inputs_on_host and states_memory)
+
+    def _least_round_s(
+        self, found: StageSolution, first: int, stop: int, form: StepForm
+    ) -> float:
+        """Seconds of a round of any plan for a stage of which the best was found.
+
+        No step is shorter, but less of one may be rounds: the rest is at most the optimizer of
+        a device that stores everything, and transfers that it sends to all others.
+        """
+        setting = self.setting_of(found.positions)
+        part = with_units(setting, self.units[first:stop])
+        prices, cluster = CostModel(part).in_form(form), setting.cluster
+        most_s = prices.beside(unevenness=float(cluster.world_size)).exposed_s
+        per_element_s = [
+            setting.profile.device(each.kind).optimizer_seconds_per_element
+            for each in cluster.devices
+        ]
+        if self.demands.may_keep_optimizer_on_host:
+            per_element_s += [
+                prices.host_seconds_per_numel(
+                    HostPart.of(node, len(node.devices)), hides_copies=False
+                )
+                for node in cluster.nodes
+            ]
+        most_s += max(per_element_s) * part.workload.numel
+        times, number = found.times, form.num_rounds
+        step_s = number * times.round_s + times.once_s
+        return max(0.0, ((1 - COARSE.relative_gap) * step_s - most_s) / number)
+
+    def _note(
+        self,
+        positions: Positions,
+        units: tuple[object, ...],
+        form: StepForm,
+        in_flight: int,
+        round_s: float,
+    ) -> None:
+        """Note what such a stage needs, which all need that hold its units and more."""
+        looks, wider = self.looks_of(positions), self._wider_than(positions, units)
+        self.known_s(form, in_flight)
+        for other, held in list(self._known_s):
+            if held >= in_flight and other.num_rounds <= form.num_rounds:
+                least_s = float(_needed_s(round_s, self._alone[looks], form, other))
+                if least_s:
+                    known_s = self.known_s(other, held)
+                    if self._known_s[other, held] is None:
+                        known_s = self._known_s[other, held] = known_s.copy()
+                    known_s[looks][wider] = np.maximum(known_s[looks][wider], least_s)
+
+    def _wider_than(self, positions: Positions, units: tuple[object, ...]) -> NDArray[np.bool_]:
+        """[1 + units, 1 + units] the stages that hold as much as one of such units, or more.
+
+        At an end where that one has messages, which take memory, they have no smaller ones.
+        """
+        if units not in self._wider:
+            workload, number = self.setting_of(positions).workload, len(self.units)
+            sent = [handed_on_bytes(workload, unit) for unit in (*self.units, None)]
+            found = self._wider[units] = np.zeros((1 + number, 1 + number), dtype=bool)
+            for first, stop in self._alike(units):
+                firsts = [i for i in range(first > 0, first + 1) if sent[i] >= sent[first]]
+                stops = [i for i in range(stop, max(number, stop + 1)) if sent[i] >= sent[stop]]
+                found[np.ix_(firsts, stops)] = True
+        return self._wider[units]
 
     def _alike(self, units: tuple[object, ...]) -> list[tuple[int, int]]:
         """First unit and stop of all such units."""
@@ -150,32 +221,36 @@ class StagePlans:
     def known_s(self, form: StepForm, in_flight: int) -> Floats:
         """[looks, 1 + units, 1 + units] seconds of a round at least, of what was planned.
 
-        A stage needs as many as one of fewer of its units, or with less in flight.  At an end
-        where that one has messages, which take memory, the stage has them too.  What is known
-        of other forms counts as well.
+        A stage needs as many as one of fewer of its units, or with less in flight.  What is
+        known of other forms counts as well.
         """
         key, num_looks = (form, in_flight), len(self._number_by_look)
         if key not in self._known_s:
+            self._known_s[key] = self._known_of_others_s(form, in_flight)
+        found_s = self._known_s[key]
+        if found_s is None:
             size = 1 + len(self.units)
-            found_s = np.zeros((num_looks, size, size))
-            for (other, held), known_s in self._known_s.items():
-                is_near = other.num_rounds == form.num_rounds or other.is_like(form)
-                if is_near and held <= in_flight:
-                    part_s = found_s[: len(known_s)]
-                    alone = np.array(self._alone[: len(known_s)])[:, None, None]
-                    needed_s = _needed_s(known_s, alone, other, form)
-                    np.maximum(part_s, needed_s, out=part_s)
-            self._known_s[key] = found_s
-        elif (missing := num_looks - len(self._known_s[key])) > 0:
-            padding = ((0, missing), (0, 0), (0, 0))
-            self._known_s[key] = np.pad(self._known_s[key], padding)
-        return self._known_s[key]
+            return np.broadcast_to(0.0, (num_looks, size, size))
+        if (missing := num_looks - len(found_s)) > 0:
+            found_s = self._known_s[key] = np.pad(found_s, ((0, missing), (0, 0), (0, 0)))
+        return found_s
 
-    def _raise(self, known_s: Floats, first: int, stop: int, round_s: float) -> None:
-        """Note what some units need, which all stages need that have these and more."""
-        most = stop == len(self.units)
-        part_s = known_s[first > 0 : first + 1, stop : len(self.units) + most]
-        np.maximum(part_s, round_s, out=part_s)
+    def _known_of_others_s(self, form: StepForm, in_flight: int) -> Floats | None:
+        """The same from what is known of other forms and of less in flight; None if nothing."""
+        found_s: Floats | None = None
+        for (other, held), known_s in self._known_s.items():
+            is_near = other.num_rounds == form.num_rounds or other.is_like(form)
+            if known_s is None or not is_near or held > in_flight:
+                continue
+            alone = np.array(self._alone[: len(known_s)])[:, None, None]
+            needed_s = _needed_s(known_s, alone, other, form)
+            if needed_s.any():
+                if found_s is None:
+                    shape = len(self._number_by_look), *known_s.shape[1:]
+                    found_s = np.zeros(shape)
+                part_s = found_s[: len(known_s)]
+                np.maximum(part_s, needed_s, out=part_s)
+        return found_s
 
 
 def _needed_s(
@@ -185,7 +260,7 @@ def _needed_s(
 
     One device has no transfers: it takes as long in any form in which its units fit.  What
     does not fit, neither does where units stay gathered, or where rounds have more samples;
-    but of one round no sums are kept.
+    but of one round no sums are kept, and of two that are reduced each fewer than of more.
     """
     number, gathered_later = other.num_rounds, not other.reshard_after_forward
     is_alike = np.logical_or(alone, form.reduce_each_round == other.reduce_each_round)
@@ -195,6 +270,7 @@ def _needed_s(
         same = np.logical_or(alone, form.is_like(other))
         never_s = np.where(np.isinf(round_s) & is_alike, inf, 0.0)
         return np.where(same, round_s, never_s)
-    if 1 < number < form.num_rounds:
+    reduces_each = form.reduce_each_round or other.reduce_each_round
+    if (MAX_ROUNDS if reduces_each else 2) <= number < form.num_rounds:
         return np.where(np.isinf(round_s) & is_alike, inf, 0.0)
     return np.zeros_like(round_s)

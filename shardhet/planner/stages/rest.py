@@ -7,6 +7,7 @@ pipelines are left, or too many stages would have to be planned.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import inf
 from typing import Protocol
 
@@ -58,9 +59,11 @@ def best_of_rest(
 ) -> Checked:
     """The fastest pipeline, if it takes less than ``at_most_s``."""
     rest = _Rest(search, at_most_s, least_gain, search.plans.num_solved + MOST_PLANNED)
-    left = [each for some in pipelines for each in rest.left_of(some)]
-    if sum(len(each.order) for each in left) > MOST_LEFT:
-        return Checked(None, is_all=False)
+    left: list[_Left] = []
+    for each in chain.from_iterable(map(rest.left_of, pipelines)):
+        left.append(each)
+        if sum(len(each.order) for each in left) > MOST_LEFT:
+            return Checked(None, is_all=False)
     # While none is known that fits, those that need the least memory come first.
     fits = at_most_s < inf
     left.sort(key=lambda each: each.least_s if fits else -each.num_rounds)
@@ -97,14 +100,17 @@ class _Rest:
     best: tuple[float, Trial, Stages] | None = None
 
     def left_of(self, pipelines: Pipelines) -> Iterator[_Left]:
-        """Those that may be faster, by rounds."""
+        """Those that may be faster, by rounds; of more than ``MOST_LEFT``, some."""
         for number in self.search.rounds:
             found: list[tuple[Ints, Ints]] = []
-            least_s = inf
+            least_s, number_found = inf, 0
             for some, each_s in pipelines.all_least_s(replace(FORMS[-1], num_rounds=number)):
                 order, cut = np.nonzero(each_s < self.at_most_s)
                 found.append((some[order], cut))
                 least_s = min(least_s, float(each_s.min()))
+                number_found += len(order)
+                if number_found > MOST_LEFT:
+                    break
             orders, cuts = (np.concatenate(each) for each in zip(*found, strict=True))
             if len(orders):
                 yield _Left(pipelines, number, orders, cuts, least_s)

@@ -33,13 +33,16 @@ class Tables:
     _least_s: dict[tuple[Positions, StepForm], Floats] = field(default_factory=dict)
 
     def least_round_s(self, positions: Positions, form: StepForm) -> Floats:
-        """Seconds of a round at least, if all these devices take part: compute or transfers."""
+        """Seconds of a round at least, if all these devices take part: compute or transfers.
+
+        The transfers that overlap nothing are none of a round's (``Speeds.exposed_s``).
+        """
         key = positions, form
         if key not in self._least_s:
             size = self.speeds.global_batch_size // form.num_rounds
             longer_s = np.maximum(
                 self.speeds.rounds_s(positions, size),
-                self.speeds.transfers_s(positions, form) / form.num_rounds,
+                self.speeds.overlapped_s(positions, form) / form.num_rounds,
             )
             self._least_s[key] = np.where(self._fit(positions), longer_s, inf)
         return self._least_s[key]
@@ -52,7 +55,7 @@ class Tables:
         """
         size = self.speeds.global_batch_size // num_rounds
         compute_s = self.speeds.rounds_s(positions, size)
-        transfers_s = self.speeds.gathers_and_reductions_s(positions)
+        transfers_s = self.speeds.gathers_and_reductions_s(positions, unevenness=1.0)
         both_s = FORWARD_PART * compute_s, (1 - FORWARD_PART) * compute_s
         found = [
             own_s + np.maximum(0.0, waited_s - own_s) / num_rounds
@@ -151,9 +154,12 @@ class Pipelines:
     ) -> Floats:
         """Seconds of a step at least, given those of a round of each stage."""
         hops_s = self.hops_s(num_rounds, order, cut)
-        nothing = [0.0] * self.num_stages
+        exposed_s = np.array([self.tables.speeds.exposed_s(each) for each in self.groups])
+        onces_s = [
+            exposed_s[self.places[order, i], self.first[cut, i]] for i in range(self.num_stages)
+        ]
         return np.asarray(
-            least_step_s(rounds_s, nothing, hops_s, num_rounds, in_flight, np.maximum)
+            least_step_s(rounds_s, onces_s, hops_s, num_rounds, in_flight, np.maximum)
         )
 
     def about_s(
