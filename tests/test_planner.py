@@ -20,7 +20,8 @@ from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
 from shardhet.records.plan import EVERY_UNIT, Plan, RankPlan
-from shardhet.records.profiles import Profile
+from shardhet.records.profiles import DeviceProfile, Profile, Timing
+from shardhet.records.schedule import StepForm
 from shardhet.records.workload import Workload
 from tests.made_up import collectives, device_profile
 from tests.selection import one_in
@@ -65,6 +66,52 @@ def random_case(seed: int) -> tuple[Cluster, Profile, int]:
     cluster = Cluster(nodes=(Node(host="a", devices=tuple(devices)),))
     profile = Profile(devices=tuple(profiles), collectives=links)
     return cluster, profile, int(rng.integers(4, 40))
+
+
+@pytest.mark.parametrize("batch", [6, 7])
+def test_even_batches_are_even_over_all_rounds_where_they_can_be(batch: int) -> None:
+    cluster, profile, _ = random_case(12)
+    setting, even_ones = Setting(cluster, WORKLOAD, profile), Demands(has_even_batches=True)
+    assert cluster.world_size == 3
+    best = solve(setting, global_batch_size=batch, demands=even_ones)
+    for number in range(1, batch + 1):
+        gathers = {"reshard_after_forward": False, "reshard_after_backward": False}
+        form = StepForm(num_rounds=number, **gathers)
+        demands = replace(even_ones, form=form)
+        try:
+            plan = solve(setting, global_batch_size=batch, demands=demands)
+        except PlanError:
+            continue
+        totals = [sum(plan.plan.ranks[i].microbatch_sizes) for i in range(3)]
+        assert batch % 3 or len(set(totals)) == 1
+        if BatchRounds(number, batch).are_equal:
+            assert best.lower_bound_s <= plan.predicted.step_time_s
+
+
+def test_even_batches_that_rounds_would_make_uneven_are_refused() -> None:
+    cluster, profile, _ = random_case(12)
+    demands = Demands(has_even_batches=True, form=StepForm(num_rounds=2))
+    with pytest.raises(PlanError, match="15 cannot be cut into 2 rounds"):
+        solve(Setting(cluster, WORKLOAD, profile), global_batch_size=15, demands=demands)
+
+
+def test_a_phase_may_take_no_time(recwarn: pytest.WarningsRecorder) -> None:
+    cluster, profile, batch = random_case(3)
+
+    def without_backward(device: DeviceProfile) -> DeviceProfile:
+        units = tuple(
+            replace(u, points=tuple(replace(p, backward=Timing.single(0.0)) for p in u.points))
+            if u.unit_kind == "embedding"
+            else u
+            for u in device.units
+        )
+        return replace(device, units=units)
+
+    profile = replace(profile, devices=tuple(map(without_backward, profile.devices)))
+    setting = Setting(cluster, WORKLOAD, profile)
+    found = solve(setting, global_batch_size=batch)
+    assert found.lower_bound_s <= found.predicted.step_time_s
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize("seed", one_in(6, range(12)))

@@ -1,5 +1,7 @@
 """The search finds what exhaustive search finds, and its bound is true where it stops early."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -102,6 +104,15 @@ def test_the_search_equals_brute_force_where_devices_recompute_different_parts()
         _, first_s, _, last_s = found.value.phases_s
         num_partial += first_s > last_s * (1 + 1e-9)
     assert num_partial > 5
+
+
+def test_choices_of_many_devices_are_not_listed() -> None:
+    fixed = Group(2000, np.array([1]), np.array([[1.0]]), np.array([9.0]), 1.0)
+    free = Group(3, np.array([2, 1]), np.array([[2.0, 1.0]]), np.array([3.0, 4.0]), 1.0)
+    problem = Problem((fixed, free.sorted()[0]), 2004, 5.0)
+    assert not are_few(problem, DEFAULT_EFFORT.most_choices)
+    assert search(problem).relative_gap <= 1e-9
+    assert are_few(replace(problem, groups=problem.groups[1:]), DEFAULT_EFFORT.most_choices)
 
 
 def test_no_choice_has_a_phase_below_the_least_that_speeds_allow() -> None:

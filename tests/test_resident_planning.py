@@ -34,15 +34,17 @@ def adapted(kind: UnitKind) -> UnitKind:
     return replace(kind, param_shapes=shapes, frozen_params=frozen)
 
 
-def workload() -> Workload:
+def workload(seq_len: int = 512) -> Workload:
     plain = Workload.transformer(
-        num_layers=NUM_LAYERS, width=1024, num_heads=8, vocab_size=4000, seq_len=512,
+        num_layers=NUM_LAYERS, width=1024, num_heads=8, vocab_size=4000, seq_len=seq_len,
         param_dtype="bfloat16", state_bytes_per_element=2.5,
     )  # fmt: skip
     return replace(plain, kinds=tuple(map(adapted, plain.kinds)))
 
 
-def setting(memory_bytes: Sequence[float], bytes_per_s: float = 0.1e9) -> Setting:
+def setting(
+    memory_bytes: Sequence[float], bytes_per_s: float = 0.1e9, seq_len: int = 512
+) -> Setting:
     """One host for each device, joined by a cable."""
     nodes = [
         {
@@ -54,7 +56,8 @@ def setting(memory_bytes: Sequence[float], bytes_per_s: float = 0.1e9) -> Settin
     cable = {"latency_s": 3e-5, "bandwidth_bytes_per_s": bytes_per_s}
     document = {"version": 1, "nodes": nodes, "between_nodes": cable}
     cluster = Cluster.from_document(document, source="test")
-    return Setting(cluster, workload(), derive_profile(cluster, workload()))
+    model = workload(seq_len)
+    return Setting(cluster, model, derive_profile(cluster, model))
 
 
 def frozen_bytes(setting: Setting, fqns: Sequence[str]) -> int:
@@ -118,6 +121,17 @@ def test_the_planner_keeps_what_the_smallest_computing_card_has_room_for() -> No
         assert set(plan.resident_units) <= {*frozen, "*"}
     assert found[4.0] == NUM_LAYERS + 2
     assert [*found.values()] == [0, 2, 4, 6], found
+
+
+def test_no_bound_is_of_microbatches_that_fit_beside_all_frozen_weights() -> None:
+    here = setting([0.752 * GIB] * 4, 20e9, seq_len=64)
+    demands = Demands(max_rounds=1)
+    without = replace(demands, may_keep_frozen_weights=False)
+    found, plain = (
+        solve(here, global_batch_size=64, demands=each) for each in (demands, without)
+    )
+    assert found.predicted.step_time_s <= plain.predicted.step_time_s
+    assert found.lower_bound_s <= plain.predicted.step_time_s
 
 
 def test_plans_without_frozen_weights_are_as_before() -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
 
+from shardhet.planner.candidates.candidates import LeastCompute
 from shardhet.planner.forms import BatchRounds, neighbours, rounds_of
 from shardhet.planner.idle import active_positions, with_idle
 from shardhet.planner.preference import TOLERANCE, preferred, preferred_to_idle
@@ -141,7 +142,7 @@ def _solve(asked: "_Asked", tolerance: float | None) -> PlanSolution:
     """``solve``, of demands that were checked."""
     met = _Met(tolerance or 0.0)
     for task in (*asked.of_demanded_form(), *asked.of_near()):
-        met.search(task)
+        met.search(task, 0.0 if task.rounds.are_equal else asked.bound_s(task))
     for i, task in enumerate(asked.of_one_round()):
         spared = spared_s(task.model)
         if i and met.best is not None and spared <= NO_GAIN * met.best_s:
@@ -153,10 +154,16 @@ def _solve(asked: "_Asked", tolerance: float | None) -> PlanSolution:
     if demands.form is None and (has_rounds or len(asked.prices) > 1):
         _search_rest(asked, met)
     if met.best is None:
-        assert met.missed is not None
+        if met.missed is None:  # nothing was looked at
+            assert demands.form is not None
+            raise PlanError(
+                f"plan: a batch of {asked.global_batch_size} cannot be cut into "
+                f"{demands.form.num_rounds} rounds as demanded. Demand another number, or "
+                "batches of devices that are multiples of it."
+            )
         met.missed.lower_bound_s = min(met.bounds_s + met.unproven_s)
         raise met.missed
-    bound_s = min(met.best_s, *met.bounds_s)
+    bound_s = min(met.best_s, *(met.bounds_s or met.unproven_s))
     best = replace(met.best, lower_bound_s=bound_s)
     fewer = _of_part(asked, active_positions(best), tolerance)
     if fewer is not None and (fewer.fastest_s or fewer.predicted.step_time_s) <= met.best_s:
@@ -172,8 +179,10 @@ def _search_rest(asked: "_Asked", met: "_Met") -> None:
     least_s, compute = endless_memory_bound_s(asked.of_endless_memory())
     several = (task for task in asked.of_several_rounds() if not asked.is_near(task))
     rest = [*asked.of_fewer_residents(), *several]
+    if asked.deals_differ:
+        least_s = 0.0
     trials = [
-        (max(least_s, least_step_of_rounds_s(task.model, task.rounds, compute)), order, task)
+        (max(least_s, asked.bound_s(task, compute)), order, task)
         for order, task in enumerate(rest)
     ]
     trials.sort(key=lambda each: each[:2])
@@ -205,7 +214,7 @@ class _Asked:
         form = self.demands.form
         if form is not None:
             rounds = BatchRounds(form.num_rounds, self.global_batch_size)
-            for prices in self.prices:
+            for prices in self.prices if rounds.has_last else ():
                 yield from self._tasks(prices, rounds, form)
 
     def of_near(self) -> Iterator[FormTask]:
@@ -249,6 +258,20 @@ class _Asked:
                     or (rounds.number in beside and task.model.form.is_like(near))
                 ):
                     yield task
+
+    @property
+    def deals_differ(self) -> bool:
+        """Whether devices have other batches in a step of more rounds: even ones cannot be
+        dealt out exactly, and the first devices get more in every round.
+        """
+        is_rest = self.global_batch_size % self.setting.cluster.world_size
+        return self.demands.has_even_batches and bool(is_rest)
+
+    def bound_s(self, task: FormTask, compute: LeastCompute | None = None) -> float:
+        """No step of the task is shorter; ``compute`` is that of plans of one round."""
+        if compute is None or self.deals_differ:
+            compute = task.builder().least_compute()
+        return least_step_of_rounds_s(task.model, task.rounds, compute)
 
     def of_endless_memory(self) -> FormTask:
         """Plans of one round that need not fit: none of several rounds is faster."""
@@ -335,8 +358,13 @@ def _priced(setting: Setting, demands: Demands) -> tuple[CostModel, ...]:
 
 
 def _is_exact(task: FormTask) -> bool:
-    """Whether no plan is faster than the search says of its candidates."""
-    return task.rounds.are_equal and not depends_on_shares(task.model)
+    """Whether no plan is faster than the search says of its candidates.
+
+    With hosts, they are priced as if all devices of a host copied at once.
+    """
+    demands = task.demands
+    on_hosts = demands.may_keep_inputs_on_host or demands.may_keep_optimizer_on_host
+    return task.rounds.are_equal and not on_hosts and not depends_on_shares(task.model)
 
 
 def _check_size(setting: Setting) -> None:
@@ -381,7 +409,7 @@ def least_step_s(
     least = replace(tasks[0], model=prices[-1].in_form(tasks[0].model.form))
     compute = least.builder().least_compute()
     bounded = [
-        (task.model.form != near, least_step_of_rounds_s(task.model, task.rounds, compute), i)
+        (task.model.form != near, asked.bound_s(task, compute), i)
         for i, task in enumerate(tasks)
     ]
     for _, bound_s, i in sorted(bounded):

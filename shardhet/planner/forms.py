@@ -36,6 +36,11 @@ class BatchRounds:
         return self.number * self.round_size == self.global_batch_size
 
     @property
+    def has_last(self) -> bool:
+        """Whether the last has samples; else fewer rounds hold the batch."""
+        return (self.number - 1) * self.round_size < self.global_batch_size
+
+    @property
     def last_size(self) -> int | None:
         """Samples of the last round; None if it has as many as the others."""
         if self.are_equal:
@@ -70,8 +75,7 @@ def rounds_of(global_batch_size: int, max_rounds: int | None = None) -> list[Bat
     found = [BatchRounds(1, global_batch_size)]
     for number in _divisors_and_small(global_batch_size, most):
         each = BatchRounds(number, global_batch_size)
-        has_last = (number - 1) * each.round_size < global_batch_size  # else fewer do
-        if has_last and each.round_size <= MOST_SAMPLES:
+        if each.has_last and each.round_size <= MOST_SAMPLES:
             found.append(each)
     return found
 

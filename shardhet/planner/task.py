@@ -317,10 +317,9 @@ def least_step_of_rounds_s(
     for i, (number, comm_s) in enumerate(zip(beside.num_rounds, beside.comm_s, strict=True)):
         size = rounds.last_size if i == last and rounds.last_size else rounds.round_size
         part = number * size / rounds.global_batch_size
-        slowed_s = part * unit_s + compute.overlap_excess * comm_s  # [classes, 2]
-        by_phase_s += float(np.maximum(slowed_s, comm_s).sum())
-        all_s = float(comm_s.sum())
-        together_s += max(part * compute.whole_s + compute.overlap_excess * all_s, all_s)
+        excess_s = compute.overlap_excess * comm_s * (unit_s > 0)  # [classes, 2]
+        by_phase_s += float(np.maximum(part * unit_s + excess_s, comm_s).sum())
+        together_s += max(part * compute.whole_s + float(excess_s.sum()), float(comm_s.sum()))
     return beside.exposed_s + model.overhead_s + max(together_s, by_phase_s)
 
 

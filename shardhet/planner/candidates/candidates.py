@@ -147,14 +147,16 @@ class TableBuilder:
     def least_compute(self) -> LeastCompute:
         """What the batch takes at least."""
         kinds = {device.kind for device in self.model.cluster.devices}
-        number = [times.count * times.num_members for times in self._groups]
-        size = self.rounds.global_batch_size
+        number = np.array([[times.count * times.num_members] for times in self._groups])
+        with np.errstate(divide="ignore"):  # a phase may take no time
+            unit_s = {
+                name: self.rounds.global_batch_size
+                / (number / [each.unit_s[name] for each in self._groups]).sum(axis=0)
+                for name in self._groups[0].unit_s
+            }
         return LeastCompute(
             whole_s=self.all_compute_s,
-            unit_s={
-                name: size / np.dot(number, [1 / each.unit_s[name] for each in self._groups])
-                for name in self._groups[0].unit_s
-            },
+            unit_s=unit_s,
             overlap_excess=min(
                 self.model.profile.device(kind).overlap_excess for kind in kinds
             ),

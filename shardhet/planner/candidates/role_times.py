@@ -1,7 +1,7 @@
 """Seconds and bytes of one kind of device under one set of limits."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from typing import NamedTuple
@@ -80,7 +80,7 @@ class Terms:
         """The largest size to consider: what fits if everything is recomputed."""
         model = self.model
         if self.has_endless_memory:  # but no larger microbatches than in any form
-            model = model.in_form(StepForm())
+            model = replace(model, resident_units=()).in_form(StepForm())
         limits = (self.max_microbatch_size, role.limits.max_microbatch_size)
         stated = [each for each in limits if each is not None]
         sizes = np.arange(1, 1 + min(self.rounds.round_size, MAX_MICROBATCH_SIZE, *stated))

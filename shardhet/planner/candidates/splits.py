@@ -26,7 +26,7 @@ from shardhet.planner.problem.problem import Bools, Floats, Ints
 
 LEAST_GAIN = 1e-9  # of compute, for which microbatches may be unlike each other
 MAX_BATCH = 2048  # beyond, only splits into microbatches that are alike but the last
-MOST_KEPT = 2**13  # splits tried; of more, seconds are not kept
+MOST_KEPT = 2**15  # seconds of splits tried; more are not kept
 LEAST_MIXED_SIZE = 16  # microbatches of at least so many samples are mixed as is fastest
 
 
@@ -197,7 +197,8 @@ def worth_trying(
     than one with smaller microbatches.  Steps of other forms try the same, so few are kept.
     """
     asked = (splits, tuple(curves_s), batches, needs_more_if_larger)
-    if len(batches) * len(splits.largest) > MOST_KEPT:
+    numbers = len(batches) * len(splits.largest) * sum(map(len, curves_s))
+    if numbers > MOST_KEPT or isinstance(splits, LeastSplits):
         return _worth_trying(*asked)
     key = (splits, *(each.tobytes() for each in curves_s), batches.tobytes(), asked[-1])
     return _kept_tried(_Keyed(key, asked))

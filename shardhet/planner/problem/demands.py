@@ -121,6 +121,9 @@ class Demands:
     def of_round(self, rounds: BatchRounds, world_size: int) -> "Demands | None":
         """The demands on each of these rounds; None if batches cannot be cut into so many."""
         if self.has_even_batches:
+            could_be_even = not rounds.global_batch_size % world_size
+            if could_be_even and rounds.round_size % world_size:
+                return None  # the first devices would compute more than the others
             return self._with_batches(rounds.round_size, world_size)
         stated = self._stated("rank_batch_size")
         if rounds.number == 1 or not stated:

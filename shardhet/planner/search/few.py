@@ -10,6 +10,7 @@ from math import comb, inf
 import numpy as np
 
 from shardhet.planner.problem.problem import Choice, Floats, Ints, Problem
+from shardhet.planner.search.exact import FEW_DEVICES
 from shardhet.planner.search.incumbent import NUM_RUNNERS_UP, Choices, Incumbent
 
 MOST_LISTED = 2**15  # devices of all multisets of a group of more than two
@@ -17,8 +18,12 @@ AT_ONCE = 2**12  # choices whose optimizer is timed
 
 
 def are_few(problem: Problem, most: int) -> bool:
-    """Whether there are at most so many choices before the batch is met."""
-    number = 1
+    """Whether there are few devices, and at most so many parts of choices before the batch is
+    met.
+    """
+    if problem.counts.sum() > FEW_DEVICES:
+        return False
+    number = len(problem.groups)
     for group in problem.groups:
         of_group = comb(len(group.batch) + group.count - 1, group.count)
         if group.count > 2 and of_group * group.count > MOST_LISTED:

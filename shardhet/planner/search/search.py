@@ -50,7 +50,7 @@ class Effort:
     relative_gap: float = 0.0  # the search stops once it is this small
     max_scanned: float = 4e9  # candidates looked at by the oracle
     max_exact_additions: float = 3e8  # by dynamic programmes
-    most_choices: int = 2**19  # all of which are looked at instead of a search
+    most_choices: int = 2**20  # times groups: all are looked at instead of a search
 
 
 DEFAULT_EFFORT = Effort()
