@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from experiments.common import by_seed
 from experiments.common.launch import start_ranks
 from experiments.common.results import (
     BLOCK_BEGINS,
@@ -22,7 +23,6 @@ from experiments.common.results import (
     show,
     write_csv,
 )
-from experiments.pipelines import by_seed
 from shardhet.comm.peers import is_running
 
 FORKS = multiprocessing.get_context("forkserver")
