@@ -153,10 +153,8 @@ class HostPrices(Priced):
         """The costs with the seconds of optimizers on hosts, and whether hosts have room."""
         if not any(cost.memory.host_bytes for cost in costs):
             return tuple(costs)
-        found, first = list(costs), 0
-        for node in self.cluster.nodes:
-            here = range(first, first + len(node.devices))
-            first = here.stop
+        found, cluster = list(costs), self.cluster
+        for node, here in zip(cluster.nodes, cluster.positions_by_node, strict=True):
             on_host = [i for i in here if ranks[i].optimizer_on_host]
             part = HostPart.of(node, max(1, len(on_host)))
             needed = sum(costs[i].memory.host_bytes for i in here)
@@ -274,11 +272,10 @@ class HostInputPrices(HostPrices):
 
     def host_paces(self, plan: Plan) -> list[float]:
         """Bytes per second that each rank's copies get, both ways alike."""
-        shared: list[float] = []
-        ranks = iter(plan.ranks)
-        for node in self.cluster.nodes:
-            here = [next(ranks) for _ in node.devices]
-            copying = sum(bool(rank.inputs_on_host and rank.rank_batch_size) for rank in here)
+        shared, cluster = list[float](), self.cluster
+        for node, here in zip(cluster.nodes, cluster.positions_by_node, strict=True):
+            ranks = plan.ranks[here.start : here.stop]
+            copying = sum(bool(rank.inputs_on_host and rank.rank_batch_size) for rank in ranks)
             stated = node.host_bytes_per_s or float("inf")
             shared += [min(DEVICE_LINK_BYTES_PER_S, stated / max(1, copying))] * len(here)
         return shared
@@ -323,12 +320,10 @@ def part_of_hosts(setting: Setting, whole: Cluster, positions: Collection[int]) 
 
     The other devices of a host have the rest of its memory and speed.
     """
-    nodes, first = [], 0
-    own = iter(setting.cluster.nodes)
-    for node in whole.nodes:
-        number = len(node.devices)
-        kept = sum(i in positions for i in range(first, first + number))
-        first += number
+    nodes, own = [], iter(setting.cluster.nodes)
+    for node, places in zip(whole.nodes, whole.positions_by_node, strict=True):
+        number = len(places)
+        kept = sum(i in positions for i in places)
         if not kept:
             continue
         memory, speed = node.host_memory_bytes, node.host_bytes_per_s or HOST_BYTES_PER_S

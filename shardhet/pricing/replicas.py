@@ -70,7 +70,7 @@ def replica_price(
     ``link_fraction`` is what copies get of the bandwidth that the cluster states.
     """
     plan.refuse_stages("replica_price")
-    members = [node for node in setting.cluster.nodes for _ in node.devices]
+    members = setting.cluster.node_of
     nodes = Nodes.of([node.host for node in members])
     workload = setting.workload
     bytes_per_numel = workload.state_bytes_per_element - workload.grad_bytes_per_element

@@ -1,9 +1,9 @@
 """What hardware there is: one record per device, and the nodes and links between them."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
@@ -117,6 +117,14 @@ class Cluster(Document):
         """The node of each device, in plan order."""
         return tuple(node for node in self.nodes for _ in node.devices)
 
+    @cached_property
+    def positions_by_node(self) -> tuple[range, ...]:
+        """The positions of each node's devices, in plan order."""
+        sizes = [len(node.devices) for node in self.nodes]
+        return tuple(
+            range(stop - n, stop) for n, stop in zip(sizes, accumulate(sizes), strict=True)
+        )
+
     @property
     def world_size(self) -> int:
         """The number of devices."""
@@ -191,12 +199,19 @@ class Cluster(Document):
 
     def only(self, positions: Collection[int]) -> "Cluster":
         """The cluster of the devices at ``positions``, without nodes that have none of them."""
-        kept, nodes, first = frozenset(positions), [], 0
-        for node in self.nodes:
-            devices = tuple(each for i, each in enumerate(node.devices, first) if i in kept)
+        kept, nodes = frozenset(positions), []
+        for node, here in zip(self.nodes, self.positions_by_node, strict=True):
+            devices = tuple(self.devices[i] for i in here if i in kept)
             if devices:
                 nodes.append(replace(node, devices=devices))
-            first += len(node.devices)
+        return replace(self, nodes=tuple(nodes))
+
+    def with_devices(self, devices: Iterable[DeviceSpec]) -> "Cluster":
+        """The cluster with other devices in the places of its own, in plan order."""
+        each = iter(devices)
+        nodes = (
+            replace(node, devices=tuple(islice(each, len(node.devices)))) for node in self.nodes
+        )
         return replace(self, nodes=tuple(nodes))
 
     @classmethod

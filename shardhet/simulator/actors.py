@@ -133,14 +133,13 @@ def make_actors(
     actors: dict[tuple[object, ...], Actor] = {}
     no_copies = [0.0] * len(schedule.turns)
     paces = model.host_paces(plan)
-    nodes = [node for node in model.cluster.nodes for _ in node.devices]
     active = taking_part(plan.ranks, model.stored_numels(plan.state_shares))
     among = model.among(active)
     for position in active:
         rank = plan.ranks[position]
         kind = model.cluster.devices[position].kind
         last = plan.last_microbatch_sizes(position)
-        node = nodes[position] if rank.optimizer_on_host else None
+        node = model.cluster.node_of[position] if rank.optimizer_on_host else None
         places = (rank.recomputed_units, node)
         key: tuple[object, ...] = (kind, rank.microbatch_sizes, last, *places)
         if rank.inputs_on_host:

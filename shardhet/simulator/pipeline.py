@@ -212,9 +212,8 @@ def link_between(
     Every node has a cable of its own; between regions there is one.  Raises ``ValueError`` if
     the link is not stated.
     """
-    node_of = [node for node in cluster.nodes for _ in node.devices]
-    ours = {id(node_of[i]): node_of[i] for i in senders}
-    theirs = {id(node_of[i]): node_of[i] for i in receivers}
+    ours = {id(node): node for node in [cluster.node_of[i] for i in senders]}
+    theirs = {id(node): node for node in [cluster.node_of[i] for i in receivers]}
     found: list[tuple[Link | None, int, str]] = []
     for one in ours.values():
         for other in theirs.values():

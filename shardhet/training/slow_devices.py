@@ -20,7 +20,7 @@ from shardhet.pricing.cost import CostModel
 from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
 from shardhet.pricing.step_cost import StepCost
-from shardhet.records.cluster import Cluster, DeviceSpec
+from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan
 from shardhet.simulator.stages import PipelinePrice, devices_of, price_of
 
@@ -111,16 +111,7 @@ def at_speeds(setting: Setting, slowness_by_position: Mapping[int, float]) -> Se
         profile = replace(profile, devices=(*profile.devices, same))
         here = Situation(setting=replace(setting, profile=profile), demands=Demands())
         setting = at_other_speed(here, frozenset({name}), 1 / slowness).setting
-    return replace(setting, cluster=_with_devices(setting.cluster, devices))
-
-
-def _with_devices(cluster: Cluster, devices: Sequence[DeviceSpec]) -> Cluster:
-    nodes, first = [], 0
-    for node in cluster.nodes:
-        stop = first + len(node.devices)
-        nodes.append(replace(node, devices=tuple(devices[first:stop])))
-        first = stop
-    return replace(cluster, nodes=tuple(nodes))
+    return replace(setting, cluster=setting.cluster.with_devices(devices))
 
 
 def of_any_device(plan: Plan) -> Plan:

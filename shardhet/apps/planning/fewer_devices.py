@@ -169,12 +169,9 @@ def named(cluster: Cluster, positions: Sequence[int]) -> str:
 def _regions(cluster: Cluster) -> dict[str, set[int]]:
     """The positions of every region that has a name."""
     regions: dict[str, set[int]] = {}
-    first = 0
-    for node in cluster.nodes:
-        numbers = range(first, first + len(node.devices))
-        first += len(node.devices)
+    for node, here in zip(cluster.nodes, cluster.positions_by_node, strict=True):
         if node.region:
-            regions.setdefault(node.region, set()).update(numbers)
+            regions.setdefault(node.region, set()).update(here)
     return regions
 
 
@@ -189,11 +186,9 @@ def ranges(positions: Sequence[int]) -> str:
 
 def whole_hosts(cluster: Cluster, kept: Sequence[int]) -> list[str] | None:
     """The hosts of these devices; None if only a part of a host's devices is kept."""
-    inside, first, hosts = set(kept), 0, []
-    for node in cluster.nodes:
-        numbers = range(first, first + len(node.devices))
-        first += len(node.devices)
-        number = sum(i in inside for i in numbers)
+    inside, hosts = set(kept), []
+    for node, here in zip(cluster.nodes, cluster.positions_by_node, strict=True):
+        number = len(inside.intersection(here))
         if 0 < number < len(node.devices):
             return None
         if number:
@@ -203,11 +198,10 @@ def whole_hosts(cluster: Cluster, kept: Sequence[int]) -> list[str] | None:
 
 def _per_host(cluster: Cluster, kept: Sequence[int]) -> Iterator[str]:
     """What to start on each host of which devices stay."""
-    inside, first, commands = set(kept), 0, []
-    for node in cluster.nodes:
-        local = [i for i in range(len(node.devices)) if first + i in inside]
+    inside, commands = set(kept), []
+    for node, here in zip(cluster.nodes, cluster.positions_by_node, strict=True):
+        local = [i for i, position in enumerate(here) if position in inside]
         devices = [node.devices[i] for i in local]
-        first += len(node.devices)
         if local:
             commands.append(f"on {node.host}: {_start(local, devices)}")
     yield "To launch without them, start ranks only"

@@ -301,11 +301,9 @@ def _result(report: PlanReport) -> Iterator[str]:
 def _on_host_lines(report: PlanReport) -> Iterator[str]:
     """Who keeps inputs of units or the state on the host, and what that takes there."""
     yield from on_host_lines([(row.label, row) for row in rows(report)], report.inputs)
-    first = 0
-    for node in report.inputs.setting.cluster.nodes:
-        ranks = report.solution.predicted.ranks[first : first + len(node.devices)]
-        first += len(node.devices)
-        taken = sum(rank.memory.host_bytes for rank in ranks) / GIB
+    cluster, ranks = report.inputs.setting.cluster, report.solution.predicted.ranks
+    for node, here in zip(cluster.nodes, cluster.positions_by_node, strict=True):
+        taken = sum(ranks[i].memory.host_bytes for i in here) / GIB
         if taken and node.host_memory_bytes is None:
             yield (
                 f"{node.host}: {taken:,.1f} GiB of its memory; how much it has is not stated "

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import islice
 
 from shardhet.planner.idle import active_positions
 from shardhet.planner.problem.demands import Demands
@@ -277,18 +276,14 @@ def _roomier(
         grown = cluster.capacity_for(more(cluster.memory_budget_bytes(position)), library)
         return replace(found, memory_capacity_bytes=grown)
 
-    devices = map(device, range(cluster.world_size))
-    nodes = tuple(
-        replace(node, devices=tuple(islice(devices, len(node.devices))))
-        for node in cluster.nodes
-    )
     limits = dict(situation.demands.limits)
     for position, stated in limits.items():
         budget = stated.memory_budget_bytes
         if budget is not None and cluster.devices[position].kind in kinds:
             limits[position] = replace(stated, memory_budget_bytes=more(budget))
     return situation.with_cluster(
-        replace(cluster, nodes=nodes), replace(situation.demands, limits=limits)
+        cluster.with_devices(map(device, range(cluster.world_size))),
+        replace(situation.demands, limits=limits),
     )
 
 
@@ -296,14 +291,13 @@ def with_another(situation: Situation, kind: str) -> Situation:
     """One more device of a kind, next to the last one; collectives stay as they are."""
     cluster, demands = situation.cluster, situation.demands
     last = max(i for i, device in enumerate(cluster.devices) if device.kind == kind)
-    nodes, first = [], 0
-    for node in cluster.nodes:
-        devices = node.devices
-        if first <= last < first + len(devices):
-            inside = last - first + 1
-            devices = (*devices[:inside], devices[inside - 1], *devices[inside:])
-        nodes.append(replace(node, devices=devices))
-        first += len(node.devices)
+    nodes = list(cluster.nodes)
+    for n, here in enumerate(cluster.positions_by_node):
+        if last in here:
+            inside = here.index(last)
+            devices = nodes[n].devices
+            devices = (*devices[:inside], devices[inside], *devices[inside:])
+            nodes[n] = replace(nodes[n], devices=devices)
 
     def moved(position: int) -> int:
         return position + (position > last)

@@ -28,7 +28,7 @@ from shardhet.planner.search.search import Effort
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.priced import at_sizes
 from shardhet.pricing.setting import Setting
-from shardhet.records.cluster import Cluster, Node
+from shardhet.records.cluster import Node
 
 LEAST_GAIN = 1.02  # smaller gains are within the error of any prediction
 MAX_SEARCHES = 12
@@ -193,7 +193,7 @@ class _Trials:
         regions: dict[str, set[int]] = {}
         alike: dict[tuple[str, str | None], int] = {}
         inside = set(kept)
-        for i, node in _devices(cluster):
+        for i, node in enumerate(cluster.node_of):
             if i in inside:
                 kind = cluster.devices[i].kind
                 kinds.setdefault(str(kind), set()).add(i)
@@ -242,15 +242,6 @@ class _Trials:
                     whole += number * sum(at_sizes(curve, largest) for curve in curves)
             self._paces[key] = float((whole[1:] / np.arange(1, 1 + largest)).min())
         return self._paces[key]
-
-
-def _devices(cluster: Cluster) -> Iterator[tuple[int, Node]]:
-    """Every position, and the node that the device is in."""
-    first = 0
-    for node in cluster.nodes:
-        for i in range(len(node.devices)):
-            yield first + i, node
-        first += len(node.devices)
 
 
 def node_type(node: Node) -> str:
