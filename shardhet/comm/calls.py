@@ -66,6 +66,11 @@ class Pending:
         wait_all(self._sending)
         self._tensors.clear()
 
+    def complete(self) -> None:
+        """Wait for both: the output may be read, and the input freed."""
+        self.wait()
+        self.wait_sent()
+
     def is_sent(self) -> bool:
         """Whether ``wait_sent`` would return at once."""
         return all(work.is_completed() for work in self._sending)

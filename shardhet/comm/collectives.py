@@ -55,6 +55,16 @@ def all_gather_uneven(
     return _algorithms(channel, shard.device, receivers).gather(call)
 
 
+def whole_of(shard: Tensor, split_numels: Sequence[int], channel: Channel) -> Tensor:
+    """All ranks' ``shard``s end to end, [sum(split_numels)], on every rank.  Collective."""
+    whole = shard.new_empty(sum(split_numels))
+    everyone = range(channel.world_size)
+    all_gather_uneven(
+        whole, shard, split_numels, channel=channel, receivers=everyone
+    ).complete()
+    return whole
+
+
 def reduce_scatter_uneven(
     output: Tensor,  # [split_numels[position]]
     full: Tensor | None,  # [sum(split_numels)]; None if this rank contributes nothing

@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
-from shardhet.comm.collectives import all_gather_uneven
+from shardhet.comm.collectives import whole_of
 from shardhet.comm.on_host.memory import available_bytes
 from shardhet.fsdp.module import HetFSDP
 from shardhet.fsdp.sharding.build import ROOT_FQN, cut_by_plan
@@ -33,18 +32,7 @@ class FlatMove:
 
     def whole(self, shard: Tensor, model: HetFSDP) -> Tensor:
         """All ranks' ``shard``s in the present layout, end to end: [numel].  Collective."""
-        channel = model._comm.gather_channel
-        whole = torch.empty(self.layout.numel, dtype=shard.dtype, device=shard.device)
-        gather = all_gather_uneven(
-            whole,
-            shard,
-            self.flat.layout.shard_numels,
-            channel=channel,
-            receivers=range(channel.world_size),
-        )
-        gather.wait()
-        gather.wait_sent()  # the shard may be freed then
-        return whole
+        return whole_of(shard, self.flat.layout.shard_numels, model._comm.gather_channel)
 
 
 def why_not(model: HetFSDP, plan: Plan) -> str | None:

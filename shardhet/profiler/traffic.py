@@ -336,15 +336,13 @@ class Traffic:
             output = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
             def call() -> None:
-                pending = all_gather_uneven(
+                all_gather_uneven(
                     output if is_receiver else None,
                     shard,
                     splits,
                     channel=channel,
                     receivers=(receiver,),
-                )
-                pending.wait()
-                pending.wait_sent()
+                ).complete()
                 self._synchronize()
 
             return median(self.seconds(call, num_repeats))

@@ -56,7 +56,7 @@ def gather(call: Gathering) -> Pending:
             for mate in mates if taker == position else ():
                 second.send(piece, mate)
             second.receive(piece, taker)
-        _finish(second.post())
+        second.post().complete()
         arriving.wait_sent()
 
     job = _follow(call.channel, pass_on)
@@ -106,7 +106,7 @@ def reduce(call: Reduction) -> Pending:
                 second.send(total, owner)
         for taker, part in sums.items():
             second.receive(part, taker)
-        _finish(second.post())
+        second.post().complete()
         arriving.wait_sent()
 
     def add_up() -> None:
@@ -126,11 +126,6 @@ def reduce(call: Reduction) -> Pending:
 def _geometry(seats: Seats) -> TwoLevels:
     assert seats.levels is not None
     return seats.levels.geometry
-
-
-def _finish(passed: Pending) -> None:
-    passed.wait()
-    passed.wait_sent()
 
 
 class _Job:

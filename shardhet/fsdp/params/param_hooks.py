@@ -13,7 +13,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from shardhet.comm.collectives import all_gather_uneven
+from shardhet.comm.collectives import whole_of
 from shardhet.fsdp.params.row_group import RowGroup
 from shardhet.fsdp.params.rows import marked
 from shardhet.fsdp.sharding.comm import CommContext
@@ -129,17 +129,7 @@ def gather_rows(flat: FlatTensor, index: int, rows: Tensor, comm: CommContext) -
     layout = flat.layout
     num_rows = [layout.rows(index, i).numel for i in range(channel.world_size)]
     numels = [rows_there * layout.row_numel(index) for rows_there in num_rows]
-    whole = torch.empty(sum(numels), dtype=rows.dtype, device=rows.device)
-    gather = all_gather_uneven(
-        whole,
-        rows.detach().as_subclass(Tensor).reshape(-1),
-        numels,
-        channel=channel,
-        receivers=range(channel.world_size),
-    )
-    gather.wait()
-    gather.wait_sent()
-    return whole
+    return whole_of(rows.detach().as_subclass(Tensor).reshape(-1), numels, channel)
 
 
 def _done_hooks_of(param: nn.Parameter) -> Hooks:

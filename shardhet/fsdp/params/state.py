@@ -52,15 +52,13 @@ def gather_params(flats: Sequence[FlatTensor], comm: CommContext) -> dict[str, T
         output = None
         if channel.position == receiver:
             output = torch.empty(flat.layout.numel, dtype=flat.orig_dtype, device=comm.device)
-        gather = all_gather_uneven(
+        all_gather_uneven(
             output,
             flat.placed.on_device(),
             flat.layout.shard_numels,
             channel=channel,
             receivers=(receiver,),
-        )
-        gather.wait()
-        gather.wait_sent()
+        ).complete()
         if output is None:
             continue
         for slot, span in zip(flat.slots, flat.layout.param_spans, strict=True):
@@ -164,16 +162,14 @@ def _deal_out(
                 full[span.start : span.stop].view(slot.shape).copy_(found)
     own_numel = flat.flat_shard.numel()
     own = torch.empty(own_numel, dtype=flat.orig_dtype, device=comm.device)
-    dealing = reduce_scatter_uneven(
+    reduce_scatter_uneven(
         own,
         full,
         flat.layout.shard_numels,
         channel=channel,
         contributors=(giver,),
         scratch=comm.buffers,
-    )
-    dealing.wait()
-    dealing.wait_sent()
+    ).complete()
     for i, slot in enumerate(flat.slots):
         if names.intersection(slot.fqns):
             rows = flat.sharded_params[i]

@@ -147,8 +147,7 @@ class FlatGradient:
         comm = self._comm
         if self._reduction is not None:
             with comm.on_stream(comm.reduce_scatter_stream):
-                self._reduction.wait()
-                self._reduction.wait_sent()
+                self._reduction.complete()
                 # On the stream that allocated both.
                 self._add_to_total(comm.reduce_scatter_stream)
                 event = comm.record_event(comm.reduce_scatter_stream)

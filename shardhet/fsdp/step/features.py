@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shardhet.comm.channel import Channel
-from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
+from shardhet.comm.collectives import reduce_scatter_uneven, whole_of
 from shardhet.comm.failure import Lifeline
 from shardhet.fsdp.sharding.comm import CommContext
 
@@ -103,13 +103,7 @@ class FeatureGathers:
     def all_gather(self, shape: _Shape, features: Tensor) -> Tensor:
         """The rows of all ranks, [sum(shape.rows), *shape.row_shape].  Collective."""
         own = features.detach().contiguous().view(-1)
-        whole = own.new_empty(sum(shape.numels))
-        everyone = range(self._control.world_size)
-        gather = all_gather_uneven(
-            whole, own, shape.numels, channel=self._comm.gather_channel, receivers=everyone
-        )
-        gather.wait()
-        gather.wait_sent()
+        whole = whole_of(own, shape.numels, self._comm.gather_channel)
         return whole.view(-1, *shape.row_shape)
 
     def reduce(self, index: int, grad: Tensor) -> Tensor:
@@ -130,16 +124,14 @@ class FeatureGathers:
         if grad is None:
             grad = torch.zeros(sum(shape.numels), dtype=shape.dtype, device=comm.device)
         own = grad.new_empty(shape.numels[position])
-        reduction = reduce_scatter_uneven(
+        reduce_scatter_uneven(
             own,
             grad.contiguous().view(-1),
             shape.numels,
             channel=comm.reduce_channel,
             contributors=range(self._control.world_size),
             scratch=comm.buffers,
-        )
-        reduction.wait()
-        reduction.wait_sent()
+        ).complete()
         return own.view(-1, *shape.row_shape)
 
 
