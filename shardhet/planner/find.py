@@ -8,7 +8,6 @@ in which the devices take part that do so in the plan that was found
 """
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
@@ -116,21 +115,35 @@ def _of_part(
 
 
 def _of_all(asked: "_Asked", tolerance: float | None) -> PlanSolution:
-    """``solve``, where no device is demanded to be idle."""
-    setting, demands = asked.setting, asked.demands
-    if not demands.may_keep_inputs_on_host or not _states_memory(setting):
-        return _solve(asked, tolerance)
-    # The search does not know how much memory hosts have: plans beyond it are dropped.
-    without = replace(asked, demands=replace(demands, may_keep_inputs_on_host=False))
+    """``solve``, where no device is demanded to be idle.
+
+    What is allowed on hosts is also left out: the search does not know how much memory hosts
+    have (plans beyond it are dropped), and leaves other devices idle without it.
+    """
     found: list[PlanSolution] = []
-    for each in (asked, without):
-        with suppress(PlanError):
-            found.append(_solve(each, tolerance))
+    missed: PlanError | None = None
+    for demands in _with_less_on_hosts(asked):
+        try:
+            found.append(_solve(replace(asked, demands=demands), tolerance))
+        except PlanError as error:
+            missed = missed or error
     if not found:
-        return _solve(without, tolerance)  # raises
+        assert missed is not None
+        raise missed
     bound_s = min(each.lower_bound_s for each in found)
-    best = min(found, key=lambda each: each.predicted.step_time_s)
+    best = min(found, key=lambda each: each.fastest_s or each.predicted.step_time_s)
     return replace(best, lower_bound_s=bound_s)
+
+
+def _with_less_on_hosts(asked: "_Asked") -> list[Demands]:
+    """What is asked, and the same with less on hosts; equally fast plans: the first."""
+    demands = asked.demands
+    least, *_ = demands.with_less_on_hosts()
+    tried = [demands] if least == demands else [demands, least]
+    if demands.may_keep_inputs_on_host and _states_memory(asked.setting):
+        without = replace(demands, may_keep_inputs_on_host=False)
+        tried.insert(0, without)
+    return tried
 
 
 def _states_memory(setting: Setting) -> bool:
