@@ -72,15 +72,15 @@ class BetterWithout:
     @property
     def _patterns(self) -> str:
         """The hosts that stay; empty if only a part of the devices of one does."""
-        hosts = whole_hosts(self.whole, self.fewer.kept) or []
-        return ",".join(dict.fromkeys(map(self._pattern, hosts)))
-
-    def _pattern(self, host: str) -> str:
-        """The host, or a pattern of its type if all of this type stay."""
         kept = set(whole_hosts(self.whole, self.fewer.kept) or ())
-        name = next(node_type(node) for node in self.whole.nodes if node.host == host)
-        alike = {node.host for node in self.whole.nodes if node_type(node) == name}
-        return f"{name}-*" if len(alike) > 1 and alike <= kept else host
+        of_type: dict[str, list[str]] = {}
+        for node in self.whole.nodes:
+            of_type.setdefault(node_type(node), []).append(node.host)
+        patterns: list[str] = []
+        for name, hosts in of_type.items():
+            is_whole = len(hosts) > 1 and kept.issuperset(hosts)
+            patterns += [f"{name}-*"] if is_whole else filter(kept.__contains__, hosts)
+        return ",".join(patterns)
 
 
 def better_without(
