@@ -153,11 +153,9 @@ def show(
         with waiting.for_("planning"), suppress(PlanError):
             answer = _answer(conf, inputs, demands)
             better = _without(conf, inputs, demands, answer)
-        rivals = (
-            None if answer is None else answer.solution,
-            None if better is None else better.fewer,
-        )
-        if _show_faster_pipeline(conf, inputs, demands, rivals, console, waiting):
+        flat = None if answer is None else answer.solution
+        fewer = None if better is None else better.fewer
+        if _show_faster_pipeline(conf, inputs, demands, flat, fewer, console, waiting):
             return
     with waiting.for_("planning"):
         answer = answer or _answer(conf, inputs, demands)
@@ -210,17 +208,15 @@ def _show_faster_pipeline(
     conf: PlannerConf,
     inputs: Inputs,
     demands: Demands,
-    rivals: tuple[PlanSolution | None, Fewer | None],
+    flat: PlanSolution | None,
+    fewer: Fewer | None,
     console: Console,
     waiting: Waiting,
 ) -> bool:
-    """Show and write a pipeline if one is faster than its rivals.
-
-    These are the plan without stages, and that without devices that are better left out.
-    """
+    """Show and write a pipeline if one is faster than the plan without stages."""
     with waiting.for_("planning stages"):
         report = faster_pipeline(
-            conf, inputs, rivals, demands=demands, effort=_compared(inputs.setting)
+            conf, inputs, flat, fewer, demands=demands, effort=_compared(inputs.setting)
         )
     if report is None:
         line = f"No faster pipeline of up to {conf.max_stages} stages was found."

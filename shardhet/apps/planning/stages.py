@@ -64,27 +64,26 @@ class PipelineReport:
     solution: PipelineSolution
     flat: PlanSolution | None  # of all devices without stages; None: nothing fits
     alone: tuple[tuple[Positions, PlanSolution], ...]  # parts of which a plan fits
+    kept: Positions | None  # the part that leave_out=auto plans for, if there is one
 
 
 def faster_pipeline(
     conf: PlannerConf,
     inputs: Inputs,
-    rivals: tuple[PlanSolution | None, Fewer | None],
+    flat: PlanSolution | None,
+    fewer: Fewer | None,
     *,
     demands: Demands,
     effort: Effort,
 ) -> PipelineReport | None:
-    """A pipeline that is faster than its rivals; None if none was found.
+    """A pipeline that is faster than the plan without stages, ``flat``; None if none was found.
 
-    They are the plan without stages, and that without devices that are better left out.  All
-    stages compute in the precision of the whole cluster; a part alone may do so in another.
+    It is shown beside plans of parts of the cluster: ``fewer``, and the devices of each stage.
+    All stages compute in the precision of the whole; a part alone may do so in another.
     """
-    setting, (flat, fewer) = inputs.setting, rivals
-    alone = [] if fewer is None else [(fewer.kept, fewer.solution)]
-    flats = [each for _, each in alone] + ([] if flat is None else [flat])
-    flat_s = min((each.predicted.step_time_s for each in flats), default=inf)
+    flat_s = inf if flat is None else flat.predicted.step_time_s
     found = find_pipeline(
-        setting,
+        inputs.setting,
         global_batch_size=conf.global_batch_size,
         smaller=conf.part_of(inputs),
         max_stages=conf.max_stages,
@@ -94,6 +93,7 @@ def faster_pipeline(
     )
     if found is None or found.step_time_s >= flat_s:
         return None
+    alone = [] if fewer is None else [(fewer.kept, fewer.solution)]
     alone_in = conf.part_of(inputs, keeps_precision=False)
     for positions in found.groups:
         with suppress(PlanError):
@@ -105,10 +105,10 @@ def faster_pipeline(
                 is_bounded=False,
             )
             alone.append((positions, solution))
-    fastest_s = min((each.predicted.step_time_s for _, each in alone), default=inf)
-    if fastest_s <= found.step_time_s and conf.leave_out != "never":
-        return None
-    return PipelineReport(inputs=inputs, solution=found, flat=flat, alone=tuple(alone))
+    kept = None if fewer is None else fewer.kept
+    return PipelineReport(
+        inputs=inputs, solution=found, flat=flat, alone=tuple(alone), kept=kept
+    )
 
 
 def show_pipeline(report: PipelineReport, console: Console) -> None:
@@ -240,9 +240,12 @@ def _rivals(report: PipelineReport) -> Iterator[str]:
         yield "No stage's devices alone can train the model."
         return
     seconds, positions = best
+    is_better = seconds < step_s and positions == report.kept
     yield (
         f"Only {named(cluster, positions)}: {duration(seconds)} a step, "
         f"{seconds / step_s:.2f} times as long."
+        + " leave_out=auto (without max_stages) plans for them."
+        * is_better
     )
     part = _part_with(found, seconds)
     if part is not None:
