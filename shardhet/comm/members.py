@@ -22,6 +22,7 @@ from shardhet.records.plan import Plan
 class Members:
     """The processes of a plan, each in a position that its device fits."""
 
+    group: dist.ProcessGroup | None  # of these processes; None: one process
     gather: Channel
     reduce: Channel
     control: Channel
@@ -29,7 +30,7 @@ class Members:
     nodes: Nodes  # as the devices were found
 
     @classmethod
-    def meet(
+    def of_plan(
         cls,
         group: dist.ProcessGroup | None,
         plan: Plan,
@@ -55,6 +56,7 @@ class Members:
             for i in positions:
                 names[i] += f" of stage {stage}"
         return cls(
+            group=group,
             gather=gather,
             reduce=reduce,
             control=control,

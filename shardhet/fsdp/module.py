@@ -107,7 +107,7 @@ class HetFSDP(ModuleInRounds):
         """Shard ``module`` over the ranks of ``group``; see the class.  Collective."""
         super().__init__()
         group, device = default_group(group), device or _device_of(module)
-        members = Members.meet(group, plan, device=device, device_spec=device_spec)
+        members = Members.of_plan(group, plan, device=device, device_spec=device_spec)
         watch_unless_decided(plan.world_size, device)
         self._control, self._lifeline = members.control, members.lifeline
         self._comm = CommContext(device, members.gather, members.reduce, members.nodes)

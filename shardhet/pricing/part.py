@@ -27,9 +27,7 @@ from shardhet.records.cluster import Cluster
 from shardhet.records.profiles import (
     CollectivePoint,
     Collectives,
-    ComputePoint,
     Curve,
-    DeviceProfile,
     GroupCollectives,
     PairLink,
     Profile,
@@ -157,7 +155,7 @@ def part_of(setting: Setting, positions: Collection[int]) -> Setting:
         profile=replace(
             profile,
             devices=tuple(
-                _at_pace(each, pace) if each.source is Source.DERIVED else each
+                each.with_times(lambda s: pace * s) if each.source is Source.DERIVED else each
                 for each in profile.devices
                 if each.device_kind in kinds
             ),
@@ -213,20 +211,6 @@ def _in_proportion(there: Collectives, now: Collectives, stated: Collectives) ->
         gather_unevenness_weight=now.gather_unevenness_weight,
         reduce_unevenness_weight=now.reduce_unevenness_weight,
     )
-
-
-def _at_pace(device: DeviceProfile, pace: float) -> DeviceProfile:
-    """The device with units that take ``pace`` times as long."""
-
-    def point(each: ComputePoint) -> ComputePoint:
-        return replace(
-            each,
-            forward=Timing.single(pace * each.forward.mean_s),
-            backward=Timing.single(pace * each.backward.mean_s),
-        )
-
-    units = tuple(replace(unit, points=tuple(map(point, unit.points))) for unit in device.units)
-    return replace(device, units=units)
 
 
 def _factors(estimate: Collectives, measured: Collectives) -> list[float]:

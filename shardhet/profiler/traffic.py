@@ -16,9 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardhet.comm import devices
-from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import all_gather_uneven
-from shardhet.comm.failure import Lifeline
 from shardhet.comm.groups import in_two_levels
 from shardhet.comm.members import Members
 from shardhet.fsdp.sharding.comm import CommContext
@@ -27,7 +25,7 @@ from shardhet.profiler.stopwatch import typical_mean
 from shardhet.profiler.unit_runner import UnitRunner
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.layout import FlatLayout
-from shardhet.records.nodes import Nodes, TwoLevels
+from shardhet.records.nodes import TwoLevels
 from shardhet.records.plan import Plan
 from shardhet.records.workload import Workload
 
@@ -48,16 +46,10 @@ LARGEST_SHARE = 0.75  # in the uneven cut
 Launch = Callable[[], Callable[[], None]]  # starts a collective, returns its wait
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Channels:
+class Channels(Members):
     """The process groups to measure, created as in HetFSDP."""
 
-    group: dist.ProcessGroup | None  # the group they were created from; None: one process
-    gather: Channel
-    reduce: Channel
-    control: Channel
-    lifeline: Lifeline
-    nodes: Nodes
+    __slots__ = ()
 
     @classmethod
     def meet(
@@ -65,15 +57,7 @@ class Channels:
     ) -> Self:
         """The channels of the ranks of ``group``, in their order.  Collective."""
         anyone = Plan.even(1 if group is None else group.size(), microbatch_size=1)
-        members = Members.meet(group, anyone, device=device, device_spec=device_spec)
-        return cls(
-            group=group,
-            gather=members.gather,
-            reduce=members.reduce,
-            control=members.control,
-            lifeline=members.lifeline,
-            nodes=members.nodes,
-        )
+        return cls.of_plan(group, anyone, device=device, device_spec=device_spec)
 
     def in_two_levels(self, device: torch.device) -> Self | None:
         """The same, in which every row crosses between nodes once per node.  Collective.

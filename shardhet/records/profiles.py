@@ -6,8 +6,8 @@ figure is a sourced estimate, not a measurement.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate
@@ -203,6 +203,18 @@ class DeviceProfile:
     def unit_by_kind(self) -> dict[str, UnitProfile]:
         """The unit profiles by kind of unit."""
         return {unit.unit_kind: unit for unit in self.units}
+
+    def with_times(self, change: Callable[[float], float]) -> Self:
+        """The device with units that take ``change(seconds)``, without their samples."""
+
+        def point(each: ComputePoint) -> ComputePoint:
+            forward, backward = (
+                Timing.single(change(old.mean_s)) for old in (each.forward, each.backward)
+            )
+            return replace(each, forward=forward, backward=backward)
+
+        units = (replace(unit, points=tuple(map(point, unit.points))) for unit in self.units)
+        return replace(self, units=tuple(units))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,6 @@ from shardhet.records.cluster import Cluster, DeviceSpec
 from shardhet.records.profiles import (
     CollectivePoint,
     Collectives,
-    ComputePoint,
     DeviceProfile,
     Profile,
     Timing,
@@ -221,32 +220,20 @@ def larger_situations(situation: Situation) -> list[Larger]:
 
 def at_other_speed(situation: Situation, kinds: frozenset[str], speed: float) -> Situation:
     """The situation with some kinds of device ``speed`` times as fast."""
-    devices = tuple(
-        _at_speed(device, speed) if device.device_kind in kinds else device
-        for device in situation.profile.devices
-    )
+
+    def changed(device: DeviceProfile) -> DeviceProfile:
+        if device.device_kind not in kinds:
+            return device
+        update_s = device.optimizer_seconds_per_element / speed
+        faster = device.with_times(lambda seconds: seconds / speed)
+        return replace(faster, optimizer_seconds_per_element=update_s)
+
+    devices = tuple(map(changed, situation.profile.devices))
     return situation.with_profile(replace(situation.profile, devices=devices))
 
 
 def _faster(situation: Situation, kinds: frozenset[str]) -> Situation:
     return at_other_speed(situation, kinds, 1 + MORE)
-
-
-def _at_speed(device: DeviceProfile, speed: float) -> DeviceProfile:
-    def point(each: ComputePoint) -> ComputePoint:
-        return replace(
-            each,
-            forward=_shorter(each.forward, speed),
-            backward=_shorter(each.backward, speed),
-        )
-
-    return replace(
-        device,
-        optimizer_seconds_per_element=device.optimizer_seconds_per_element / speed,
-        units=tuple(
-            replace(unit, points=tuple(map(point, unit.points))) for unit in device.units
-        ),
-    )
 
 
 def _faster_links(collectives: Collectives) -> Collectives:
@@ -256,8 +243,8 @@ def _faster_links(collectives: Collectives) -> Collectives:
     return replace(collectives, points=tuple(map(point, collectives.points)))
 
 
-def _shorter(timing: Timing, speed: float = 1 + MORE) -> Timing:
-    return Timing.single(timing.mean_s / speed)
+def _shorter(timing: Timing) -> Timing:
+    return Timing.single(timing.mean_s / (1 + MORE))
 
 
 def _roomier(
