@@ -10,6 +10,7 @@ from rich.table import Table
 
 from shardhet.checkpoint import CheckpointError, Checkpoints
 from shardhet.checkpoint.format.manifest import Manifest
+from shardhet.checkpoint.format.metadata import StoredTensor
 from shardhet.checkpoint.format.reading import SavedCheckpoint
 from shardhet.checkpoint.summary import Summary, summary_of
 
@@ -48,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(1) from None
     console.print(_table(summary))
     if given.tensors:
-        for each in summary.tensors:
-            console.print(f"{each.name} {list(each.shape)} {each.dtype}", markup=False)
+        for name, each in summary.tensors.items():
+            console.print(f"{name} {list(each.shape)} {_dtype(each)}", markup=False)
     verdict = (
         f"Complete: all {summary.num_files} files match their digests."
         if summary.manifest is not None
@@ -80,7 +81,7 @@ def _table(summary: Summary) -> Table:
 
 
 def _rows(summary: Summary) -> list[tuple[str, str]]:
-    dtypes = sorted({each.dtype for each in summary.tensors})
+    dtypes = sorted(set(map(_dtype, summary.tensors.values())))
     rows = [
         *_manifest_rows(summary.manifest),
         (
@@ -97,6 +98,10 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         params = f"{len(group['params']):,} parameters"
         rows.append((f"group {number}", ", ".join([params, *options])))
     return rows
+
+
+def _dtype(tensor: StoredTensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _manifest_rows(manifest: Manifest | None) -> list[tuple[str, str]]:

@@ -25,7 +25,6 @@ from shardhet.checkpoint.saving import CALL as SAVES
 from shardhet.checkpoint.saving import PendingSave, save, save_async, wait_for_pending
 from shardhet.checkpoint.state.ranks import Ranks, step_of
 
-_NAME = re.compile(r"step_(\d{8,})")
 _LEFT_BEHIND = re.compile(r"\.step_(\d{8,})\.(unfinished|replaced|removed)")
 logger = logging.getLogger(__name__)
 
@@ -79,14 +78,11 @@ class Checkpoints:
 
     def path_of(self, step: int) -> Path:
         """The folder of one step's checkpoint."""
-        return self.folder / f"step_{step:08d}"
+        return files.step_path(self.folder, step)
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, whole or not, in ascending order."""
-        if not self.folder.is_dir():
-            return []
-        names = (each.name for each in self.folder.iterdir() if each.is_dir())
-        return sorted(int(found[1]) for name in names if (found := _NAME.fullmatch(name)))
+        return files.steps_in(self.folder)
 
     def latest(self, *, not_after: int | None = None) -> Latest | None:
         """The newest checkpoint whose files are what was written; None if there is none.

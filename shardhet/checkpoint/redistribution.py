@@ -17,6 +17,7 @@ from torch import Tensor, nn, optim
 
 from shardhet.checkpoint.format.entries import HeldState
 from shardhet.checkpoint.format.errors import CheckpointError
+from shardhet.checkpoint.format.metadata import DTYPES
 from shardhet.checkpoint.saving import wait_for_pending
 from shardhet.checkpoint.state.optimizer_state import groups_of, states_of
 from shardhet.checkpoint.state.parts import as_rows, parts_of
@@ -149,7 +150,7 @@ def _row_states(slots: Sequence[Any], states: _States) -> list[tuple[str, str]]:
 
 def _shard_of(flat: Any, optimizer: optim.Optimizer, name: str, dtype: str) -> Tensor:
     """This rank's rows of a state, placed as in its shard; zero where there are none."""
-    shard = torch.zeros_like(flat.placed.on_device(), dtype=_dtype(dtype))
+    shard = torch.zeros_like(flat.placed.on_device(), dtype=DTYPES[dtype])
     for box, param in zip(flat.boxes(shard), flat.sharded_params, strict=True):
         value = optimizer.state.get(param, {}).get(name)
         if isinstance(value, Tensor) and value.dim() and str(value.dtype) == dtype:
@@ -185,16 +186,10 @@ def _scalar(state: HeldState, optimizer: optim.Optimizer, param: nn.Parameter) -
     if state.dtype is None:
         return state.scalar
     device = param.device if _follows_param(optimizer, param) else torch.device("cpu")
-    return torch.tensor(state.scalar, dtype=_dtype(state.dtype), device=device)
+    return torch.tensor(state.scalar, dtype=DTYPES[state.dtype], device=device)
 
 
 def _follows_param(optimizer: optim.Optimizer, param: nn.Parameter) -> bool:
     """Whether the optimizer keeps numbers on the device of the parameter."""
     [group] = [g for g in optimizer.param_groups if any(param is each for each in g["params"])]
     return bool(group.get("capturable") or group.get("fused"))
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name.removeprefix("torch."))
-    assert isinstance(dtype, torch.dtype)
-    return dtype

@@ -12,6 +12,7 @@ from shardhet.checkpoint.format import files
 from shardhet.checkpoint.format.entries import GROUPS, STATE
 from shardhet.checkpoint.format.errors import CheckpointError
 from shardhet.checkpoint.format.manifest import Manifest
+from shardhet.checkpoint.format.metadata import StoredTensor
 from shardhet.checkpoint.format.reading import (
     Reader,
     SavedCheckpoint,
@@ -23,15 +24,6 @@ from shardhet.records.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorFacts:
-    """One tensor of the model."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """A checkpoint in numbers and names."""
 
@@ -39,14 +31,14 @@ class Summary:
     plan: Plan | None
     groups: tuple[Mapping[str, Any], ...]  # options, and fqns as "params"
     states: tuple[str, ...]  # names of the optimizer's states
-    tensors: tuple[TensorFacts, ...]
+    tensors: Mapping[str, StoredTensor]  # of the model, by fqn
     num_files: int
     num_bytes: int  # of tensors and values
 
     @property
     def num_elements(self) -> int:
         """Of all tensors of the model; a tied one counts under each of its names."""
-        return sum(prod(each.shape) for each in self.tensors)
+        return sum(prod(each.shape) for each in self.tensors.values())
 
 
 def summary_of(saved: SavedCheckpoint) -> Summary:
@@ -54,21 +46,13 @@ def summary_of(saved: SavedCheckpoint) -> Summary:
     manifest = saved.manifest
     with Reader.of(saved) as reader:
         groups = param_groups(saved, reader, GROUPS)
-    names = model_names(saved)
     states = states_by_fqn(saved, STATE).values()
     return Summary(
         manifest=manifest,
         plan=_plan_of(saved),
         groups=tuple(groups),
         states=tuple(dict.fromkeys(name for each in states for name in each)),
-        tensors=tuple(
-            TensorFacts(
-                name=fqn,
-                shape=saved.stored.tensors[name].shape,
-                dtype=str(saved.stored.tensors[name].dtype).removeprefix("torch."),
-            )
-            for fqn, name in names.items()
-        ),
+        tensors={fqn: saved.stored.tensors[name] for fqn, name in model_names(saved).items()},
         num_files=len(manifest.files) + 1 if manifest is not None else len(saved.file_names),
         num_bytes=saved.num_bytes,
     )

@@ -1,5 +1,7 @@
 """CheckpointError, raised on every rank with one message."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -24,9 +26,13 @@ def damaged(path: Path, what: str) -> CheckpointError:
     )
 
 
-def unreadable(path: Path, error: OSError) -> CheckpointError:
-    """The error for a file that the system does not give."""
-    return damaged(path, (error.strerror or str(error)).lower())
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """A context in which a file counts as damaged if the system does not give it."""
+    try:
+        yield
+    except OSError as error:
+        raise damaged(path, (error.strerror or str(error)).lower()) from None
 
 
 def unwritable(path: Path, error: OSError) -> CheckpointError:

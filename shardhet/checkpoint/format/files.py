@@ -8,6 +8,7 @@ in between, ``recover`` gives it its name back
 
 import hashlib
 import os
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from shardhet.checkpoint.format.errors import CheckpointError, unwritable
 MANIFEST, METADATA, PLAN = "manifest.json", ".metadata", "plan.json"
 BYTES_BEFORE_WRITEBACK = 2**25
 DIGEST_PREFIX = "sha256:"
+_OF_STEP = re.compile(r"step_(\d{8,})")
 
 
 class DigestingFile:
@@ -137,6 +139,17 @@ def fits(path: Path, digest: str) -> bool:
 def is_plain_name(name: str) -> bool:
     """Whether ``name`` is that of a file in the folder of a checkpoint, and of no other."""
     return name not in ("", ".", "..") and "/" not in name and name.isprintable()
+
+
+def step_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is, in a folder with one per step."""
+    return folder / f"step_{step:08d}"
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps that have a checkpoint there, whole or not, in ascending order."""
+    names = [each.name for each in folder.iterdir() if each.is_dir()] if folder.is_dir() else []
+    return sorted(int(found[1]) for name in names if (found := _OF_STEP.fullmatch(name)))
 
 
 def unfinished_path(path: Path) -> Path:

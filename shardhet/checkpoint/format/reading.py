@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardhet.checkpoint.format import files
-from shardhet.checkpoint.format.errors import CheckpointError, damaged, unreadable
+from shardhet.checkpoint.format.errors import CheckpointError, damaged, reading
 from shardhet.checkpoint.format.manifest import FileFacts, Manifest
 from shardhet.checkpoint.format.metadata import BytesPlace, Stored, StoredTensor, read_metadata
 from shardhet.records.layout import Span
@@ -79,10 +79,8 @@ class SavedCheckpoint:
         names = sorted(self.manifest.files)
         for name in names[share::num_shares]:
             path = self.folder / name
-            try:
+            with reading(path):
                 is_right = files.fits(path, self.manifest.files[name].digest)
-            except OSError as error:
-                raise unreadable(path, error) from None
             if not is_right:
                 raise damaged(path, f"its content does not fit its digest in {files.MANIFEST}")
 
@@ -116,10 +114,8 @@ class SavedCheckpoint:
             if path.name not in self.manifest.files:
                 raise damaged(path, "not in the manifest")
             return self.manifest.files[path.name].num_bytes
-        try:
+        with reading(path):
             return path.stat().st_size
-        except OSError as error:
-            raise unreadable(path, error) from None
 
 
 class Reader:
@@ -202,19 +198,15 @@ def _check_is_there(folder: Path) -> None:
 
 
 def _check_length(path: Path, num_bytes: int) -> None:
-    try:
+    with reading(path):
         found = path.stat().st_size
-    except OSError as error:
-        raise unreadable(path, error) from None
     if found != num_bytes:
         raise damaged(path, f"{found} bytes but {num_bytes} were written")
 
 
 def _read_bytes(path: Path) -> bytes:
-    try:
+    with reading(path):
         return path.read_bytes()
-    except OSError as error:
-        raise unreadable(path, error) from None
 
 
 def _verified_bytes(path: Path, facts: FileFacts) -> bytes:

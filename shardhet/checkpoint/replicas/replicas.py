@@ -44,7 +44,7 @@ from shardhet.checkpoint.loading import CALL as LOADS
 from shardhet.checkpoint.loading import load_from
 from shardhet.checkpoint.replicas.copying import Copying
 from shardhet.checkpoint.replicas.nodes import node_name
-from shardhet.checkpoint.replicas.source import NAME, DamagedFile, DamagedReplicaError, find
+from shardhet.checkpoint.replicas.source import DamagedFile, DamagedReplicaError, find
 from shardhet.checkpoint.saving import CALL as SAVES
 from shardhet.checkpoint.saving import wait_for_pending
 from shardhet.checkpoint.state.held import Held
@@ -105,7 +105,7 @@ class Replicas:
 
     def path_of(self, step: int) -> Path:
         """The folder of one step's files on this node."""
-        return self.folder / f"step_{step:08d}"
+        return files.step_path(self.folder, step)
 
     @phase(SAVES)
     def save(
@@ -238,7 +238,7 @@ class Replicas:
             num_bytes=held.num_bytes,
             free_bytes=_free_bytes(self.folder),
             is_in_memory=self.folder.is_relative_to(_IN_MEMORY),
-            has_version=bool(self._steps()),
+            has_version=bool(files.steps_in(self.folder)),
             is_writer=ranks.is_writer,
         )
 
@@ -247,12 +247,8 @@ class Replicas:
             self._channels[model] = ranks.side_channel()
         return self._channels[model]
 
-    def _steps(self) -> list[int]:
-        names = [each.name for each in self.folder.iterdir()] if self.folder.is_dir() else []
-        return [int(found[1]) for name in names if (found := NAME.fullmatch(name))]
-
     def _remove(self, is_old: Callable[[int], bool]) -> None:
-        for step in filter(is_old, self._steps()):
+        for step in filter(is_old, files.steps_in(self.folder)):
             path = self.path_of(step)
             path.rename(files.unfinished_path(path))  # so that none is there in part
             files.give_up(path)

@@ -1,7 +1,6 @@
 """Which replica the nodes have together, and how its rows get to the ranks that need them."""
 
 import logging
-import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from shardhet.comm.channel import Channel
 from shardhet.records.nodes import Nodes
 
 DamagedFile = tuple[int, str, str]  # position, digest of the manifest, name
-NAME = re.compile(r"step_(\d{8,})")
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +48,8 @@ class WholeReplica:
 def versions_in(folder: Path) -> list[Version]:
     """The replicas in the folder of a node; those whose description is damaged are skipped."""
     found = []
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        name = NAME.fullmatch(path.name)
-        if name is None:
-            continue
+    for step in files.steps_in(folder):
+        path = files.step_path(folder, step)
         try:
             manifest = Manifest.load(path)
         except (CheckpointError, OSError) as error:
@@ -66,7 +62,7 @@ def versions_in(folder: Path) -> list[Version]:
         }
         found.append(
             Version(
-                step=int(name[1]),
+                step=step,
                 digest=files.digest_of_bytes(manifest.to_json().encode("ascii")),
                 digest_by_file={file: facts.digest for file, facts in manifest.files.items()},
                 here=frozenset(here),
@@ -166,7 +162,7 @@ class ReplicaSource:
         self._choice = choice
         self._nodes = nodes
         self._channel = channel
-        self._path = folder / f"step_{choice.step:08d}"
+        self._path = files.step_path(folder, choice.step)
         self._holders = dict(choice.holders)  # but for those whose file is damaged
         self._verified: set[tuple[int, str]] = set()  # nodes and files
         self._description: tuple[bytes, bytes]
