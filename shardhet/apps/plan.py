@@ -39,7 +39,6 @@ from shardhet.planner.advice.explain import (
     larger_situations,
     without_idle,
 )
-from shardhet.planner.advice.fewer import Fewer
 from shardhet.planner.advice.steady import (
     OFF,
     disturbances,
@@ -154,8 +153,7 @@ def show(
             answer = _answer(conf, inputs, demands)
             better = _without(conf, inputs, demands, answer)
         flat = None if answer is None else answer.solution
-        fewer = None if better is None else better.fewer
-        if _show_faster_pipeline(conf, inputs, demands, flat, fewer, console, waiting):
+        if _show_faster_pipeline(conf, inputs, demands, flat, better, console, waiting):
             return
     with waiting.for_("planning"):
         answer = answer or _answer(conf, inputs, demands)
@@ -209,11 +207,15 @@ def _show_faster_pipeline(
     inputs: Inputs,
     demands: Demands,
     flat: PlanSolution | None,
-    fewer: Fewer | None,
+    better: BetterWithout | None,
     console: Console,
     waiting: Waiting,
 ) -> bool:
-    """Show and write a pipeline if one is faster than the plan without stages."""
+    """Show and write a pipeline if one is faster than the plan without stages.
+
+    Then, if a part of the devices is faster still, that.
+    """
+    fewer = None if better is None else better.fewer
     with waiting.for_("planning stages"):
         report = faster_pipeline(
             conf, inputs, flat, fewer, demands=demands, effort=_compared(inputs.setting)
@@ -223,6 +225,9 @@ def _show_faster_pipeline(
         console.print(line, markup=False, soft_wrap=True)
         return False
     show_pipeline(report, console)
+    samples_per_s = report.solution.samples_per_s
+    if better is not None and better.fewer.solution.samples_per_s > samples_per_s:
+        show_without(replace(better, samples_per_s_with_all=samples_per_s), console)
     if conf.out is None:
         console.print("out=plan.json keeps the plan.", markup=False, soft_wrap=True)
     else:

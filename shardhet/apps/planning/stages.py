@@ -64,7 +64,6 @@ class PipelineReport:
     solution: PipelineSolution
     flat: PlanSolution | None  # of all devices without stages; None: nothing fits
     alone: tuple[tuple[Positions, PlanSolution], ...]  # parts of which a plan fits
-    kept: Positions | None  # the part that leave_out=auto plans for, if there is one
 
 
 def faster_pipeline(
@@ -105,10 +104,7 @@ def faster_pipeline(
                 is_bounded=False,
             )
             alone.append((positions, solution))
-    kept = None if fewer is None else fewer.kept
-    return PipelineReport(
-        inputs=inputs, solution=found, flat=flat, alone=tuple(alone), kept=kept
-    )
+    return PipelineReport(inputs=inputs, solution=found, flat=flat, alone=tuple(alone))
 
 
 def show_pipeline(report: PipelineReport, console: Console) -> None:
@@ -240,12 +236,9 @@ def _rivals(report: PipelineReport) -> Iterator[str]:
         yield "No stage's devices alone can train the model."
         return
     seconds, positions = best
-    is_better = seconds < step_s and positions == report.kept
     yield (
         f"Only {named(cluster, positions)}: {duration(seconds)} a step, "
         f"{seconds / step_s:.2f} times as long."
-        + " leave_out=auto (without max_stages) plans for them."
-        * is_better
     )
     part = _part_with(found, seconds)
     if part is not None:
