@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from shardhet import HetFSDP, Plan, Stage
 from tests.selection import for_campaign, one_in
@@ -93,7 +94,8 @@ def test_options_log_what_one_process_logs(
                 by_plan["predictions"], plain["predictions"], rtol=0, atol=1e-12
             )
             np.testing.assert_array_equal(by_plan["label_ids"], plain["label_ids"])
-        assert len(by_plan["predictions"]) == NUM_PREDICTED
+        if option != "evaluate losses":
+            assert len(by_plan["predictions"]) == NUM_PREDICTED
 
 
 def into_an_encoding(rows: list[dict[str, Tensor]]) -> Any:
@@ -301,6 +303,182 @@ def test_means_are_not_added_up(tmp_path: Path) -> None:
     one_step(tmp_path, mean)
     with pytest.raises(ValueError, match="give the plan more rounds"):
         one_step(tmp_path, mean, gradient_accumulation_steps=2)
+
+
+WEIGHTS = torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64)
+
+
+def weighted(outputs: Any, labels: Tensor, **_: Any) -> Tensor:
+    return F.cross_entropy(outputs.logits, labels, weight=WEIGHTS)
+
+
+def root_of_mean(outputs: Any, labels: Tensor, **_: Any) -> Tensor:
+    return F.mse_loss(outputs.logits[:, 0], labels.double()).sqrt()
+
+
+def overlap(outputs: Any, labels: Tensor, **_: Any) -> Tensor:
+    likely = outputs.logits.sigmoid()[:, 0]
+    return 1 - 2 * (likely * labels).sum() / (likely.sum() + labels.sum())
+
+
+@pytest.mark.parametrize(
+    "loss, batch_size", [(weighted, 1), (weighted, 4), (root_of_mean, 1), (overlap, 1)]
+)
+def test_what_looks_like_a_mean_of_one_class_or_sample_is_refused(
+    loss: Any, batch_size: int, tmp_path: Path
+) -> None:
+    label = torch.tensor(0) if loss is weighted else torch.tensor(1.0, dtype=torch.float64)
+    with pytest.raises(ValueError, match="neither a sum over samples nor a mean over labels"):
+        one_classified(tmp_path, label, batch_size, compute_loss_func=loss)
+
+
+def one_classified(folder: Path, label: Tensor, batch_size: int, **options: Any) -> Any:
+    """A trainer of the classifier, after one step on samples with one label."""
+    from shardhet.hf import HetTrainer
+
+    trainer = HetTrainer(
+        classifier(),
+        arguments(folder, max_steps=1),
+        plan=Plan.even(1, microbatch_size=batch_size),
+        train_dataset=[{**each, "labels": label} for each in labelled(4)],
+        **options,
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    return trainer
+
+
+def test_a_weighted_sum_over_all_samples_is_trained(tmp_path: Path) -> None:
+    def weighted_sum(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
+        whole = F.cross_entropy(outputs.logits, labels, weight=WEIGHTS, reduction="sum")
+        return whole / num_items_in_batch
+
+    one_classified(tmp_path, torch.tensor(1), 4, compute_loss_func=weighted_sum)
+
+
+def own_mean(outputs: Any, labels: Tensor) -> Tensor:
+    """Of the next token at each position that has one."""
+    logits = outputs.logits[:, :-1].reshape(-1, VOCAB_SIZE)
+    return F.cross_entropy(logits, labels[:, 1:].reshape(-1))
+
+
+def train_with_own_mean(trainer_class: Any, folder: str, plan: Plan) -> Any:
+    """The parameters, under a ``compute_loss`` without outputs, as training has no use of."""
+
+    class WithOwnLoss(trainer_class):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
+            labels = inputs.pop("labels")
+            return own_mean(model(**inputs), labels)
+
+    is_plain = trainer_class is transformers.Trainer
+    size = {"per_device_train_batch_size": plan.global_batch_size}
+    trainer = WithOwnLoss(
+        llama(),
+        arguments(folder, max_steps=3, **(size if is_plain else {})),
+        train_dataset=texts(31, seed=1),
+        **({} if is_plain else {"plan": plan}),
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    return getattr(trainer, "het", trainer.model).state_dict()
+
+
+def own_mean_by_plan(rank: int, folder: str, plan: Plan) -> Any:
+    from shardhet.hf import HetTrainer
+
+    with as_torchrun_starts(rank, plan.world_size):
+        return train_with_own_mean(HetTrainer, folder, plan)
+
+
+@pytest.mark.parametrize("plan", [PLAN, for_campaign(IN_ROUNDS), for_campaign(IN_STAGES)])
+def test_a_mean_over_next_tokens_is_trained_as_on_one_process(
+    plan: Plan, tmp_path: Path
+) -> None:
+    found = run_ranks(own_mean_by_plan, 3, str(tmp_path), plan, timeout_s=FIRST_CASE_S)[0]
+    plain = train_with_own_mean(transformers.Trainer, str(tmp_path), plan)
+    for fqn, param in plain.items():
+        torch.testing.assert_close(found[fqn], param, rtol=0, atol=PARAM_BAR)
+
+
+def test_batches_of_an_evaluation_stay_apart_if_asked(tmp_path: Path) -> None:
+    from shardhet.hf import HetTrainer
+
+    args = arguments(tmp_path, eval_do_concat_batches=False, per_device_eval_batch_size=2)
+    trainer = HetTrainer(classifier(), args, plan=ONE)
+    predicted = trainer.predict(labelled(5))
+    assert [len(each) for each in predicted.predictions] == [2, 2, 1]
+    assert [len(each) for each in predicted.label_ids] == [2, 2, 1]
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Samples in one order."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Any:
+        return iter(self.samples)
+
+
+class MeasuredStream(Stream):
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+@pytest.mark.parametrize("kind", [Stream, MeasuredStream])
+def test_streams_are_refused(kind: Any, tmp_path: Path) -> None:
+    from shardhet.hf import HetTrainer
+
+    stream = kind(labelled(4))
+    args = arguments(tmp_path, max_steps=1)
+    trainer = HetTrainer(classifier(), args, plan=ONE, train_dataset=stream)
+    with pytest.raises(ValueError, match="dataset for training cannot be dealt out"):
+        trainer.train()
+    with pytest.raises(ValueError, match="dataset for evaluation cannot be dealt out"):
+        trainer.evaluate(stream)
+
+
+def test_answers_outside_of_their_texts_are_refused(tmp_path: Path) -> None:
+    from shardhet.hf import HetTrainer
+
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=VOCAB_SIZE, **TRANSFORMERS_SHAPE, num_hidden_layers=1
+    )
+    model = transformers.BertForQuestionAnswering(config)
+    samples = [
+        {"input_ids": each["input_ids"], "start_positions": i, "end_positions": 9 * i}
+        for i, each in enumerate(texts(4, seed=4))
+    ]
+    trainer = HetTrainer(model, arguments(tmp_path), plan=ONE, train_dataset=samples)
+    with pytest.raises(ValueError, match="end_positions: 2 of 4 samples have their answer"):
+        trainer.train()
+
+
+class Averaged(nn.Module):
+    """A classifier that is not of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB_SIZE, 4), nn.Linear(4, 3)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.embedding(input_ids).mean(dim=1))
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_a_model_that_is_not_of_transformers_is_saved_by_its_names(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from shardhet.hf import HetTrainer
+
+    args = arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
+    trainer = HetTrainer(Averaged(), args, plan=ONE, train_dataset=labelled(8))
+    trainer.train()
+    saved = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    Averaged().load_state_dict(saved)
+    assert torch.equal(saved["head.bias"], trainer.het.state_dict()["head.bias"])
+    assert trainer.train(resume_from_checkpoint=True).global_step == 2
 
 
 class StopWithin(transformers.TrainerCallback):

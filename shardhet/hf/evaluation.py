@@ -3,6 +3,7 @@ it, and predictions in the dataset's order.
 """
 
 import math
+from functools import reduce
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ class EvaluationPass:
         self._ignore_keys = ignore_keys
         # Of each batch, on this rank: the sum of losses, its items, its samples.
         self._sums: list[tuple[float, int, int]] = []
-        self._gathered: list[Any] = [None, None, None]  # predictions, labels, inputs
+        # Of each batch, of all ranks: predictions, labels, inputs
+        self._batches: list[list[Any]] = []
 
     def add(self, inputs: dict[str, Any]) -> None:
         """Evaluate this rank's samples of one batch.  Collective."""
@@ -46,7 +48,7 @@ class EvaluationPass:
         if self._loss_only:
             return
         mine = [None if part is None else nested_numpify(part) for part in parts]
-        self._gathered = list(map(joined, self._gathered, self._of_all(mine)))
+        self._batches.append(self._of_all(mine))
 
     def _of_all(self, mine: list[Any]) -> list[Any]:
         """The parts of all ranks, joined.  Collective."""
@@ -88,7 +90,7 @@ class EvaluationPass:
 
     def result(self, num_samples: int, prefix: str) -> EvalLoopOutput:
         """The metrics over all ranks, named with ``prefix``.  Collective."""
-        predictions, labels, inputs = self._gathered
+        predictions, labels, inputs = map(self._gathered, range(3))
         metrics: dict[str, Any] = {}
         if (
             self._trainer.compute_metrics is not None
@@ -109,6 +111,15 @@ class EvaluationPass:
         return EvalLoopOutput(
             predictions=predictions, label_ids=labels, metrics=metrics, num_samples=num_samples
         )
+
+    def _gathered(self, i: int) -> Any:
+        """The i-th parts of all batches: joined, or a list with ``eval_do_concat_batches``
+        False; None if there is none.
+        """
+        parts = [batch[i] for batch in self._batches if batch[i] is not None]
+        if not self._trainer.args.eval_do_concat_batches:
+            return parts or None
+        return reduce(joined, parts, None)
 
     def _mean_loss(self) -> float:
         """The mean over samples of the mean loss of their batch.  Collective."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import SeedableRandomSampler
-from torch.utils.data import RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from shardhet.comm import devices
 from shardhet.hf.dealing import PlanLoader, Share
@@ -19,7 +19,8 @@ def training_loader(trainer: TrainerView) -> PlanLoader:
         raise ValueError("Trainer: training requires a train_dataset.")
     sampler = trainer._get_train_sampler(dataset) if hasattr(dataset, "__len__") else None
     sampler = _seedable(sampler, dataset, trainer.args.data_seed)
-    _check_same_order(trainer, dataset, sampler)
+    if sampler is not None:
+        _check_same_order(trainer, dataset, sampler)
     return plan_loader(trainer, dataset, sampler, "Training", is_training=True)
 
 
@@ -55,6 +56,11 @@ def plan_loader(
     is_training: bool = False,
 ) -> PlanLoader:
     """This rank's samples of ``dataset``, in the order of ``sampler``."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"HetTrainer: the dataset for {description.lower()} cannot be dealt out, because "
+            "it gives its samples in one order only. Use one with __len__ and __getitem__."
+        )
     args = trainer.args
     collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description)
     if hasattr(dataset, "column_names"):  # from the datasets library
@@ -85,11 +91,6 @@ def plan_loader(
 
 def _seedable(sampler: Any, dataset: Any, data_seed: int | None) -> Any:
     """The sampler as accelerate makes it for a plain Trainer, so that orders are the same."""
-    if sampler is None:
-        raise ValueError(
-            "HetTrainer: the train_dataset has no length, so it cannot be dealt out. Use a "
-            "dataset with __len__ and __getitem__."
-        )
     if not isinstance(sampler, RandomSampler):
         return sampler
     seed = torch.random.initial_seed() if data_seed is None else data_seed

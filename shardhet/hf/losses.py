@@ -7,16 +7,16 @@ accept ``num_items_in_batch``).  Which it is, and that it is nothing else (an au
 over the batch, a contrastive one), is found out on the first batch rather than believed.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from shardhet.fsdp import HetFSDP
-from shardhet.hf.dealing import num_rows, rows_of
+from shardhet.hf.dealing import num_rows, rows_at, rows_of
 from shardhet.records.layout import Span
 
 IGNORED = -100  # transformers' label for positions without a label
@@ -26,13 +26,40 @@ IGNORED = -100  # transformers' label for positions without a label
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 LOW_PRECISION_TOLERANCE = 3e-2
 
+MOST_CLASSES = 12  # whose losses are compared
+LESS, MORE = 0.2, 0.9  # labels that are numbers, probabilities among them
 
-def num_labels(inputs: Mapping[str, Any], label_names: Sequence[str]) -> int:
-    """The number of labels that a mean over this rank's batch is taken over."""
+Parts = Sequence[dict[str, Any]]  # a batch and two parts of it
+
+
+def num_labels(
+    inputs: Mapping[str, Any], label_names: Sequence[str], *, is_shifted: bool = False
+) -> int:
+    """The number of labels that a mean over this rank's batch is taken over.
+
+    ``is_shifted``: each position predicts the next one, so no loss has the first label.
+    """
     labels = [inputs[name] for name in label_names if isinstance(inputs.get(name), Tensor)]
     if len(labels) != 1 or labels[0].is_floating_point():
         return num_rows(inputs)
-    return int(labels[0].ne(IGNORED).sum())
+    counted = labels[0][..., 1:] if is_shifted and labels[0].dim() > 1 else labels[0]
+    return int(counted.ne(IGNORED).sum())
+
+
+def check_positions(inputs: Mapping[str, Any], label_names: Sequence[str]) -> None:
+    """Raise if a mean over samples leaves some out: answers outside of their texts."""
+    texts = [each for each in inputs.values() if isinstance(each, Tensor) and each.dim() > 1]
+    for name in label_names if texts else ():
+        labels = inputs.get(name)
+        if not name.endswith("_positions") or not isinstance(labels, Tensor):
+            continue
+        width = texts[0].shape[1]
+        if number := int((labels >= width).sum()):
+            raise ValueError(
+                f"{name}: {number} of {len(labels)} samples have their answer outside of "
+                f"{width} tokens. The model's mean leaves them out, but ranks count samples. "
+                "Label them with a token, 0 for example, or drop them."
+            )
 
 
 class LossKind(Enum):
@@ -40,64 +67,169 @@ class LossKind(Enum):
 
     SUM = "sum"  # over items, as requested by num_items_in_batch=1
     MEAN = "mean"  # over labels, whatever num_items_in_batch says
+    SHIFTED_MEAN = "shifted mean"  # the same without the labels of first positions
 
 
-def halves(inputs: Mapping[str, Any], label_names: Sequence[str]) -> list[dict[str, Any]]:
-    """A rank's batch and its two halves, for ``find_kind``."""
-    whole = unevenly_labelled(_at_least_two_rows(inputs), label_names, [0])
-    middle = (num_rows(whole) + 1) // 2
-    spans = (Span(0, num_rows(whole)), Span(0, middle), Span(middle, num_rows(whole)))
-    return [rows_of(whole, span) for span in spans]
+def probes(
+    inputs: Mapping[str, Any], label_names: Sequence[str], num_classes: int
+) -> list[Parts]:
+    """Batches of a rank, each with its two parts, for ``find_kind``.
+
+    The second one has other labels, and more rows if it takes more to have all classes.
+    """
+    found: list[Parts] = []
+    for others in (False, True):
+        whole = dict(inputs)
+        num, middle = max(2, num_rows(whole)), None
+        if others:
+            more = num_rows_of_classes(whole, label_names, num_classes)
+            num = max(num, 1 + more)
+            middle = num - more if more else None
+        middle = (num + 1) // 2 if middle is None else middle
+        whole = _with_rows(whole, num)
+        first = range(middle)
+        if others:
+            whole = relabelled(whole, label_names, first, num_classes)
+        else:
+            whole = unevenly_labelled(whole, label_names, [0])
+        spans = (Span(0, num), Span(0, middle), Span(middle, num))
+        found.append([rows_of(whole, span) for span in spans])
+    return found
 
 
 def find_kind(
     model: HetFSDP,
-    parts: Sequence[dict[str, Any]],
+    probes: Sequence[Parts],
     label_names: Sequence[str],
     loss_of: Callable[[dict[str, Any]], Tensor],
+    *,
+    predicts_next: bool,
 ) -> LossKind:
-    """Find out how losses combine, given a batch and its two parts.  Collective.
+    """Find out how losses combine, given batches and two parts of each.  Collective.
 
-    Raises on every rank if neither kind fits.
+    A mean is over all labels unless those without first positions fit much better, or, where
+    the model's own loss is of next tokens (``predicts_next``), better.  Raises on every rank if
+    no kind fits.
     """
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        losses = [loss_of(part) for part in parts]
+        losses = [[loss_of(part) for part in parts] for parts in probes]
     model.train(was_training)
-    tolerance = TOLERANCE.get(losses[0].dtype, LOW_PRECISION_TOLERANCE)
-    if torch.is_autocast_enabled(losses[0].device.type):
+    dtype, device = losses[0][0].dtype, losses[0][0].device.type
+    tolerance = TOLERANCE.get(dtype, LOW_PRECISION_TOLERANCE)
+    if torch.is_autocast_enabled(device):
         tolerance = LOW_PRECISION_TOLERANCE
-    sums = [float(loss) for loss in losses]
-    counts = [num_labels(part, label_names) for part in parts]
-    weighted = [value * n if n else 0.0 for value, n in zip(sums, counts, strict=True)]
-    holds = [_adds_up(sums, tolerance), _adds_up(weighted, tolerance)]
-    found = model.exchange([*sums, *map(float, holds)])
-    for kind, column in ((LossKind.SUM, 3), (LossKind.MEAN, 4)):
-        if all(row[column] for row in found):
-            return kind
-    losses_by_position = [row[:3] for row in found]
+    values = [[float(loss) for loss in each] for each in losses]
+    errors = []
+    for kind in LossKind:
+        weights = [_weights(kind, parts, label_names) for parts in probes]
+        errors.append(max(map(_error, values, weights)) / tolerance)
+    found = model.exchange([*values[0], *values[1], *errors])
+    sum_off, mean_off, shifted_off = (max(row[i] for row in found) for i in (6, 7, 8))
+    if sum_off <= 1:
+        return LossKind.SUM
+    if shifted_off <= 1 and (
+        shifted_off < mean_off if predicts_next else max(10 * shifted_off, 0.1) < mean_off
+    ):
+        return LossKind.SHIFTED_MEAN
+    if mean_off <= 1:
+        return LossKind.MEAN
+    of_first = [row[:3] for row in found]
+    of_second = [row[3:6] for row in found]
     raise ValueError(
         "the loss is neither a sum over samples nor a mean over labels: for the batch and two "
-        f"parts of it, positions of the plan have {losses_by_position}. Leave auxiliary losses "
-        "out (output_router_logits=False), and let a compute_loss_func divide the sum by "
-        "num_items_in_batch."
+        f"parts of it, positions of the plan have {of_first}, and with other labels "
+        f"{of_second}. Leave auxiliary losses out (output_router_logits=False); weigh classes "
+        "in a compute_loss_func that divides the weighted sum by num_items_in_batch."
     )
 
 
-def _adds_up(values: Sequence[float], tolerance: float) -> bool:
-    together, first, second = values
-    return abs(together - first - second) <= tolerance * max(abs(together), 1e-12)
+def _weights(kind: LossKind, parts: Parts, label_names: Sequence[str]) -> list[float]:
+    """What the losses of a batch and its parts are multiplied by to add up."""
+    if kind is LossKind.SUM:
+        return [1.0] * len(parts)
+    is_shifted = kind is LossKind.SHIFTED_MEAN
+    return [float(num_labels(part, label_names, is_shifted=is_shifted)) for part in parts]
 
 
-def _at_least_two_rows(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The same batch, with a single sample repeated, because it could not be split."""
-    if num_rows(inputs) != 1:
+def _error(losses: Sequence[float], weights: Sequence[float]) -> float:
+    """By how much parts do not add up, relative; 0 where a loss of theirs has no value."""
+    pairs = zip(losses, weights, strict=True)
+    together, first, second = (loss * n if n else 0.0 for loss, n in pairs)
+    error = abs(together - first - second) / max(abs(together), 1e-12)
+    return error if math.isfinite(error) else 0.0
+
+
+def _with_rows(inputs: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """The same batch with so many rows, the first ones once more; none if it has none."""
+    whole = num_rows(inputs)
+    if not whole or number == whole:
         return dict(inputs)
-    doubled: dict[str, Any] = tree_map_only(
-        Tensor, lambda t: torch.cat([t, t]) if t.dim() and len(t) == 1 else t, dict(inputs)
-    )
-    return doubled
+    more: dict[str, Any] = rows_at(inputs, [row % whole for row in range(number)])
+    return more
+
+
+def num_rows_of_classes(
+    inputs: Mapping[str, Any], label_names: Sequence[str], num_classes: int
+) -> int:
+    """The rows that ``relabelled`` needs for all classes but the first; 0 if rows have none."""
+    labels = [inputs.get(name) for name in label_names]
+    numbers = [
+        _num_classes(each, num_classes)
+        for each in labels
+        if isinstance(each, Tensor) and each.dim() == 1 and len(each)
+    ]
+    return max((n - 1 + n // 2 for n in numbers if n > 1), default=0)
+
+
+def _num_classes(labels: Tensor, num_classes: int) -> int:
+    """The number of classes that labels are surely among, as far as is looked at; 0: none."""
+    if labels.is_floating_point():
+        return 0
+    return min(MOST_CLASSES, max(num_classes, int(labels.max()) + 1))
+
+
+def relabelled(
+    inputs: Mapping[str, Any],
+    label_names: Sequence[str],
+    first: Sequence[int],
+    num_classes: int,
+) -> dict[str, Any]:
+    """The same batch with other labels, which are unlike in the rows ``first`` and the others.
+
+    Weights of classes, ratios and roots then show, though a batch has only one class or one
+    sample; and in texts the labels of first positions.  Labels without a value have none.
+    """
+    changed = dict(inputs)
+    for name in label_names:
+        labels = changed.get(name)
+        if isinstance(labels, Tensor) and labels.dim() and len(labels):
+            is_first = torch.zeros(len(labels), dtype=torch.bool, device=labels.device)
+            is_first[list(first)] = True
+            changed[name] = _other_labels(labels, is_first, num_classes)
+    return changed
+
+
+def _other_labels(labels: Tensor, is_first: Tensor, num_classes: int) -> Tensor:
+    other = labels.clone()
+    if labels.is_floating_point():
+        other[is_first], other[~is_first] = LESS, MORE
+        return torch.where(labels.isfinite(), other, labels)
+    are_classes = labels.dim() == 1 or int(labels.max()) < num_classes
+    number = _num_classes(labels, num_classes)
+    if are_classes and number > 1:
+        rest = other[~is_first]
+        others = 1 + torch.arange(rest.numel(), device=labels.device) % (number - 1)
+        other[is_first], other[~is_first] = 0, others.view(rest.shape).to(rest)
+        return torch.where(labels == IGNORED, labels, other)
+    if labels.dim() == 2 and labels.shape[1] > 3:
+        first_labelled = (~is_first).long()[:, None]  # positions 0 and 1, or 1 and 2
+        at = torch.arange(labels.shape[1], device=labels.device) - first_labelled
+        some = labels.amax(dim=1, keepdim=True)
+        other = torch.where(labels == IGNORED, some, labels)
+        return torch.where((at == 0) | (at == 1), other, IGNORED)
+    return labels
 
 
 def unevenly_labelled(

@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_utils import unwrap_peft_model
 
 from shardhet.hf.dealing import num_rows, rounds_of, rows_of
-from shardhet.hf.losses import LossKind, find_kind, halves, num_labels
+from shardhet.hf.losses import LossKind, check_positions, find_kind, num_labels, probes
 from shardhet.hf.view import TrainerView
 from shardhet.records.layout import Span
 from shardhet.training.loss_scaling import check_scale
@@ -25,29 +25,46 @@ class RankLoss:
         self._trainer = trainer
         # Of the step in progress, if it has several rounds, and of all ranks
         self._num_items = 0.0  # in all batches, as transformers counts them
-        self._num_labels: deque[float] = deque()  # in each batch that comes next
+        # In each batch that comes next, with first positions and without
+        self._num_labels: deque[tuple[float, float]] = deque()
         self._divisor: float | None = None  # of the batch in progress
         self._mean_before = 0.0  # what the batches before it add up to
 
-    def sums(self, inputs: dict[str, Any]) -> tuple[Tensor, int, Any]:
-        """This rank's loss sum, the number of items in it, and the model's outputs."""
+    def sums(
+        self, inputs: dict[str, Any], *, with_outputs: bool = True
+    ) -> tuple[Tensor, int, Any]:
+        """This rank's loss sum, the number of items in it, and perhaps the model's outputs."""
         self.find_kind(inputs)
-        loss, outputs = self._loss(inputs)
+        loss, outputs = self._loss(inputs, with_outputs=with_outputs)
         return *self.summed(loss, inputs), outputs
 
     def find_kind(self, inputs: dict[str, Any]) -> None:
         """Find out the kind of the loss on the first batch.  Collective."""
         names = self._trainer.label_names
         if self.kind is None:
-            parts = halves(inputs, names)
-            loss_of = lambda part: self._loss(part)[0]  # noqa: E731
-            self.kind = find_kind(self._trainer.het, parts, names, loss_of)
+            tried = probes(inputs, names, self.num_classes)
+            loss_of = lambda part: self._loss(part, with_outputs=False)[0]  # noqa: E731
+            self.kind = find_kind(
+                self._trainer.het, tried, names, loss_of, predicts_next=self.predicts_next
+            )
+
+    @property
+    def predicts_next(self) -> bool:
+        """Whether the model's own loss is of the next token at each position."""
+        return bool(self._trainer._loss_shifts_labels)
+
+    @property
+    def num_classes(self) -> int:
+        """Of a model of transformers, which has two unless it says so; else 0."""
+        config = getattr(self._trainer.model, "config", None)
+        return int(getattr(config, "num_labels", 0) or 0)
 
     def summed(self, loss: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, int]:
         """What ``compute_loss`` gives, as a sum, and the number of items in it."""
         num_items = self.num_items(inputs)
         if self.kind is LossKind.SUM and self._num_counted(inputs) is not None:
             return loss, num_items
+        check_positions(inputs, self._trainer.label_names)
         if not num_items:  # a mean over nothing would be NaN
             return torch.zeros((), device=self._trainer.args.device), 0
         return loss * num_items, num_items
@@ -55,9 +72,11 @@ class RankLoss:
     def num_items(self, inputs: dict[str, Any]) -> int:
         """The number of items in the loss of this rank's samples."""
         counted = self._num_counted(inputs) if self.kind is LossKind.SUM else None
-        return (
-            num_labels(inputs, self._trainer.label_names) if counted is None else int(counted)
-        )
+        return self._num_labels_in(inputs) if counted is None else int(counted)
+
+    def _num_labels_in(self, inputs: dict[str, Any]) -> int:
+        is_shifted = self.kind is LossKind.SHIFTED_MEAN
+        return num_labels(inputs, self._trainer.label_names, is_shifted=is_shifted)
 
     def as_called(self, inputs: dict[str, Any], num_items: Tensor | None) -> dict[str, Any]:
         """The arguments that ``compute_loss`` passes to the model."""
@@ -89,10 +108,14 @@ class RankLoss:
         self._num_labels.clear()
         if trainer.het.rounds_left == 1:
             return
-        labels = [float(num_labels(batch, trainer.label_names)) for batch in batches]
+        labels = [
+            float(num_labels(batch, trainer.label_names, is_shifted=is_shifted))
+            for batch in batches
+            for is_shifted in (False, True)
+        ]
         rows = trainer.het.exchange([float(num_items_in_batch or 0), *labels])
         self._num_items, *totals = map(sum, zip(*rows, strict=True))
-        self._num_labels.extend(totals)
+        self._num_labels.extend(zip(totals[::2], totals[1::2], strict=True))
 
     def run_batch(self, inputs: dict[str, Any], num_items_in_batch: Any) -> float:
         """Forward and backward of all rounds of a batch; what it adds to the step's mean loss,
@@ -107,7 +130,7 @@ class RankLoss:
             rounds += [no_rows] * (trainer.het.rounds_left - len(rounds))
         for i, part in enumerate(rounds):
             with trainer.compute_loss_context_manager():
-                loss_sum, num_items, _ = self.sums(part)
+                loss_sum, num_items, _ = self.sums(part, with_outputs=False)
             if i == 0:  # which has found out the kind of the loss
                 self._begin_batch(num_items_in_batch)
             self._backward(loss_sum, num_items)
@@ -118,7 +141,7 @@ class RankLoss:
         trainer = self._trainer
         num_batches = trainer.args.gradient_accumulation_steps
         is_counted = num_items_in_batch is not None
-        if is_counted and self.kind is LossKind.MEAN and num_batches > 1:
+        if is_counted and self.kind is not LossKind.SUM and num_batches > 1:
             raise ValueError(
                 f"TrainingArguments: gradient_accumulation_steps={num_batches}, but the loss "
                 "is a mean that ignores num_items_in_batch, so a plain Trainer adds up means. "
@@ -128,7 +151,7 @@ class RankLoss:
         self._mean_before = 0.0 if trainer.het.is_between_steps else self._mean_so_far
         self._divisor = None
         if self._num_labels:
-            labels = self._num_labels.popleft()
+            labels = self._num_labels.popleft()[self.kind is LossKind.SHIFTED_MEAN]
             if not is_counted:
                 self._divisor = labels * trainer.current_gradient_accumulation_steps or 1.0
             else:
@@ -173,7 +196,7 @@ class RankLoss:
         )
         return loss, outputs
 
-    def _loss(self, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
+    def _loss(self, inputs: dict[str, Any], *, with_outputs: bool) -> tuple[Tensor, Any]:
         """The result of ``compute_loss`` for this rank's samples, as a sum if possible."""
         trainer = self._trainer
         counted = self._num_counted(inputs)
@@ -181,10 +204,16 @@ class RankLoss:
         if not num_rows(inputs):
             trainer.het(**self.as_called(inputs, one))
             return torch.zeros((), device=trainer.args.device), None
-        loss, outputs = trainer.compute_loss(
-            trainer.het, dict(inputs), return_outputs=True, num_items_in_batch=one
+        return self.computed(trainer.het, inputs, one, with_outputs=with_outputs)
+
+    def computed(
+        self, model: nn.Module, inputs: dict[str, Any], one: Any, *, with_outputs: bool
+    ) -> tuple[Tensor, Any]:
+        """What ``compute_loss`` returns, called as a plain Trainer calls it."""
+        loss: Any = self._trainer.compute_loss(
+            model, dict(inputs), return_outputs=with_outputs, num_items_in_batch=one
         )
-        return loss, outputs
+        return loss if with_outputs else (loss, None)
 
     def _num_counted(self, inputs: dict[str, Any]) -> Any:
         return self._trainer._get_num_items_in_batch([inputs], self._trainer.args.device)

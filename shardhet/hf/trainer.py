@@ -25,7 +25,7 @@ from shardhet.fsdp.params.optimizer_gate import look_at
 from shardhet.hf.arguments import check_optimizer, checked, is_same_device
 from shardhet.hf.counting import InputCounts
 from shardhet.hf.evaluation import EvaluationPass
-from shardhet.hf.folders.saving import save_pretrained
+from shardhet.hf.folders.saving import save_model
 from shardhet.hf.loaders import (
     evaluation_loader,
     evaluation_sampler,
@@ -116,9 +116,11 @@ class HetTrainer(TrainerView):
         )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write a folder that plain ``from_pretrained`` can load.  Collective."""
+        """Write a folder that plain ``from_pretrained`` can load, or ``model.safetensors`` of a
+        model that is not of transformers.  Collective.
+        """
         folder = Path(output_dir or self.args.output_dir or ".")
-        save_pretrained(self.het, folder)
+        save_model(self.het, folder)
         if self.args.should_save:
             tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if tokenizer is not None:
@@ -323,10 +325,6 @@ def _collates_whole(trainer: TrainerView, wanted: bool | None) -> bool:
         trainer.plan.refuse_stages("collates_whole_batch=False", "All stages pad alike")
     is_masking = getattr(trainer.data_collator, "mlm", False)
     return is_masking or trainer.plan.stages is not None if wanted is None else wanted
-
-
-def _evaluation_of(plan: Plan) -> type[EvaluationPass]:
-    return EvaluationPass if plan.stages is None else StagedEvaluation
 
 
 def _wrapped(

@@ -60,7 +60,8 @@ def possible_axes(seen: Sequence[ArgumentsSeen]) -> list[Axes]:
     if len({len(each.factors) for each in seen}) > 1:
         raise ValueError(
             f"model(...): ranks pass {[len(each.factors) for each in seen]} arguments. Call "
-            "the model in the same way on every rank."
+            "the model in the same way on every rank. Each entry of a list counts as one: pass "
+            "tensors with a row for each sample instead."
         )
     # Without samples an argument is the same everywhere.
     differs = [

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Transpose, revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from shardhet.comm.progress import phase
 from shardhet.fsdp import HetFSDP
@@ -44,6 +46,23 @@ def save_pretrained(
                 f"save_pretrained: {type(model.module).__name__} is not a transformers model. "
                 "Use model.state_dict(), which is whole on rank zero."
             )
+
+
+def save_model(model: HetFSDP, folder: Path) -> None:
+    """``save_pretrained``, or ``model.safetensors`` of a model that is not of transformers, as
+    its Trainer writes it.  Collective.
+    """
+    if is_adapted(model.module) or isinstance(model.module, PreTrainedModel):
+        save_pretrained(model, folder)
+        return
+    with phase("saving the model"):
+        state = model.state_dict()
+        if _is_rank_zero(model):
+            folder.mkdir(parents=True, exist_ok=True)
+            unfinished = folder / f"{SAFE_WEIGHTS_NAME}.unfinished"
+            whole = {fqn: each.contiguous() for fqn, each in state.items()}
+            save_file(whole, unfinished, metadata={"format": "pt"})
+            unfinished.replace(folder / SAFE_WEIGHTS_NAME)
 
 
 def _save_whole(model: HetFSDP, folder: Path, max_shard_bytes: int) -> None:

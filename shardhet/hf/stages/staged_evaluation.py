@@ -1,5 +1,6 @@
 """Evaluation of a HetTrainer in stages: the last stage's ranks have losses and predictions."""
 
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardhet.hf.dealing import Share, num_rows, rows_of
 from shardhet.hf.evaluation import EvaluationPass
+from shardhet.hf.predictions import joined
 from shardhet.records.layout import Span
 
 
@@ -17,11 +19,16 @@ class StagedEvaluation(EvaluationPass):
         """Evaluate this rank's samples of one batch.  Collective."""
         plan, het = self._trainer.plan, self._trainer.het
         own = Share.of_step(plan, het.position).numel
-        size, before = num_rows(inputs), len(self._sums)
+        size, before, first = num_rows(inputs), len(self._sums), len(self._batches)
         num_steps = max(int(n) for (n,) in het.exchange([-(-size // own) if own else 0]))
         for step in range(num_steps):
             start, stop = (min(i * own, size) for i in (step, step + 1))
             super().add(rows_of(inputs, Span(start, stop)))
+        parts, self._batches = self._batches[first:], self._batches[:first]
+        if parts:  # those of one batch
+            self._batches.append(
+                [reduce(joined, each, None) for each in zip(*parts, strict=True)]
+            )
         steps, self._sums = self._sums[before:], self._sums[:before]
         if steps:
             loss_sums, nums_items, sizes = zip(*steps, strict=True)

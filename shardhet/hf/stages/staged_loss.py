@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardhet.hf.dealing import num_rows, rounds_of, rows_at
-from shardhet.hf.losses import LossKind, find_kind, unevenly_labelled
+from shardhet.hf.losses import LossKind, find_kind, relabelled, unevenly_labelled
 from shardhet.hf.rank_loss import RankLoss
 from shardhet.records.plan import Plan
 
@@ -55,7 +55,9 @@ class StagedLoss(RankLoss):
         self.check_scale()
         return mean or 0.0
 
-    def sums(self, inputs: dict[str, Any]) -> tuple[Tensor, int, Any]:
+    def sums(
+        self, inputs: dict[str, Any], *, with_outputs: bool = True
+    ) -> tuple[Tensor, int, Any]:
         """As of ``RankLoss``, on ranks of the last stage; zeros on others."""
         self.find_kind(inputs)
         with self._trainer.het.computing(self._of_evaluation):
@@ -71,12 +73,20 @@ class StagedLoss(RankLoss):
             first, second, uneven = halves_of_last_stage(trainer.plan, num_samples)
             own = trainer.plan.sample_indices(trainer.het.position, num_samples)
             rows = [row for row, sample in enumerate(own) if sample in uneven]
-            changed = unevenly_labelled(inputs, names, rows)
-            parts = [
-                rows_at(changed, [row for row, sample in enumerate(own) if sample in part])
-                for part in (first | second, first, second)
+            of_first = [row for row, sample in enumerate(own) if sample in first]
+            tried = [
+                [
+                    rows_at(changed, [row for row, sample in enumerate(own) if sample in part])
+                    for part in (first | second, first, second)
+                ]
+                for changed in (
+                    unevenly_labelled(inputs, names, rows),
+                    relabelled(inputs, names, of_first, self.num_classes),
+                )
             ]
-            self.kind = find_kind(trainer.het, parts, names, self._as_it_is)
+            self.kind = find_kind(
+                trainer.het, tried, names, self._as_it_is, predicts_next=self.predicts_next
+            )
 
     def _as_it_is(self, inputs: dict[str, Any]) -> Tensor:
         """The result of ``compute_loss`` on ranks of the last stage, without gradients."""
@@ -87,27 +97,27 @@ class StagedLoss(RankLoss):
     # Called in place of the module, on tensors that stages hand over
 
     def _of_training(self, module: nn.Module, **inputs: Any) -> tuple[Tensor, Tensor]:
-        loss_sum, num_items, _ = self._of_evaluation(module, **inputs)
-        return loss_sum, num_items
+        loss, _ = self._computed(module, inputs, with_outputs=False)
+        loss_sum, num_items = self.summed(loss, inputs)
+        return loss_sum, torch.tensor(num_items)
 
     def _of_evaluation(self, module: nn.Module, **inputs: Any) -> tuple[Tensor, Tensor, Any]:
-        loss, outputs = self._computed(module, inputs)
+        loss, outputs = self._computed(module, inputs, with_outputs=True)
         loss_sum, num_items = self.summed(loss, inputs)
         return loss_sum, torch.tensor(num_items), outputs
 
     def _of_outputs(self, module: nn.Module, **inputs: Any) -> Tensor:
-        loss, _ = self._computed(module, inputs)
+        loss, _ = self._computed(module, inputs, with_outputs=False)
         return loss
 
-    def _computed(self, module: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
+    def _computed(
+        self, module: nn.Module, inputs: dict[str, Any], *, with_outputs: bool
+    ) -> tuple[Tensor, Any]:
         trainer = self._trainer
         counted = self._num_counted(inputs)
         one = None if counted is None else torch.ones((), device=trainer.args.device)
         with trainer.compute_loss_context_manager():
-            loss, outputs = trainer.compute_loss(
-                module, dict(inputs), return_outputs=True, num_items_in_batch=one
-            )
-        return loss, outputs
+            return self.computed(module, inputs, one, with_outputs=with_outputs)
 
 
 def halves_of_last_stage(plan: Plan, num_samples: int) -> tuple[set[int], set[int], set[int]]:
