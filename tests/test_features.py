@@ -111,6 +111,44 @@ def test_gathering_inside_of_a_model_is_refused() -> None:
         assert "between model(...) and model.backward" in outcome.message
 
 
+def _in_rounds(rank: int) -> None:
+    plan = Plan.by_hand(microbatch_sizes=[2, 1], num_rounds=2)
+    model = HetFSDP(Towers(), plan, units=["image", "text"])
+    x = torch.randn(plan.ranks[model.position].rank_batch_size, WIDTH, dtype=torch.float64)
+    features = model(x, x)[0]
+    with torch.no_grad():
+        assert len(shardhet.gather_features(features)) == 3
+    shardhet.gather_features(features)
+
+
+def test_features_of_one_round_are_not_those_of_the_batch() -> None:
+    for outcome in run_ranks_expecting_failure(_in_rounds, 2):
+        assert "the plan has several rounds" in outcome.message
+
+
+def _whole_loss_on_every_rank(rank: int, counts_everywhere: bool) -> None:
+    torch.manual_seed(0)
+    reference = Towers()
+    model = HetFSDP(copy.deepcopy(reference), PLAN, units=["image", "text"])
+    x, y = torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    images, texts = reference(x, y)
+    (contrastive(images, texts, range(5), images, texts) / 5).backward()
+    first = PLAN.first_sample(model.position)
+    mine = slice(first, first + PLAN.ranks[model.position].rank_batch_size)
+    features = model(x[mine], y[mine])
+    images, texts = map(shardhet.gather_features, features)
+    mean = contrastive(images, texts, range(5), images, texts) / 5
+    number = 1 if counts_everywhere else len(features[0])
+    model.backward(mean * number, number)
+    compare_grads(model, reference)
+
+
+def test_a_rank_may_compute_the_mean_over_all_but_counts_its_own_samples() -> None:
+    run_ranks(_whole_loss_on_every_rank, 3, False)
+    for outcome in run_ranks_expecting_failure(_whole_loss_on_every_rank, 3, True):
+        assert "this rank has no samples, so its loss does not count" in outcome.message
+
+
 def _unlike(rank: int) -> None:
     model = HetFSDP(Towers(), PLAN, units=["image", "text"])
     x = torch.randn(PLAN.ranks[model.position].rank_batch_size, WIDTH, dtype=torch.float64)

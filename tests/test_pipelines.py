@@ -238,7 +238,7 @@ class Leaky(nn.Module):
         self.norm = nn.BatchNorm1d(SEQ_LEN) if way == "batch norm" else None
         self.drop = nn.Dropout(0.0)
 
-    def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | int]:
         way = self.way
         self.calls += way == "counts"
         first = x = self.embedding(inputs)
@@ -262,6 +262,8 @@ class Leaky(nn.Module):
             return self.head(x), x.mean(dim=(1, 2))
         if way == "ends":
             return x.sum(), (targets >= 0).sum()
+        if way == "mean":
+            return self.head(x).square().mean(), 1
         loss = nn.functional.cross_entropy(
             self.head(x).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum"
         )
@@ -369,6 +371,7 @@ OTHER_NAMES = Plan.by_hand(
     ],
 )
 REFUSED = {
+    "mean": ("mean", "forward_backward: the loss is what the model returns, which is no sum"),
     "float16": ("", "param_dtype is float16, but the loss is not scaled"),
     "batch norm": (
         "batch norm",

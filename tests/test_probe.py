@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -416,8 +417,164 @@ def test_single_numbers_are_summed_or_averaged(kind: type[Auxiliary], recomputes
 @every_precision
 def test_a_load_balancing_loss_is_refused(precision: Precision) -> None:
     model = precision.wrap(AuxiliaryNet(Balancing), plan_for(recomputes=False))
-    with pytest.raises(ValueError, match=r"neither the same, nor the sum|no sum or mean over"):
+    with pytest.raises(
+        ValueError,
+        match=r"neither the same, nor the sum|a mean, perhaps only|no sum or mean over",
+    ):
         precision.call(model, draw(NUM_SAMPLES, 3, WIDTH))
+
+
+class OfTargets(nn.Module):
+    """A mean over targets that count, as their values say."""
+
+    def __init__(self, counts: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.counts = nn.Linear(WIDTH, WIDTH), counts
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        which = self.counts(y)
+        return (self.linear(x) - y)[which].square().mean()
+
+
+class WithTargets(nn.Module):
+    def __init__(self, counts: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.units = nn.ModuleList([nn.Linear(WIDTH, WIDTH), OfTargets(counts)])
+        self.double()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.units[1](self.units[0](x), y)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [lambda y: ~y.isnan(), lambda y: y > 0, lambda y: y >= 0, lambda y: y.abs().sum(-1) > 0],
+    ids=["no NaN", "above zero", "not negative", "rows that are not zero"],
+)
+def test_a_mean_over_what_values_say_is_refused_though_all_count_at_first(counts: Any) -> None:
+    model = HetFSDP(
+        WithTargets(counts), plan_for(recomputes=False), units=["units.0", "units.1"]
+    )
+    with pytest.raises(ValueError, match=r"unit 'units.1': output 0 is a mean, perhaps only"):
+        model(draw(NUM_SAMPLES, 3, WIDTH), draw(NUM_SAMPLES, 3, WIDTH).abs())
+
+
+class Longest(nn.Module):
+    """Returns the largest length beside its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), lengths.max()
+
+
+class CutToLongest(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList([Longest()])
+        self.double()
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        x, longest = self.units[0](x, lengths)
+        return x[:, : int(longest)].square().sum()
+
+
+def test_a_result_for_all_samples_that_comes_to_differ_between_microbatches_is_refused() -> (
+    None
+):
+    model = HetFSDP(CutToLongest(), plan_for(recomputes=False), units=["units.0"])
+    x, lengths = draw(NUM_SAMPLES, 3, WIDTH), torch.full((NUM_SAMPLES,), 3)
+    model.backward(model(x, lengths), NUM_SAMPLES)
+    lengths[:2] = 1
+    with pytest.raises(
+        ValueError, match=r"output of shape \(\) .* differs between microbatches"
+    ):
+        model(x, lengths)
+
+
+# What a model returns as its loss and its number of tokens
+
+
+class Pair(Net):
+    """Returns a loss and what goes with it, given its errors by sample."""
+
+    def __init__(self, pair: Callable[[Tensor], Any]) -> None:
+        super().__init__(lambda: nn.Linear(WIDTH, WIDTH))
+        self.pair = pair
+
+    def forward(self, x: Tensor) -> Any:
+        return self.pair(super().forward(x).square().sum((1, 2)))
+
+
+NO_SUMS = {
+    "a mean": (lambda errors: (errors.mean(), 1), "the loss is what the model returns"),
+    "a mean and a tensor": (
+        lambda errors: (errors.mean(), torch.tensor(len(errors))),
+        "the loss is what the model returns",
+    ),
+    "one more": (
+        lambda errors: (errors.sum(), len(errors) + 1),
+        "the number of tokens is what the model returns, 3 here",
+    ),
+    "a tensor, one more": (
+        lambda errors: (errors.sum(), torch.tensor(len(errors) + 1)),
+        "the number of tokens is what the model returns, 3 here",
+    ),
+    "at least one": (
+        lambda errors: (errors.sum(), (errors > 0).sum().clamp(min=1).double()),
+        "kept within bounds",
+    ),
+    "one in place of zero": (
+        lambda errors: (
+            errors.sum(),
+            torch.where((errors > 0).sum() == 0, 1, (errors > 0).sum()),
+        ),
+        "kept within bounds",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NO_SUMS)
+@pytest.mark.parametrize("num_rounds", [1, 2])
+def test_a_pair_that_does_not_add_up_is_refused_where_a_batch_is_cut(
+    kind: str, num_rounds: int
+) -> None:
+    pair, words = NO_SUMS[kind]
+    plan = Plan.by_hand(microbatch_sizes=[2], state_shares=[1.0], num_rounds=num_rounds)
+    model = HetFSDP(Pair(pair), plan, units=["units.0", "units.1"])
+    x = draw(2 * num_rounds, 3, WIDTH)
+    if num_rounds == 1:
+        assert model.forward_backward(x) is not None
+        return
+    with pytest.raises(ValueError, match=words):
+        model.forward_backward(x)
+
+
+def test_a_count_that_is_kept_above_zero_after_the_model_is_warned_of() -> None:
+    plan = Plan.by_hand(microbatch_sizes=[2], state_shares=[1.0], num_rounds=2)
+    model = HetFSDP(Net(lambda: nn.Linear(WIDTH, WIDTH)), plan, units=["units.0", "units.1"])
+    for counts in (torch.ones(2), torch.zeros(2)):
+        errors = model(draw(2, 3, WIDTH)).square().sum((1, 2)) * counts
+        with nullcontext() if counts.any() else pytest.warns(UserWarning, match="has 1 token"):
+            model.backward(errors.sum(), counts.sum().clamp(min=1))
+
+
+def test_a_pair_of_a_sum_and_its_number_is_right() -> None:
+    for pair in (
+        lambda errors: (errors.sum(), len(errors)),
+        lambda errors: (errors.sum() - 3 * len(errors), torch.tensor(float(len(errors)))),
+        lambda errors: (errors.sum(), (errors < 0).sum() + len(errors), errors.max()),
+    ):
+        reference = Pair(pair)
+        plan = Plan.by_hand(microbatch_sizes=[2], state_shares=[1.0], num_rounds=2)
+        model = HetFSDP(copy.deepcopy(reference), plan, units=["units.0", "units.1"])
+        x = draw(4, 3, WIDTH)
+        model.forward_backward(x)
+        loss_sum, number, *_ = reference(x)
+        (loss_sum / number).backward()
+        compare_grads(model, reference)
 
 
 def test_a_load_balancing_loss_is_right_if_no_rank_splits() -> None:

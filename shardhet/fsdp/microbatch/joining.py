@@ -37,7 +37,7 @@ class Joined:
         self._unit_fqn = unit_fqn
         self._spans = spans
         self._num_samples = spans[-1].stop
-        self._rules = rules.outputs
+        self._rules = rules
         self._layout: Layout | None = None  # of the first microbatch's output
         self._results = rules.results
         self._has_numbers_of_samples = rules.returns_numbers_of_samples
@@ -77,12 +77,25 @@ class Joined:
 
     def _put(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
         span = self._spans[microbatch]
-        for i, (tensor, rule) in enumerate(zip(tensors, self._rules, strict=True)):
+        for i, (tensor, rule) in enumerate(zip(tensors, self._rules.outputs, strict=True)):
             self._check_fits(tensor, rule, span.numel)
             if isinstance(rule, BatchAxis):
                 rule.put(self.tensors[i], tensor, span, self._num_samples)
             elif rule is not Join.SHARED:
                 self.tensors[i] += self._weighted(tensor, rule, span)
+            elif not self._rules.is_differentiable[i]:
+                self._check_is_shared(self.tensors[i], tensor)
+
+    def _check_is_shared(self, first: Tensor, other: Tensor) -> None:
+        is_same = torch.allclose if first.is_floating_point() else torch.equal
+        if first.data_ptr() != other.data_ptr() and not is_same(first, other):
+            raise ValueError(
+                f"unit {self._unit_fqn!r}: an output of shape {tuple(first.shape)} without a "
+                "dimension for the samples differs between microbatches, but was the same for "
+                "any samples when the model was first called in this way (a largest length, or "
+                "whether anything is masked, perhaps). Compute it outside of units, or return "
+                "one row for each sample."
+            )
 
     def _begin(
         self, leaves: list[Any], layout: Layout, constants: list[Any], tensors: list[Tensor]
@@ -97,7 +110,7 @@ class Joined:
         self._where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self._has_one = layout.spec.is_leaf() and len(tensors) == 1
         self.tensors = [
-            self._first(t, rule) for t, rule in zip(tensors, self._rules, strict=True)
+            self._first(t, rule) for t, rule in zip(tensors, self._rules.outputs, strict=True)
         ]
 
     def _first(self, tensor: Tensor, rule: Rule) -> Tensor:
@@ -138,7 +151,7 @@ class Joined:
         """Gradients of the microbatch's tensors, given those of the joined ones."""
         return [
             None if grad is None else self._piece(microbatch, grad, rule)
-            for grad, rule in zip(grads, self._rules, strict=True)
+            for grad, rule in zip(grads, self._rules.outputs, strict=True)
         ]
 
     def _piece(self, microbatch: int, grad: Tensor, rule: Rule) -> Tensor | None:

@@ -1,12 +1,14 @@
 """Applies ``loss_fn`` to the output of the last unit, microbatch by microbatch."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 
+from shardhet.fsdp.microbatch.batching import flatten
 from shardhet.fsdp.microbatch.layered import tensors_in
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
 from shardhet.records.plan import Plan
@@ -127,3 +129,62 @@ def loss_pair(output: Any) -> tuple[Any, Any]:
 def _is_pair(value: Any) -> bool:
     is_two = isinstance(value, (tuple, list)) and len(value) == 2
     return is_two and isinstance(value[0], Tensor) and not value[0].dim()
+
+
+class Output:
+    """What a model has returned, as long as the program keeps it."""
+
+    def __init__(self, output: Any) -> None:
+        self._leaves = [
+            ref(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flatten(output)[0]
+        ]
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The leaves of the output."""
+        return [each() if isinstance(each, ref) else each for each in self._leaves]
+
+    def check_adds_up(
+        self, loss_sum: Any, num_tokens: Any, not_sums: Container[int], caller: str
+    ) -> None:
+        """Raise ``ValueError`` if a rank's loss, or its number of tokens, is what the model has
+        returned and no sum over samples.  Leaves at ``not_sums`` are numbers that are none.
+        """
+        leaves = self.leaves
+        at = next((i for i, each in enumerate(leaves) if each is loss_sum), None)
+        if at is None:
+            return
+        if at in not_sums:
+            raise ValueError(
+                f"{caller}: the loss is what the model returns, which is no sum over samples "
+                "but a mean, perhaps. So ranks and rounds do not add up to one process with "
+                "all samples. Give the sum: loss * num_tokens, num_tokens."
+            )
+        if any(
+            i in not_sums and _is_it(num_tokens, each, follows_loss=i == at + 1)
+            for i, each in enumerate(leaves)
+        ):
+            raise ValueError(
+                f"{caller}: the number of tokens is what the model returns, {num_tokens} here, "
+                "and does not add up over samples: for those of two ranks, or rounds, it is "
+                "not the sum of both. Return the number of what the loss is summed over, which "
+                "may be zero."
+            )
+
+
+def _is_it(num_tokens: Any, leaf: Any, *, follows_loss: bool) -> bool:
+    """Whether a leaf is the number of tokens: plain numbers are known by value and place."""
+    if isinstance(num_tokens, Tensor):
+        return num_tokens is leaf
+    return follows_loss and type(num_tokens) is type(leaf) and bool(num_tokens == leaf)
+
+
+def check_no_tokens(num_tokens: Tensor | int, *, num_samples: int) -> None:
+    """Raise ``ValueError`` if a rank without samples has tokens."""
+    if num_tokens and not num_samples:
+        raise ValueError(
+            "model.backward: this rank has no samples, so its loss does not count, but its "
+            f"number of tokens is {int(num_tokens)}. Give 0, and no count that is kept above "
+            "it (clamp(min=1)). For what is divided by another number, the same on all ranks, "
+            "give divisor=."
+        )

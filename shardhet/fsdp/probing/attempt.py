@@ -24,6 +24,7 @@ from shardhet.fsdp.probing.comparing import (
     are_numbers_equal,
     do_add_up,
     is_mean_over_some,
+    not_sums,
 )
 from shardhet.fsdp.probing.host_draws import HIGH, LOW, MIDDLE, HostGenerators
 from shardhet.fsdp.probing.module_state import kept_of_samples
@@ -125,6 +126,7 @@ class Attempt:
         self.is_alone = False  # whether no other rank computes
         self._has_gradients = has_gradients
         self._outputs: dict[str, Any] = {}
+        self.not_sums: frozenset[int] = frozenset()  # leaves of the output, see ``Findings``
         self._apart: Apart = []  # outputs with rows for samples
         self._generators = HostGenerators()
         if call is not None:
@@ -298,6 +300,10 @@ class Attempt:
         self._forward("rest", range(SMALL, LARGE))
         if "swapped" not in self._outputs:
             self._forward("swapped", (1, 0))
+        if self.call is not None:
+            self.not_sums = not_sums(
+                *(self._outputs[name] for name in ("small", "rest", "large"))
+            )
         runs = ("small", "swapped", "large", "rest")
         small, swapped, large, rest = map(self._losses, runs)
         # Every other sample would be other samples in another order.

@@ -1,5 +1,6 @@
 """Compares what a model computes for some samples with what it computes for others."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -7,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardhet.fsdp.microbatch.batching import BatchAxis, Join, Rule
+from shardhet.fsdp.microbatch.batching import BatchAxis, Join, Rule, flatten
 from shardhet.records.layout import Span
 
 MAX_NODES = 2000  # of an object whose fingerprint is taken
+NO_ROUNDING = 1e-2  # by so much of the largest, numbers differ in no dtype by rounding
 HUGE = 1e4  # times the median: a larger value is a mask's, not a result
 
 
@@ -128,6 +130,26 @@ def do_add_up(ab: Tensor, c: Tensor, abc: Tensor, eps: float) -> bool:
         return are_numbers_equal(c, abc, eps)
     means = (ab + c, (2 * ab + c) / 3)
     return any(are_numbers_equal(each, abc, eps) for each in means)
+
+
+def not_sums(ab: Any, c: Any, abc: Any) -> frozenset[int]:
+    """Which numbers among the leaves of a model's output are no sums over samples, given the
+    output for two samples, for a third, and for all three.
+    """
+    triples = zip(*(map(_number_of, flatten(each)[0]) for each in (ab, c, abc)), strict=False)
+    return frozenset(
+        i
+        for i, triple in enumerate(triples)
+        if all(map(math.isfinite, triple))  # backward says so of others
+        and abs(triple[0] + triple[1] - triple[2]) > NO_ROUNDING * max(map(abs, triple))
+    )
+
+
+def _number_of(leaf: Any) -> float:
+    """The number that a leaf is; NaN if it is none."""
+    if isinstance(leaf, Tensor):
+        return math.nan if leaf.dim() or leaf.is_complex() else float(leaf.detach())
+    return float(leaf) if type(leaf) in (int, float) else math.nan
 
 
 def is_mean_over_some(

@@ -1,7 +1,8 @@
 """Finds the rules of one call, by calling it on the whole batch and on pieces of it."""
 
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice, product
@@ -36,12 +37,15 @@ from shardhet.fsdp.probing.rules import (
     SIZES,
     SMALL,
     RuleFinder,
+    is_same,
     join_by_gradients,
     looks_like_mask,
+    of_some,
     readings,
 )
 from shardhet.fsdp.probing.watch import Refusal, Watcher
 from shardhet.fsdp.stages.flow import storage_of
+from shardhet.records.layout import Span
 
 MAX_READINGS = 32  # combinations of rules that are tried for a call's arguments
 
@@ -179,6 +183,8 @@ class Examiner:
             decided = self._join_of_zeros(i, kept, pieces)
             found[i] = decided or Join.SUM
             self.is_certain &= decided is not None
+        if means := _means(found, parts):
+            _check_means(self._runner, kept, rules, means, eps=self._watcher.eps)
         if (pieces or self._divides_late) and seen.has_own_backward and torch.is_grad_enabled():
             self._check_backward(kept, pieces, replace(rules, outputs=tuple(found)))
         if pieces and torch.is_grad_enabled():
@@ -293,6 +299,56 @@ class Examiner:
             for each in (whole, *pieces)
         ]
         return join_by_gradients(of_whole, of_pieces) if of_whole.requires_grad else None
+
+
+def _means(rules: Sequence[Rule], parts: Sequence[Sequence[Tensor]]) -> list[int]:
+    """Indices of outputs that are means, and not always the same."""
+    return [
+        i
+        for i, rule in enumerate(rules)
+        if rule is Join.MEAN and not is_same([part[i] for part in parts])
+    ]
+
+
+def _check_means(
+    runner: CallRunner, whole: ProbedCall, rules: VisitRules, means: Sequence[int], eps: float
+) -> None:
+    """Raise if a mean leaves out what arguments mark by their values, as zero or NaN."""
+    for marked in _marked(whole, rules):
+        pieces = [marked.on(cut(marked.tensors, rules, span, LARGE)) for span in PARTS]
+        try:
+            found = [tensors_in(runner.run(each)) for each in (marked, *pieces)]
+        except Exception:
+            continue  # it does not take such values
+        for i in means:
+            if not _fits_mean(*(each[i] for each in found), eps=eps):
+                raise Refusal(ValueError(of_some(f"unit {whole.fqn!r}: output {i}")))
+
+
+def _fits_mean(whole: Tensor, *parts: Tensor, eps: float) -> bool:
+    """Whether it is that of its parts, if it has values."""
+    joined = joined_like(whole, parts, PARTS, Join.MEAN)
+    has_values = whole.isfinite().all() and joined.isfinite().all()
+    return not has_values or are_close(joined, whole, eps)
+
+
+def _marked(call: ProbedCall, rules: VisitRules) -> Iterator[ProbedCall]:
+    """The call with values in its first sample that may say what does not count."""
+    tensors = call.tensors
+    for i, (tensor, rule) in enumerate(zip(tensors, rules.inputs, strict=True)):
+        if not (isinstance(rule, BatchAxis) and tensor.is_floating_point()):
+            continue
+        for value, is_half in product((0.0, math.nan, -1.0), (True, False)):
+            first = rule.narrow(tensor, Span(0, 1), LARGE).clone()
+            lengths = [1 if dim == rule.dim else n for dim, n in enumerate(first.shape)]
+            if is_half and max(lengths) > 1:
+                inner = next(dim for dim, n in enumerate(lengths) if n > 1)
+                first.narrow(inner, 0, lengths[inner] // 2).fill_(value)
+            else:
+                first.fill_(value)
+            marked = copied(tensor)
+            rule.put(marked, first, Span(0, 1), LARGE)
+            yield call.on([*tensors[:i], marked, *tensors[i + 1 :]])
 
 
 def _aliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> frozenset[int]:

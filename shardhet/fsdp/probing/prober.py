@@ -62,6 +62,8 @@ class Findings:
     inputs: tuple[SeenInput, ...]  # of units, if this rank has samples
     empty_output: Any  # the model's output for no samples, on the meta device, or None
     are_batched: tuple[bool, ...]  # by leaf of the arguments: whether it holds samples
+    # Leaves of the model's output: numbers that do not add up over samples on every rank.
+    not_sums: frozenset[int] = frozenset()
     # If results of units are followed: those of each call, if this rank has samples, and what
     # reaches each call, and the output.
     results: tuple[Result, ...] = ()
@@ -196,9 +198,8 @@ class Prober:
         rules = {} if probe is None else probe.rules
         self._check_agreement(rules)
         is_certain = probe is None or probe.is_certain
-        rows = self._control.exchange(
-            [float(is_certain), float(have_unlike_samples(attempt.call, attempt.axes))]
-        )
+        are_unlike = have_unlike_samples(attempt.call, attempt.axes)
+        rows = self._control.exchange([float(is_certain), float(are_unlike)])
         is_certain = all(row[0] for row in rows) and _are_unlike(rows)
         flow = None if probe is None else probe.flow
         told = self._control.exchange_objects(
@@ -206,23 +207,24 @@ class Prober:
                 attempt.empty_output(),
                 () if probe is None else probe.counted,
                 [] if flow is None else flow.reached,
+                attempt.not_sums,
             )
         )
-        forms = [form for form, _, _ in told]
-        form = next((each for each in forms if each is not None), None)
+        form = next((each for each, *_ in told if each is not None), None)
         return Findings(
             rules={key: [found] for key, found in rules.items()},
             schedule=schedule,
             staying=self.staying,
             splits=attempt.splits,
             is_certain=is_certain,
-            counted=tuple(sorted({number for _, counted, _ in told for number in counted})),
+            counted=tuple(sorted(set().union(*(each[1] for each in told)))),
             has_root_dropout=any(key.fqn == DROPOUT_CALLS for key in rules),
             inputs=() if probe is None else tuple(probe.inputs),
             empty_output=None if form is None else pickle.loads(form),
             are_batched=tuple(axis is not None for axis in attempt.axes),
             results=() if flow is None else tuple(flow.results),
-            reached=_together([reached for _, _, reached in told if reached]),
+            reached=_together([each[2] for each in told if each[2]]),
+            not_sums=frozenset().union(*(each[3] for each in told)),
             altered=frozenset() if flow is None else frozenset(flow.altered),
         )
 

@@ -98,12 +98,8 @@ class RuleFinder:
                 "sample, and their values do not tell in which order. Return one row per "
                 "sample, or let one rank compute all samples at once."
             )
-        if fitting and fitting[0] is Join.MEAN and self.has_mask and not _is_same(parts):
-            return self._undecidable(
-                f"{what} is a mean, perhaps only over positions that a mask or targets choose, "
-                "whose number may differ between microbatches. Return the sum, and divide "
-                "outside of the unit, or let one rank compute all samples at once."
-            )
+        if fitting and fitting[0] is Join.MEAN and self.has_mask and not is_same(parts):
+            return self._undecidable(of_some(what))
         if fitting:
             return fitting[0]
         if axes:
@@ -141,7 +137,17 @@ def looks_like_mask(tensor: Tensor) -> bool:
     return bool(((tensor == tensor.min()) | (tensor == tensor.max())).all())
 
 
-def _is_same(parts: Sequence[Tensor]) -> bool:
+def of_some(what: str) -> str:
+    """The message of a refusal."""
+    return (
+        f"{what} is a mean, perhaps only over positions that a mask, targets or other values "
+        "choose, whose number may differ between microbatches. Return the sum, and divide "
+        "outside of the unit, or let one rank compute all samples at once."
+    )
+
+
+def is_same(parts: Sequence[Tensor]) -> bool:
+    """Whether all parts are equal up to rounding."""
     return all(are_close(part, parts[0]) for part in parts)
 
 

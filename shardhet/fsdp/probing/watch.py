@@ -164,7 +164,8 @@ class Watcher(OperationMode):
         if depends:
             for each in tensors_among(result):
                 self._note(each)
-                if name in _BOUNDS and not each.dim():
+                is_copy = name in _COPIES and args[0] in self._bounded
+                if not each.dim() and (is_copy or _is_bound(name, each)):
                     self._bounded[each] = True
                 if each.is_floating_point() or each.is_complex():
                     self.eps = max(self.eps, torch.finfo(each.dtype).eps)
@@ -310,11 +311,13 @@ class Watcher(OperationMode):
 
 
 _BOUNDS = frozenset({"clamp", "clamp_min", "clamp_max", "maximum", "minimum", "fmax", "fmin"})
+# These give the same number.
+_COPIES = frozenset(("_to_copy", "clone", "detach", "alias", "view", "squeeze"))
 _BOUNDED = (
-    " returns a single number that is kept within bounds (clamp, maximum), perhaps a count of "
-    "tokens that is at least 1. Each microbatch would do that for itself, and the results "
-    "would not add up to that of the whole batch. Return the count as it is: it may be zero, "
-    "and losses are divided by that of all ranks."
+    " returns a single number that is kept within bounds (clamp, maximum, where), perhaps a "
+    "count of tokens that is at least 1. Each microbatch would do that for itself, and the "
+    "results would not add up to that of the whole batch. Return the count as it is: it may be "
+    "zero, and losses are divided by that of all ranks."
 )
 _WRITES = (
     ", which is a gathered copy and freed again. Write this rank's rows between steps instead "
@@ -326,6 +329,13 @@ _WRITES = (
 @cache  # to look through the tags takes as long as most operations
 def _is_random(func: Callable[..., Any]) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+def _is_bound(name: str, result: Tensor) -> bool:
+    """Whether an operation keeps a number within bounds."""
+    if name == "where":  # of a count; others may be a ratio, which is 0 / 0
+        return not result.is_floating_point()
+    return name in _BOUNDS
 
 
 def _rounded_sum(

@@ -62,7 +62,7 @@ class StageRuntime(Runtime):
         computing = [i for i, rank in enumerate(plan.ranks) if rank.rank_batch_size]
         self._computing = tuple(computing)  # of all stages
         own = self.positions[self.stage]
-        self._computing_here = tuple(i for i in computing if i in own)
+        self.computing_here = tuple(i for i in computing if i in own)
 
     def follow(self, plan: Plan, batches_per_step: int = 1) -> None:
         """See ``Runtime.follow``."""
@@ -89,7 +89,7 @@ class StageRuntime(Runtime):
         self.features.begin()
         for comm, receivers in (
             (self.root_comm, self._computing),
-            (self._comm, self._computing_here),
+            (self._comm, self.computing_here),
         ):
             comm.receivers = receivers
             comm.mark_compute()
@@ -141,7 +141,7 @@ class StageRuntime(Runtime):
                 UNKNOWN, each.call, run_module, is_training=is_training, splits=True
             )
         self.step.batch = None
-        self._comm.receivers = self._computing_here
+        self._comm.receivers = self.computing_here
         self._lifeline.doing = doing
         index, kind, problem = self._known.latest, None, None
         try:

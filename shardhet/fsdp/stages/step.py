@@ -26,7 +26,7 @@ from torch.amp import GradScaler
 from torch.autograd.graph import GradientEdge
 
 from shardhet.comm.host_copy import HostCopy
-from shardhet.fsdp.microbatch.loss import loss_pair
+from shardhet.fsdp.microbatch.loss import Output, loss_pair
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.sharding.residence import forget_changed
@@ -256,7 +256,7 @@ class Pipeline:
         if not n:
             return
         if self._is_last:
-            loss_sum = self._loss_of(output)
+            loss_sum = self._loss_of(output, kind.findings.not_sums)
             self._made[now.round] = edges_of([loss_sum])
             self._seeds[now.round] = self._seed.to(loss_sum.dtype)
             return
@@ -267,9 +267,11 @@ class Pipeline:
         """What the stage before hands over for the forward of a round, once it is here."""
         return [each for each in self._exchange.take(now) if each is not None]
 
-    def _loss_of(self, output: Any) -> Tensor:
+    def _loss_of(self, output: Any, not_sums: frozenset[int]) -> Tensor:
         loss_sum, num_tokens = loss_pair(output)
         check_is_number(loss_sum)
+        if len(self._rounds) > 1 or len(self._runtime.computing_here) > 1:
+            Output(output).check_adds_up(loss_sum, num_tokens, not_sums, "forward_backward")
         check_is_wide(loss_sum, "forward_backward")
         self._backward.check_leaves(loss_sum, divides_late=True)
         self._sums[0] += loss_sum.detach()

@@ -79,6 +79,11 @@ class UnitCalls:
         """By leaf of the arguments of the last forward: whether it holds samples."""
         return self._known.current.are_batched
 
+    @property
+    def not_sums(self) -> frozenset[int]:
+        """Leaves of the last output that are numbers and do not add up over samples."""
+        return self._known.current.not_sums
+
     def follow(self, visits: Visits, prober: Prober, known: KnownCalls) -> None:
         """Run calls as these say from the next forward on."""
         self._visits = visits

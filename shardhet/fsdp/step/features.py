@@ -47,6 +47,7 @@ class FeatureGathers:
         self, comm: CommContext, control: Channel, lifeline: Lifeline, *, has_stages: bool
     ) -> None:
         self.is_in_forward = False
+        self.has_rounds = False  # whether the plan has several
         self._has_stages = has_stages
         self._comm = comm
         self._control = control
@@ -74,6 +75,11 @@ class FeatureGathers:
                     "gather_features was called inside the model, where a rank without samples "
                     "computes nothing. Return the features, and call it between model(...) and "
                     "model.backward."
+                )
+            if self.has_rounds and torch.is_grad_enabled():
+                raise ValueError(
+                    "gather_features: the plan has several rounds, of which each has features "
+                    "of its own samples only. Give a plan of one round."
                 )
             if not features.dim():
                 raise ValueError(
@@ -159,13 +165,16 @@ def gather_features(features: Tensor) -> Tensor:
     For losses that compare samples with each other.  Gradients flow back to every rank's own
     rows.  Collective: call it between ``model(...)`` and ``model.backward`` on every rank, also
     on those without samples, which pass the empty features that the model has returned.
-    ``model.own_samples`` says which rows are this rank's.
+    ``model.own_samples`` says which rows are this rank's.  Its loss is the sum of their terms,
+    and its number of tokens theirs.  A rank that computes the mean over all samples passes it
+    times its own number: ``model.backward(mean * len(features), len(features))``.
 
     Args:
         features: [own samples, ...], of one dtype and row shape on every rank.
 
     Raises ``RuntimeError`` on every rank if no model was called before, or from inside of one,
-    and ``ValueError`` if rows of ranks differ in shape or dtype.
+    and ``ValueError`` if rows of ranks differ in shape or dtype, or, with gradients, if the
+    plan has several rounds.
     """
     gathers = None if _latest is None else _latest()
     if gathers is None:

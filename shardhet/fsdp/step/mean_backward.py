@@ -18,7 +18,6 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from shardhet.comm.host_copy import HostCopy
 from shardhet.comm.progress import progress
 from shardhet.fsdp.microbatch.layered import leaves_of
+from shardhet.fsdp.microbatch.loss import Output, check_no_tokens
 from shardhet.fsdp.params.param_hooks import ParamHooks, check_hooks_agree, set_grads_with_hooks
 from shardhet.fsdp.params.row_group import RowGroup
 from shardhet.fsdp.sharding.flat import FlatTensor
@@ -53,7 +53,7 @@ class MeanBackward:
     ) -> None:
         self._num_forwards = 0
         self.is_float16 = is_float16
-        self._outputs: list[ref[Tensor]] = []  # of the last model(...), in float16
+        self._returned = Output(None)  # by the last model(...)
         self._runtime = runtime
         self._flats = flats
         self._param_by_fqn = param_by_fqn
@@ -89,7 +89,11 @@ class MeanBackward:
                 )
             check_is_number(loss_sum)
             if self.is_float16:
-                _check_scaled(loss_sum, self._outputs)
+                _check_scaled(loss_sum, self._returned.leaves)
+            if divisor is None:
+                self.check_pair(loss_sum, num_tokens)
+                batch = self._runtime.step.batch
+                check_no_tokens(num_tokens, num_samples=batch.num_samples if batch else 0)
             several = self._runtime.rounds.number > 1
             self.check_leaves(loss_sum, divides_late=several and divisor is None)
             with self._runtime.observers.watch("", Activity.AGREE):
@@ -112,6 +116,7 @@ class MeanBackward:
                 self._is_in_backward = False
             has_grad = self.agree_on_grads() if is_last else {}
             of_round = rows_on_host.read()
+            _warn_of_bounded(of_round.tolist(), self._sums)
             if divisor is not None:
                 of_round = of_round / torch.tensor([divisor, 1.0], dtype=torch.float64)
             self._sums = of_round if self._sums is None else self._sums + of_round
@@ -121,6 +126,12 @@ class MeanBackward:
         return self.end_step(
             self._sums, has_grad, None if scale is None else scale.read().item()
         )
+
+    def check_pair(self, loss_sum: Any, num_tokens: Any) -> None:
+        """Raise ``ValueError`` if what ``model(...)`` has returned is no sum over samples."""
+        if self._runtime.rounds.is_cut:
+            found = self._runtime.calls.not_sums
+            self._returned.check_adds_up(loss_sum, num_tokens, found, "model.backward")
 
     def enter(self, call: str, *values: float) -> list[list[float]]:
         """Enter ``call`` with all ranks, which must have the same hooks on parameters."""
@@ -233,23 +244,12 @@ class MeanBackward:
                         "are not computed through a HetFSDP model, whose backward has no "
                         "graph. Leave the penalty out, or train this model with plain PyTorch."
                     )
-                raise RuntimeError(
-                    "a gradient arrived for the output of "
-                    + ("an earlier model(...)" if self._is_in_backward else "model(...)")
-                    + ". Call model.backward(loss_sum, num_tokens) once after each model(...), "
-                    "before the next, instead of loss.backward() or one backward for several "
-                    "calls: gradients add up. For the mean over the tokens of several calls "
-                    "give each model.backward this rank's number of tokens in all. Does one "
-                    "loss compare two calls, as of a siamese net? Make both in the forward of "
-                    "one module that HetFSDP wraps. Does it go through two HetFSDP models? "
-                    "Wrap both in one module, and make an optimizer for the parameters of each."
-                )
+                raise RuntimeError(_arrived_late(of_earlier=self._is_in_backward))
 
-        leaves = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
-        for leaf in leaves:
-            if leaf.requires_grad and not leaf.is_leaf:
+        self._returned = Output(output)
+        for leaf in self._returned.leaves:
+            if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
                 leaf.register_hook(check)
-        self._outputs = [ref(leaf) for leaf in leaves if self.is_float16]
 
     def check_leaves(self, loss_sum: Tensor, *, divides_late: bool) -> None:
         """Raise ``ValueError`` if the loss depends on a parameter that is not the model's, or,
@@ -289,6 +289,19 @@ class MeanBackward:
         return on_host, total
 
 
+def _arrived_late(*, of_earlier: bool) -> str:
+    return (
+        "a gradient arrived for the output of "
+        + ("an earlier model(...)" if of_earlier else "model(...)")
+        + ". Call model.backward(loss_sum, num_tokens) once after each model(...), before the "
+        "next, instead of loss.backward() or one backward for several calls: gradients add up. "
+        "For the mean over the tokens of several calls give each model.backward this rank's "
+        "number of tokens in all. Does one loss compare two calls, as of a siamese net? Make "
+        "both in the forward of one module that HetFSDP wraps. Does it go through two HetFSDP "
+        "models? Wrap both in one module, and make an optimizer for the parameters of each."
+    )
+
+
 def warn_of_large_output(output: Any) -> None:
     """Warn if the model returns logits of a whole batch."""
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -299,6 +312,22 @@ def warn_of_large_output(output: Any) -> None:
             "backward needs as much again. Pass loss_fn to HetFSDP, so that only the output "
             "of one microbatch is alive at a time.",
             stacklevel=3,
+        )
+
+
+def _warn_of_bounded(rows: Sequence[Sequence[float]], before: Tensor | None) -> None:
+    """Warn if a rank's number of tokens may be 1 in place of 0.
+
+    ``rows`` are losses and tokens of a round, by position, and ``before`` of the rounds before.
+    """
+    counts = [tokens for _, tokens in (*rows, *([] if before is None else before.tolist()))]
+    if [0.0, 1.0] in rows and max(counts) > 1:
+        warnings.warn(
+            f"model.backward: the loss of position {rows.index([0.0, 1.0])} of the plan is 0 "
+            "and has 1 token. If that is because the count is kept above 0 (clamp(min=1), "
+            "max(1, n)), the loss is divided by too much: give the count as it is. It may be "
+            "0, and losses are divided by that of all ranks.",
+            stacklevel=4,
         )
 
 
@@ -332,9 +361,9 @@ def check_is_number(loss_sum: Any) -> None:
     )
 
 
-def _check_scaled(loss_sum: Tensor, outputs: Sequence[ref[Tensor]]) -> None:
+def _check_scaled(loss_sum: Tensor, outputs: Sequence[Any]) -> None:
     """Raise ``ValueError`` if the loss is that of the model itself, or in float16, too."""
-    if loss_sum.requires_grad and any(output() is loss_sum for output in outputs):
+    if loss_sum.requires_grad and any(output is loss_sum for output in outputs):
         raise ValueError(
             "model.backward: param_dtype is float16, but the loss is not scaled, so small "
             "gradients would become 0. Call "

@@ -95,6 +95,7 @@ class Runtime:
         self._rank_plan = plan.ranks[self._control.position]
         self.rounds.follow(plan, batches_per_step)
         self._comm.num_rounds = self.rounds.number
+        self.features.has_rounds = plan.num_rounds > 1
         if self._inputs is not None:
             self._inputs.wait()
         self._slabs = HostSlabs(plan, self._comm, self._control, self.rounds.number)
