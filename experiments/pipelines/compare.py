@@ -20,7 +20,7 @@ from experiments.common.results import markdown_table, write_csv
 from experiments.pipelines.others import Found, Others
 from experiments.published.inputs import loaded
 from shardhet.config.planning import Inputs, PlannedPrecision, PlannerConf
-from shardhet.planner import PlanError, solve
+from shardhet.planner import Demands, PlanError, solve
 from shardhet.planner.stages.find import MAX_STAGES, find_pipeline
 from shardhet.planner.stages.groups import Positions
 from shardhet.pricing.setting import Setting
@@ -57,6 +57,8 @@ class Compared:
     batch: int
     ours: float = 0.0
     stages: int = 0  # of ours; 1: none
+    ours_on_host: float = 0.0  # that may keep inputs of units on hosts, as Zorse's does
+    stages_on_host: int = 0
     even_inside: float = 0.0  # Zorse's formulation
     its_stages: int = 0
     equal_stages: float = 0.0
@@ -66,7 +68,15 @@ class Compared:
     @property
     def gain(self) -> float:
         """Over Zorse's formulation; inf where it finds none, 0 where we do not."""
-        return self.ours / self.even_inside if self.even_inside else inf * bool(self.ours)
+        return self._gain_of(self.ours)
+
+    @property
+    def gain_on_host(self) -> float:
+        """The same with inputs of units on hosts, too."""
+        return self._gain_of(self.ours_on_host)
+
+    def _gain_of(self, ours: float) -> float:
+        return ours / self.even_inside if self.even_inside else inf * bool(ours)
 
 
 def cases() -> Iterator[tuple[str, str, int, PlannerConf, Inputs]]:
@@ -77,11 +87,12 @@ def cases() -> Iterator[tuple[str, str, int, PlannerConf, Inputs]]:
         yield cluster, model, batch, *loaded(cluster, f"model={model}")
 
 
-def ours(others: Others) -> Found | None:
-    """The best plan, with stages or without."""
+def ours(others: Others, *, on_host: bool) -> Found | None:
+    """The best plan, with stages or without, perhaps with inputs of units on hosts."""
     found = []
+    demands = Demands(may_keep_inputs_on_host=on_host)
     try:
-        flat = solve(others.setting, global_batch_size=others.batch)
+        flat = solve(others.setting, global_batch_size=others.batch, demands=demands)
         everyone = tuple(range(others.setting.cluster.world_size))
         found = [Found(flat.predicted.step_time_s, (everyone,), flat.plan.num_rounds)]
     except PlanError:
@@ -91,6 +102,7 @@ def ours(others: Others) -> Found | None:
         global_batch_size=others.batch,
         smaller=others.smaller,
         max_stages=MAX_STAGES,
+        demands=demands,
         at_most_s=min((each.step_s for each in found), default=inf),
     )
     if pipeline is not None:
@@ -99,7 +111,7 @@ def ours(others: Others) -> Found | None:
 
 
 def compared(cluster: str, model: str, batch: int, conf: PlannerConf, of: Inputs) -> Compared:
-    """One case by all three."""
+    """One case by all of them."""
     started_s = time.process_time()
     whole = replace(conf, precision=PlannedPrecision(of.setting.workload.param_dtype))
 
@@ -107,7 +119,8 @@ def compared(cluster: str, model: str, batch: int, conf: PlannerConf, of: Inputs
         return whole.derived(of.setting.cluster.only(positions), of.name).setting
 
     others = Others(of.setting, smaller, batch)
-    rows = [ours(others), others.even_inside(), others.equal_stages()]
+    rows = [ours(others, on_host=on_host) for on_host in (False, True)]
+    rows += [others.even_inside(), others.equal_stages()]
     rates = [0.0 if row is None else round(batch / row.step_s, 4) for row in rows]
     numbers = [0 if row is None else len(row.stages) for row in rows]
     return Compared(
@@ -116,12 +129,19 @@ def compared(cluster: str, model: str, batch: int, conf: PlannerConf, of: Inputs
         batch=batch,
         ours=rates[0],
         stages=numbers[0],
-        even_inside=rates[1],
-        its_stages=numbers[1],
-        equal_stages=rates[2],
-        equal_number=numbers[2],
+        ours_on_host=rates[1],
+        stages_on_host=numbers[1],
+        even_inside=rates[2],
+        its_stages=numbers[2],
+        equal_stages=rates[3],
+        equal_number=numbers[3],
         cpu_s=round(time.process_time() - started_s, 1),
     )
+
+
+def told(rate: float, stages: int) -> str:
+    """A cell of the table."""
+    return f"{rate:.4g} in {stages}" if rate else "-"
 
 
 def main() -> None:
@@ -136,19 +156,28 @@ def main() -> None:
             row.cluster,
             row.model,
             str(row.batch),
-            f"{row.ours:.4g} in {row.stages}" if row.ours else "-",
-            f"{row.even_inside:.4g} in {row.its_stages}" if row.even_inside else "-",
-            f"{row.equal_stages:.4g} in {row.equal_number}" if row.equal_stages else "-",
+            told(row.ours, row.stages),
+            told(row.ours_on_host, row.stages_on_host),
+            told(row.even_inside, row.its_stages),
+            told(row.equal_stages, row.equal_number),
             f"{row.gain:.2f}" if 0 < row.gain < inf else "-",
+            f"{row.gain_on_host:.2f}" if 0 < row.gain_on_host < inf else "-",
         )
         for row in rows
     ]
-    header = ("cluster", "model", "batch", "ours, samples/s in stages", "even state inside")
-    print(markdown_table((*header, "equal stages", "gain over even inside"), lines))
-    gains = [row.gain for row in rows if 0 < row.gain < inf]
-    alone = sum(row.gain == inf for row in rows)
-    print(f"Gain: median {median(gains):.2f}, {min(gains):.2f} to {max(gains):.2f}", end="; ")
-    print(f"{alone} of {len(rows)} fit only as ours.")
+    header = ("cluster", "model", "batch", "ours, samples/s in stages", "inputs on hosts")
+    others = ("even state inside", "equal stages", "gain over even inside", "with hosts")
+    print(markdown_table((*header, *others), lines))
+    for what, gains in (
+        ("Gain", [row.gain for row in rows]),
+        ("Gain with hosts", [row.gain_on_host for row in rows]),
+    ):
+        some = [each for each in gains if 0 < each < inf]
+        alone = sum(each == inf for each in gains)
+        print(
+            f"{what}: median {median(some):.2f}, {min(some):.2f} to {max(some):.2f}; "
+            f"{alone} of {len(rows)} fit only as ours."
+        )
     print(Environment.here().as_markdown("predictions"))
 
 
