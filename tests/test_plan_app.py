@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from shardhet.apps.cli.quantities import counted, percent
 from shardhet.apps.plan import main as plan_main
 from shardhet.apps.planning.report import recomputed
 from shardhet.apps.simulate import main as simulate_main
@@ -202,6 +203,27 @@ def test_measured_files_are_planned_for(
     code, text = refused(capsys, f"measured={tmp_path}")
     assert code == 2
     assert "profile.json: field 'devices' is missing" in text
+
+
+def test_cards_of_two_vendors_are_said_to_meet_over_gloo(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    cluster = tmp_path / "two.yaml"
+    cluster.write_text(
+        "version: 1\n"
+        "nodes: [{host: a, devices: [{kind: AMD Radeon RX 7900 XTX}]},\n"
+        "  {host: b, devices: [{kind: NVIDIA GeForce RTX 3090}]}]\n"
+        "between_nodes: {latency_s: 5.0e-5, bandwidth_bytes_per_s: 1.25e+9, source: a cable}\n"
+    )
+    asked = (*QUICK, "global_batch_size=2", "leave_out=never")
+    text = said(capsys, f"cluster={cluster}", *asked)
+    assert "GPUs of AMD and of NVIDIA meet over gloo alone (transport=gloo), which" in text
+    assert "AMD" not in said(capsys, "cluster=rtx4090_2x3090", *asked)
+
+
+def test_small_quantities_are_said_as_one_of_them() -> None:
+    assert [counted(1, "sample"), counted(2, "sample")] == ["1 sample", "2 samples"]
+    assert [percent(each) for each in (0.0021, 0.0099, 0.17)] == ["0.2%", "1.0%", "17%"]
 
 
 def test_float16_is_planned_for_where_every_device_has_it(

@@ -9,6 +9,11 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
+def percent(part: float) -> str:
+    """A part of one: ``17%``, ``0.2%``."""
+    return f"{part:.0%}" if part >= 0.01 else f"{part:.1%}"
+
+
 def duration(seconds: float) -> str:
     """The duration as text, in a suitable unit."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"

@@ -19,6 +19,7 @@ from shardhet.apps.cli.quantities import (
     counted,
     duration,
     of_budget_in,
+    percent,
 )
 from shardhet.apps.cli.streamed import StreamedTable
 from shardhet.apps.planning.fewer_devices import BetterWithout, ranges
@@ -405,7 +406,7 @@ def limit_lines(explanation: Explanation) -> Iterator[str]:
         yield f"What limits it: {of_what}."
     if endless.relative > NEGLIGIBLE:
         where = f" (full: {fullest})" if fullest else ""
-        yield f"With {endless.amount} memory it would gain {endless.relative:.0%}{where}."
+        yield f"With {endless.amount} memory it would gain {percent(endless.relative)}{where}."
 
 
 def _beside_compute(explanation: Explanation) -> str:

@@ -10,6 +10,7 @@ from shardhet.planner.forms import FIRST_ROUNDS, MOST_SAMPLES
 from shardhet.planner.idle import active_positions
 from shardhet.planner.preference import FULL
 from shardhet.pricing.setting import Setting
+from shardhet.records.cluster import Cluster
 from shardhet.records.margin import margin_of, most_communicators, num_communicators
 from shardhet.records.plan import EVERY_UNIT, Plan, is_matched
 from shardhet.records.profiles import Source
@@ -17,6 +18,7 @@ from shardhet.records.workload import Workload
 
 SHOWN_GAP = 1e-4  # the least that is stated
 GIB = 2**30
+NVIDIA = ("NVIDIA ", "Tesla ", "Quadro ")  # how its kinds are named
 
 
 def form_lines(plan: Plan, workload: Workload) -> Iterator[str]:
@@ -28,8 +30,8 @@ def form_lines(plan: Plan, workload: Workload) -> Iterator[str]:
         whole = most.rank_batch_size * plan.global_batch_size / plan.round_size
         last = "" if plan.last_round_size is None else f", the last of {plan.last_round_size:,}"
         yield (
-            f"A step has {plan.num_rounds} rounds of {plan.round_size:,} samples{last} "
-            f"(num_rounds={plan.num_rounds}; the table shows one), because {most.device.kind} "
+            f"A step has {plan.num_rounds} rounds of {counted(plan.round_size, 'sample')}{last}"
+            f" (num_rounds={plan.num_rounds}; the table shows one), because {most.device.kind} "
             f"would otherwise hold the activations of {whole:,.0f} samples at once; it holds "
             f"those of {most.rank_batch_size:,}."
         )
@@ -63,6 +65,25 @@ def margin_line(setting: Setting, plan: Plan | None = None) -> str | None:
 
     ``plan`` is one without stages, whose communicators are counted; None: one with stages.
     """
+    text = _margin_text(setting, plan)
+    return None if text is None else text + _of_two_vendors(setting.cluster, plan)
+
+
+def _of_two_vendors(cluster: Cluster, plan: Plan | None) -> str:
+    kinds = {str(device.kind) for device in cluster.devices}
+    of_amd = {kind for kind in kinds if kind.startswith("AMD ")}
+    if not of_amd or not any(kind.startswith(NVIDIA) for kind in kinds - of_amd):
+        return ""
+    stages = "with which no stages are trained (docs/limits.md)"
+    if plan is None:
+        return f" GPUs of AMD and of NVIDIA meet over gloo alone, {stages}."
+    return (
+        " GPUs of AMD and of NVIDIA meet over gloo alone (transport=gloo), which holds copies "
+        f"of units that are not in the memory above, and {stages}."
+    )
+
+
+def _margin_text(setting: Setting, plan: Plan | None) -> str | None:
     cluster, profile = setting.cluster, setting.profile
     reserved = max(profile.device(str(each.kind)).reserved_bytes for each in cluster.devices)
     if not reserved:

@@ -191,8 +191,8 @@ def _result(report: PipelineReport) -> Iterator[str]:
     in_flight = ", ".join(str(stage.in_flight) for stage in found.stages)
     seconds = ", ".join(duration(stage.times.round_s) for stage in found.stages)
     yield (
-        f"A step has {plan.num_rounds} rounds of {plan.round_size:,} samples (the table shows "
-        f"one). A round takes {seconds}; at most {in_flight} are in flight."
+        f"A step has {plan.num_rounds} rounds of {counted(plan.round_size, 'sample')} (the "
+        f"table shows one). A round takes {seconds}; at most {in_flight} are in flight."
     )
     if not plan.reshard_after_backward:
         yield "Units stay gathered over all rounds (reshard_after_backward=False)."
