@@ -543,3 +543,46 @@ def test_a_loss_through_two_wrapped_models_is_told_to_wrap_both() -> None:
     loss = squared(critic, generator(draw(5, WIDTH)))
     with pytest.raises(RuntimeError, match="Wrap both in one module"):
         generator.backward(loss, 5)
+
+
+# What a forward sets before it calls a unit, and sets back
+
+
+class Switched(nn.Module):
+    """A unit that computes as its attributes say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale, self.function = nn.Linear(WIDTH, WIDTH), 1.0, torch.tanh
+        self.active = ["linear"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) if self.active else x
+        return x + self.function(y) * self.scale * (1 if self.training else 2)
+
+
+class Switches(Net):
+    """Calls its unit in other ways, as adapters are switched off for a part of a forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.units
+        first.scale, first.function = 0.5, torch.relu
+        x = first(x)
+        first.scale, first.function = 1.0, torch.tanh
+        second.eval()
+        x = second(x)
+        second.train()
+        second.active.clear()
+        x = second(x)
+        second.active.append("linear")
+        return self.head(x)
+
+
+def test_a_recomputation_finds_what_was_set_before_the_call() -> None:
+    check(
+        plan_for(recomputes=True),
+        Switches(Switched),
+        [draw(5, WIDTH) for _ in range(2)],
+        squared,
+        units=["units.0", "units.1"],
+    )

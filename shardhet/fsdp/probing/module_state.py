@@ -20,6 +20,7 @@ from shardhet.fsdp.sharding.unit import FSDPUnit
 MAX_KEPT_NUMEL = 10_000  # of a tensor that a forward may keep for the next one
 CHOICES = bool | str | Enum | int | float | FunctionType | BuiltinFunctionType | None
 _CONTAINERS = (list, dict, set, deque)
+_OF_MODULES = vars(nn.Module()).keys() - {"training"}  # parameters, buffers, hooks
 
 
 @contextmanager
@@ -50,6 +51,12 @@ def restored_modules(module: nn.Module) -> Iterator[None]:
             for buffer, values in buffers:
                 if not _equal(buffer, values):
                     buffer.copy_(values)
+
+
+def _items_of(container: Any) -> list[int]:
+    """Which objects a container holds, by id: they may have no equality, as tensors."""
+    values = container.values() if isinstance(container, dict) else ()
+    return list(map(id, (*container, *values)))
 
 
 def _refill(container: Any, content: Any) -> None:
@@ -90,7 +97,7 @@ def choosing_attributes(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
     choose what they do: flags, names, absent parts, functions, and numbers, of which some
     switch a part off while they are 0.
     """
-    own = vars(nn.Module()).keys() - {"training"}
+    own = _OF_MODULES
     held = [{k: v for k, v in vars(each).items() if k not in own} for each in module.modules()]
     values = [value for each in held for value in each.values()]
     inner = {id(each): each for each in map(_names_in, values) if each is not None}
@@ -229,6 +236,49 @@ class CountedOnce(Surrounding):
         if self._is_counted or is_repeated:
             set_numbers(self._module, now)
         self._is_counted = True
+
+
+class AsItWas(Surrounding):
+    """A recomputation finds the attributes of a module as its forward did: flags and functions
+    that the model sets before a call, and sets back before backward.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = list(module.modules())
+        self._before = self._look()
+
+    @contextmanager
+    def in_function(self, start: int, is_repeated: bool) -> Iterator[None]:
+        """What the recomputation itself sets is dropped."""
+        if not is_repeated:
+            yield
+            return
+        now = self._look()
+        self._put(self._before)
+        try:
+            yield
+        finally:
+            self._put(now)
+
+    def _look(self) -> list[dict[str, tuple[Any, Any]]]:
+        return [
+            {
+                name: (value, copy.copy(value) if isinstance(value, _CONTAINERS) else None)
+                for name, value in vars(each).items()
+                if name not in _OF_MODULES
+            }
+            for each in self._modules
+        ]
+
+    def _put(self, attributes: Sequence[dict[str, tuple[Any, Any]]]) -> None:
+        for each, saved in zip(self._modules, attributes, strict=True):
+            held = vars(each)
+            for name in held.keys() - saved.keys() - _OF_MODULES:
+                del held[name]
+            for name, (value, content) in saved.items():
+                held[name] = value
+                if content is not None and _items_of(value) != _items_of(content):
+                    _refill(value, content)
 
 
 def numbers(module: nn.Module) -> dict[Number, float]:
