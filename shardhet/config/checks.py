@@ -1,8 +1,13 @@
 """Checks of single values; errors name the key, its value and the allowed values."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, TypeVar
+
+T = TypeVar("T")
+Check = Callable[[str, Any], None]  # of a key and its value
 
 
 class ConfigError(ValueError):
@@ -20,31 +25,70 @@ def config_errors(key: str = "") -> Iterator[None]:
         raise ConfigError(f"{key}: {error}" if key else str(error)) from None
 
 
-def check_at_least(key: str, value: float | None, least: float) -> None:
-    """Check that ``value >= least`` and that it is not NaN, if it is given."""
-    if value is not None and not (math.isfinite(value) and value >= least):
-        raise ConfigError(f"{key}: {value} but it must be at least {least}.")
+def at_least(least: float) -> Check:
+    """That a value is ``>= least`` and not NaN, if it is given."""
+
+    def check(key: str, value: float | None) -> None:
+        if value is not None and not (math.isfinite(value) and value >= least):
+            raise ConfigError(f"{key}: {value} but it must be at least {least}.")
+
+    return check
 
 
-def check_above(key: str, value: float | None, bound: float) -> None:
-    """Check that ``value > bound`` and that it is not NaN, if it is given."""
-    if value is not None and not (math.isfinite(value) and value > bound):
-        raise ConfigError(f"{key}: {value} but it must be above {bound}.")
+def above(bound: float) -> Check:
+    """That a value is ``> bound`` and not NaN, if it is given."""
+
+    def check(key: str, value: float | None) -> None:
+        if value is not None and not (math.isfinite(value) and value > bound):
+            raise ConfigError(f"{key}: {value} but it must be above {bound}.")
+
+    return check
 
 
-def check_fraction(key: str, value: float | None) -> None:
+def is_fraction(key: str, value: float | None) -> None:
     """Check that ``0 <= value <= 1``, if it is given."""
     if value is not None and not 0 <= value <= 1:
         raise ConfigError(f"{key}: {value} but it must lie between 0 and 1.")
 
 
-def check_below_one(key: str, value: float) -> None:
+def is_below_one(key: str, value: float) -> None:
     """Check that ``0 <= value < 1``, so that something is left over."""
     if not 0 <= value < 1:
         raise ConfigError(f"{key}: {value} but it must be at least 0 and below 1.")
 
 
-def check_is_one_of(key: str, value: str, choices: Sequence[str]) -> None:
-    """Check that ``value`` is one of ``choices``."""
-    if value not in choices:
-        raise ConfigError(f"{key}: {value!r} but it must be one of {', '.join(choices)}.")
+def one_of(choices: Sequence[str]) -> Check:
+    """That a value is one of ``choices``."""
+
+    def check(key: str, value: str) -> None:
+        if value not in choices:
+            raise ConfigError(f"{key}: {value!r} but it must be one of {', '.join(choices)}.")
+
+    return check
+
+
+def checked(default: T, *checks: Check) -> T:
+    """A field of a dataclass, for ``check_fields``."""
+    return field(default=default, metadata={"checks": checks})
+
+
+def check_fields(conf: Any, prefix: str) -> None:
+    """Check the values of fields that ``checked`` has made; keys begin with ``prefix``."""
+    for each in fields(conf):
+        for check in each.metadata.get("checks", ()):
+            check(prefix + each.name, getattr(conf, each.name))
+
+
+@dataclass
+class Checked:
+    """A part of the configuration, whose keys begin with ``prefix``; checked as it is made."""
+
+    _prefix: ClassVar[str] = ""
+
+    def __init_subclass__(cls, *, prefix: str | None = None) -> None:
+        super().__init_subclass__()
+        if prefix is not None:
+            cls._prefix = prefix
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._prefix)

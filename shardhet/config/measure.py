@@ -6,7 +6,7 @@ from pathlib import Path
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from shardhet.config.checks import check_above, check_at_least, check_is_one_of
+from shardhet.config.checks import Checked, above, at_least, checked, one_of
 from shardhet.config.compose import load_checked, register_schemas
 from shardhet.config.models import DataConf, ModelConf
 from shardhet.config.train import (
@@ -24,34 +24,31 @@ MEASURE_GROUPS = ("model", "data", "optim", "cluster")
 
 
 @dataclass(kw_only=True)
-class MeasureConf:
+class MeasureConf(Checked):
     """What to measure and for how long.  Every key is here or in the class of its group."""
 
     out: str = MISSING  # the folder to write to
-    seed: int = 0  # of weights, tokens and dropout; the values hardly matter
+    # Of weights, tokens and dropout; the values hardly matter.
+    seed: int = checked(0, at_least(0))
     precision: Precision = Precision.FP32
     fp16_accumulation: bool = False  # as in training; the profile is of what is set here
-    max_microbatch_size: int = 32  # larger ones are extrapolated
-    num_repeats: int = 10  # of every measurement, if the time allows
-    time_limit_s: float = 60.0  # approximate, for compute; collectives and links come on top
+    max_microbatch_size: int = checked(32, at_least(1))  # larger ones are extrapolated
+    num_repeats: int = checked(10, at_least(3))  # of every measurement, if the time allows
+    # Approximate, for compute; collectives and links come on top.
+    time_limit_s: float = checked(60.0, above(0))
     # The run ends, naming the rank, if one stands still for as long while others wait for it;
     # before the first collective has been measured, ten times as long.  0 or null: never.
-    hang_timeout_s: float | None = 60.0
+    hang_timeout_s: float | None = checked(60.0, at_least(0))
     # gloo: through sockets alone, and in place of NCCL, as GPUs of two vendors need it
-    transport: str = "auto"
+    transport: str = checked("auto", one_of(TRANSPORTS))
     model: ModelConf = MISSING
     data: DataConf = MISSING  # only its shapes matter
     optim: OptimConf = MISSING
     cluster: ClusterConf = MISSING
 
     def __post_init__(self) -> None:
-        check_at_least("seed", self.seed, 0)
-        check_is_one_of("transport", self.transport, TRANSPORTS)
+        super().__post_init__()
         check_fp16_accumulation(self.fp16_accumulation, self.precision)
-        check_at_least("max_microbatch_size", self.max_microbatch_size, 1)
-        check_at_least("num_repeats", self.num_repeats, 3)
-        check_above("time_limit_s", self.time_limit_s, 0)
-        check_at_least("hang_timeout_s", self.hang_timeout_s, 0)
 
     def world_size(self, num_launched: int | None) -> int:
         """The number of ranks needed; ``num_launched`` is the number running, if any."""

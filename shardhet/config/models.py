@@ -3,7 +3,7 @@
 torch is imported only when a record is created, so that help and completion stay fast.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 from omegaconf import MISSING
 
 from shardhet.config.checks import (
+    Checked,
     ConfigError,
-    check_at_least,
-    check_below_one,
+    at_least,
+    checked,
     config_errors,
+    is_below_one,
 )
 from shardhet.pricing import architectures
 from shardhet.records.workload import Workload
@@ -52,7 +54,7 @@ class SampleShape:
 
 
 @dataclass(kw_only=True)
-class ModelConf:
+class ModelConf(Checked, prefix="model."):
     """The fields of every model.
 
     ``usual_...`` describe the samples that a plan counts with; in training the data does.
@@ -68,30 +70,21 @@ class ModelConf:
         """The model as counts and bytes; ConfigError if its shape is impossible."""
         raise NotImplementedError
 
-    def _check_usual(self) -> None:
-        for key in (each.name for each in fields(self) if each.name.startswith("usual_")):
-            check_at_least(f"model.{key}", getattr(self, key), 1)
-
 
 @dataclass(kw_only=True)
 class DecoderConf(ModelConf):
     """A decoder-only language model: RMSNorm, rotary positions, SwiGLU, grouped queries."""
 
     kind: ModelKind = ModelKind.DECODER
-    width: int = MISSING
-    num_layers: int = MISSING
-    num_heads: int = MISSING
-    num_kv_heads: int = MISSING  # if equal to num_heads, every query head has its own
-    hidden_width: int = MISSING  # of the MLP
-    dropout: float = 0.0
-    usual_vocab_size: int = 256
-    usual_seq_len: int = 64
-
-    def __post_init__(self) -> None:
-        for key in ("width", "num_layers", "num_heads", "num_kv_heads", "hidden_width"):
-            check_at_least(f"model.{key}", getattr(self, key), 1)
-        check_below_one("model.dropout", self.dropout)
-        self._check_usual()
+    width: int = checked(MISSING, at_least(1))
+    num_layers: int = checked(MISSING, at_least(1))
+    num_heads: int = checked(MISSING, at_least(1))
+    # If equal to num_heads, every query head has its own.
+    num_kv_heads: int = checked(MISSING, at_least(1))
+    hidden_width: int = checked(MISSING, at_least(1))  # of the MLP
+    dropout: float = checked(0.0, is_below_one)
+    usual_vocab_size: int = checked(256, at_least(1))
+    usual_seq_len: int = checked(64, at_least(1))
 
     def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
         """The workload of ``shardhet.models.decoder.Decoder``."""
@@ -136,16 +129,11 @@ class DecoderConf(ModelConf):
 class EncoderConf(ModelConf):
     """A model of bidirectional blocks: a shape to plan for."""
 
-    width: int = MISSING
-    num_layers: int = MISSING
-    num_heads: int = MISSING
-    hidden_width: int = MISSING  # of the MLP
-    dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        for key in ("width", "num_layers", "num_heads", "hidden_width"):
-            check_at_least(f"model.{key}", getattr(self, key), 1)
-        check_below_one("model.dropout", self.dropout)
+    width: int = checked(MISSING, at_least(1))
+    num_layers: int = checked(MISSING, at_least(1))
+    num_heads: int = checked(MISSING, at_least(1))
+    hidden_width: int = checked(MISSING, at_least(1))  # of the MLP
+    dropout: float = checked(0.0, is_below_one)
 
 
 @dataclass(kw_only=True)
@@ -153,12 +141,8 @@ class MaskedLmConf(EncoderConf):
     """A masked language model: predicts the tokens at masked positions, as BERT does."""
 
     kind: ModelKind = ModelKind.MASKED_LM
-    usual_vocab_size: int = 256
-    usual_seq_len: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_usual()
+    usual_vocab_size: int = checked(256, at_least(1))
+    usual_seq_len: int = checked(64, at_least(1))
 
     def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
         """The workload of ``architectures.masked_lm``."""
@@ -179,14 +163,9 @@ class VitConf(EncoderConf):
     """A vision transformer that classifies images."""
 
     kind: ModelKind = ModelKind.VIT
-    patch_side: int = 2  # pixels
-    usual_image_side: int = 8  # pixels
-    usual_num_classes: int = 10
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least("model.patch_side", self.patch_side, 1)
-        self._check_usual()
+    patch_side: int = checked(2, at_least(1))  # pixels
+    usual_image_side: int = checked(8, at_least(1))  # pixels
+    usual_num_classes: int = checked(10, at_least(1))
 
     def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
         """The workload of ``architectures.vit``."""
@@ -216,19 +195,19 @@ class TokenizerKind(Enum):
 
 
 @dataclass(kw_only=True)
-class DataConf:
+class DataConf(Checked, prefix="data."):
     """Text as tokens, cut into windows: the fields of every kind of data."""
 
     kind: DataKind = MISSING
     tokenizer: TokenizerKind = TokenizerKind.AUTO
     vocab_size: int | None = None  # of bytes, which are 256; a tokenizer has its own
     cache_dir: str | None = None  # where tokens are kept; None: the run folder
-    seq_len: int = 64  # tokens
-    num_judged_samples: int = 1000  # windows of held-out text in an evaluation
+    seq_len: int = checked(64, at_least(1))  # tokens
+    # Windows of held-out text in an evaluation.
+    num_judged_samples: int = checked(1000, at_least(1))
 
     def __post_init__(self) -> None:
-        check_at_least("data.num_judged_samples", self.num_judged_samples, 1)
-        check_at_least("data.seq_len", self.seq_len, 1)
+        super().__post_init__()
         if self.vocab_size not in (None, NUM_BYTES):
             raise ConfigError(
                 f"data.vocab_size: {self.vocab_size} but there are {NUM_BYTES} bytes. Drop it; "

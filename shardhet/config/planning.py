@@ -16,12 +16,15 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from shardhet.config.checks import (
+    Checked,
     ConfigError,
-    check_above,
-    check_at_least,
-    check_fraction,
-    check_is_one_of,
+    above,
+    at_least,
+    check_fields,
+    checked,
     config_errors,
+    is_fraction,
+    one_of,
 )
 from shardhet.config.compose import register_schemas
 from shardhet.config.models import ModelConf, SampleShape
@@ -66,7 +69,7 @@ class Inputs:
 
 
 @dataclass(kw_only=True)
-class InputsConf:
+class InputsConf(Checked):
     """Hardware and model, described or measured."""
 
     cluster: dict[str, Any] = MISSING  # a description; its files are in cluster/described
@@ -74,25 +77,23 @@ class InputsConf:
     hosts: list[str] = field(default_factory=list)  # host patterns; empty: all hosts
     measured: str | None = None  # a folder with cluster.json, workload.json and profile.json
     model: ModelConf = MISSING
-    vocab_size: int | None = None  # null: the model's usual one
-    seq_len: int | None = None  # tokens of a sample; null: the model's usual ones
+    vocab_size: int | None = checked(None, at_least(1))  # null: the model's usual one
+    # Tokens of a sample; null: the model's usual ones.
+    seq_len: int | None = checked(None, at_least(1))
     precision: PlannedPrecision = PlannedPrecision.AUTO
     # Tensors that the optimizer keeps for each parameter; null: 2, as Adam, or as measured.
-    num_moments: int | None = None
+    num_moments: int | None = checked(None, at_least(0))
     fp16_accumulation: bool = False  # with FP16: derived times are of sums in float16, too
     # Of peak FLOP/s, in derived profiles; null: by kind, precision and shape.
-    compute_fraction: float | None = None
-    link_fraction: float | None = None  # of links' bandwidth, likewise; null: by crowding
-    usable_memory_fraction: float | None = None  # of each device; null: shardhet.records.margin
+    compute_fraction: float | None = checked(None, above(0), is_fraction)
+    # Of links' bandwidth, likewise; null: by crowding.
+    link_fraction: float | None = checked(None, above(0), is_fraction)
+    # Of each device; null: shardhet.records.margin.
+    usable_memory_fraction: float | None = checked(None, above(0), is_fraction)
 
     def __post_init__(self) -> None:
-        for key in ("vocab_size", "seq_len"):
-            check_at_least(key, getattr(self, key), 1)
-        check_at_least("num_moments", self.num_moments, 0)
+        super().__post_init__()
         check_fp16_accumulation(self.fp16_accumulation, self.precision)
-        for key in ("compute_fraction", "link_fraction", "usable_memory_fraction"):
-            check_above(key, getattr(self, key), 0)
-            check_fraction(key, getattr(self, key))
 
     def load(self, described: Callable[[], Cluster], model_name: str) -> Inputs:
         """Read or derive everything; a ConfigError names file, field and remedy.
@@ -214,20 +215,16 @@ def _only(patterns: Sequence[str], cluster: Cluster) -> Cluster:
 class LimitConf:
     """Demands on one device, or on all devices of a kind."""
 
-    memory_gib: float | None = None  # the most memory to use
-    batch: int | None = None  # exactly this many samples
-    microbatch: int | None = None  # at most this many samples
-    share: float | None = None  # at most this share of the state
-    exact_share: float | None = None  # exactly this share of the state
+    memory_gib: float | None = checked(None, above(0))  # the most memory to use
+    batch: int | None = checked(None, at_least(0))  # exactly this many samples
+    microbatch: int | None = checked(None, at_least(1))  # at most this many samples
+    share: float | None = checked(None, is_fraction)  # at most this share of the state
+    exact_share: float | None = checked(None, is_fraction)  # exactly this share of the state
     recompute: bool | None = None  # everything or nothing
 
     def to_record(self, key: str) -> DeviceLimits:
         """The limits as a record; ``key`` is their key in the configuration."""
-        for name, least in (("batch", 0), ("microbatch", 1)):
-            check_at_least(f"{key}.{name}", getattr(self, name), least)
-        check_above(f"{key}.memory_gib", self.memory_gib, 0)
-        for name in ("share", "exact_share"):
-            check_fraction(f"{key}.{name}", getattr(self, name))
+        check_fields(self, f"{key}.")
         if self.share is not None and self.exact_share is not None:
             raise ConfigError(
                 f"{key}: share is the most that it stores, exact_share what it stores. Drop "
@@ -244,36 +241,37 @@ class LimitConf:
 
 
 @dataclass(kw_only=True)
-class PricedReplicasConf:
+class PricedReplicasConf(Checked, prefix="replicas."):
     """Replicas of the state, whose price is shown; ``shardhet train`` keeps them."""
 
-    every: int = 0  # steps between two replicas; 0: none
-    write_gb_per_s: float = WRITE_BYTES_PER_S / 1e9  # of one rank, to its node's memory or disk
-
-    def __post_init__(self) -> None:
-        check_at_least("replicas.every", self.every, 0)
-        check_above("replicas.write_gb_per_s", self.write_gb_per_s, 0)
+    every: int = checked(0, at_least(0))  # steps between two replicas; 0: none
+    # Of one rank, to its node's memory or disk.
+    write_gb_per_s: float = checked(WRITE_BYTES_PER_S / 1e9, above(0))
 
 
 @dataclass(kw_only=True)
 class PlannerConf(InputsConf):
     """The configuration of ``shardhet plan``."""
 
-    global_batch_size: int = 64
-    objective: str = OBJECTIVES[0]
-    min_samples_per_s: float | None = None  # for least_memory; null: 95 % of the best plan's
+    global_batch_size: int = checked(64, at_least(1))
+    objective: str = checked(OBJECTIVES[0], one_of(OBJECTIVES))
+    # For least_memory; null: 95 % of the best plan's.
+    min_samples_per_s: float | None = checked(None, above(0))
     spared: list[str] = field(default_factory=list)  # for least_memory: positions or kinds
     limits: dict[str, LimitConf] = field(default_factory=dict)  # by position or kind
     equal: list[list[int]] = field(default_factory=list)  # positions that do the same
-    max_microbatch_size: int | None = None
-    max_rounds: int | None = None  # of accumulation in a step; null leaves it open
-    max_stages: int = 1  # of a pipeline, whose stages are groups of devices; 1: none
+    max_microbatch_size: int | None = checked(None, at_least(1))
+    # Of accumulation in a step; null leaves it open.
+    max_rounds: int | None = checked(None, at_least(1))
+    # Of a pipeline, whose stages are groups of devices; 1: none.
+    max_stages: int = checked(1, at_least(1))
     inputs_on_host: bool = False  # inputs of recomputed units may wait in the hosts' memory
     optimizer_on_host: bool = False  # optimizers may step in the hosts' memory
     resident_units: bool = True  # frozen weights may stay unsharded over steps
-    leave_out: str = LEAVE_OUT[0]  # say which devices are better left out; auto: plan without
+    # Say which devices are better left out; auto: plan without.
+    leave_out: str = checked(LEAVE_OUT[0], one_of(LEAVE_OUT))
     # A plan may be this part slower than the fastest if it is simpler and fills memory less.
-    tolerance: float = TOLERANCE
+    tolerance: float = checked(TOLERANCE, at_least(0), is_fraction)
     steady: float | None = None  # has no effect
     replicas: PricedReplicasConf = field(default_factory=PricedReplicasConf)
     certify: bool = False  # has no effect
@@ -285,15 +283,11 @@ class PlannerConf(InputsConf):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least("global_batch_size", self.global_batch_size, 1)
-        check_is_one_of("objective", self.objective, OBJECTIVES)
-        check_is_one_of("leave_out", self.leave_out, LEAVE_OUT)
         if self.leave_out == "auto" and self.objective != OBJECTIVES[0]:
             raise ConfigError(
                 f"leave_out: auto but objective={self.objective}. Devices are left out for "
                 "throughput only: drop one of them."
             )
-        check_at_least("max_stages", self.max_stages, 1)
         if self.max_stages > MAX_STAGES:
             raise ConfigError(
                 f"max_stages: {self.max_stages} but pipelines are planned with up to "
@@ -301,11 +295,6 @@ class PlannerConf(InputsConf):
             )
         if self.max_stages > 1:
             self._check_stages()
-        check_at_least("tolerance", self.tolerance, 0)
-        check_fraction("tolerance", self.tolerance)
-        check_at_least("max_microbatch_size", self.max_microbatch_size, 1)
-        check_at_least("max_rounds", self.max_rounds, 1)
-        check_above("min_samples_per_s", self.min_samples_per_s, 0)
         for key in ("min_samples_per_s", "spared"):
             value = getattr(self, key)
             if value and self.objective != "least_memory":

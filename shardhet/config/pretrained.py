@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import MISSING
 
 from shardhet.config.checks import (
+    Checked,
     ConfigError,
-    check_above,
-    check_at_least,
-    check_below_one,
+    above,
+    at_least,
+    checked,
     config_errors,
+    is_below_one,
 )
 from shardhet.config.models import (
     NUM_BYTES,
@@ -32,18 +34,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class LoraConf:
+class LoraConf(Checked, prefix="model.lora."):
     """Low-rank adapters; if there are any, nothing else is trained."""
 
-    rank: int = 0  # 0: no adapters, the whole model is trained
-    alpha: float = 16.0
+    rank: int = checked(0, at_least(0))  # 0: no adapters, the whole model is trained
+    alpha: float = checked(16.0, above(0))
     targets: list[str] = field(default_factory=list)  # names of linear layers: [q_proj,v_proj]
-    dropout: float = 0.0
+    dropout: float = checked(0.0, is_below_one)
 
     def __post_init__(self) -> None:
-        check_at_least("model.lora.rank", self.rank, 0)
-        check_above("model.lora.alpha", self.alpha, 0)
-        check_below_one("model.lora.dropout", self.dropout)
+        super().__post_init__()
         if bool(self.rank) != bool(self.targets):
             raise ConfigError(
                 f"model.lora: rank {self.rank} and targets {list(self.targets)}, but each "
@@ -60,13 +60,12 @@ class HfConf(ModelConf):
     path: str = MISSING  # a folder with config.json, or a name in the local cache
     weights: bool = True  # those in the folder; false: random ones, by the model's own rules
     lora: LoraConf = field(default_factory=LoraConf)
-    mask_fraction: float = 0.15  # of the tokens, for masked language models
-    usual_seq_len: int = 512
+    # Of the tokens, for masked language models.
+    mask_fraction: float = checked(0.15, above(0), is_below_one)
+    usual_seq_len: int = checked(512, at_least(1))
 
     def __post_init__(self) -> None:
-        check_above("model.mask_fraction", self.mask_fraction, 0)
-        check_below_one("model.mask_fraction", self.mask_fraction)
-        self._check_usual()
+        super().__post_init__()
         needed = {"transformers": True, "peft": self.lora.rank > 0}
         for package in (each for each, is_needed in needed.items() if is_needed):
             if find_spec(package) is None:

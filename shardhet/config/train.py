@@ -7,12 +7,7 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
-from shardhet.config.checks import (
-    ConfigError,
-    check_above,
-    check_at_least,
-    check_is_one_of,
-)
+from shardhet.config.checks import Checked, ConfigError, above, at_least, checked, one_of
 from shardhet.config.models import (
     NUM_BYTES,
     DataConf,
@@ -58,33 +53,26 @@ TRANSPORTS = ("auto", "gloo")  # of shardhet.comm.transport, which imports torch
 
 
 @dataclass(kw_only=True)
-class TraceConf:
+class TraceConf(Checked, prefix="trace_steps."):
     """Which steps torch.profiler records, on every rank."""
 
-    first_step: int = 10
-    num_steps: int = 3
-
-    def __post_init__(self) -> None:
-        check_at_least("trace_steps.first_step", self.first_step, 1)
-        check_at_least("trace_steps.num_steps", self.num_steps, 1)
+    first_step: int = checked(10, at_least(1))
+    num_steps: int = checked(3, at_least(1))
 
 
 @dataclass(kw_only=True)
-class CheckpointConf:
+class CheckpointConf(Checked, prefix="checkpoint."):
     """When the whole state is written to checkpoints/ in the run folder, and what stays."""
 
-    every: int = 0  # steps between two checkpoints, and one at the end; 0: none
-    keep_last: int = 2  # newest ones that stay; 0: all
-    keep_every: int = 0  # steps whose multiples stay, too; 0: none
+    # Steps between two checkpoints, and one at the end; 0: none.
+    every: int = checked(0, at_least(0))
+    keep_last: int = checked(2, at_least(0))  # newest ones that stay; 0: all
+    keep_every: int = checked(0, at_least(0))  # steps whose multiples stay, too; 0: none
     in_background: bool = False  # copy the state to host memory and go on while it is written
-
-    def __post_init__(self) -> None:
-        for name in ("every", "keep_last", "keep_every"):
-            check_at_least(f"checkpoint.{name}", getattr(self, name), 0)
 
 
 @dataclass(kw_only=True)
-class ReplicasConf:
+class ReplicasConf(Checked, prefix="replicas."):
     """When the whole state is kept on the nodes themselves, each rank's rows on two of them.
 
     ``resume=auto`` then loses no step if a node is lost, and reads little from where the
@@ -92,31 +80,25 @@ class ReplicasConf:
     have it keep.
     """
 
-    every: int = 0  # steps between two replicas; 0: none
+    every: int = checked(0, at_least(0))  # steps between two replicas; 0: none
     # Of each node's own: in its memory or on its disk.  null: /dev/shm where there is one, and
     # the folder for temporary files elsewhere.
     folder: str | None = None
 
-    def __post_init__(self) -> None:
-        check_at_least("replicas.every", self.every, 0)
-
 
 @dataclass(kw_only=True)
-class GuardConf:
+class GuardConf(Checked, prefix="guard."):
     """Which steps are bad: a loss or gradient norm that is not finite, or a spike."""
 
     on_bad_step: OnBadStep = OnBadStep.STOP
     # Also bad: above so many times the median of the last 50 good steps.  null: no such limit.
-    spike_factor: float | None = None
-    max_in_a_row: int = 10  # bad steps, before the run stops in any case
-
-    def __post_init__(self) -> None:
-        check_at_least("guard.max_in_a_row", self.max_in_a_row, 1)
-        check_above("guard.spike_factor", self.spike_factor, 1)
+    spike_factor: float | None = checked(None, above(1))
+    # Bad steps, before the run stops in any case.
+    max_in_a_row: int = checked(10, at_least(1))
 
 
 @dataclass(kw_only=True)
-class EndNoticeConf:
+class EndNoticeConf(Checked, prefix="end_notice."):
     """How a run is told to end soon: SIGTERM or SIGUSR1 to any rank, or a file that appears.
 
     The step in progress is finished, a checkpoint is written, and all ranks end with status 0;
@@ -124,30 +106,30 @@ class EndNoticeConf:
     """
 
     file: str | None = None  # of the notices that a cloud gives a spot instance, for example
-    grace_s: int = 30  # after SIGTERM to shardhet train, its ranks are killed
-
-    def __post_init__(self) -> None:
-        check_at_least("end_notice.grace_s", self.grace_s, 1)
+    # After SIGTERM to shardhet train, its ranks are killed.
+    grace_s: int = checked(30, at_least(1))
 
 
 AUTO = "auto"
 
 
 @dataclass(kw_only=True)
-class TrainConf:
+class TrainConf(Checked):
     """A training run.  Every key is here or in the class of its group."""
 
     run_dir: str = MISSING
-    seed: int = 0  # of weights, batches and dropout
-    num_steps: int = 200
-    max_grad_norm: float = 1.0
+    seed: int = checked(0, at_least(0))  # of weights, batches and dropout
+    num_steps: int = checked(200, at_least(1))
+    max_grad_norm: float = checked(1.0, above(0))
     precision: Precision = Precision.FP32
     # Products in float16 also sum in float16: twice as fast on GeForce cards, but sums keep 11
     # bits instead of 24, so those of K terms are off by about sqrt(K) / 2^11 of their size.
     fp16_accumulation: bool = False
     compile: bool = False  # compile each unit with torch.compile, on ranks where that works
-    log_every: int = 10  # steps between two log lines, and two reports of device use
-    eval_every: int = 0  # steps between two evaluations; 0: only at the end
+    # Steps between two log lines, and two reports of device use.
+    log_every: int = checked(10, at_least(1))
+    # Steps between two evaluations; 0: only at the end.
+    eval_every: int = checked(0, at_least(0))
     save_model: bool = False  # the whole model, to model.safetensors in the run folder
     checkpoint: CheckpointConf = field(default_factory=CheckpointConf)
     replicas: ReplicasConf = field(default_factory=ReplicasConf)
@@ -166,9 +148,9 @@ class TrainConf:
     # or for five times the slowest of the last steps if that is longer; before the first step
     # has ended, while torch compiles and while a checkpoint is written, ten times as long.
     # 0 or null: never.
-    hang_timeout_s: float | None = 60.0
+    hang_timeout_s: float | None = checked(60.0, at_least(0))
     # gloo: through sockets alone, and in place of NCCL, as GPUs of two vendors need it
-    transport: str = "auto"
+    transport: str = checked("auto", one_of(TRANSPORTS))
     trace: bool = False
     trace_steps: TraceConf = field(default_factory=TraceConf)
     model: ModelConf = MISSING
@@ -180,14 +162,8 @@ class TrainConf:
     logger: LoggerConf = MISSING
 
     def __post_init__(self) -> None:
-        check_at_least("seed", self.seed, 0)
-        check_at_least("num_steps", self.num_steps, 1)
-        check_is_one_of("transport", self.transport, TRANSPORTS)
+        super().__post_init__()
         check_fp16_accumulation(self.fp16_accumulation, self.precision)
-        check_above("max_grad_norm", self.max_grad_norm, 0)
-        check_at_least("hang_timeout_s", self.hang_timeout_s, 0)
-        check_at_least("log_every", self.log_every, 1)
-        check_at_least("eval_every", self.eval_every, 0)
         rolls_back = self.guard.on_bad_step is OnBadStep.ROLL_BACK
         if rolls_back and not self.checkpoint.every:
             raise ConfigError(

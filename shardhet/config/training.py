@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import MISSING
 
 from shardhet.config.checks import (
+    Checked,
     ConfigError,
-    check_above,
-    check_at_least,
-    check_fraction,
+    above,
+    at_least,
+    checked,
     config_errors,
+    is_fraction,
 )
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan
@@ -62,12 +64,13 @@ class LoggerKind(Enum):
 
 
 @dataclass(kw_only=True)
-class OptimConf:
+class OptimConf(Checked, prefix="optim."):
     """A class of ``torch.optim`` and its arguments; torch's own values where null."""
 
     kind: str = MISSING  # the name of the class: AdamW, SGD, Adagrad
-    lr: float = MISSING  # the peak of the schedule
-    weight_decay: float = 0.0  # on matrices; vectors never decay
+    lr: float = checked(MISSING, above(0))  # the peak of the schedule
+    # On matrices; vectors never decay.
+    weight_decay: float = checked(0.0, at_least(0))
     betas: list[float] | None = None
     eps: float | None = None
     momentum: float | None = None
@@ -75,8 +78,7 @@ class OptimConf:
     arguments: dict[str, Any] = field(default_factory=dict)  # others of the class
 
     def __post_init__(self) -> None:
-        check_above("optim.lr", self.lr, 0)
-        check_at_least("optim.weight_decay", self.weight_decay, 0)
+        super().__post_init__()
         if self.betas is not None and len(self.betas) != 2:
             raise ConfigError(f"optim.betas: {list(self.betas)} but it must be two numbers.")
 
@@ -102,18 +104,17 @@ class OptimConf:
 
 
 @dataclass(kw_only=True)
-class LrSchedulerConf:
+class LrSchedulerConf(Checked, prefix="lr_scheduler."):
     """The learning rate schedule; lengths are fractions of ``num_steps``."""
 
     kind: LrSchedulerKind = MISSING
-    warmup_fraction: float = 0.05
-    final_fraction: float = 0.1  # of the peak, at the end; ignored by constant
-    decay_fraction: float = 0.2  # of the steps; only for wsd
+    warmup_fraction: float = checked(0.05, is_fraction)
+    # Of the peak, at the end; ignored by constant.
+    final_fraction: float = checked(0.1, is_fraction)
+    decay_fraction: float = checked(0.2, is_fraction)  # of the steps; only for wsd
 
     def __post_init__(self) -> None:
-        check_fraction("lr_scheduler.final_fraction", self.final_fraction)
-        check_fraction("lr_scheduler.warmup_fraction", self.warmup_fraction)
-        check_fraction("lr_scheduler.decay_fraction", self.decay_fraction)
+        super().__post_init__()
         is_wsd = self.kind is LrSchedulerKind.WSD
         if is_wsd and self.warmup_fraction + self.decay_fraction > 1:
             raise ConfigError(
@@ -138,40 +139,38 @@ class LrSchedulerConf:
 
 
 @dataclass(kw_only=True)
-class LinkConf:
+class LinkConf(Checked, prefix="cluster.link."):
     """An emulated slow link between the first ranks and the others."""
 
-    first_ranks: int = 0  # on one side; 0: there is no such link
-    mbit_per_s: float = 100.0  # in each direction
-
-    def __post_init__(self) -> None:
-        check_at_least("cluster.link.first_ranks", self.first_ranks, 0)
-        check_above("cluster.link.mbit_per_s", self.mbit_per_s, 0)
+    # On one side; 0: there is no such link.
+    first_ranks: int = checked(0, at_least(0))
+    mbit_per_s: float = checked(100.0, above(0))  # in each direction
 
 
 @dataclass(kw_only=True)
-class ClusterConf:
+class ClusterConf(Checked, prefix="cluster."):
     """Which processes take part."""
 
-    num_ranks: int | None = None  # None: that of the plan, else one per visible GPU
+    # None: that of the plan, else one per visible GPU.
+    num_ranks: int | None = checked(None, at_least(1))
     device: DeviceType = DeviceType.AUTO
     kinds: list[str] = field(default_factory=list)  # the device kinds that ranks announce
-    num_threads: int = 1  # of each rank, on the CPU
+    num_threads: int = checked(1, at_least(1))  # of each rank, on the CPU
     speeds: list[float] = field(default_factory=list)  # emulated: 1 is the process's own speed
     memory_mib: list[int] = field(default_factory=list)  # emulated: cap on model and data
     link: LinkConf = field(default_factory=LinkConf)  # emulated: of ranks that are started here
 
     def __post_init__(self) -> None:
-        check_at_least("cluster.num_threads", self.num_threads, 1)
+        super().__post_init__()
         for i, speed in enumerate(self.speeds):
-            check_above(f"cluster.speeds[{i}]", speed, 0)
+            above(0)(f"cluster.speeds[{i}]", speed)
             if speed > 1:
                 raise ConfigError(
                     f"cluster.speeds[{i}]: {speed} but a process can only be made slower. "
                     "Divide all speeds by the highest."
                 )
         for i, mib in enumerate(self.memory_mib):
-            check_at_least(f"cluster.memory_mib[{i}]", mib, 1)
+            at_least(1)(f"cluster.memory_mib[{i}]", mib)
         if self.is_emulated and self.device is not DeviceType.CPU:
             raise ConfigError(
                 f"cluster.device: {self.device.name} but cluster.speeds and cluster.memory_mib "
@@ -179,7 +178,6 @@ class ClusterConf:
             )
         if self.num_ranks is None:
             return
-        check_at_least("cluster.num_ranks", self.num_ranks, 1)
         for name, values in self.per_rank.items():
             if values and len(values) != self.num_ranks:
                 raise ConfigError(
@@ -220,7 +218,7 @@ class ClusterConf:
 
 
 @dataclass(kw_only=True)
-class PlanConf:
+class PlanConf(Checked, prefix="plan."):
     """What each device computes and stores."""
 
     kind: PlanKind = MISSING
@@ -245,13 +243,9 @@ class EvenPlanConf(PlanConf):
     """Every device computes and stores the same, as in stock FSDP."""
 
     kind: PlanKind = PlanKind.EVEN
-    global_batch_size: int = 32
-    microbatch_size: int = 8
+    global_batch_size: int = checked(32, at_least(1))
+    microbatch_size: int = checked(8, at_least(1))
     recompute: bool = False
-
-    def __post_init__(self) -> None:
-        check_at_least("plan.global_batch_size", self.global_batch_size, 1)
-        check_at_least("plan.microbatch_size", self.microbatch_size, 1)
 
     def to_record(self, devices: Sequence[DeviceSpec]) -> Plan:
         """The plan for these devices; a remainder of samples goes to the first."""
@@ -345,6 +339,7 @@ class FilePlanConf(PlanConf):
     measured: str = ""  # folder of `shardhet measure`, to compare the run with its prediction
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not Path(self.path).is_file():
             raise ConfigError(
                 f"plan.path: {self.path!r} does not exist. Pass the path of a plan.json."
@@ -371,16 +366,15 @@ class MeasuredPlanConf(PlanConf):
     # Folder of `shardhet measure`.  Devices that are not in it are measured when they are first
     # there, with all others, into measured/ of the run folder; null: all are.
     measured: str | None = None
-    global_batch_size: int = 32
-    max_microbatch_size: int = 32  # that is measured then; larger ones are extrapolated
-    time_limit_s: float = 60.0  # of that, approximate, for compute; collectives come on top
-    max_stages: int = 1  # of a pipeline, where that is faster; 1: none
+    global_batch_size: int = checked(32, at_least(1))
+    # That is measured then; larger ones are extrapolated.
+    max_microbatch_size: int = checked(32, at_least(1))
+    # Of that, approximate, for compute; collectives come on top.
+    time_limit_s: float = checked(60.0, above(0))
+    max_stages: int = checked(1, at_least(1))  # of a pipeline, where that is faster; 1: none
 
     def __post_init__(self) -> None:
-        check_at_least("plan.global_batch_size", self.global_batch_size, 1)
-        check_at_least("plan.max_microbatch_size", self.max_microbatch_size, 1)
-        check_above("plan.time_limit_s", self.time_limit_s, 0)
-        check_at_least("plan.max_stages", self.max_stages, 1)
+        super().__post_init__()
         if self.measured is not None:
             _check_measured(self.measured)
 
