@@ -15,7 +15,7 @@ from shardhet.planner.problem.solution import PlanSolution
 from shardhet.planner.receivers import depends_on_shares, least_uneven_shares
 from shardhet.pricing.cost import CostModel
 from shardhet.records.cluster import DeviceSpec
-from shardhet.records.plan import Plan, PlannedUnit, RankPlan
+from shardhet.records.plan import Plan, RankPlan
 
 MAX_MOVES = 8  # of rows from devices that are too full
 LEVEL_BISECTIONS = 50
@@ -202,10 +202,7 @@ def _plan(
         two_level_units=model.two_level_units,
         resident_units=model.resident_units,
         last_round_size=rounds.last_size,
-        units=tuple(
-            PlannedUnit(fqn=unit.fqn, numel=model.workload.kind_of(unit).numel)
-            for unit in model.workload.units
-        ),
+        units=model.workload.planned_units,
     )
 
 

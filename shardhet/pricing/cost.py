@@ -172,13 +172,12 @@ class CostModel(TurnPrices, MemoryPrices):
                 )
 
     def _check_units(self, plan: Plan) -> None:
-        workload = self.workload
-        here = {unit.fqn: workload.kind_of(unit).numel for unit in workload.units}
+        here = {unit.fqn: unit.numel for unit in self.workload.planned_units}
         wanted = {unit.fqn: unit.numel for unit in plan.units}
         if wanted and wanted != here:
             differing = [fqn for fqn in {**wanted, **here} if wanted.get(fqn) != here.get(fqn)]
             raise ValueError(
                 f"plan: it was made for a model with {sum(wanted.values())} parameters, but "
-                f"this one has {workload.numel}; units {', '.join(differing[:3])} differ. Give "
-                "the model of the plan, or plan again."
+                f"this one has {self.workload.numel}; units {', '.join(differing[:3])} differ. "
+                "Give the model of the plan, or plan again."
             )

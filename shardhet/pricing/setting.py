@@ -40,8 +40,7 @@ class Setting:
         say which model it is for, and is refused.  A pipeline may leave devices out.
         """
         planned = {unit.fqn: unit.numel for unit in plan.units if unit.numel}
-        numels = {unit.fqn: self.workload.kind_of(unit).numel for unit in self.workload.units}
-        measured = {fqn: numel for fqn, numel in numels.items() if numel}
+        measured = {each.fqn: each.numel for each in self.workload.planned_units if each.numel}
         world_size = self.cluster.world_size
         is_part = plan.stages is not None and plan.world_size < world_size
         if planned != measured or not (plan.world_size == world_size or is_part):

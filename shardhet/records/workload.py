@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar, Self
 
 from shardhet.records.codec import OMITTABLE, Bounds, Count, Document, PositiveInt, repeated
 from shardhet.records.layout import FlatLayout
+from shardhet.records.plan import PlannedUnit
 
 _FIGURES = (
     "forward_flops",
@@ -150,6 +151,13 @@ class Workload(Document):
         for unit in self.units:
             counts[unit.kind] += unit.fqn != ""
         return counts
+
+    @cached_property
+    def planned_units(self) -> tuple[PlannedUnit, ...]:
+        """The description of the model that a plan contains."""
+        return tuple(
+            PlannedUnit(fqn=unit.fqn, numel=self.kind_of(unit).numel) for unit in self.units
+        )
 
     @cached_property
     def numel(self) -> int:

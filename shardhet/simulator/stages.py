@@ -15,7 +15,7 @@ from shardhet.pricing.hosts import part_of_hosts
 from shardhet.pricing.setting import Setting
 from shardhet.pricing.step_cost import RankCost, StepCost
 from shardhet.records.cluster import Cluster
-from shardhet.records.plan import Plan, PlannedUnit, RankPlan
+from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.schedule import Phase
 from shardhet.records.stages import positions_by_stage, rounds_in_flight, stage_by_unit
 from shardhet.records.workload import Unit
@@ -155,7 +155,7 @@ def price_of(plan: Plan, setting: Setting, part_of: PartOf) -> PipelinePrice:
             plan,
             ranks=tuple(plan.ranks[i] for i in group),
             stages=None,
-            units=_planned(of_stage) if plan.units else (),
+            units=of_stage.workload.planned_units if plan.units else (),
         )
         model = CostModel(
             of_stage,
@@ -198,13 +198,6 @@ def with_units(setting: Setting, units: Sequence[Unit]) -> Setting:
     names = {unit.kind for unit in own}
     kinds = tuple(kind for kind in workload.kinds if kind.name in names)
     return replace(setting, workload=replace(workload, units=own, kinds=kinds))
-
-
-def _planned(setting: Setting) -> tuple[PlannedUnit, ...]:
-    workload = setting.workload
-    return tuple(
-        PlannedUnit(fqn=unit.fqn, numel=workload.kind_of(unit).numel) for unit in workload.units
-    )
 
 
 def devices_of(plan: Plan, cluster: Cluster) -> list[int]:

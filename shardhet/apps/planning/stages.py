@@ -227,15 +227,11 @@ def _rivals(report: PipelineReport) -> Iterator[str]:
     else:
         flat_s = report.flat.predicted.step_time_s
         yield f"Without stages: {duration(flat_s)} a step, {flat_s / step_s:.2f} times as long."
-    best: tuple[float, Positions] | None = None
-    for positions, solution in report.alone:
-        seconds = solution.predicted.step_time_s
-        if best is None or seconds < best[0]:
-            best = seconds, positions
-    if best is None:
+    if not report.alone:
         yield "No stage's devices alone can train the model."
         return
-    seconds, positions = best
+    positions, best = min(report.alone, key=lambda each: each[1].predicted.step_time_s)
+    seconds = best.predicted.step_time_s
     yield (
         f"Only {named(cluster, positions)}: {duration(seconds)} a step, "
         f"{seconds / step_s:.2f} times as long."

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from shardhet import HetFSDP, Rebalancer
 from shardhet.apps.cli.display import Display, device_table
+from shardhet.apps.cli.quantities import counted
 from shardhet.apps.launch.crash import OUTPUT_CLOSED, RankConsole
 from shardhet.apps.launch.end_notice import EndNotice
 from shardhet.apps.launch.joining import joined
@@ -288,7 +289,7 @@ class Run:
         """Say how long it took to go on, after the first step that did."""
         self._clock = None
         clock.end("take a step")
-        said = f"resumed with step {step} on {_count(self._env.world_size, 'device')} after "
+        said = f"resumed with step {step} on {counted(self._env.world_size, 'device')} after "
         self._log.log(step, clock.values)
         _tell(said + clock.text, display)
 
@@ -356,10 +357,10 @@ def show_start(
     num_params = sum(unit.numel for unit in model.plan.units)
     console.print(
         f"{task.model_name or conf.model.kind.value} with {num_params:,} parameters on "
-        f"{_count(model.plan.world_size, 'device')}"
+        f"{counted(model.plan.world_size, 'device')}"
         + (f" in {len(model.plan.stages)} stages" if model.plan.stages else "")
         + "; a step is "
-        f"{_count(model.plan.global_batch_size, 'sample')}"
+        f"{counted(model.plan.global_batch_size, 'sample')}"
     )
     if resumed is not None:
         said = f"goes on after step {model.step}, from {resumed.came_from or resumed.path}"
@@ -385,10 +386,6 @@ def save_whole(model: HetFSDP, path: Path) -> None:
     if tensors:
         # Tied parameters appear under each of their names; the format allows no shared memory.
         save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _snake(name: str) -> str:

@@ -6,7 +6,7 @@ change unnoticed.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
@@ -45,16 +45,7 @@ class Manifest:
         document = {
             "format": FORMAT,
             "version": FORMAT_VERSION,
-            "step": self.step,
-            "world_size": self.world_size,
-            "model_digest": self.model_digest,
-            "optimizer": self.optimizer,
-            "versions": dict(self.versions),
-            "files": {
-                name: {"num_bytes": facts.num_bytes, "digest": facts.digest}
-                for name, facts in self.files.items()
-            },
-            "extra": self.extra,
+            **{each.name: getattr(self, each.name) for each in fields(self)},
         }
         return _text({**document, "digest": digest_of_bytes(_text(document).encode())})
 
@@ -92,18 +83,9 @@ class Manifest:
         if not is_right or _text(document).encode() != content:
             raise damaged(path, "its content does not fit its digest")
         _check_fields(document)
-        return cls(
-            step=document["step"],
-            world_size=document["world_size"],
-            model_digest=document["model_digest"],
-            optimizer=document["optimizer"],
-            versions=document["versions"],
-            files={
-                name: FileFacts(facts["num_bytes"], facts["digest"])
-                for name, facts in document["files"].items()
-            },
-            extra=document["extra"],
-        )
+        values = {each.name: document[each.name] for each in fields(cls)}
+        facts = {name: FileFacts(**each) for name, each in document["files"].items()}
+        return cls(**{**values, "files": facts})
 
 
 def _check_fields(document: Mapping[str, Any]) -> None:
@@ -132,7 +114,7 @@ def _is_count(found: Any, *, least: int = 0) -> bool:
 
 
 def _text(document: Mapping[str, Any]) -> str:
-    return json.dumps(document, indent=1) + "\n"
+    return json.dumps(document, indent=1, default=asdict) + "\n"
 
 
 def model_digest(tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> str:

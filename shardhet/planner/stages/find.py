@@ -35,7 +35,6 @@ from shardhet.planner.stages.rest import best_of_rest
 from shardhet.planner.stages.solution import PipelineSolution, StageSolution
 from shardhet.planner.stages.tables import Tables, pipelines_of
 from shardhet.pricing.setting import Setting
-from shardhet.records.plan import PlannedUnit
 from shardhet.records.schedule import StepForm
 from shardhet.records.workload import Unit
 from shardhet.simulator.pipeline import (
@@ -376,10 +375,7 @@ def _finished(
             hops=tuple(search.hops(stages, trial)),
             num_rounds=trial.form.num_rounds,
             lower_bound_s=bound_s,
-            units=tuple(
-                PlannedUnit(fqn=unit.fqn, numel=workload.kind_of(unit).numel)
-                for unit in workload.units
-            ),
+            units=workload.planned_units,
         )
 
     best, other = (
