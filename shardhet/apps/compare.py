@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardhet.apps.cli.display import device_name
-from shardhet.apps.cli.plots import Lane, draw_lanes
+from shardhet.apps.cli.plots import Lane, draw_timeline
 from shardhet.apps.cli.quantities import duration
 from shardhet.apps.cli.streamed import figures_table
 from shardhet.apps.launch.run_folder import RunFolder
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(_table_of_units(shown))
     console.print(verdict(pairs), markup=False)
     if given.picture is not None:
-        draw_lanes(f"one step of {given.run}", _lanes(folder, names), given.picture)
+        draw_timeline(f"one step of {given.run}", _lanes(folder, names), given.picture)
         console.print(f"drawn to {given.picture}", markup=False)
 
 

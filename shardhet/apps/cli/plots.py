@@ -66,39 +66,31 @@ def draw_plan(title: str, bars: Sequence[DeviceBar], lanes: Sequence[Lane], path
 
 
 def draw_timeline(title: str, lanes: Sequence[Lane], path: Path) -> None:
-    """Draw what every device does over a step, and the memory it holds."""
+    """Draw what every device does over a step, and the memory that lanes say it holds."""
     plt = pyplot()
-    height = LANE_INCHES * len(lanes) + 1.2
-    drawing, (axes, memory_axes) = plt.subplots(
-        2,
-        1,
-        figsize=(WIDTH_INCHES, height + 3),
-        height_ratios=[height, 3],
+    says_memory = any(lane.memory_gib for lane in lanes)
+    heights = [LANE_INCHES * len(lanes) + 1.2, *([3.0] if says_memory else [])]
+    drawing, panels = plt.subplots(
+        len(heights),
+        squeeze=False,
+        figsize=(WIDTH_INCHES, sum(heights)),
+        height_ratios=heights,
         sharex=True,
         layout="constrained",
     )
     drawing.suptitle(title)
-    _draw_lanes(axes, lanes)
-    axes.set_xlabel("")
-    for lane in lanes:
-        if lane.memory_gib:
-            seconds, held = zip(*lane.memory_gib, strict=True)
-            memory_axes.step(seconds, held, where="post", label=lane.label)
-    memory_axes.set_ylabel("GiB held")
-    memory_axes.set_xlabel("seconds")
-    memory_axes.set_ylim(bottom=0)
-    memory_axes.legend(fontsize="small")
-    drawing.savefig(path)
-    plt.close(drawing)
-
-
-def draw_lanes(title: str, lanes: Sequence[Lane], path: Path) -> None:
-    """Draw lanes alone."""
-    plt = pyplot()
-    height = LANE_INCHES * len(lanes) + 1.2
-    drawing, axes = plt.subplots(figsize=(WIDTH_INCHES, height), layout="constrained")
-    drawing.suptitle(title)
-    _draw_lanes(axes, lanes)
+    _draw_lanes(panels[0, 0], lanes)
+    if says_memory:
+        panels[0, 0].set_xlabel("")
+        memory_axes = panels[1, 0]
+        for lane in lanes:
+            if lane.memory_gib:
+                seconds, held = zip(*lane.memory_gib, strict=True)
+                memory_axes.step(seconds, held, where="post", label=lane.label)
+        memory_axes.set_ylabel("GiB held")
+        memory_axes.set_xlabel("seconds")
+        memory_axes.set_ylim(bottom=0)
+        memory_axes.legend(fontsize="small")
     drawing.savefig(path)
     plt.close(drawing)
 

@@ -69,7 +69,6 @@ class Pipeline:
         self._run_module = run_module
         self._comm = comm = runtime.root_comm
         self._stage = stage = runtime.stage
-        self._is_first = stage == 0
         self._is_last = stage == len(runtime.stages) - 1
         self._exchange = StageExchange(runtime)
         # Of the step in progress

@@ -21,7 +21,6 @@ from shardhet.pricing.setting import Setting
 from shardhet.records.plan import Plan
 
 OFF = 0.2
-LEAST_GAIN = 1e-3  # of the mean loss, for which a plan may be slower
 MAX_KINDS = 8  # every disturbance takes a search
 
 
