@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from shardhet.apps.cli.outputs import check_outputs
 from shardhet.apps.cli.quantities import duration, of_budget
+from shardhet.apps.cli.streamed import figures_table
 from shardhet.apps.planning.inputs import Door, load, read_request
 from shardhet.apps.planning.report import Row, rows_of, source_line, wide_console
 from shardhet.config.checks import ConfigError
@@ -79,11 +78,8 @@ def _show(
         markup=False,
     )
     console.print(source_line(inputs), markup=False)
-    table = Table(box=box.ASCII)
-    table.add_column("device")
-    waits_for = "links" if plan.stages is None else "other stages"
-    for column in ("busy", "waits", f"of it for {waits_for}", "memory peak"):
-        table.add_column(column, justify="right")
+    waits = f"of it for {'links' if plan.stages is None else 'other stages'}"
+    table = figures_table("device", "busy", "waits", waits, "memory peak", wraps=True)
     for row in found:
         first = row.positions[0]
         rank = timeline.ranks[first]

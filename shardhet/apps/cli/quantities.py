@@ -21,8 +21,13 @@ def duration(seconds: float) -> str:
 
 def of_budget(used_bytes: float, budget_bytes: float) -> str:
     """How much of a memory budget is used: ``21.1 of 21.6 GiB``, ``31 of 36 MiB``."""
-    name = "MiB" if budget_bytes < SMALL_BUDGET_BYTES else "GiB"
+    name = unit_of(budget_bytes)
     return f"{of_budget_in(name, used_bytes, budget_bytes)} {name}"
+
+
+def unit_of(budget_bytes: float) -> str:
+    """In which memory beside such a budget is told: ``MiB`` or ``GiB``."""
+    return "MiB" if budget_bytes < SMALL_BUDGET_BYTES else "GiB"
 
 
 def of_budget_in(unit: str, used_bytes: float, budget_bytes: float) -> str:

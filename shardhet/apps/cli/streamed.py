@@ -11,11 +11,14 @@ from rich.table import Table
 PATIENCE_S = 1.0  # what takes longer is named while it runs
 
 
-def figures_table(*names: str, num_left: int = 1) -> Table:
-    """An empty table, the same in a file as on a terminal; ``num_left`` columns have words."""
+def figures_table(*names: str, num_left: int = 1, wraps: bool = False) -> Table:
+    """An empty table, the same in a file as on a terminal; ``num_left`` columns have words.
+
+    With ``wraps``, cells take more lines where a terminal is too narrow.
+    """
     table = Table(box=box.ASCII)
     for i, name in enumerate(names):
-        table.add_column(name, justify="left" if i < num_left else "right", no_wrap=True)
+        table.add_column(name, justify="left" if i < num_left else "right", no_wrap=not wraps)
     return table
 
 

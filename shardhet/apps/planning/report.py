@@ -8,20 +8,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from shardhet.apps.cli.quantities import (
     GIB,
     MIB,
-    SMALL_BUDGET_BYTES,
     counted,
     duration,
     of_budget_in,
     percent,
+    unit_of,
 )
-from shardhet.apps.cli.streamed import StreamedTable
+from shardhet.apps.cli.streamed import StreamedTable, figures_table
 from shardhet.apps.planning.fewer_devices import BetterWithout, ranges
 from shardhet.apps.planning.sentences import (
     form_lines,
@@ -235,7 +233,23 @@ def recomputed(rank: RankPlan, units: Sequence[str]) -> str:
     )
 
 
-def memory_cell(row: Row, unit: str) -> str:
+def columns_in(unit: str) -> tuple[str, ...]:
+    """The names of ``cells_in``."""
+    return ("microbatches", "recomputes", "share", f"memory, {unit}", "busy")
+
+
+def cells_in(unit: str, row: Row, units: Sequence[str]) -> tuple[str, ...]:
+    """What devices do and store that have these units of the model; memory in ``unit``."""
+    return (
+        microbatches(row.rank.microbatch_sizes),
+        recomputed(row.rank, units),
+        f"{row.share:.2%}",
+        _memory_cell(row, unit),
+        f"{row.busy:.0%}",
+    )
+
+
+def _memory_cell(row: Row, unit: str) -> str:
     """``18.1 of 21.6 (24 on the card)``."""
     text = of_budget_in(unit, row.cost.memory.total_bytes, row.cost.memory_budget_bytes)
     card = row.rank.device.memory_capacity_bytes
@@ -247,21 +261,9 @@ def memory_cell(row: Row, unit: str) -> str:
 def _show_devices(report: PlanReport, console: Console) -> None:
     units = [unit.fqn for unit in report.inputs.setting.workload.units]
     found = rows(report)
-    budget = max(row.cost.memory_budget_bytes for row in found)
-    unit = "MiB" if budget < SMALL_BUDGET_BYTES else "GiB"
-    memory = f"memory, {unit}"
-    columns = ("device", "microbatches", "recomputes", "share", memory, "busy")
-    lines = [
-        (
-            row.label,
-            microbatches(row.rank.microbatch_sizes),
-            recomputed(row.rank, units),
-            f"{row.share:.2%}",
-            memory_cell(row, unit),
-            f"{row.busy:.0%}",
-        )
-        for row in found
-    ]
+    unit = unit_of(max(row.cost.memory_budget_bytes for row in found))
+    columns = ("device", *columns_in(unit))
+    lines = [(row.label, *cells_in(unit, row, units)) for row in found]
     if len(lines) > MANY_ROWS:  # laying them out takes a second where they are hundreds
         widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
         streamed = StreamedTable(console, list(zip(columns, widths, strict=True)))
@@ -269,9 +271,7 @@ def _show_devices(report: PlanReport, console: Console) -> None:
             streamed.add_row(*cells)
         streamed.end()
         return
-    table = Table(box=box.ASCII)
-    for column in columns:
-        table.add_column(column, justify="left" if column == "device" else "right")
+    table = figures_table(*columns, wraps=True)
     for cells in lines:
         table.add_row(*cells)
     console.print(table)

@@ -6,18 +6,17 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from math import inf
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from shardhet.apps.cli.quantities import GIB, SMALL_BUDGET_BYTES, counted, duration
+from shardhet.apps.cli.quantities import GIB, counted, duration, unit_of
+from shardhet.apps.cli.streamed import figures_table
 from shardhet.apps.planning.fewer_devices import named, ranges
 from shardhet.apps.planning.report import (
     Row,
-    memory_cell,
-    microbatches,
+    cells_in,
+    columns_in,
     on_host_lines,
-    recomputed,
     rows_of,
     source_line,
 )
@@ -131,21 +130,14 @@ def show_pipeline(report: PipelineReport, console: Console) -> None:
 def _table(report: PipelineReport) -> Table:
     budgets = report.inputs.setting.cluster.memory_budget_bytes
     most = max(budgets(i) for group in report.solution.groups for i in group)
-    unit = "MiB" if most < SMALL_BUDGET_BYTES else "GiB"
-    table = Table(box=box.ASCII)
-    for name in ("stage", "device", "microbatches", "recomputes", "share", f"memory, {unit}"):
-        table.add_column(name, justify="left" if name in ("stage", "device") else "right")
-    table.add_column("busy", justify="right")
+    unit = unit_of(most)
+    table = figures_table("stage", "device", *columns_in(unit), num_left=2, wraps=True)
     for number, stage in enumerate(report.solution.stages):
         for i, row in enumerate(_rows(stage, report.solution.step_time_s)):
             table.add_row(
                 f"{number}: {_units(stage.unit_fqns)}" if i == 0 else "",
                 _label(stage, row),
-                microbatches(row.rank.microbatch_sizes),
-                recomputed(row.rank, stage.unit_fqns),
-                f"{row.share:.2%}",
-                memory_cell(row, unit),
-                f"{row.busy:.0%}",
+                *cells_in(unit, row, stage.unit_fqns),
             )
     return table
 
