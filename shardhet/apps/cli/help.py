@@ -1,6 +1,6 @@
 """The ``--help`` of ``shardhet train`` and others: groups and choices, keys and values."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -63,19 +63,27 @@ def show_help(
     console = Console(highlight=False)
     console.print(usage)
     console.print("Choose one of each group, as in model=small:\n")
-    table = Table(box=None, show_header=False, padding=(0, 1))
-    for group, choices in choices_by_group(conf_dir(), own_dir).items():
-        if groups is not None and group not in groups:
-            continue
-        for i, (choice, purpose) in enumerate(choices.items()):
-            table.add_row(f"  {group}" if i == 0 else "", choice, escape(purpose))
-    console.print(table)
+    found = choices_by_group(conf_dir(), own_dir)
+    console.print(choices_table({g: found[g] for g in found if groups is None or g in groups}))
     console.print("\nChange any value, as in optim.lr=1e-3. The values now:\n")
-    indented = "".join(f"  {line}\n" for line in OmegaConf.to_yaml(cfg).splitlines())
-    console.print(indented, markup=False, soft_wrap=True)
+    console.print(indented(OmegaConf.to_yaml(cfg)), markup=False, soft_wrap=True)
     if remarks:
         console.print(remarks, markup=False, soft_wrap=True)
     console.print(FLAGS, markup=False)
+
+
+def indented(text: str) -> str:
+    """The text with every line indented."""
+    return "".join(f"  {line}\n" for line in text.splitlines())
+
+
+def choices_table(groups: Mapping[str, Mapping[str, str]]) -> Table:
+    """The choices of each group and what they are for."""
+    table = Table(box=None, show_header=False, padding=(0, 1))
+    for group, choices in groups.items():
+        for i, (choice, purpose) in enumerate(choices.items()):
+            table.add_row(f"  {group}" if i == 0 else "", choice, escape(purpose))
+    return table
 
 
 def choices_by_group(folder: Path, own_dir: Path | None = None) -> dict[str, dict[str, str]]:

@@ -18,10 +18,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from shardhet.apps.cli.help import choices_by_group
+from shardhet.apps.cli.help import choices_by_group, choices_table, indented
 from shardhet.apps.cli.quantities import counted
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import (
@@ -247,23 +245,14 @@ def _descriptions() -> list[str]:
 def show_help(door: Door, request: Request, console: Console) -> None:
     """Show how the command is used, the choices of each group, and all keys with values."""
     console.print(door.usage, markup=False, soft_wrap=True)
-    table = Table(box=None, show_header=False, padding=(0, 1))
     groups = {
         "cluster": choices_by_group(conf_dir() / "cluster")[DESCRIBED],
         "model": choices_by_group(conf_dir())["model"],
     }
-    for group, choices in groups.items():
-        for i, (choice, purpose) in enumerate(choices.items()):
-            table.add_row(f"  {group}" if i == 0 else "", choice, escape(purpose))
     console.print("\nChoose one of each group:\n")
-    console.print(table)
+    console.print(choices_table(groups))
     console.print("\nChange any value; these are the defaults:\n")
     text = (conf_dir() / f"{door.config_name}.yaml").read_text(encoding="utf-8")
     _, _, keys = text.partition("  - _self_\n")
     console.print(indented(keys), markup=False, soft_wrap=True)
     console.print(FLAGS, markup=False, soft_wrap=True)
-
-
-def indented(text: str) -> str:
-    """The text with every line indented."""
-    return "".join(f"  {line}\n" for line in text.splitlines())
