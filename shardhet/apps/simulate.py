@@ -12,11 +12,8 @@ from shardhet.apps.planning.inputs import Door, load, read_request
 from shardhet.apps.planning.report import Row, rows_of, source_line, wide_console
 from shardhet.config.checks import ConfigError
 from shardhet.config.planning import Inputs, SimulateConf
-from shardhet.pricing.cost import CostModel
-from shardhet.pricing.step_cost import StepCost
 from shardhet.records.plan import Plan
-from shardhet.simulator.simulation import simulate
-from shardhet.simulator.stages import PipelinePrice, price_of
+from shardhet.simulator.stages import price_and_timeline
 from shardhet.simulator.timeline import Timeline, Work
 
 DOOR = Door(
@@ -42,13 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         conf, inputs = load(DOOR, request, SimulateConf)
         plan = _load_plan(request.files[0])
         check_outputs(trace=conf.trace, picture=conf.picture)
-        predicted: StepCost | PipelinePrice
-        if plan.stages is None:
-            predicted = CostModel(inputs.setting).predict(plan)
-            timeline = simulate(plan, inputs.setting)
-        else:
-            predicted = price_of(plan, inputs.setting, conf.part_of(inputs))
-            timeline = predicted.timeline()
+        predicted, timeline = price_and_timeline(plan, inputs.setting, conf.part_of(inputs))
     except ValueError as error:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         console.print(f"{error}\nNothing was simulated.", markup=False)

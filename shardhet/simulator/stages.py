@@ -27,6 +27,7 @@ from shardhet.simulator.pipeline import (
     hop_between,
     pipeline_s,
 )
+from shardhet.simulator.simulation import simulate
 from shardhet.simulator.timeline import Event, MemoryPoint, RankTimeline, Timeline, Work, merged
 
 # The setting of the devices at some positions of a cluster.
@@ -128,6 +129,16 @@ class PipelinePrice:
         add("", Work.OPTIMIZER, reduced_s, reduced_s + rank.optimizer_s)
         add("", Work.AGREE, reduced_s + rank.optimizer_s, step_s)
         return events
+
+
+def price_and_timeline(
+    plan: Plan, setting: Setting, part_of: PartOf
+) -> tuple[StepCost | PipelinePrice, Timeline]:
+    """What a plan costs, with stages or without, and the timeline of its step."""
+    if plan.stages is None:
+        return CostModel(setting).predict(plan), simulate(plan, setting)
+    price = price_of(plan, setting, part_of)
+    return price, price.timeline()
 
 
 def price_of(plan: Plan, setting: Setting, part_of: PartOf) -> PipelinePrice:

@@ -44,10 +44,7 @@ def state_of(
         "step": step,
         "num_samples": (step + num_batches_skipped) * course.global_batch_size,
         "num_batches_skipped": num_batches_skipped,
-        "global_batch_size": course.global_batch_size,
-        "data_digest": course.data_digest,
-        "seed": course.seed,
-        "schedule": course.schedule,
+        **asdict(course),
         "random_states": list(random_states),
         "loss_scaler": None if loss_scaler is None else dict(loss_scaler),
     }

@@ -9,13 +9,11 @@ from typing import Self
 from rich.table import Table
 
 from shardhet.apps.cli.streamed import figures_table
-from shardhet.pricing.cost import CostModel
 from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
-from shardhet.pricing.step_cost import MemoryParts, StepCost
+from shardhet.pricing.step_cost import MemoryParts
 from shardhet.records.plan import Plan
-from shardhet.simulator.simulation import simulate
-from shardhet.simulator.stages import PipelinePrice, price_of
+from shardhet.simulator.stages import price_and_timeline
 from shardhet.simulator.timeline import Timeline
 from shardhet.training.device_use import DeviceUse
 
@@ -51,12 +49,7 @@ class Prediction:
 
         Raises ``ValueError`` if stages hand over across links that were not measured.
         """
-        cost: StepCost | PipelinePrice
-        if plan.stages is None:
-            timeline, cost = simulate(plan, setting), CostModel(setting).predict(plan)
-        else:
-            cost = price_of(plan, setting, partial(part_of, setting))
-            timeline = cost.timeline()
+        cost, timeline = price_and_timeline(plan, setting, partial(part_of, setting))
         positions = range(plan.world_size)
         return cls(
             timeline=timeline,
