@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import starmap
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan, redistribute
+from shardhet.comm import devices
 from shardhet.comm.on_host.lanes import Copy, CopyLane
 from shardhet.fsdp.microbatch.host_inputs import HostInput
 from shardhet.fsdp.step import host_slabs
@@ -360,6 +362,24 @@ def test_where_pinning_is_refused_the_memory_is_pageable() -> None:
                 model.zero_grad()
     assert sum("refuses to pin" in str(each.message) for each in caught) == 1
     assert spied.copied_bytes == (2 * MODEL.num_layers * 6 * INPUT_BYTES,) * 2
+
+
+def test_a_refusal_to_pin_is_not_raised_by_the_next_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The runtime keeps the error, and torch looks for one after each launch."""
+    launched = []
+
+    def ones(*_: int, device: torch.device) -> None:
+        launched.append(device)
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+    tensor, device = torch.empty(4), torch.device("cuda", 0)
+    runtime = SimpleNamespace(cudaHostRegister=lambda *_: 2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "ones", ones)
+    assert devices.pin(tensor, tensor.nbytes, device) is None
+    assert launched == [device]
 
 
 def _moves(rank: int, is_emulated: bool) -> None:

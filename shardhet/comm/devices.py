@@ -5,6 +5,7 @@ put an emulated accelerator in its place (see ``tests/emulation``).
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -31,13 +32,25 @@ def pin(tensor: Tensor, nbytes: int, device: torch.device) -> Callable[[], None]
     if device.type != "cuda":
         return None
     runtime, address = torch.cuda.cudart(), tensor.data_ptr()
-    if runtime is None or int(runtime.cudaHostRegister(address, nbytes, 0)) != 0:
+    if runtime is None:
+        return None
+    if int(runtime.cudaHostRegister(address, nbytes, 0)) != 0:
+        _forget_last_error(device)
         return None
 
     def unpin() -> None:
         runtime.cudaHostUnregister(address)
 
     return unpin
+
+
+def _forget_last_error(device: torch.device) -> None:
+    """Take back the error that the runtime keeps of a call that has failed.
+
+    The next kernel that torch launches from this thread would raise it as its own.
+    """
+    with suppress(RuntimeError):
+        torch.ones(1, device=device)
 
 
 def give_back_cached(device: torch.device) -> None:
