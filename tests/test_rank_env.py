@@ -128,6 +128,8 @@ def test_a_task_of_srun_takes_the_only_gpu_that_it_is_shown(
         assert {os.environ[each] for each in ALLOCATOR_VARIABLES} == {
             "expandable_segments:True"
         }
+        # Also where torch has read the variables when it was imported.
+        assert "expandable_segments:True" in torch._C._accelerator_getAllocatorSettings()
 
 
 def test_an_allocator_that_the_user_has_configured_is_left_alone(

@@ -33,6 +33,7 @@ from shardhet.training.emulation import cores_for, stay_on
 
 logger = logging.getLogger(__name__)
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads one
+GROWING_SEGMENTS = "expandable_segments:True"
 MAY_HEAL = (OSError, dist.DistError)  # a network or a disk may be back at the next start
 
 
@@ -106,7 +107,11 @@ def choose_allocator() -> None:
     out of memory when what is reserved, not what is allocated, reaches its capacity.
     """
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
-        os.environ.update(dict.fromkeys(ALLOCATOR_VARIABLES, "expandable_segments:True"))
+        os.environ.update(dict.fromkeys(ALLOCATOR_VARIABLES, GROWING_SEGMENTS))
+        # Some builds have read the variables by now, when torch was imported.
+        change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        if change is not None:
+            change(GROWING_SEGMENTS)
 
 
 def announced_device(cluster: ClusterConf, env: RankEnv, device: torch.device) -> DeviceSpec:
