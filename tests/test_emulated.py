@@ -440,6 +440,19 @@ def test_the_host_waits_for_the_loss_and_for_the_norm_only_where_it_decides() ->
         assert syncs == [read] * 2
 
 
+def test_the_host_waits_once_for_the_statistics_of_all_batch_norms() -> None:
+    with Accelerator().installed() as accelerator:
+        layers = [(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3)]
+        module = nn.Sequential(*(layer for pair in layers for layer in pair)).double()
+        plan = Plan.by_hand(microbatch_sizes=[3], num_microbatches=[2])
+        model = HetFSDP(module, plan, device=accelerator.device, units=[nn.Linear])
+        batch = torch.randn(6, 4, dtype=torch.float64).to(accelerator.device)
+        for _ in range(2):
+            accelerator.syncs.clear()
+            model.backward(model(batch).square().sum(), 6)
+        assert accelerator.syncs == ["comm/host_copy.py read: event"] * 2  # and for the loss
+
+
 def _reads_of_worker(rank: int, path: str) -> list[tuple[list[str], int]]:
     """The reads of each step of a run, and the events that it times."""
     folder = RunFolder(Path(path))

@@ -10,10 +10,11 @@ Recomputations and probes note nothing.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardhet.comm.channel import Channel
+from shardhet.comm.host_copy import HostCopy, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class BatchNorms:
 
     def __init__(self, module: nn.Module) -> None:
         self._is_frozen = False
-        self._norms = [
+        self._norms: list[tuple[str, Any]] = [
             (fqn, each) for fqn, each in module.named_modules() if isinstance(each, _BatchNorm)
         ]
         self._noted: list[tuple[int, list[_Noted]]] | None = None  # (first sample, calls)
@@ -50,7 +52,7 @@ class BatchNorms:
                     "statistics are those of one microbatch."
                 )
             forward = partial(self._forward, i, each, each.forward)
-            each.forward = forward  # type: ignore[method-assign]
+            each.forward = forward
 
     def __len__(self) -> int:
         return len(self._norms)
@@ -107,13 +109,49 @@ class BatchNorms:
         if not self._norms:
             return
         calls = [(first, each) for first, calls in noted for each in calls]
-        mine = [
-            (first, i, each.norm, each.mean.cpu(), each.var.cpu())
-            for i, (first, each) in enumerate(calls)
-        ]
-        everyone = [each for rows in channel.exchange_objects(mine) for each in rows]
-        for _, _, index, mean, var in sorted(everyone, key=lambda each: each[:2]):
-            _update(self._norms[index][1], mean, var)
+        mine = [(first, i, each.norm) for i, (first, each) in enumerate(calls)]
+        # One copy of all to the host, and one back: the host would wait for each of many.
+        seen = [torch.cat([each.mean, each.var]) for _, each in calls]
+        values = HostCopy(torch.cat(seen)).read() if seen else None
+        rows = channel.exchange_objects((mine, values))
+        found = sorted(
+            (
+                pair
+                for places, of_all in rows
+                for pair in zip(places, self._split(of_all, places), strict=True)
+            ),
+            key=lambda each: each[0],
+        )
+        if not found:
+            return
+        ordered = [place for place, _ in found]
+        device = self._norms[ordered[0][-1]][1].running_mean.device
+        whole = to_device(torch.cat([piece for _, piece in found]), device)
+        together: dict[int, Tensor] = {}  # of a microbatch, by norm
+        for (*_, index), piece in zip(ordered, self._split(whole, ordered), strict=True):
+            if index in together:
+                self._update(together)
+                together = {}
+            together[index] = piece
+        self._update(together)
+
+    def _split(self, values: Tensor | None, places: Sequence[tuple[int, ...]]) -> Any:
+        """The part of ``values`` of each call: mean and variance, end to end."""
+        sizes = [2 * self._norms[index][1].running_mean.numel() for *_, index in places]
+        return () if values is None else values.split(sizes)
+
+    def _update(self, seen_by_norm: Mapping[int, Tensor]) -> None:
+        """Update the buffers of different norms, each with the statistics of one call."""
+        norms = [(self._norms[index][1], seen) for index, seen in seen_by_norm.items()]
+        for norm, _ in norms:
+            norm.num_batches_tracked += 1
+        for momentum, some in groupby(norms, key=lambda each: _momentum(each[0])):
+            running, seen = list[Tensor](), list[Tensor]()
+            for norm, values in some:
+                running += [norm.running_mean, norm.running_var]
+                seen += values.to(norm.running_mean).chunk(2)
+            torch._foreach_mul_(running, 1 - momentum)
+            torch._foreach_add_(running, seen, alpha=momentum)
 
     def _forward(
         self, index: int, norm: Any, forward: Callable[..., Tensor], *args: Any, **kwargs: Any
@@ -138,13 +176,10 @@ class BatchNorms:
         return output
 
 
-def _update(norm: Any, mean: Tensor, var: Tensor) -> None:
-    norm.num_batches_tracked += 1
-    momentum = norm.momentum
-    if momentum is None:  # a cumulative average
-        momentum = 1.0 / float(norm.num_batches_tracked)
-    for running, seen in ((norm.running_mean, mean), (norm.running_var, var)):
-        running.mul_(1 - momentum).add_(seen.to(running), alpha=momentum)
+def _momentum(norm: Any) -> float:
+    if norm.momentum is None:  # a cumulative average
+        return 1.0 / float(norm.num_batches_tracked)
+    return float(norm.momentum)
 
 
 def _normalised(norm: Any, x: Tensor) -> Tensor:
