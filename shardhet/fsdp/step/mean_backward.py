@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shardhet.comm import devices
 from shardhet.comm.host_copy import HostCopy
 from shardhet.comm.progress import progress
 from shardhet.fsdp.microbatch.layered import leaves_of
@@ -276,7 +277,7 @@ class MeanBackward:
         batch = self._runtime.step.batch
         if batch is not None and batch.num_samples:
             mine[0] = loss_sum.detach()  # without samples it may be 0 / 0
-        mine[1] = num_tokens
+        mine[1] = _number(num_tokens)
         # On the stream of its communicator; the divisor is what the compute stream waits for.
         comm.reduce_scatter_stream.wait_stream(comm.current_stream())
         with comm.on_stream(comm.reduce_scatter_stream):
@@ -300,6 +301,13 @@ def _arrived_late(*, of_earlier: bool) -> str:
         "both in the forward of one module that HetFSDP wraps. Does it go through two HetFSDP "
         "models? Wrap both in one module, and make an optimizer for the parameters of each."
     )
+
+
+def _number(num_tokens: Tensor | int) -> Any:
+    """A plain number for a tensor of the host, whose copy would wait for all of forward."""
+    if isinstance(num_tokens, Tensor) and devices.is_on_host(num_tokens):
+        return num_tokens.item()
+    return num_tokens
 
 
 def warn_of_large_output(output: Any) -> None:
