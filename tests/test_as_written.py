@@ -586,3 +586,21 @@ def test_a_recomputation_finds_what_was_set_before_the_call() -> None:
         squared,
         units=["units.0", "units.1"],
     )
+
+
+class Freezes(Net):
+    """Freezes a unit while it is called without gradients, as peft switches adapters off."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.units[0].requires_grad_(False)
+        with torch.no_grad():
+            before = self.units[0](x)
+        self.units[0].requires_grad_(True)
+        return super().forward(x - before)
+
+
+def test_parameters_that_a_forward_freezes_are_refused_in_several_rounds() -> None:
+    plan = Plan.by_hand(microbatch_sizes=[2], state_shares=[1.0], num_rounds=2)
+    model = HetFSDP(Freezes(linear), plan, units=["units.0", "units.1"])
+    with pytest.raises(RuntimeError, match=r"unit 'units.0': requires_grad of its parameters"):
+        model(draw(2, WIDTH))

@@ -98,6 +98,8 @@ class UnitCalls:
             return self.outside_of_steps(unit_index, module, args, kwargs)
         unit = self.units[unit_index]
         self._check_is_inside(unit.fqn)
+        if self._rounds.number > 1:
+            _check_flags(unit)
         needs_backward = _needs_backward(module, args, kwargs)
         if self._prober.is_running:
             self._lifeline.doing = f"forward of unit {unit.fqn!r}"
@@ -200,6 +202,18 @@ class UnitCalls:
                 )
         self._features.finish()
         self._walk.reach(segment)
+
+
+def _check_flags(unit: FSDPUnit) -> None:
+    """Raise ``RuntimeError`` if the model has frozen or unfrozen parameters of the unit."""
+    for flat in unit.flats:
+        for each in (*flat.sharded_params, *flat.unsharded_params):
+            if each.requires_grad != flat.is_trainable:
+                raise RuntimeError(
+                    f"unit {unit.fqn!r}: requires_grad of its parameters was changed before "
+                    "this call, which may lose gradients in a step of several rounds. Use "
+                    "torch.no_grad() alone, or give a plan of one round."
+                )
 
 
 def _needs_backward(module: UnitModule, args: Any, kwargs: Any) -> bool:
