@@ -72,7 +72,8 @@ class EvaluationPass:
         has_labels = bool(names) and all(inputs.get(name) is not None for name in names)
         with trainer.compute_loss_context_manager():
             if has_labels:
-                loss_sum, num_items, outputs = self._rank_loss.sums(inputs)
+                loss_sum, counted, outputs = self._rank_loss.sums(inputs)
+                num_items = int(counted)
             else:
                 loss_sum, num_items = torch.zeros(()), None
                 outputs = trainer.het(**inputs)

@@ -32,7 +32,7 @@ class RankLoss:
 
     def sums(
         self, inputs: dict[str, Any], *, with_outputs: bool = True
-    ) -> tuple[Tensor, int, Any]:
+    ) -> tuple[Tensor, Tensor | int, Any]:
         """This rank's loss sum, the number of items in it, and perhaps the model's outputs."""
         self.find_kind(inputs)
         loss, outputs = self._loss(inputs, with_outputs=with_outputs)
@@ -59,11 +59,12 @@ class RankLoss:
         config = getattr(self._trainer.model, "config", None)
         return int(getattr(config, "num_labels", 0) or 0)
 
-    def summed(self, loss: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, int]:
+    def summed(self, loss: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | int]:
         """What ``compute_loss`` gives, as a sum, and the number of items in it."""
-        num_items = self.num_items(inputs)
-        if self.kind is LossKind.SUM and self._num_counted(inputs) is not None:
-            return loss, num_items
+        counted = self._num_counted(inputs) if self.kind is LossKind.SUM else None
+        if counted is not None:
+            return loss, counted  # on the device, whose forward the host does not wait for
+        num_items = self._num_labels_in(inputs)
         check_positions(inputs, self._trainer.label_names)
         if not num_items:  # a mean over nothing would be NaN
             return torch.zeros((), device=self._trainer.args.device), 0
@@ -158,7 +159,7 @@ class RankLoss:
                 number = self._num_items if self.kind is LossKind.SUM else labels
                 self._divisor = number or 1.0
 
-    def _backward(self, loss_sum: Tensor, num_items: int) -> None:
+    def _backward(self, loss_sum: Tensor, num_items: Tensor | int) -> None:
         """Add the gradients of a round, scaled with ``fp16=True``."""
         trainer = self._trainer
         het, scaler = trainer.het, trainer.loss_scaler

@@ -209,7 +209,7 @@ class HetTrainer(TrainerView):
         """Run the rounds of one batch; what it adds to the mean loss of the step."""
         self._set_training(True)
         mean = self.rank_loss.run_batch(self._prepare_inputs(inputs), num_items_in_batch)
-        return torch.tensor(mean, dtype=torch.float64, device=self.args.device)
+        return torch.full((), mean, dtype=torch.float64, device=self.args.device)  # no wait
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device

@@ -99,12 +99,12 @@ class StagedLoss(RankLoss):
     def _of_training(self, module: nn.Module, **inputs: Any) -> tuple[Tensor, Tensor]:
         loss, _ = self._computed(module, inputs, with_outputs=False)
         loss_sum, num_items = self.summed(loss, inputs)
-        return loss_sum, torch.tensor(num_items)
+        return loss_sum, torch.tensor(int(num_items))
 
     def _of_evaluation(self, module: nn.Module, **inputs: Any) -> tuple[Tensor, Tensor, Any]:
         loss, outputs = self._computed(module, inputs, with_outputs=True)
         loss_sum, num_items = self.summed(loss, inputs)
-        return loss_sum, torch.tensor(num_items), outputs
+        return loss_sum, torch.tensor(int(num_items)), outputs
 
     def _of_outputs(self, module: nn.Module, **inputs: Any) -> Tensor:
         loss, _ = self._computed(module, inputs, with_outputs=False)
