@@ -8,6 +8,7 @@ from shardhet.apps.plan import main
 from shardhet.planner import Demands, PlanError, solve
 from shardhet.planner.candidates import candidates
 from shardhet.planner.candidates.candidates import TableBuilder
+from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
 from shardhet.records.profiles import Collectives, Profile, Source
@@ -68,6 +69,22 @@ def test_a_large_batch_is_planned_from_few_candidates(monkeypatch: pytest.Monkey
     assert solution.plan.global_batch_size == 6000
     assert solution.relative_gap < 1e-3
     assert max(most) < 1500
+
+
+def test_a_single_device_computes_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed, table = set(), TableBuilder.table
+
+    def noted(builder: TableBuilder, *args: float, **kwargs: int) -> object:
+        made = table(builder, *args, **kwargs)
+        listed.update(made.problem.groups[0].batch.tolist())
+        return made
+
+    monkeypatch.setattr(TableBuilder, "table", noted)
+    setting = roomy(2)
+    alone = part_of(setting, (0,))
+    solution = solve(alone, global_batch_size=1000, demands=Demands(max_rounds=1))
+    assert solution.plan.global_batch_size == 1000
+    assert listed == {1000}
 
 
 def test_a_batch_that_is_too_large_is_refused_before_anything_is_listed(

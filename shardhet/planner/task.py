@@ -214,7 +214,8 @@ def _close_cut_s(builder: TableBuilder, cut_s: float, at_most_s: float = inf) ->
             found = search(table.rounded, COARSE)
         except NothingFitsError:
             if not table.is_cut:
-                message = nearest_miss(table.rounded, builder.model, stride)
+                every = builder.table(cut_s, stride=stride, has_less=True).rounded
+                message = nearest_miss(every, builder.model, stride)
                 raise PlanError(message, lower_bound_s=builder.least_s) from None
             cut_s = min(at_most_s, cut_s * CUT_GROWTH)
             if cut_s == at_most_s:
@@ -263,7 +264,8 @@ def search_table(
             if is_last:
                 message = TOO_SLOW
                 if not table.is_cut and limit_s == inf:
-                    message = nearest_miss(table.rounded, builder.model)
+                    every = builder.table(cut_s, has_less=True).rounded
+                    message = nearest_miss(every, builder.model)
                 raise error(message, lower_bound_s=bound_s) from None
         else:
             if is_last or found.value.objective_s <= cut_s:

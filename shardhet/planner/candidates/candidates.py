@@ -186,7 +186,10 @@ class TableBuilder:
         ``is_whole`` is before the cut was brought close to what a coarse search has found.
         """
         windows = self._windows(cut_s)
-        longest = max(len(window) for window in windows)
+        is_alone = (
+            self.model.cluster.world_size == 1
+        )  # all are listed if its batch does not fit
+        longest = max(window.stop if is_alone else len(window) for window in windows)
         listed = sum(len(window) for window in windows if len(window) > MANY_BATCHES)
         if longest <= MOST_SAMPLES_LISTED and (is_whole or listed <= MOST_LISTED_AT_ONCE):
             return
@@ -201,10 +204,11 @@ class TableBuilder:
     def _windows(self, cut_s: float) -> list[range]:
         """The batches that a device of each group may compute.
 
-        If a cut limits them, a device also computes at least what the others cannot.
+        If a cut limits them, a device also computes at least what the others cannot, and a
+        single device computes all.
         """
         most = [times.most(cut_s) for times in self._groups]
-        if not self._is_cut(cut_s):
+        if not self._is_cut(cut_s) and self.model.cluster.world_size > 1:
             return [range(1 + each) for each in most]
         together = sum(
             times.count * times.num_members * each
@@ -221,7 +225,12 @@ class TableBuilder:
         return any(times.is_cut(cut_s) for times in self._groups)
 
     def table(
-        self, cut_s: float, *, within_s: Sequence[float] | None = None, stride: int = 1
+        self,
+        cut_s: float,
+        *,
+        within_s: Sequence[float] | None = None,
+        stride: int = 1,
+        has_less: bool = False,
     ) -> CandidateTable:
         """All candidates that compute no longer than ``cut_s``, without dominated ones.
 
@@ -229,13 +238,15 @@ class TableBuilder:
         another of the same batch has as much room and is as fast in every phase.  With
         ``within_s``, limits on the phases, candidates beyond them are left out, and the compute
         that communication hides counts too: these candidates are equally fast, and the one that
-        computes least may be chosen.
+        computes least may be chosen.  With ``has_less``, also batches that are too small: the
+        others cannot compute the rest.
         """
         model = self.model
         built = []
         for times, window in zip(self._groups, self._windows(cut_s), strict=True):
-            each = times.group(window, within_s, stride)
-            if window.start and not len(each[0].batch):
+            asked = range(window.stop) if has_less else window
+            each = times.group(asked, within_s, stride)
+            if asked.start and not len(each[0].batch):
                 # The least that the cut leaves to it does not fit: no plan is as fast.
                 each = times.group(range(window.stop), within_s, stride)
             built.append(each)
