@@ -193,7 +193,15 @@ def show(
         )
         unit = "samples" if conf.objective == "largest_batch" else "samples/s"
         alone = replace(answer, solution=solution)
-        _show_explanation(alone, answer.objective, situation, console, waiting, unit=unit)
+        _show_explanation(
+            alone,
+            answer.objective,
+            situation,
+            console,
+            waiting,
+            unit=unit,
+            with_worse=conf.leave_out == "ask" and better is not None,
+        )
         if conf.objective == "throughput":
             with waiting.for_("planning for other speeds"):
                 line = _steadiness(solution.plan, situation.setting, situation.demands)
@@ -277,6 +285,7 @@ def _show_explanation(
     waiting: Waiting,
     *,
     unit: str,
+    with_worse: bool,
 ) -> None:
     larger = larger_situations(situation)
 
@@ -288,7 +297,7 @@ def _show_explanation(
 
     explanation = explained(answer.solution, situation, ())
     console.print(pace_line(explanation), markup=False, soft_wrap=True)
-    shown = show_gains(larger, gains(), console, unit=unit)
+    shown = show_gains(larger, gains(), console, unit=unit, with_worse=with_worse)
     for line in limit_lines(explained(answer.solution, situation, shown)):
         console.print(line, markup=False, soft_wrap=True)
 

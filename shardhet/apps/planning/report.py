@@ -418,9 +418,17 @@ def _beside_compute(explanation: Explanation) -> str:
 
 
 def show_gains(
-    larger: Sequence[Larger], gains: Iterable[Gain], console: Console, *, unit: str
+    larger: Sequence[Larger],
+    gains: Iterable[Gain],
+    console: Console,
+    *,
+    unit: str,
+    with_worse: bool,
 ) -> list[Gain]:
-    """Print what more of each resource would give, as it comes; returns the gains."""
+    """Print what more of each resource would give, as it comes; returns the gains.
+
+    ``with_worse``: some of the devices that take part in these plans are better left out.
+    """
     subjects = [_subject(resource, kind) for resource, kind, _, _ in larger]
     amounts = [amount for _, _, amount, _ in larger]
     columns = (
@@ -429,7 +437,8 @@ def show_gains(
         (unit, 9),
         ("gain", 7),
     )
-    table = StreamedTable(console, columns, title="What more would give", num_left=2)
+    title = "What more would give" + " while all of these devices take part" * with_worse
+    table = StreamedTable(console, columns, title=title, num_left=2)
     shown = []
     for subject, gain in zip(subjects, gains, strict=True):
         table.add_row(subject, gain.amount, f"{gain.value:,.4g}", _relative(gain))
