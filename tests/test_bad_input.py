@@ -141,6 +141,18 @@ def test_a_plan_for_another_model_names_the_units_that_differ() -> None:
     )
 
 
+def test_a_pattern_of_recomputed_units_that_names_none_is_shown() -> None:
+    plan = Plan.by_hand(
+        microbatch_sizes=[1], state_shares=[1.0], recompute=[["layers.0", "blocks.*"]]
+    )
+    all_say(
+        run_ranks_expecting_failure(wrap_only, 1, plan),
+        "ValueError",
+        "recomputed_units has 'blocks.*' but no unit is named so",
+        "layers.0, layers.1",
+    )
+
+
 @pytest.mark.parametrize("world_size", [2, 1])
 def test_a_plan_for_more_devices_than_ranks_shows_both(world_size: int) -> None:
     outcomes = run_ranks_expecting_failure(wrap_only, world_size, PLAN)

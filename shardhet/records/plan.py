@@ -67,9 +67,11 @@ class RankPlan:
 
     def check_inputs_on_host(self, position: int, unit_fqns: Sequence[str]) -> None:
         """Raise ``ValueError`` if units of ``inputs_on_host`` are not recomputed."""
+        if not self.inputs_on_host:
+            return
         patterns = tuple(each for each in self.inputs_on_host if each not in EVERY_UNIT)
         kept = [f for f in unit_fqns if is_matched(f, patterns) and not self.recomputes(f)]
-        if kept or (self.inputs_on_host and not self.recomputed_units):
+        if kept or not self.recomputed_units:
             units = ", ".join(kept[:3]) or "any unit"
             raise ValueError(
                 f"plan: ranks[{position}] has inputs_on_host {list(self.inputs_on_host)} but "

@@ -23,7 +23,7 @@ from shardhet.fsdp.sharding.residence import check_resident_units
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
 from shardhet.fsdp.sharding.wrapping import UnitModules
 from shardhet.records.layout import FlatLayout, cut_by_shares
-from shardhet.records.plan import Plan, PlannedUnit
+from shardhet.records.plan import EVERY_UNIT, Plan, PlannedUnit, is_matched
 from shardhet.records.stages import stage_by_unit
 
 ROOT_FQN = ""
@@ -291,10 +291,23 @@ def _check_same_values(of_params: list[Any], module: nn.Module, control: Channel
     )
 
 
+def _check_recomputed(plan: Plan, fqns: Sequence[str]) -> None:
+    for patterns in dict.fromkeys(rank.recomputed_units for rank in plan.ranks):
+        for pattern in patterns:
+            if pattern not in EVERY_UNIT and not any(is_matched(f, (pattern,)) for f in fqns):
+                named = ", ".join(filter(None, fqns[:3]))
+                raise ValueError(
+                    f"plan: recomputed_units has {pattern!r} but no unit is named so. The "
+                    f"model has {len(fqns)} units: {named}, ... Name some of them, or leave "
+                    "the pattern out."
+                )
+
+
 def _check_plan_is_for(plan: Plan, drafts: Sequence[UnitDraft]) -> None:
     fqns = [fqn for draft in drafts for fqn in draft.modules.fqns]
     for i, rank in enumerate(plan.ranks):
         rank.check_inputs_on_host(i, fqns)
+    _check_recomputed(plan, fqns)
     frozen = [e.fqn for e in drafts if any(not slot.is_trainable for slot in e.slots)]
     check_resident_units(plan, frozen, [each.fqn for each in drafts])
     if not plan.units:
