@@ -131,7 +131,7 @@ def _measure(rank: int, plan: Plan, setting: Setting) -> Measured:
         x = torch.randn(mine, WIDTH).to(accelerator.device)
 
         def step() -> None:
-            model.backward(model(x).sum(), max(1, mine))
+            model.backward(model(x).sum(), mine)
             for param in model.parameters():
                 param.grad = None
 

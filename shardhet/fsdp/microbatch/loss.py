@@ -179,12 +179,13 @@ def _is_it(num_tokens: Any, leaf: Any, *, follows_loss: bool) -> bool:
     return follows_loss and type(num_tokens) is type(leaf) and bool(num_tokens == leaf)
 
 
-def check_no_tokens(num_tokens: Tensor | int, *, num_samples: int) -> None:
-    """Raise ``ValueError`` if a rank without samples has tokens."""
-    if num_tokens and not num_samples:
-        raise ValueError(
-            "model.backward: this rank has no samples, so its loss does not count, but its "
-            f"number of tokens is {int(num_tokens)}. Give 0, and no count that is kept above "
-            "it (clamp(min=1)). For what is divided by another number, the same on all ranks, "
-            "give divisor=."
-        )
+def check_no_tokens(num_tokens: Sequence[float], num_samples: Sequence[float]) -> None:
+    """Raise ``ValueError`` if a rank without samples has tokens; both are by position."""
+    for i, (tokens, samples) in enumerate(zip(num_tokens, num_samples, strict=True)):
+        if tokens and not samples:
+            raise ValueError(
+                f"model.backward: position {i} of the plan has no samples, so its loss does "
+                f"not count, but its number of tokens is {tokens:g}. Give 0, and no count that "
+                "is kept above it (clamp(min=1)). For what is divided by another number, the "
+                "same on all ranks, give divisor=."
+            )

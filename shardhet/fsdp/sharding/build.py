@@ -2,6 +2,7 @@
 stores which rows.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -82,6 +83,8 @@ def build_units(
     drafts = draft_units(module, modules_of_units)
     check_same_on_all_ranks(_describe(drafts), what="model", channel=control)
     _check_plan_is_for(plan, drafts)
+    if control.position == 0:
+        _warn_of_patterns(plan, drafts)
     layouts: Sequence[FlatLayout] = [
         FlatLayout.of_shapes([slot.shape for slot in group])
         for draft in drafts
@@ -291,23 +294,28 @@ def _check_same_values(of_params: list[Any], module: nn.Module, control: Channel
     )
 
 
-def _check_recomputed(plan: Plan, fqns: Sequence[str]) -> None:
-    for patterns in dict.fromkeys(rank.recomputed_units for rank in plan.ranks):
-        for pattern in patterns:
-            if pattern not in EVERY_UNIT and not any(is_matched(f, (pattern,)) for f in fqns):
-                named = ", ".join(filter(None, fqns[:3]))
-                raise ValueError(
-                    f"plan: recomputed_units has {pattern!r} but no unit is named so. The "
-                    f"model has {len(fqns)} units: {named}, ... Name some of them, or leave "
-                    "the pattern out."
-                )
+def _warn_of_patterns(plan: Plan, drafts: Sequence[UnitDraft]) -> None:
+    """Warn of patterns of recomputed units that name none: it takes more memory than meant."""
+    fqns = [fqn for draft in drafts for fqn in draft.modules.fqns]
+    patterns = {each for rank in plan.ranks for each in rank.recomputed_units}
+    unknown = [
+        each
+        for each in sorted(patterns.difference(EVERY_UNIT))
+        if not any(is_matched(fqn, (each,)) for fqn in fqns)
+    ]
+    if unknown:
+        named = ", ".join(filter(None, fqns[:3]))
+        warnings.warn(
+            f"plan: recomputed_units has {unknown} but no unit is named so. The model has "
+            f"{len(fqns)} units: {named}, ...",
+            stacklevel=5,
+        )
 
 
 def _check_plan_is_for(plan: Plan, drafts: Sequence[UnitDraft]) -> None:
     fqns = [fqn for draft in drafts for fqn in draft.modules.fqns]
     for i, rank in enumerate(plan.ranks):
         rank.check_inputs_on_host(i, fqns)
-    _check_recomputed(plan, fqns)
     frozen = [e.fqn for e in drafts if any(not slot.is_trainable for slot in e.slots)]
     check_resident_units(plan, frozen, [each.fqn for each in drafts])
     if not plan.units:

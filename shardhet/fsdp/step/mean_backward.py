@@ -93,12 +93,12 @@ class MeanBackward:
                 _check_scaled(loss_sum, self._returned.leaves)
             if divisor is None:
                 self.check_pair(loss_sum, num_tokens)
-                batch = self._runtime.step.batch
-                check_no_tokens(num_tokens, num_samples=batch.num_samples if batch else 0)
+            batch = self._runtime.step.batch
+            num_samples = 0 if batch is None else batch.num_samples
             several = self._runtime.rounds.number > 1
             self.check_leaves(loss_sum, divides_late=several and divisor is None)
             with self._runtime.observers.watch("", Activity.AGREE):
-                rows = self.enter("model.backward", divisor or 0.0)
+                rows = self.enter("model.backward", divisor or 0.0, num_samples)
                 self._check_divisor(divisor, {row[1] for row in rows})
                 # Read after backward is launched: the host then waits only for the end of
                 # forward, while the device, which still has backward queued, is not idle.
@@ -117,6 +117,8 @@ class MeanBackward:
                 self._is_in_backward = False
             has_grad = self.agree_on_grads() if is_last else {}
             of_round = rows_on_host.read()
+            if divisor is None:
+                check_no_tokens(of_round[:, 1].tolist(), [row[2] for row in rows])
             _warn_of_bounded(of_round.tolist(), self._sums)
             if divisor is not None:
                 of_round = of_round / torch.tensor([divisor, 1.0], dtype=torch.float64)
