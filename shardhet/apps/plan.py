@@ -12,6 +12,8 @@ from shardhet.apps.cli.outputs import check_folder_output, check_outputs
 from shardhet.apps.cli.quantities import of_budget
 from shardhet.apps.cli.streamed import Waiting
 from shardhet.apps.planning.fewer_devices import BetterWithout, better_without
+from shardhet.apps.planning.gains import show_gains
+from shardhet.apps.planning.hints import on_host_hint, stages_hint
 from shardhet.apps.planning.inputs import Door, load, read_request
 from shardhet.apps.planning.replicas import told_price
 from shardhet.apps.planning.report import (
@@ -21,12 +23,11 @@ from shardhet.apps.planning.report import (
     limit_lines,
     pace_line,
     show_alternatives,
-    show_gains,
     show_plan,
     show_without,
     wide_console,
 )
-from shardhet.apps.planning.stages import faster_pipeline, show_pipeline, stages_hint
+from shardhet.apps.planning.stages import faster_pipeline, show_pipeline
 from shardhet.config.planning import LEAST_THROUGHPUT, Inputs, PlannedPrecision, PlannerConf
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
 from shardhet.planner.advice.explain import (
@@ -103,44 +104,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             errors.print(line, markup=False)
         show(conf, inputs, demands, wide_console(), Waiting(errors))
     except PlanError as error:
-        errors.print(f"{error}{_on_host_hint(conf, inputs, demands)}", markup=False)
+        errors.print(f"{error}{on_host_hint(conf, inputs, demands)}", markup=False)
         raise SystemExit(1) from None
     except ValueError as error:  # a ConfigError, or files that do not match
         errors.print(f"{error}\nNothing was planned.", markup=False)
         raise SystemExit(2) from None
-
-
-def _on_host_hint(conf: PlannerConf, inputs: Inputs, demands: Demands) -> str:
-    """Whether a plan fits with inputs of units or optimizers in the memory of hosts."""
-    if conf.objective == "largest_batch":
-        return ""
-    for also_inputs, also_optimizer in ((True, False), (False, True), (True, True)):
-        wider = replace(
-            demands,
-            may_keep_inputs_on_host=demands.may_keep_inputs_on_host or also_inputs,
-            may_keep_optimizer_on_host=demands.may_keep_optimizer_on_host or also_optimizer,
-        )
-        if wider == demands:
-            continue
-        try:
-            found = solve(
-                inputs.setting,
-                global_batch_size=conf.global_batch_size,
-                demands=wider,
-                is_bounded=False,
-            )
-        except ValueError:
-            continue
-        added = {
-            "inputs_on_host=true": ("inputs of units", wider.may_keep_inputs_on_host),
-            "optimizer_on_host=true": ("optimizers", wider.may_keep_optimizer_on_host),
-        }
-        return (
-            f" With {' and '.join(what for what, is_on in added.values() if is_on)} in the "
-            f"memory of hosts a plan fits ({' '.join(k for k in added if added[k][1])}): "
-            f"{found.samples_per_s:.4g} samples/s."
-        )
-    return ""
 
 
 def show(

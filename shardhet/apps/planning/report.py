@@ -29,7 +29,7 @@ from shardhet.apps.planning.sentences import (
 )
 from shardhet.config.planning import Inputs
 from shardhet.planner import Demands, PlanSolution
-from shardhet.planner.advice.explain import NEGLIGIBLE, Explanation, Gain, Larger, Resource
+from shardhet.planner.advice.explain import NEGLIGIBLE, Explanation, Resource
 from shardhet.planner.idle import active_positions
 from shardhet.pricing.step_cost import RankCost, StepCost
 from shardhet.records.cluster import Cluster
@@ -415,43 +415,3 @@ def _beside_compute(explanation: Explanation) -> str:
     if compute < MOSTLY_HIDDEN:
         return "; a larger global batch would cost little"
     return f"; a larger global batch adds to the {compute:.0%} that compute takes"
-
-
-def show_gains(
-    larger: Sequence[Larger],
-    gains: Iterable[Gain],
-    console: Console,
-    *,
-    unit: str,
-    with_worse: bool,
-) -> list[Gain]:
-    """Print what more of each resource would give, as it comes; returns the gains.
-
-    ``with_worse``: some of the devices that take part in these plans are better left out.
-    """
-    subjects = [_subject(resource, kind) for resource, kind, _, _ in larger]
-    amounts = [amount for _, _, amount, _ in larger]
-    columns = (
-        ("of", max(map(len, subjects))),
-        ("more", max(map(len, amounts))),
-        (unit, 9),
-        ("gain", 7),
-    )
-    title = "What more would give" + " while all of these devices take part" * with_worse
-    table = StreamedTable(console, columns, title=title, num_left=2)
-    shown = []
-    for subject, gain in zip(subjects, gains, strict=True):
-        table.add_row(subject, gain.amount, f"{gain.value:,.4g}", _relative(gain))
-        shown.append(gain)
-    table.end()
-    return shown
-
-
-def _subject(resource: Resource, kind: str | None) -> str:
-    if kind is None:
-        return f"all {resource.value}"
-    return kind if resource is Resource.DEVICES else f"{resource.value} of {kind}"
-
-
-def _relative(gain: Gain) -> str:
-    return f"{gain.relative:+.1%}" if gain.relative > NEGLIGIBLE else "-"

@@ -82,9 +82,7 @@ def build_units(
     """
     drafts = draft_units(module, modules_of_units)
     check_same_on_all_ranks(_describe(drafts), what="model", channel=control)
-    _check_plan_is_for(plan, drafts)
-    if control.position == 0:
-        _warn_of_patterns(plan, drafts)
+    _check_plan_is_for(plan, drafts, is_told=control.position == 0)
     layouts: Sequence[FlatLayout] = [
         FlatLayout.of_shapes([slot.shape for slot in group])
         for draft in drafts
@@ -294,9 +292,8 @@ def _check_same_values(of_params: list[Any], module: nn.Module, control: Channel
     )
 
 
-def _warn_of_patterns(plan: Plan, drafts: Sequence[UnitDraft]) -> None:
+def _warn_of_patterns(plan: Plan, fqns: Sequence[str]) -> None:
     """Warn of patterns of recomputed units that name none: it takes more memory than meant."""
-    fqns = [fqn for draft in drafts for fqn in draft.modules.fqns]
     patterns = {each for rank in plan.ranks for each in rank.recomputed_units}
     unknown = [
         each
@@ -308,12 +305,14 @@ def _warn_of_patterns(plan: Plan, drafts: Sequence[UnitDraft]) -> None:
         warnings.warn(
             f"plan: recomputed_units has {unknown} but no unit is named so. The model has "
             f"{len(fqns)} units: {named}, ...",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 
-def _check_plan_is_for(plan: Plan, drafts: Sequence[UnitDraft]) -> None:
+def _check_plan_is_for(plan: Plan, drafts: Sequence[UnitDraft], *, is_told: bool) -> None:
     fqns = [fqn for draft in drafts for fqn in draft.modules.fqns]
+    if is_told:
+        _warn_of_patterns(plan, fqns)
     for i, rank in enumerate(plan.ranks):
         rank.check_inputs_on_host(i, fqns)
     frozen = [e.fqn for e in drafts if any(not slot.is_trainable for slot in e.slots)]

@@ -93,8 +93,7 @@ class MeanBackward:
                 _check_scaled(loss_sum, self._returned.leaves)
             if divisor is None:
                 self.check_pair(loss_sum, num_tokens)
-            batch = self._runtime.step.batch
-            num_samples = 0 if batch is None else batch.num_samples
+            num_samples = batch.num_samples if (batch := self._runtime.step.batch) else 0
             several = self._runtime.rounds.number > 1
             self.check_leaves(loss_sum, divides_late=several and divisor is None)
             with self._runtime.observers.watch("", Activity.AGREE):
