@@ -28,6 +28,7 @@ from shardhet.records.layout import Span
 from shardhet.records.plan import Plan
 
 VOCAB_SIZE = 256
+COUNTED_AT_ONCE = 2**20  # bytes of text: they take eight times as much memory
 SEPARATOR = 0  # the byte between two documents; no source file contains it
 
 # Skipped, because it is not source written to be read: installed packages, test suites, and
@@ -294,11 +295,15 @@ def deal_to_call(
 
 def table_scores(train: npt.NDArray[np.uint8], judged: TokenBatch) -> dict[str, float]:
     """Bits per byte of ``judged`` by counting alone: tables of ``train``, add-one smoothed."""
-    pairs = train[:-1].astype(np.int64) * VOCAB_SIZE + train[1:]
-    shape = (VOCAB_SIZE, VOCAB_SIZE)
-    counts = np.bincount(pairs, minlength=VOCAB_SIZE**2).reshape(shape) + 1
+    pairs = np.zeros(VOCAB_SIZE**2, dtype=np.int64)
+    for start in range(0, len(train) - 1, COUNTED_AT_ONCE):
+        piece = train[start : start + COUNTED_AT_ONCE + 1].astype(np.int64)
+        pairs += np.bincount(piece[:-1] * VOCAB_SIZE + piece[1:], minlength=VOCAB_SIZE**2)
+    found = pairs.reshape(VOCAB_SIZE, VOCAB_SIZE)
+    counts = found + 1
     row_bits = np.log2(counts.sum(axis=1, keepdims=True)) - np.log2(counts)
-    byte_counts = np.bincount(train, minlength=VOCAB_SIZE) + 1
+    byte_counts = found.sum(axis=1) + 1
+    byte_counts[train[-1]] += 1
     byte_bits = np.log2(byte_counts.sum()) - np.log2(byte_counts)
     return {
         "unigram table": float(byte_bits[judged.targets].mean()),
