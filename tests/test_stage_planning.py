@@ -25,7 +25,7 @@ from shardhet.planner.stages.find import PipelineSearch, find_pipeline
 from shardhet.planner.stages.groups import Positions, Stages, orders_of_stages
 from shardhet.planner.stages.likely import FORMS, Trial
 from shardhet.planner.stages.plans import COARSE
-from shardhet.planner.stages.rest import Checked, best_of_rest
+from shardhet.planner.stages.rest import RestFound, best_of_rest
 from shardhet.planner.stages.solution import PipelineSolution
 from shardhet.planner.stages.tables import pipelines_of
 from shardhet.pricing.cost import CostModel
@@ -414,7 +414,7 @@ def test_no_bound_rejects_a_pipeline_of_slow_stages() -> None:
     search = searched_with(0.9e9, workload=workload, num_hosts=4, in_host=1e9, batch=1)
     stages = tuple((2 * i, 2 * i + 1) for i in range(4))
     pipelines = pipelines_of(search.tables, [stages])
-    assert best_of_rest(search, pipelines, 0.1, 1e-3) == Checked(None, is_all=True)
+    assert best_of_rest(search, pipelines, 0.1, 1e-3) == RestFound(None, is_all=True)
     found = best_of_rest(search, pipelines, 0.3, 1e-3)
     assert found.best is not None
     seconds, trial, _ = found.best
@@ -427,7 +427,7 @@ def test_the_look_at_the_rest_stops_where_too_much_is_left(
     search = searched_with(16e9, num_hosts=3)
     pipelines = pipelines_of(search.tables, [((0, 1), (2, 3)), ((0, 1), (2, 3), (4, 5))])
     monkeypatch.setattr(rest, "MOST_LEFT", 3)
-    assert best_of_rest(search, pipelines, inf, 1e-3) == Checked(None, is_all=False)
+    assert best_of_rest(search, pipelines, inf, 1e-3) == RestFound(None, is_all=False)
     assert search.plans.num_solved == 0
 
 

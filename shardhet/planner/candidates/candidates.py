@@ -186,9 +186,8 @@ class TableBuilder:
         ``is_whole`` is before the cut was brought close to what a coarse search has found.
         """
         windows = self._windows(cut_s)
-        is_alone = (
-            self.model.cluster.world_size == 1
-        )  # all are listed if its batch does not fit
+        # Of a single device all are listed if its batch does not fit.
+        is_alone = self.model.cluster.world_size == 1
         longest = max(window.stop if is_alone else len(window) for window in windows)
         listed = sum(len(window) for window in windows if len(window) > MANY_BATCHES)
         if longest <= MOST_SAMPLES_LISTED and (is_whole or listed <= MOST_LISTED_AT_ONCE):

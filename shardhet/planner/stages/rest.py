@@ -47,7 +47,7 @@ class _Left:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class RestFound:
     """What came of a look at the rest."""
 
     best: tuple[float, Trial, Stages] | None  # the fastest that is faster than what was known
@@ -56,14 +56,14 @@ class Checked:
 
 def best_of_rest(
     search: Search, pipelines: Sequence[Pipelines], at_most_s: float, least_gain: float
-) -> Checked:
+) -> RestFound:
     """The fastest pipeline, if it takes less than ``at_most_s``."""
     rest = _Rest(search, at_most_s, least_gain, search.plans.num_solved + MOST_PLANNED)
     left: list[_Left] = []
     for each in chain.from_iterable(map(rest.left_of, pipelines)):
         left.append(each)
         if sum(len(each.order) for each in left) > MOST_LEFT:
-            return Checked(None, is_all=False)
+            return RestFound(None, is_all=False)
     # While none is known that fits, those that need the least memory come first.
     fits = at_most_s < inf
     left.sort(key=lambda each: each.least_s if fits else -each.num_rounds)
@@ -71,7 +71,7 @@ def best_of_rest(
         for trial in _trials(each.num_rounds, each.pipelines.num_stages, frugal=not fits):
             rest.try_all(each, trial)
     is_all = all(each.has_all_cuts for each in pipelines)
-    return Checked(rest.best, is_all=is_all and search.plans.num_solved < rest.most_solved)
+    return RestFound(rest.best, is_all=is_all and search.plans.num_solved < rest.most_solved)
 
 
 def _trials(num_rounds: int, num_stages: int, *, frugal: bool) -> Iterator[Trial]:
