@@ -1,9 +1,11 @@
-"""Do planned pipelines take as long as predicted, and are they faster than what they replace?
+"""Do planned pipelines take and hold what is predicted; are they faster than what they replace?
 
 python -m experiments.pipelines.over_links.run          some 20 minutes, as an administrator
 python -m experiments.pipelines.over_links.run --quick  one cluster, and keeps nothing
 """
 
+import gc
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +34,8 @@ from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
 from shardhet.profiler.batch import ExampleBatch, TrainedModel
 from shardhet.profiler.measure import MeasuringEffort, measure
-from shardhet.simulator.stages import price_of
+from shardhet.simulator.stages import PipelinePrice, price_of
+from tests.emulated.accelerator import Accelerator
 
 HERE = Path(__file__).parent
 GLOBAL_BATCH_SIZE = 96
@@ -42,6 +45,8 @@ NEAR = (0, 1)
 PLANNED, FLAT, ALONE = "planned pipeline", "without stages", "without the slow group"
 STOCK = {number: f"Schedule1F1B, fully_shard, {number} microbatches" for number in NUMBERS}
 ROUNDS = Rounds(num_rounds=4, num_steps=1)
+NUM_HELD = 3  # steps for memory; the first examines the model
+MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +118,7 @@ class Arm:
     plan: Plan
     ranks: tuple[int, ...]  # in plan order
     predicted_s: float
+    predicted_bytes: tuple[int, ...] = ()  # of tensors, in plan order; of pipelines alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +131,26 @@ class Sample:
     predicted_s: float | None
     turn: int
     seconds: float  # of the slowest rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldBytes:
+    """What one device holds at the peak of a step."""
+
+    case: str
+    plan: str
+    rank: int
+    predicted_bytes: int
+    tracked_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What the ranks of a case have found."""
+
+    forms: dict[str, tuple[str, float | None]]  # by name: stages and rounds, predicted seconds
+    steps: list[TimedStep]
+    held: list[HeldBytes]
 
 
 # Plans
@@ -148,16 +174,38 @@ def arms_of(case: Case, setting: Setting) -> list[Arm]:
     flat_s = CostModel(setting).predict(flat).step_time_s
     alone_s = CostModel(of_fast).predict(alone).step_time_s
     arms = [
-        Arm(name=PLANNED, plan=found.plan, ranks=order, predicted_s=found.step_time_s),
+        Arm(
+            name=PLANNED,
+            plan=found.plan,
+            ranks=order,
+            predicted_s=found.step_time_s,
+            predicted_bytes=_bytes_of(_priced(found.plan, setting)),
+        ),
         Arm(name=FLAT, plan=flat, ranks=everyone, predicted_s=flat_s),
         Arm(name=ALONE, plan=alone, ranks=NEAR, predicted_s=alone_s),
     ]
     for each in case.by_hand:
         plan = _plan_by_hand(each, setting)
-        price = price_of(plan, setting, partial(part_of, setting))
-        predicted_s = price.timeline().step_time_s
-        arms.append(Arm(name=each.name, plan=plan, ranks=everyone, predicted_s=predicted_s))
+        price = _priced(plan, setting)
+        arms.append(
+            Arm(
+                name=each.name,
+                plan=plan,
+                ranks=everyone,
+                predicted_s=price.timeline().step_time_s,
+                predicted_bytes=_bytes_of(price),
+            )
+        )
     return arms
+
+
+def _priced(plan: Plan, setting: Setting) -> PipelinePrice:
+    return price_of(plan, setting, partial(part_of, setting))
+
+
+def _bytes_of(price: PipelinePrice) -> tuple[int, ...]:
+    memory = [rank.memory for rank in price.ranks]
+    return tuple(each.total_bytes - each.reserved_bytes for each in memory)
 
 
 def _plan_by_hand(each: ByHand, setting: Setting) -> Plan:
@@ -180,13 +228,8 @@ def _plan_by_hand(each: ByHand, setting: Setting) -> Plan:
 # On each rank
 
 
-def train(
-    rank: int, case: Case, rounds: Rounds
-) -> tuple[list[tuple[str, str, float | None]], list[TimedStep]]:
-    """Measure, plan, and take steps of all plans in turn.
-
-    Returns name, form and predicted seconds of what took turns, and the steps.
-    """
+def train(rank: int, case: Case, rounds: Rounds) -> Found:
+    """Measure, plan, and take steps of all plans in turn; then see what pipelines hold."""
     near = dist.new_group(list(NEAR))  # before any rank makes groups that others do not
     speed, side = case.speeds[rank], "near" if rank in NEAR else "far"
     spec = DeviceSpec(
@@ -217,14 +260,55 @@ def train(
         rounds,
         in_line=True,
     )
-    forms: list[tuple[str, str, float | None]] = [
-        (arm.name, _form(arm.plan), arm.predicted_s) for arm in arms
-    ]
-    forms += [
-        (name, f"5 + 5 units, {number} x {GLOBAL_BATCH_SIZE // number} samples", None)
+    forms: dict[str, tuple[str, float | None]] = {
+        arm.name: (_form(arm.plan), arm.predicted_s) for arm in arms
+    }
+    forms |= {
+        name: (f"5 + 5 units, {number} x {GLOBAL_BATCH_SIZE // number} samples", None)
         for number, name in STOCK.items()
+    }
+    pipelines = [arm for arm in arms if arm.predicted_bytes]
+    held = [each for arm in pipelines for each in _held(case.name, arm, spec, batch)]
+    return Found(forms=forms, steps=taken, held=held)
+
+
+def _held(
+    case: str, arm: Arm, spec: DeviceSpec, batch: tuple[torch.Tensor, ...]
+) -> list[HeldBytes]:
+    """What every device of a pipeline holds at its peak.  Collective.
+
+    On an emulated accelerator, which counts the bytes of all storages that are alive, and
+    without waiting for any device: bytes do not depend on how fast it is.
+    """
+    _say(f"memory of {arm.name}")
+    peak_bytes = 0
+    with Accelerator().installed() as accelerator:
+        memory = accelerator.memory
+        model = HetFSDP(Model(math.inf), arm.plan, device=accelerator.device, device_spec=spec)
+        optimizer = fused_adamw(model.parameters(), LEARNING_RATE)
+        mine = arm.plan.sample_indices(model.position)
+        own = tuple(each[mine].to(accelerator.device) for each in batch)
+        for _ in range(NUM_HELD):
+            accelerator.module().synchronize()
+            gc.collect()
+            memory.peak_bytes = memory.allocated_bytes
+            model.forward_backward(*own)
+            optimizer.step()
+            optimizer.zero_grad()
+            peak_bytes = memory.peak_bytes
+        place = model.position
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (place, peak_bytes))
+    return [
+        HeldBytes(
+            case=case,
+            plan=arm.name,
+            rank=arm.ranks[i],
+            predicted_bytes=arm.predicted_bytes[i],
+            tracked_bytes=nbytes,
+        )
+        for i, nbytes in sorted(told)
     ]
-    return forms, taken
 
 
 def _announced(name: str, step: Callable[[], float], _number: int) -> None:
@@ -285,29 +369,59 @@ def main() -> None:
     cases = options.cases[:1] if options.quick else options.cases
     page = Page(HERE, is_kept=len(cases) == len(CASES))
     samples: list[Sample] = []
+    held: list[HeldBytes] = []
     rounds = Rounds(num_rounds=1, num_steps=1) if options.quick else ROUNDS
     for case in cases:
         console.print(case.name, markup=False)
-        forms, steps = run_over_cable(train, (2, 2), case.mbit_per_s, case, rounds)[0]
-        form_of = {name: (form, predicted_s) for name, form, predicted_s in forms}
+        found = run_over_cable(train, (2, 2), case.mbit_per_s, case, rounds)[0]
         samples += [
             Sample(
                 case=case.name,
                 plan=each.system,
-                form=form_of[each.system][0],
-                predicted_s=form_of[each.system][1],
+                form=found.forms[each.system][0],
+                predicted_s=found.forms[each.system][1],
                 turn=each.round,
                 seconds=each.slowest_rank_s,
             )
-            for each in steps
+            for each in found.steps
         ]
-    report(cases, samples, page)
-    page.keep({"results.csv": samples})
+        held += found.held
+    report(cases, samples, page, memory_bars(held, page))
+    page.keep({"results.csv": samples, "memory.csv": held})
 
 
-def report(cases: Sequence[Case], samples: Sequence[Sample], page: Page) -> None:
-    """A row for each plan, and the bars."""
-    rows, errors, gains, bars = [], [], [], []
+def memory_bars(held: Sequence[HeldBytes], page: Page) -> list[Bar]:
+    """A row for each pipeline's fullest device and its least exact one; and the bar."""
+    rows = []
+    for case, plan in dict.fromkeys((each.case, each.plan) for each in held):
+        own = [each for each in held if (each.case, each.plan) == (case, plan)]
+        fullest = max(own, key=lambda each: each.tracked_bytes)
+        ratios = [each.predicted_bytes / each.tracked_bytes for each in own]
+        cells = (fullest.predicted_bytes / MIB, fullest.tracked_bytes / MIB)
+        least, most = min(ratios) - 1, max(ratios) - 1
+        rows.append(
+            [
+                f"{case}: {plan}",
+                *(f"{each:.2f}" for each in cells),
+                f"{least:+.1%}",
+                f"{most:+.1%}",
+            ]
+        )
+    header = [
+        *("plan", "predicted, fullest device (MiB)", "held (MiB)"),
+        *("the device that is predicted the lowest, off", "the highest, off"),
+    ]
+    page.table("Memory of the pipelines' devices at the peak of a step", header, rows)
+    errors = [abs(each.predicted_bytes / each.tracked_bytes - 1) for each in held]
+    claim = f"predicted memory of {len(rows)} pipelines' {len(errors)} devices, off on average"
+    return [Bar(claim=claim, measured=mean(errors), at_most=0.05)]
+
+
+def report(
+    cases: Sequence[Case], samples: Sequence[Sample], page: Page, others: Sequence[Bar]
+) -> None:
+    """A row for each plan, and the bars with the others."""
+    rows, errors, gains, bars = [], [], [], list(others)
     for case in cases:
         of_case = [each for each in samples if each.case == case.name]
         by_plan = {each.plan: each for each in of_case}
