@@ -556,6 +556,11 @@ between_nodes: {latency_s: 1.0e-04, bandwidth_bytes_per_s: 0.2e+9}
     assert "Better without " in text
     assert "the Tesla V100-SXM2-16GB (device 2): " in text
     assert "bfloat16 instead of float32" in text
+    in_float16 = re.search(r"With all devices in float16: (\S+) samples/s in 2 stages", text)
+    stages = re.search(r"predicted step .*: (\S+) samples/s", text)
+    assert in_float16 is not None
+    assert stages is not None
+    assert float(in_float16[1]) > 2 * float(stages[1])
     plan_main([f"cluster={path}", *keys, "leave_out=never"])
     text = capsys.readouterr().out
     assert "float32; 3 devices; a step is 16 samples in 2 stages" in text

@@ -27,7 +27,11 @@ from shardhet.apps.planning.report import (
     show_without,
     wide_console,
 )
-from shardhet.apps.planning.stages import faster_pipeline, show_pipeline
+from shardhet.apps.planning.stages import (
+    faster_pipeline,
+    float16_in_stages_line,
+    show_pipeline,
+)
 from shardhet.config.planning import LEAST_THROUGHPUT, Inputs, PlannedPrecision, PlannerConf
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
 from shardhet.planner.advice.explain import (
@@ -203,7 +207,14 @@ def _show_faster_pipeline(
     show_pipeline(report, console)
     samples_per_s = report.solution.samples_per_s
     if better is not None and better.fewer.solution.samples_per_s > samples_per_s:
-        show_without(replace(better, samples_per_s_with_all=samples_per_s), console)
+        of_stages = replace(better, samples_per_s_with_all=samples_per_s)
+        show_without(replace(of_stages, samples_per_s_in_float16=None), console)
+    if (half := _in_float16(conf, inputs)) is not None:
+        with waiting.for_("planning stages in float16"):
+            step_s = report.solution.step_time_s
+            in_float16 = float16_in_stages_line(*half, demands=demands, at_most_s=step_s)
+        if in_float16 is not None:
+            console.print(in_float16, markup=False, soft_wrap=True)
     if conf.out is None:
         console.print("out=plan.json keeps the plan.", markup=False, soft_wrap=True)
     else:
@@ -276,23 +287,24 @@ def _without(
     """The devices that are better left out, if that is asked for."""
     if conf.objective != "throughput" or conf.leave_out == "never":
         return None
-    in_float16 = None
-    workload, cluster = inputs.setting.workload, inputs.setting.cluster
-    if (
-        conf.measured is None
-        and workload.param_dtype == "float32"
-        and could_be_float16(cluster)
-    ):
-        half = replace(conf, precision=PlannedPrecision.FP16)
-        in_float16 = half.derived(cluster, inputs.name).setting
+    half = _in_float16(conf, inputs)
     return better_without(
         inputs,
         answer.solution,
-        in_float16=in_float16,
+        in_float16=None if half is None else half[1].setting,
         demands=demands,
         derived=conf.derived if conf.measured is None else None,
         effort=_compared(inputs.setting),
     )
+
+
+def _in_float16(conf: PlannerConf, inputs: Inputs) -> tuple[PlannerConf, Inputs] | None:
+    """The same in float16; None where devices would be no faster, or more is not known."""
+    workload, cluster = inputs.setting.workload, inputs.setting.cluster
+    if conf.measured or workload.param_dtype != "float32" or not could_be_float16(cluster):
+        return None
+    half = replace(conf, precision=PlannedPrecision.FP16)
+    return half, half.derived(cluster, inputs.name)
 
 
 def _comparison_note(demands: Demands) -> str:

@@ -6,6 +6,7 @@ python -m experiments.pipelines.over_links.run --quick  one cluster, and keeps n
 
 import gc
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,7 @@ from experiments.common.systems import (
 from experiments.pipelines.over_links.model import Model, batch_of
 from experiments.pipelines.over_links.stock import schedules_1f1b
 from shardhet import DeviceSpec, HetFSDP, Plan, Stage, find_plan
+from shardhet.comm.transport import SWITCH
 from shardhet.planner.stages.find import find_pipeline
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.part import part_of
@@ -281,6 +283,7 @@ def _held(
     without waiting for any device: bytes do not depend on how fast it is.
     """
     _say(f"memory of {arm.name}")
+    os.environ.pop(SWITCH, None)  # of turns over the cable: the emulated NCCL carries messages
     peak_bytes = 0
     with Accelerator().installed() as accelerator:
         memory = accelerator.memory

@@ -49,12 +49,12 @@ class BetterWithout:
         )
 
     @property
-    def float16_line(self) -> str:
-        """What all devices reach in float16."""
-        return (
-            f"With all devices in float16: {self.samples_per_s_in_float16:,.4g} samples/s "
-            "(precision=FP16, which trains with a scaled loss)."
-        )
+    def float16_line(self) -> str | None:
+        """What all devices reach in float16; None if that is not known, or no more."""
+        rate = self.samples_per_s_in_float16
+        if rate is None or rate <= self.samples_per_s_with_all:
+            return None
+        return float16_line(rate)
 
     @property
     def hosts_key(self) -> str:
@@ -127,6 +127,15 @@ def better_without(
         samples_per_s_with_all=whole.samples_per_s,
         is_described=derived is not None,
         estimate="" if derived is not None else estimated(setting, fewer.kept),
+    )
+
+
+def float16_line(samples_per_s: float, num_stages: int = 1) -> str:
+    """What all devices reach in float16."""
+    stages = f" in {num_stages} stages" * (num_stages > 1)
+    return (
+        f"With all devices in float16: {samples_per_s:,.4g} samples/s{stages} "
+        "(precision=FP16, which trains with a scaled loss)."
     )
 
 

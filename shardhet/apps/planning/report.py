@@ -336,8 +336,8 @@ def on_host_lines(labelled: Iterable[tuple[str, Row]], inputs: Inputs) -> Iterat
 
 def _without_lines(without: BetterWithout, *, is_done: bool) -> Iterator[str]:
     yield without.gain_line
-    if without.samples_per_s_in_float16 is not None:
-        yield without.float16_line
+    if (line := without.float16_line) is not None:
+        yield line
     if is_done:
         yield "This plan leaves them out."
         yield from without.launch_lines()

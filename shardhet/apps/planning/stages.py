@@ -11,7 +11,7 @@ from rich.table import Table
 
 from shardhet.apps.cli.quantities import GIB, counted, duration, unit_of
 from shardhet.apps.cli.streamed import figures_table
-from shardhet.apps.planning.fewer_devices import named, ranges
+from shardhet.apps.planning.fewer_devices import float16_line, named, ranges
 from shardhet.apps.planning.report import (
     Row,
     cells_in,
@@ -57,16 +57,8 @@ def faster_pipeline(
     All stages compute in the precision of the whole; a part alone may do so in another.
     """
     flat_s = inf if flat is None else flat.predicted.step_time_s
-    found = find_pipeline(
-        inputs.setting,
-        global_batch_size=conf.global_batch_size,
-        smaller=conf.part_of(inputs),
-        max_stages=conf.max_stages,
-        demands=demands,
-        tolerance=conf.tolerance,
-        at_most_s=flat_s,
-    )
-    if found is None or found.step_time_s >= flat_s:
+    found = _found(conf, inputs, demands, flat_s)
+    if found is None:
         return None
     alone = [] if fewer is None else [(fewer.kept, fewer.solution)]
     alone_in = conf.part_of(inputs, keeps_precision=False)
@@ -81,6 +73,32 @@ def faster_pipeline(
             )
             alone.append((positions, solution))
     return PipelineReport(inputs=inputs, solution=found, flat=flat, alone=tuple(alone))
+
+
+def float16_in_stages_line(
+    conf: PlannerConf, inputs: Inputs, *, demands: Demands, at_most_s: float
+) -> str | None:
+    """What a pipeline of all devices reaches in float16; None if no step is as short.
+
+    ``conf`` and ``inputs`` are those of float16.
+    """
+    found = _found(conf, inputs, demands, at_most_s)
+    return None if found is None else float16_line(found.samples_per_s, len(found.stages))
+
+
+def _found(
+    conf: PlannerConf, inputs: Inputs, demands: Demands, at_most_s: float
+) -> PipelineSolution | None:
+    found = find_pipeline(
+        inputs.setting,
+        global_batch_size=conf.global_batch_size,
+        smaller=conf.part_of(inputs),
+        max_stages=conf.max_stages,
+        demands=demands,
+        tolerance=conf.tolerance,
+        at_most_s=at_most_s,
+    )
+    return None if found is None or found.step_time_s >= at_most_s else found
 
 
 def show_pipeline(report: PipelineReport, console: Console) -> None:
