@@ -2,6 +2,8 @@
 
 import copy
 from collections.abc import Callable
+from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -377,3 +379,112 @@ def _train_sometimes_padded(rank: int, plan: Plan, num_rounds: int) -> None:
 def test_a_rank_with_one_sample_may_pass_a_mask_later_than_at_first(num_rounds: int) -> None:
     plan = Plan.by_hand(microbatch_sizes=[1, 2], num_microbatches=[1, 2], num_rounds=num_rounds)
     run_ranks(_train_sometimes_padded, 2, plan, num_rounds)
+
+
+SCALE: ContextVar[float] = ContextVar("SCALE", default=1.0)
+
+
+class Scaled(nn.Module):
+    """A unit that a context, or an object that several modules hold, changes."""
+
+    def __init__(self, config: SimpleNamespace) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.config = config
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.config.scale * SCALE.get() * self.layer(x).tanh()
+
+
+class SetsAround(nn.Module):
+    """Sets something around the calls of its units, and sets it back."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.config = SimpleNamespace(scale=1.0)
+        self.layers = nn.ModuleList(Scaled(self.config) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            before = SCALE.set(2.0 + i) if self.what == "context" else None
+            self.config.scale = 3.0 + i if self.what == "configuration" else 1.0
+            x = layer(x)
+            if before is not None:
+                SCALE.reset(before)
+        self.config.scale = 1.0
+        return x.square().sum()
+
+
+def _read_around(rank: int, what: str, recomputes: bool) -> None:
+    torch.manual_seed(0)
+    reference = SetsAround(what).double()
+    plan = Plan.by_hand(microbatch_sizes=[2, 0], num_microbatches=[2, 0], recompute=recomputes)
+    model = HetFSDP(copy.deepcopy(reference), plan, units=["layers.0", "layers.1"])
+    x = torch.randn(4, 4, dtype=torch.float64)
+    if recomputes and what != "nothing":
+        with pytest.raises((ValueError, RuntimeError), match=r"'layers.0' gives something else"):
+            model(x if rank == 0 else x[:0])
+        return
+    model.backward(model(x if rank == 0 else x[:0]), 4 * (rank == 0))
+    (reference(x) / 4).backward()
+    for fqn, param in reference.named_parameters():
+        rows = model.sharded_state_dict()[fqn].rows
+        assert param.grad is not None
+        grad = model.get_parameter(fqn).grad
+        assert grad is not None
+        torch.testing.assert_close(grad, param.grad[rows.start : rows.stop])
+
+
+@pytest.mark.parametrize("what", ["context", "configuration", "nothing"])
+def test_what_a_recomputed_unit_reads_does_not_change(what: str) -> None:
+    for recomputes in (False, True):
+        run_ranks(_read_around, 2, what, recomputes, fresh_world=True)
+
+
+class Draws(nn.Module):
+    """A unit that draws random numbers in some way."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.draw(self.layer(x))
+
+
+def _rrelu(x: Tensor) -> Tensor:
+    return F.rrelu(x, training=True)
+
+
+def _multinomial(x: Tensor) -> Tensor:
+    return x.gather(-1, torch.multinomial(x.detach().softmax(-1), 3))
+
+
+def _poisson(x: Tensor) -> Tensor:
+    return x * torch.poisson(x.detach().exp())
+
+
+def _drawing(rank: int, draw: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(Draws(draw), nn.Linear(3 if draw is _multinomial else 4, 2))
+    x = torch.randn(6, 4)[: 4 if rank == 0 else 2]
+    grads = []
+    for recomputes in (False, True):
+        plan = Plan.by_hand(
+            microbatch_sizes=[2, 2], num_microbatches=[2, 1], recompute=recomputes
+        )
+        model = HetFSDP(copy.deepcopy(reference), plan)
+        if draw is _poisson:
+            with pytest.raises((ValueError, RuntimeError), match=r"'0' draws .* \(poisson\)"):
+                model(x)
+            return
+        model.backward(model(x).square().sum(), len(x))
+        grads.append([param.grad for param in model.parameters()])
+    assert all(map(torch.equal, *grads))
+
+
+@pytest.mark.parametrize("draw", [_rrelu, _multinomial, _poisson])
+def test_a_unit_draws_again_what_it_drew(draw: Callable[[Tensor], Tensor]) -> None:
+    run_ranks(_drawing, 2, draw, fresh_world=draw is _poisson)

@@ -152,7 +152,8 @@ class Attempt:
             return RuntimeError("never raised: the model is probed once more")
         except Refusal as refusal:
             self.is_refused = True
-            return refusal.error
+            drawn = "" if self.probe is None else self.probe.drawn
+            return ValueError(_UNFORESEEN.format(drawn, refusal)) if drawn else refusal.error
         except LostPeerError:
             raise
         except Exception as error:
@@ -192,6 +193,8 @@ class Attempt:
                 output = self._run_module(args, kwargs, loss_inputs)
                 if kind != "plain":
                     self.probe.check_output(output)
+                if kind == "large" and self._has_gradients:
+                    self.probe.repeat()
             return output
 
         self._outputs[name], segments = self._run_once(self.probe, run)
@@ -401,6 +404,10 @@ _CACHED = (
 )
 
 
+_UNFORESEEN = (
+    "{} of a kind that no probe can foresee, so it cannot be shown that samples do not mix "
+    "({}) Draw them with torch.rand, randn, randint, bernoulli, multinomial or dropout."
+)
 _NO_SUM = (
     "model(...): scalar output {}, computed outside of units, is no sum or mean over samples "
     "(perhaps a load-balancing or contrastive loss), so it would depend on the plan. Leave it "

@@ -8,7 +8,8 @@ Generators of the host draw what ``host_draws`` says.
     small  a b        how units are called, what needs gradients, what leaks out of units
     large  a b c      which dimensions grow with the batch; whether a unit gives the same in the
                       microbatches (a b) and (c) as whole; whether code outside of units mixes
-                      samples
+                      samples; after it, whether units that are recomputed give for (a b) what
+                      they gave in the small run
     swapped  b a      whether code outside of units, or a loss, depends on a sample's place
     rest   c          whether losses that are computed outside of units add up
 
@@ -116,6 +117,7 @@ class ProbedModel:
     tell: Callable[[str], None]  # what is being done, for messages of a failure
     is_followed: bool  # whether results of units are followed to where they are used
     divides_late: bool  # whether losses are divided by their tokens after backward
+    recomputed: frozenset[str]  # fqns of units' modules that any rank recomputes
 
     @classmethod
     def of(
@@ -149,6 +151,12 @@ class ProbedModel:
             tell=tell,
             is_followed=plan.stages is not None,
             divides_late=plan.stages is not None or plan.num_rounds > 1,
+            recomputed=frozenset(
+                each.fqn
+                for unit in units
+                for each in unit.modules
+                if any(rank.recomputes(each.fqn) for rank in plan.ranks)
+            ),
         )
 
 
@@ -164,6 +172,7 @@ class Probe:
         self.begins_with: Mapping[Number, Any] = {}  # attributes' values before the next run
         self._seen: dict[CallKey, Seen] = {}
         self._module = model.module
+        self._recomputed = model.recomputed
         self._norms = model.norms
         self._is_followed, self._divides_late = model.is_followed, model.divides_late
         self.flow: Flow | None = None  # of the large run
@@ -194,6 +203,11 @@ class Probe:
     def is_certain(self) -> bool:
         """Whether no output was zero and might therefore be a sum or a mean."""
         return self._examiner.is_certain
+
+    @property
+    def drawn(self) -> str:
+        """Which random numbers were drawn that cannot be fixed, as a sentence; mostly ""."""
+        return self._watcher.drawn
 
     @property
     def eps(self) -> float:
@@ -247,6 +261,17 @@ class Probe:
         self._watcher.check_returned(tensors_in(output))
         if self._watcher.flow is not None:
             self._watcher.flow.reach(tensors_in(output))
+
+    def repeat(self) -> None:
+        """Raise if a unit that is recomputed gives something else after the forward than in
+        it.
+        """
+        self._run, self._watcher.flow = Probe._run_again, None
+        self._num_calls.clear()
+        for (fqn, _), seen in self._seen.items():
+            if fqn in self._recomputed:
+                args, kwargs = unflatten(seen.call.leaves, seen.call.arguments.spec)
+                self._module.get_submodule(fqn).forward(*args, **kwargs)
 
     def call(
         self,
@@ -351,6 +376,12 @@ class Probe:
             output = call.function(*args, **kwargs)
         tensors = tensors_in(output)
         return self._returned(output, tensors, [False] * len(tensors))
+
+    def _run_again(self, key: CallKey, _call: ProbedCall) -> Any:
+        seen = self._seen[key]
+        if any(seen.is_differentiable):
+            self._runner.check_repeated(seen)
+        return seen.outputs
 
     def _repeated(self, key: CallKey, call: ProbedCall, rules: VisitRules) -> Any:
         flags = rules.is_differentiable

@@ -24,7 +24,13 @@ from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
 from shardhet.fsdp.microbatch.signature import is_plain
 from shardhet.fsdp.probing.apart import TensorHooks, has_own_backward
 from shardhet.fsdp.probing.comparing import are_close, fingerprint
-from shardhet.fsdp.probing.module_state import Number, counters, numbers, set_numbers
+from shardhet.fsdp.probing.module_state import (
+    AsItWas,
+    Number,
+    counters,
+    numbers,
+    set_numbers,
+)
 from shardhet.fsdp.probing.watch import Refusal, Watcher
 from shardhet.fsdp.sharding.build import changes_arguments
 
@@ -65,6 +71,8 @@ class Seen:
     counted: Mapping[Number, Any]  # numbers that every call changes, after this one
     began_with: Mapping[Number, Any]  # those numbers before it
     has_own_backward: bool  # a hook on a tensor or a Function in Python
+    as_it_was: AsItWas  # its module's attributes before this call
+    autocast_dtype: torch.dtype | None
 
 
 def filled(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
@@ -159,7 +167,7 @@ class CallRunner:
         Raises ``Refusal`` if the call counts in a tensor, or computes with what it counts.
         """
         module = self.module_of(call)
-        before = counters(module)
+        before, as_it_was = counters(module), AsItWas(module)
         with_graph = self._has_gradients and torch.is_grad_enabled()
         with TensorHooks() as hooks:
             output = self.run(call, with_graph=with_graph)
@@ -183,8 +191,24 @@ class CallRunner:
             counted=counted,
             began_with={key: before[key] for key in counted if key in before},
             has_own_backward=hooks.are_found or any(map(has_own_backward, tensors)),
+            as_it_was=as_it_was,
+            autocast_dtype=autocast_dtype_now(self._device.type),
         )
         return seen, output
+
+    def check_repeated(self, seen: Seen) -> None:
+        """Raise ``Refusal`` if the call, as backward repeats it, gives something else now."""
+        autocast = autocast_as(self._device.type, seen.autocast_dtype)
+        self._watcher.is_unpredictable = False
+        try:
+            with seen.as_it_was.in_function(0, is_repeated=True), autocast:
+                again = tensors_in(self.run(seen.call, with_graph=True))
+        except Exception as error:
+            raise Refusal(ValueError(_differs(seen.call.fqn, f"raises {error!r}"))) from error
+        pairs = zip(again, seen.outputs, strict=False)
+        is_same = all(are_close(*pair, self._watcher.eps) for pair in pairs)
+        if not (is_same or self._watcher.is_unpredictable):
+            raise Refusal(ValueError(_differs(seen.call.fqn, "gives something else")))
 
 
 def copied(leaf: Any) -> Any:
@@ -198,6 +222,15 @@ def _counts(fqn: str, name: str) -> str:
         "microbatch and each recomputation, and computes with it, adds up samples, or keeps it "
         "in a tensor. Count outside of units, once for each forward, or count calls in a plain "
         "number that nothing depends on."
+    )
+
+
+def _differs(fqn: str, what: str) -> str:
+    return (
+        f"unit {fqn!r} {what} when it is run again after the model's forward, as in a "
+        "recomputation: it reads what the model sets around its call (a global variable, a "
+        "context, a configuration). Pass that as an argument of the unit, or let the plan keep "
+        "its activations (recompute=False)."
     )
 
 

@@ -43,6 +43,10 @@ _SUMS = frozenset(
 _CONSTANTS = {"bernoulli_": 1.0, "uniform_": 0.5, "normal_": 0.5, "random_": 0.0,
               "exponential_": 1.0}  # fmt: skip
 
+# Arguments of random operations that are 0, or False, while a model is probed; that of RReLU
+# is the last.
+_DROPPING = ("dropout_p", "dropout", "training")
+
 
 class Refusal(BaseException):
     """Carries ``error`` past the model's own ``except`` clauses."""
@@ -68,6 +72,7 @@ class Watcher(OperationMode):
         self._checks_counts = checks_counts
         self.on_random_outside: Callable[[str], None] = lambda op: None
         self.is_unpredictable = False  # random numbers were drawn that cannot be fixed
+        self.drawn = ""  # where and how, whenever it was
         self.eps = 0.0  # of the narrowest dtype that anything was computed in
         self.rows: Mapping[int, int] = {}  # indices of units, by id of a sharded parameter
         self.gathered: Mapping[int, int] = {}  # those that do not stay, by unsharded parameter
@@ -275,7 +280,7 @@ class Watcher(OperationMode):
             self.flow.draw()
         arguments = func._schema.arguments  # type: ignore[attr-defined]
         schema = [argument.name for argument in arguments]
-        if "dropout_p" in schema or "dropout" in schema:
+        if any(each in schema for each in _DROPPING):
             return self._without_dropout(func, schema, args, kwargs)
         if self._place == OUTSIDE and name == "rand" and not args[0]:
             die = torch.full((), 0.5)
@@ -291,7 +296,10 @@ class Watcher(OperationMode):
             return func(*args, **kwargs).fill_(0.5)
         if name == "bernoulli":
             return torch.ones_like(args[0])
+        if name == "multinomial":
+            return args[0].argmax(-1, keepdim=True).repeat_interleave(args[1], -1)
         self.is_unpredictable = True
+        self.drawn = f"{self._where()} draws random numbers ({name})"
         return func(*args, **kwargs)
 
     def _without_dropout(
@@ -301,7 +309,7 @@ class Watcher(OperationMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        index = next(schema.index(name) for name in ("dropout_p", "dropout") if name in schema)
+        index = next(schema.index(name) for name in _DROPPING if name in schema)
         given = args[index] if index < len(args) else kwargs.get(schema[index], 0.0)
         if given and self._place == OUTSIDE:
             self.on_random_outside(func.__name__)
