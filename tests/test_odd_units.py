@@ -423,7 +423,9 @@ def _read_around(rank: int, what: str, recomputes: bool) -> None:
     model = HetFSDP(copy.deepcopy(reference), plan, units=["layers.0", "layers.1"])
     x = torch.randn(4, 4, dtype=torch.float64)
     if recomputes and what != "nothing":
-        with pytest.raises((ValueError, RuntimeError), match=r"'layers.0' gives something else"):
+        with pytest.raises(
+            (ValueError, RuntimeError), match=r"'layers.0' gives something else"
+        ):
             model(x if rank == 0 else x[:0])
         return
     model.backward(model(x if rank == 0 else x[:0]), 4 * (rank == 0))

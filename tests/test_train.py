@@ -296,6 +296,12 @@ def test_an_interrupted_run_ends_without_a_traceback(tmp_path: Path) -> None:
     assert "Traceback" not in errors
 
 
+def test_a_rank_that_is_interrupted_while_it_imports_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "imports_torch.py").write_text("raise KeyboardInterrupt\n")
+    ended = run(["-m", "shardhet.apps.launch.rank_start", "imports_torch"], tmp_path)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
 def test_a_run_whose_output_nobody_reads_ends_quietly(tmp_path: Path) -> None:
     process = start([*ALONE, *SMALL, "num_steps=100000", "cluster.num_ranks=2"], tmp_path)
     assert process.stdout is not None

@@ -2,7 +2,6 @@
 
 import sys
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -35,12 +34,11 @@ def main() -> None:
     """Check as one of the ranks that were launched for the folder."""
     env = RankEnv.from_environment()
     assert env is not None, "the rank is started by shardhet doctor"
-    with suppress(KeyboardInterrupt):  # the launcher reports it
-        try:
-            check_as_rank(RunFolder(Path(sys.argv[1])), env)
-        except Exception:
-            # The launcher shows the root cause; this rank's traceback is in its log.
-            raise SystemExit(1) from None
+    try:
+        check_as_rank(RunFolder(Path(sys.argv[1])), env)
+    except Exception:
+        # The launcher shows the root cause; this rank's traceback is in its log.
+        raise SystemExit(1) from None
 
 
 def check_as_rank(folder: RunFolder, env: RankEnv) -> None:

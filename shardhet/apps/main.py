@@ -3,8 +3,6 @@
 import sys
 from importlib import import_module
 
-from rich.console import Console
-
 from shardhet.apps.cli.completion import bash_script
 
 # Command -> (module with ``main(arguments)``, what it is for).
@@ -31,8 +29,13 @@ def main() -> None:
         sys.stdout.write(script)
         return
     if command in COMMANDS:
-        import_module(COMMANDS[command][0]).main(arguments)
+        try:
+            import_module(COMMANDS[command][0]).main(arguments)
+        except KeyboardInterrupt:
+            raise SystemExit("stopped by SIGINT") from None
         return
+    from rich.console import Console
+
     lines = [f"  shardhet {name:8} {purpose}" for name, (_, purpose) in COMMANDS.items()]
     is_help = command in ("-h", "--help")
     problem = [] if is_help else [f"{command!r} is not a command of shardhet."]

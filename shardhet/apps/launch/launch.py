@@ -13,6 +13,7 @@ from uuid import uuid4
 
 from rich.console import Console
 
+from shardhet.apps.launch import rank_start
 from shardhet.apps.launch.crash import (
     OUTPUT_CLOSED,
     Failure,
@@ -52,7 +53,8 @@ def start_ranks(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # The launcher's messages about signals add nothing to the panel.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("agent.server.api", "multiprocessing.api"):  # each has a level of its own
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before a rank imports torch
     with (
         _joined_by(link) as address,
@@ -73,7 +75,7 @@ def start_ranks(
         if grace_s is not None:
             # Not passed on by torch; the ranks look for the file.
             signal.signal(signal.SIGUSR1, lambda *_: folder.end_notice_path.touch())
-        worker = ("-m", worker_module, str(folder.path))
+        worker = ("-m", rank_start.__name__, worker_module, str(folder.path))
         goes_on = True
         while goes_on:
             try:

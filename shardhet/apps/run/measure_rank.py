@@ -6,7 +6,6 @@ is what ``shardhet measure`` starts once per device.
 """
 
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from shardhet.apps.launch.crash import RankConsole
@@ -27,12 +26,11 @@ def main() -> None:
     assert env is not None, "the rank is started by shardhet measure"
     folder = RunFolder(Path(sys.argv[1]))
     conf = MeasureConf.load(folder.config_path)
-    with suppress(KeyboardInterrupt):  # the launcher reports it
-        try:
-            measure_as_rank(conf, folder, env)
-        except Exception:
-            # The launcher shows the root cause; this rank's traceback is in its log.
-            end_now(1)
+    try:
+        measure_as_rank(conf, folder, env)
+    except Exception:
+        # The launcher shows the root cause; this rank's traceback is in its log.
+        end_now(1)
 
 
 def measure_as_rank(conf: MeasureConf, folder: RunFolder, env: RankEnv) -> None:

@@ -9,7 +9,7 @@ written there.
 import logging
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -51,18 +51,16 @@ def main() -> None:
     assert env is not None, "the worker is started by shardhet train"
     folder = RunFolder(Path(sys.argv[1]))
     conf = folder.load_config()
-    with suppress(KeyboardInterrupt):  # the launcher reports it
-        try:
-            run_rank(conf, folder, env)
-        except SystemExit as ended:
-            if ended.code == OUTPUT_CLOSED:
-                end_now(
-                    OUTPUT_CLOSED
-                )  # before its peers miss it: the launcher asks who was first
-            raise
-        except Exception:
-            # The launcher shows the root cause; this rank's traceback is in its log.
-            end_now(1)
+    try:
+        run_rank(conf, folder, env)
+    except SystemExit as ended:
+        if ended.code == OUTPUT_CLOSED:
+            # Before its peers miss it: the launcher asks who was first.
+            end_now(OUTPUT_CLOSED)
+        raise
+    except Exception:
+        # The launcher shows the root cause; this rank's traceback is in its log.
+        end_now(1)
 
 
 def run_rank(
