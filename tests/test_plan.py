@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -556,3 +557,32 @@ def test_contradictory_flags_and_no_rounds_are_refused() -> None:
         Plan.by_hand(microbatch_sizes=[2], reshard_after_backward=False)
     with pytest.raises(ValueError, match="num_rounds is 0 but"):
         Plan.by_hand(microbatch_sizes=[2], num_rounds=0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"microbatch_sizes": [math.nan, 2]}, {"microbatch_sizes": [2.5, 2]},
+              {"microbatch_sizes": "22"}, {"num_microbatches": [1, "2"]}, {"num_rounds": 1.5},
+              {"global_batch_size": 4.0}]
+)  # fmt: skip
+def test_counts_that_are_no_whole_numbers_are_refused(wrong: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"microbatch_sizes": [2, 2], **wrong}
+    with pytest.raises(ValueError, match=f"plan: {next(iter(wrong))}.* whole number"):
+        Plan.by_hand(**given)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    found = Plan.by_hand(
+        microbatch_sizes=np.array([2, 3]),
+        num_microbatches=np.array([1, 2]),
+        state_shares=np.array([0.5, 0.5]),
+        recompute=list(np.array([True, False])),
+        num_rounds=np.int64(2),
+    )
+    plan = Plan.by_hand(
+        microbatch_sizes=[2, 3],
+        num_microbatches=[1, 2],
+        state_shares=[0.5, 0.5],
+        recompute=[True, False],
+        num_rounds=2,
+    )
+    assert found == Plan.from_json(found.to_json()) == plan

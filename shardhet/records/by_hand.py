@@ -1,7 +1,8 @@
 """What a plan by hand is given, made into what a plan holds; errors name the argument."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import isfinite
+from operator import index
 from typing import Any, TypeVar
 
 from shardhet.records.cluster import DeviceSpec
@@ -21,6 +22,23 @@ def last_round_size(total: int | None, num_rounds: int, round_size: int) -> int 
             f"samples make {least} to {num_rounds * round_size}. Change num_rounds or it."
         )
     return total - least + 1
+
+
+def whole(name: str, value: Any) -> int:
+    """The value as an ``int``, also of numpy; raises ``ValueError`` if it is none."""
+    try:
+        return index(value)
+    except TypeError:
+        raise ValueError(f"plan: {name} is {value!r} but must be a whole number.") from None
+
+
+def whole_of_each(name: str, values: Any) -> list[int] | None:
+    """The same of one value per device; None if there are none."""
+    if values is None:
+        return None
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ValueError(f"plan: {name} is {values!r}. Give one whole number per device.")
+    return [whole(f"{name}[{i}]", each) for i, each in enumerate(values)]
 
 
 def check_lengths(world_size: int, **sequences: Sequence[Any]) -> None:
@@ -95,7 +113,7 @@ def microbatches_of_each(
     if batches is not None:
         check_lengths(len(sizes), rank_batch_sizes=batches)
         return [ragged(b, m) for b, m in zip(batches, sizes, strict=True)]
-    counts = counts or [int(size > 0) for size in sizes]
+    counts = [int(size > 0) for size in sizes] if counts is None else counts
     check_lengths(len(sizes), num_microbatches=counts)
     return [repeated(m, n) for m, n in zip(sizes, counts, strict=True)]
 

@@ -16,6 +16,8 @@ from shardhet.records.by_hand import (
     of_each,
     parts_of_groups,
     shares_by_memory,
+    whole,
+    whole_of_each,
 )
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.codec import OMITTABLE, Document
@@ -278,7 +280,14 @@ class Plan(Document):
         With a ``global_batch_size`` the last round has what is left of it.  ``stages`` make it
         a pipeline: they take the devices in this order.
         """
-        sizes = microbatches_of_each(microbatch_sizes, num_microbatches, rank_batch_sizes)
+        sizes = microbatches_of_each(
+            whole_of_each("microbatch_sizes", microbatch_sizes) or [],
+            whole_of_each("num_microbatches", num_microbatches),
+            whole_of_each("rank_batch_sizes", rank_batch_sizes),
+        )
+        num_rounds = whole("num_rounds", num_rounds)
+        if global_batch_size is not None:
+            global_batch_size = whole("global_batch_size", global_batch_size)
         world_size = len(sizes)
         claims = of_each(recompute, world_size)
         if inputs_on_host is True:  # on every device that recomputes any
@@ -348,8 +357,10 @@ class Plan(Document):
         """Batches in proportion to ``speeds``, state even or as given."""
         return cls.by_hand(
             microbatch_sizes=[microbatch_size] * len(speeds),
-            rank_batch_sizes=batches_by_speed(speeds, global_batch_size),
-            state_shares=state_shares or None,
+            rank_batch_sizes=batches_by_speed(
+                list(speeds), whole("global_batch_size", global_batch_size)
+            ),
+            state_shares=state_shares,
             recompute=recompute,
         )
 
@@ -398,11 +409,12 @@ def _names_in_full(patterns: Sequence[str]) -> list[str]:
 
 
 def _patterns(claim: bool | Sequence[str], key: str) -> tuple[str, ...]:
-    if isinstance(claim, bool):
+    if claim in (True, False):  # or one of numpy, or 1 or 0
         return EVERY_UNIT if claim else ()
-    if isinstance(claim, str):  # a str is also a sequence, of its letters
+    if isinstance(claim, str) or not isinstance(claim, Sequence):  # a str is one of letters
+        mend = f" Write [{claim!r}]." if isinstance(claim, str) else ""
         raise ValueError(
             f"plan: {key} is {claim!r} for a device but must be True, False or a list of "
-            f"patterns. Write [{claim!r}]."
+            f"patterns.{mend}"
         )
     return tuple(claim)
