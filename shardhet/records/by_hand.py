@@ -13,6 +13,7 @@ T = TypeVar("T")
 
 def last_round_size(total: int | None, num_rounds: int, round_size: int) -> int | None:
     """What is left of ``total`` samples for the last round; None if it is a whole one."""
+    total = None if total is None else whole("global_batch_size", total)
     if total is None or total == num_rounds * round_size:
         return None
     least = (num_rounds - 1) * round_size + 1
@@ -32,10 +33,8 @@ def whole(name: str, value: Any) -> int:
         raise ValueError(f"plan: {name} is {value!r} but must be a whole number.") from None
 
 
-def whole_of_each(name: str, values: Any) -> list[int] | None:
-    """The same of one value per device; None if there are none."""
-    if values is None:
-        return None
+def whole_of_each(name: str, values: Any) -> list[int]:
+    """The same of one value per device."""
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise ValueError(f"plan: {name} is {values!r}. Give one whole number per device.")
     return [whole(f"{name}[{i}]", each) for i, each in enumerate(values)]
@@ -110,10 +109,13 @@ def microbatches_of_each(
         raise ValueError(
             "plan: num_microbatches and rank_batch_sizes both given. Drop one of them."
         )
+    sizes = whole_of_each("microbatch_sizes", sizes)
     if batches is not None:
+        batches = whole_of_each("rank_batch_sizes", batches)
         check_lengths(len(sizes), rank_batch_sizes=batches)
         return [ragged(b, m) for b, m in zip(batches, sizes, strict=True)]
-    counts = [int(size > 0) for size in sizes] if counts is None else counts
+    counts = [int(each > 0) for each in sizes] if counts is None else counts
+    counts = whole_of_each("num_microbatches", counts)
     check_lengths(len(sizes), num_microbatches=counts)
     return [repeated(m, n) for m, n in zip(sizes, counts, strict=True)]
 
@@ -124,6 +126,7 @@ def batches_by_speed(speeds: Sequence[float], global_batch_size: int) -> list[in
         raise ValueError(
             f"plan: speeds {list(speeds)} must be finite, at least zero and not all zero."
         )
+    global_batch_size = whole("global_batch_size", global_batch_size)
     exact = [global_batch_size * v / sum(speeds) for v in speeds]
     batches = [int(b) for b in exact]
     by_remainder = sorted(range(len(speeds)), key=lambda i: batches[i] - exact[i])

@@ -17,7 +17,6 @@ from shardhet.records.by_hand import (
     parts_of_groups,
     shares_by_memory,
     whole,
-    whole_of_each,
 )
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.codec import OMITTABLE, Document
@@ -280,14 +279,7 @@ class Plan(Document):
         With a ``global_batch_size`` the last round has what is left of it.  ``stages`` make it
         a pipeline: they take the devices in this order.
         """
-        sizes = microbatches_of_each(
-            whole_of_each("microbatch_sizes", microbatch_sizes) or [],
-            whole_of_each("num_microbatches", num_microbatches),
-            whole_of_each("rank_batch_sizes", rank_batch_sizes),
-        )
-        num_rounds = whole("num_rounds", num_rounds)
-        if global_batch_size is not None:
-            global_batch_size = whole("global_batch_size", global_batch_size)
+        sizes = microbatches_of_each(microbatch_sizes, num_microbatches, rank_batch_sizes)
         world_size = len(sizes)
         claims = of_each(recompute, world_size)
         if inputs_on_host is True:  # on every device that recomputes any
@@ -319,7 +311,7 @@ class Plan(Document):
                 for i in range(world_size)
             ),
             reshard_after_forward=reshard_after_forward,
-            num_rounds=num_rounds,
+            num_rounds=whole("num_rounds", num_rounds),
             reshard_after_backward=reshard_after_backward,
             reduce_each_round=reduce_each_round,
             two_level_units=_patterns(two_level_units, "two_level_units"),
@@ -357,9 +349,7 @@ class Plan(Document):
         """Batches in proportion to ``speeds``, state even or as given."""
         return cls.by_hand(
             microbatch_sizes=[microbatch_size] * len(speeds),
-            rank_batch_sizes=batches_by_speed(
-                list(speeds), whole("global_batch_size", global_batch_size)
-            ),
+            rank_batch_sizes=batches_by_speed(list(speeds), global_batch_size),
             state_shares=state_shares,
             recompute=recompute,
         )

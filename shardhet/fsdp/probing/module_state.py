@@ -15,6 +15,7 @@ from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.signature import choice_of
 from shardhet.fsdp.microbatch.surroundings import Surrounding
 from shardhet.fsdp.probing.comparing import are_close
+from shardhet.fsdp.probing.watch import Refusal
 from shardhet.fsdp.sharding.unit import FSDPUnit
 
 MAX_KEPT_NUMEL = 10_000  # of a tensor that a forward may keep for the next one
@@ -86,6 +87,22 @@ class BufferWrites:
             if buffer is not known or buffer._version != version:
                 found[fqn] = buffer
         return found
+
+    def check(self) -> None:
+        """Raise ``Refusal`` if ranks would come to differ in one, because the model trains."""
+        if not self._module.training:
+            return
+        persistent = set(self._module.state_dict(keep_vars=True))
+        for fqn, buffer in self.written().items():
+            if fqn in persistent or buffer._version:
+                raise Refusal(
+                    ValueError(
+                        f"buffer {fqn!r} is written in forward, once for each microbatch of "
+                        "each rank, so ranks would come to differ. Do not write it in the "
+                        "training forward, or compute it from what all ranks have (only "
+                        "batch norm's running statistics are kept equal)."
+                    )
+                )
 
 
 def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:

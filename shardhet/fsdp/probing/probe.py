@@ -239,8 +239,8 @@ class Probe:
             changed = dict(numbers(self._module).items() - before.items())
             self.counted |= changed.keys()
             self.values[name] = values_of(self._module)
-            self._check_buffers(writes)
-            self._check_params()
+            writes.check()
+            _check_params(self._module, self._watcher.storages)
 
     def unwatched(self) -> AbstractContextManager[None]:
         """A context for what HetFSDP does between calls, such as a gather."""
@@ -407,32 +407,17 @@ class Probe:
         self._watcher.give(given)
         return unflatten(filled(outputs, given), spec)
 
-    def _check_params(self) -> None:
-        for fqn, param in self._module.named_parameters():
-            if param.untyped_storage()._cdata not in self._watcher.storages:
-                raise Refusal(
-                    RuntimeError(
-                        f"{fqn}: the model's forward has replaced it, or its data, by another "
-                        "tensor, which no rank would keep. Write this rank's rows between "
-                        "steps instead (with torch.no_grad(): for param in "
-                        "model.parameters(): ...)."
-                    )
-                )
 
-    def _check_buffers(self, writes: BufferWrites) -> None:
-        if not self._module.training:
-            return
-        persistent = set(self._module.state_dict(keep_vars=True))
-        for fqn, buffer in writes.written().items():
-            if fqn in persistent or buffer._version:
-                raise Refusal(
-                    ValueError(
-                        f"buffer {fqn!r} is written in forward, once for each microbatch of "
-                        "each rank, so ranks would come to differ. Do not write it in the "
-                        "training forward, or compute it from what all ranks have (only "
-                        "batch norm's running statistics are kept equal)."
-                    )
+def _check_params(module: nn.Module, storages: Container[int]) -> None:
+    for fqn, param in module.named_parameters():
+        if param.untyped_storage()._cdata not in storages:
+            raise Refusal(
+                RuntimeError(
+                    f"{fqn}: the model's forward has replaced it, or its data, by another "
+                    "tensor, which no rank would keep. Write this rank's rows between steps "
+                    "instead (with torch.no_grad(): for param in model.parameters(): ...)."
                 )
+            )
 
 
 def _refuse_random(operation: str) -> None:

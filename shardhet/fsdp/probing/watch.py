@@ -43,6 +43,10 @@ _SUMS = frozenset(
 _CONSTANTS = {"bernoulli_": 1.0, "uniform_": 0.5, "normal_": 0.5, "random_": 0.0,
               "exponential_": 1.0}  # fmt: skip
 
+_PREDICTED: dict[str, Callable[..., Tensor]] = {
+    "bernoulli": lambda p, *_: torch.ones_like(p),
+    "multinomial": lambda p, n, *_: p.argmax(-1, keepdim=True).repeat_interleave(n, -1),
+}
 # Arguments of random operations that are 0, or False, while a model is probed; that of RReLU
 # is the last.
 _DROPPING = ("dropout_p", "dropout", "training")
@@ -294,10 +298,8 @@ class Watcher(OperationMode):
             return args[0].fill_(_CONSTANTS[name])
         if name in ("rand", "randn", "rand_like", "randn_like", "randint", "randint_like"):
             return func(*args, **kwargs).fill_(0.5)
-        if name == "bernoulli":
-            return torch.ones_like(args[0])
-        if name == "multinomial":
-            return args[0].argmax(-1, keepdim=True).repeat_interleave(args[1], -1)
+        if name in _PREDICTED:
+            return _PREDICTED[name](*args)
         self.is_unpredictable = True
         self.drawn = f"{self._where()} draws random numbers ({name})"
         return func(*args, **kwargs)
