@@ -106,7 +106,7 @@ def test_plans_of_streams_share_one_global_batch() -> None:
         assert len({case.name for case in cases}) == len(cases)
         for case in cases:
             assert case.plan.world_size == world_size
-            assert case.plan.global_batch_size == streams.GLOBAL_BATCH_SIZE
+            assert case.plan.round_size == streams.GLOBAL_BATCH_SIZE
 
 
 def test_what_a_failed_part_had_measured_is_kept(

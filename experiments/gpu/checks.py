@@ -1,4 +1,4 @@
-"""Small checks that are right or wrong: first steps, reads of the host, bad losses, compile.
+"""Small checks that are right or wrong: first steps, reads, pins, bad losses, compile.
 
 ``controls`` are checks of the checks: each makes a fault, which has to be noticed.
 """
@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -42,6 +43,8 @@ from experiments.gpu.streams import (
     train_cases,
 )
 from shardhet import HetFSDP
+from shardhet.apps.launch.joining import choose_allocator
+from shardhet.comm import devices
 from shardhet.comm.groups import GROUPS_FOR_ONE
 from shardhet.training.compiling import compile_units
 from shardhet.training.data import TokenBatch
@@ -137,6 +140,42 @@ def _counting_syncs(job: Job) -> Iterator[list[str]]:
             torch.cuda.set_sync_debug_mode("default")
     said = [f"{each.filename}:{each.lineno} {each.message}" for each in caught]
     found += [each for each in said if "synchroniz" in each]
+
+
+# What the driver is asked for
+
+PINS = "pins and segments"
+REFUSED_PIN, GROWING = "a pin that the driver refuses", "segments that grow"
+HOST_BYTES = 2**22
+
+
+def pins(job: Job, record: Recorder) -> None:
+    """A refused pin is told and spoils no later kernel; the allocator's segments can grow."""
+    if not job.is_cuda:
+        return
+    for case, check in ((REFUSED_PIN, _is_refused_pin_told), (GROWING, _do_segments_grow)):
+        with noting_failure(case, record):
+            record(case, AS_EXPECTED, check(job.device))
+
+
+def _is_refused_pin_told(device: torch.device) -> bool:
+    memory = torch.zeros(HOST_BYTES, dtype=torch.uint8)
+    unpin = devices.pin(memory, HOST_BYTES, device)
+    again = devices.pin(memory, HOST_BYTES, device)  # what is pinned cannot be pinned again
+    total = int(torch.ones(8, device=device).sum())  # raises if the runtime kept the error
+    if unpin is not None:
+        unpin()
+    return unpin is not None and again is None and total == 8
+
+
+def _do_segments_grow(device: torch.device) -> bool:
+    choose_allocator()
+    room = torch.empty(HOST_BYTES * 16, dtype=torch.uint8, device=device)
+    here = room.data_ptr()
+    return any(
+        each["address"] <= here < each["address"] + each["total_size"] and each["is_expandable"]
+        for each in torch.cuda.memory_snapshot()
+    )
 
 
 # Losses that are not finite
@@ -283,6 +322,7 @@ def _table(title: str, *metrics: str) -> Callable[[Sequence[Row]], list[Table]]:
 first_tables = _table("First steps in two bytes", DIFFERENCE)
 read_tables = _table("Waits of the host within a step", SYNCS)
 guard_tables = _table("A loss that is not a number", AS_EXPECTED)
+pin_tables = _table("What the driver is asked for", AS_EXPECTED)
 compile_tables = _table("Compiled units", RATE, DIFFERENCE)
 control_tables = _table("Faults that have to be noticed", DIFFERENCE)
 
@@ -311,13 +351,16 @@ def read_bars(rows: Sequence[Row]) -> list[Bar]:
     return bars
 
 
-def guard_bars(rows: Sequence[Row]) -> list[Bar]:
+def guard_bars(rows: Sequence[Row], what: str = "a loss that is not a number") -> list[Bar]:
     """Each as it says."""
     return [
-        Bar(claim=f"a loss that is not a number, {row.case}", measured=row.value, at_least=1)
+        Bar(claim=f"{what}, {row.case}", measured=row.value, at_least=1)
         for row in rows
         if row.metric == AS_EXPECTED
     ]
+
+
+pin_bars = partial(guard_bars, what="the driver")
 
 
 def compile_bars(rows: Sequence[Row]) -> list[Bar]:

@@ -1,7 +1,7 @@
 """Several ranks on one GPU, over gloo: are streams, events and reused memory in order?
 
 Training on the device must give the losses that plain PyTorch gives on a CPU.  A missing wait
-between streams shows only where one of them is late, so some cases are run three times:
+between streams shows only where one of them is late, so some cases are run several times:
 
     on time        as it is
     late compute   after each microbatch the compute stream gets a product of large matrices:
@@ -9,20 +9,24 @@ between streams shows only where one of them is late, so some cases are run thre
                    given away while kernels that read it are still to come
     late transfer  the same on the streams of gathers and reductions: compute would run ahead
                    of parameters that have not come and of gradients that are still read
+    late copies    the same before each copy from or to the host, where a plan has such
 
 gloo is slow here and that does not matter: nothing is timed.
 """
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from experiments.common.launch import run_ranks
 from experiments.common.results import Bar, Table
-from experiments.common.systems import PLAIN, het_fsdp, stock
+from experiments.common.systems import PLAIN, stock
 from experiments.decoders import CPU, decoder_config, make_decoder
 from experiments.gpu import systems
 from experiments.gpu.results import (
@@ -37,6 +41,7 @@ from experiments.gpu.results import (
 from experiments.gpu.scale import MLP_RATIO, PARAM_DTYPE, REDUCE_DTYPE, Job
 from shardhet import HetFSDP, Plan
 from shardhet.apps.cli.quantities import counted
+from shardhet.comm.on_host.lanes import Copy, CopyLane
 from shardhet.fsdp.step.observer import Activity, Observed
 from shardhet.models.decoder import DecoderConfig
 
@@ -55,7 +60,8 @@ WORLDS = {
     # One stores nothing, one computes nothing.
     4: ((4, 3, 0, 1), (0.4, 0.0, 0.35, 0.25), (1, 2, 0, 1)),
 }
-LATENESS = ("on time", "late compute", "late transfer")
+LATENESS = ("on time", "late compute", "late transfer", "late copies")
+ONE_ROUND, ROUNDS, ON_HOSTS = "one round", "two rounds", "two rounds, state and inputs on hosts"
 LATE_WIDTH = 4096  # of the matrices: milliseconds on a large GPU
 
 
@@ -68,6 +74,12 @@ class Case:
     recompute: bool
     precision: str
     lateness: str
+    form: str = ONE_ROUND
+
+    @property
+    def num_rounds(self) -> int:
+        """Of a step; each has ``GLOBAL_BATCH_SIZE`` samples."""
+        return 1 if self.form == ONE_ROUND else 2
 
     @property
     def name(self) -> str:
@@ -78,6 +90,7 @@ class Case:
                 self.precision,
                 "several microbatches" if self.is_split else "one microbatch",
                 "recomputed" if self.recompute else "kept",
+                *([] if self.form == ONE_ROUND else [self.form]),
                 self.lateness,
             )
         )
@@ -91,18 +104,27 @@ class Case:
             rank_batch_sizes=batches,
             state_shares=shares,
             recompute=self.recompute,
+            num_rounds=self.num_rounds,
+            reduce_each_round=self.num_rounds == 1,
+            inputs_on_host=self.form == ON_HOSTS and self.recompute,
+            optimizer_on_host=self.form == ON_HOSTS,
         )
 
 
 def cases_for(world_size: int) -> list[Case]:
-    """All four ways in float32 on time; two of them, and one in bfloat16, late as well."""
+    """All four ways in float32 on time; two of them, and one in bfloat16, late as well.
+
+    Then rounds, and what a plan keeps in the memory of hosts.
+    """
     flags = [
         (is_split, recompute, FLOAT32, LATENESS[0])
         for is_split, recompute in itertools.product((False, True), repeat=2)
     ]
-    for lateness in LATENESS[1:]:
+    for lateness in LATENESS[1:3]:
         flags += [(both, both, FLOAT32, lateness) for both in (False, True)]
-    flags += [(True, True, BFLOAT16, lateness) for lateness in LATENESS]
+    flags += [(True, True, BFLOAT16, lateness) for lateness in LATENESS[:3]]
+    forms = [(ROUNDS, lateness) for lateness in LATENESS[:3]]
+    forms += [(ON_HOSTS, lateness) for lateness in LATENESS]
     return [
         Case(
             world_size=world_size,
@@ -112,6 +134,16 @@ def cases_for(world_size: int) -> list[Case]:
             lateness=lateness,
         )
         for is_split, recompute, precision, lateness in flags
+    ] + [
+        Case(
+            world_size=world_size,
+            is_split=True,
+            recompute=True,
+            precision=FLOAT32,
+            lateness=lateness,
+            form=form,
+        )
+        for form, lateness in forms
     ]
 
 
@@ -125,7 +157,7 @@ def config_of(job: Job) -> DecoderConfig:
 def run(job: Job, record: Recorder) -> None:
     """One launch of ranks per world, all cases in it."""
     config = config_of(job)
-    expected = reference_losses(config)
+    expected = {number: reference_losses(config, number) for number in (1, 2)}
     worlds = [2] if job.is_short else [2, 3, 4]
     for world_size in worlds:
         cases = cases_for(world_size)
@@ -134,14 +166,15 @@ def run(job: Job, record: Recorder) -> None:
             losses_by_case = run_ranks(train_cases, world_size, job, config, cases)[0]
             for case, losses in zip(cases, losses_by_case, strict=True):
                 with noting_failure(case.name, record):
-                    record(case.name, DIFFERENCE, largest_difference(losses, expected))
+                    of_case = expected[case.num_rounds]
+                    record(case.name, DIFFERENCE, largest_difference(losses, of_case))
 
 
-def reference_losses(config: DecoderConfig) -> list[float]:
+def reference_losses(config: DecoderConfig, num_rounds: int = 1) -> list[float]:
     """Of plain PyTorch, on this machine's CPU, in float32."""
     model = make_decoder(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    batch = systems.random_batch(config, GLOBAL_BATCH_SIZE, CPU)
+    batch = systems.random_batch(config, num_rounds * GLOBAL_BATCH_SIZE, CPU)
     plain = stock(model, optimizer, name=PLAIN)
     return [float(plain.step(*batch)) for _ in range(NUM_STEPS)]
 
@@ -177,39 +210,65 @@ def train(
         param_dtype=PARAM_DTYPE if in_bfloat16 else None,
         reduce_dtype=REDUCE_DTYPE if in_bfloat16 else None,
     )
-    if case.lateness != LATENESS[0]:
+    if case.lateness in LATENESS[1:3]:
         model.add_observer(make_late(model, device, is_compute=case.lateness == LATENESS[1]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    tokens, targets = systems.random_batch(config, GLOBAL_BATCH_SIZE, device)
-    first = case.plan.first_sample(model.position)
-    stop = first + case.plan.ranks[model.position].rank_batch_size
-    own = tokens[first:stop], targets[first:stop]
-    step = het_fsdp(model, optimizer).step
-    losses = [step(*own) for _ in range(NUM_STEPS)]
+    batch = systems.random_batch(config, case.num_rounds * GLOBAL_BATCH_SIZE, device)
+    own = [each[case.plan.sample_indices(model.position)] for each in batch]
+
+    def step() -> float | None:
+        mean_loss = model.forward_backward(*own)
+        optimizer.step()
+        optimizer.zero_grad()
+        return mean_loss
+
+    with late_copies(device) if case.lateness == LATENESS[3] else nullcontext():
+        losses = [step() for _ in range(NUM_STEPS)]
     return [float("nan") if loss is None else float(loss) for loss in losses]
+
+
+def late_copies(device: torch.device) -> AbstractContextManager[Any]:
+    """Keep the streams of copies from and to the host busy before each copy."""
+    multiply, launch = _multiply(device), CopyLane.launch
+
+    def late(lane: CopyLane, make: Callable[[], None], **others: Any) -> Copy:
+        def make_late() -> None:
+            multiply()
+            make()
+
+        return launch(lane, make_late, **others)
+
+    return mock.patch.object(CopyLane, "launch", late)
+
+
+def _multiply(device: torch.device) -> Callable[[], None]:
+    """A product of large matrices on the current stream."""
+    width = LATE_WIDTH if device.type == "cuda" else 8
+    filler, filled = [torch.zeros(width, width, device=device) for _ in range(2)]
+
+    @torch.no_grad()
+    def multiply() -> None:
+        torch.mm(filler, filler, out=filled)  # nobody reads it, so streams may overwrite it
+
+    return multiply
 
 
 def make_late(
     model: HetFSDP, device: torch.device, *, is_compute: bool
 ) -> Callable[[Observed], None]:
     """An observer that keeps streams busy after each microbatch of each unit."""
-    width = LATE_WIDTH if device.type == "cuda" else 8
-    filler, filled = [torch.zeros(width, width, device=device) for _ in range(2)]
+    multiply = _multiply(device)
     comm = model._comm  # there is no public way to its streams, and no other need for one
-
-    def multiply() -> None:
-        torch.mm(filler, filler, out=filled)  # nobody reads it, so streams may overwrite it
 
     def observe(event: Observed) -> None:
         if event.activity not in (Activity.FORWARD, Activity.BACKWARD):
             return
-        with torch.no_grad():
-            if is_compute:
+        if is_compute:
+            multiply()
+            return
+        for stream in (comm.all_gather_stream, comm.reduce_scatter_stream):
+            with comm.on_stream(stream):
                 multiply()
-                return
-            for stream in (comm.all_gather_stream, comm.reduce_scatter_stream):
-                with comm.on_stream(stream):
-                    multiply()
 
     return observe
 
