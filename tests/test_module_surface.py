@@ -333,6 +333,11 @@ def from_vector(pair: Pair) -> None:
     torch.nn.utils.vector_to_parameters(vector + 1, params)
 
 
+def merge(pair: Pair) -> None:
+    pair.model.module.merge_adapter = pair.model.module.head.extra_repr  # as a PeftModel has it
+    pair.model.merge_adapter()
+
+
 FAULTS = [
     (to_half, "parameters cannot be moved or cast"),
     (to_float, "parameters cannot be moved or cast"),
@@ -352,6 +357,7 @@ FAULTS = [
     (call_module_of_root, "outside of HetFSDP's forward"),
     (replace_data, "its data were replaced"),
     (from_vector, "its data were replaced"),
+    (merge, "It adds whole adapters to weights"),
 ]
 
 

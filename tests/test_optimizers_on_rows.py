@@ -229,6 +229,25 @@ def test_an_optimizer_from_before_wrapping_is_refused() -> None:
         assert outcome.is_within(WITHIN_S)
 
 
+def begin_with_a_state_of_one_process(rank: int) -> None:
+    pair = Pair(UNEVEN)
+    whole = optim.AdamW(pair.plain.parameters(), lr=0.0)
+    for param in pair.plain.parameters():
+        param.grad = torch.ones_like(param)
+    whole.step()
+    whole.zero_grad()
+    optimizer = optim.AdamW(pair.model.parameters())
+    optimizer.load_state_dict(whole.state_dict())
+    pair.backward()
+    optimizer.step()
+
+
+def test_a_state_of_other_rows_is_refused() -> None:
+    for outcome in run_ranks_expecting_failure(begin_with_a_state_of_one_process, 2):
+        assert "exp_avg has shape" in outcome.message, outcome.traceback
+        assert "shardhet.checkpoint.load" in outcome.message
+
+
 def train_alone(rank: int) -> None:
     train(rank, ALONE, muon, {})
     train(rank, ALONE, Lamb, {})

@@ -24,7 +24,14 @@ _RECOMPUTE = (
     "the planner choose"
 )
 _BEFORE = "It changes parameters. Call it on the module before wrapping it"
+_MERGES = (
+    "It adds whole adapters to weights, of which this rank has only some rows. Save the model "
+    "with shardhet.hf.save_pretrained and merge what one process loads from there "
+    "(peft.AutoPeftModel.from_pretrained(path).merge_and_unload())"
+)
 REFUSED = {
+    "merge_adapter": _MERGES,
+    "merge_and_unload": _MERGES,
     "gradient_checkpointing_enable": _RECOMPUTE,
     "gradient_checkpointing_disable": _RECOMPUTE,
     "enable_input_require_grads": _BEFORE,
@@ -58,7 +65,9 @@ def through(
 ) -> Any:
     """The attribute ``name`` of ``module``; a method is wrapped to run with stand-ins."""
     value = getattr(module, name)
-    if not (inspect.ismethod(value) and value.__self__ is module):
+    # A PeftModel passes on those of the model inside.
+    is_own = inspect.ismethod(value) and (value.__self__ is module or name in REFUSED)
+    if not is_own:
         return value
 
     @wraps(value)

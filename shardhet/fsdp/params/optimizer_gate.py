@@ -118,6 +118,7 @@ def count_moments(optimizer: optim.Optimizer) -> int:
 
 def _check(optimizer: optim.Optimizer) -> None:
     if type(optimizer) in ELEMENT_WISE:
+        _check_state(optimizer)
         return
     for kind in type(optimizer).__mro__:
         if kind.__name__ in NEEDS_MORE and kind.__module__.startswith("torch."):
@@ -135,6 +136,20 @@ def _check(optimizer: optim.Optimizer) -> None:
         return
     if error > 1.0:
         _refuse(optimizer, "updates rows of a parameter differently than the whole parameter")
+
+
+def _check_state(optimizer: optim.Optimizer) -> None:
+    """Raise if the state with which an element-wise optimizer begins is of other rows."""
+    for param, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.dim() and value.shape != param.shape:
+                raise ValueError(
+                    f"{_name(optimizer)}: its {name} has shape {tuple(value.shape)} for a "
+                    f"parameter of which this rank has {tuple(param.shape)}. The state is that "
+                    "of one process, or of another plan or rank. shardhet.checkpoint.load("
+                    "model, optimizer, path) gives each rank its rows of what "
+                    "shardhet.checkpoint.save has saved, under any plan or in one process."
+                )
 
 
 def _refuse(optimizer: optim.Optimizer, why: str) -> NoReturn:
