@@ -80,6 +80,9 @@ def test_a_run_without_a_traced_step_is_told_how_to_trace(
     with pytest.raises(SystemExit):
         main([str(folder.path)])
     assert "Train with trace=true." in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([str(folder.path / "nowhere")])
+    assert "Pass the folder of a run" in capsys.readouterr().err
 
 
 def test_a_device_that_has_nothing_to_compute_is_not_blamed() -> None:

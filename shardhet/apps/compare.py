@@ -87,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     folder = RunFolder(given.run)
     for path, remedy in (
+        (folder.devices_path, "Pass the folder of a run: runs/..."),
         (folder.trace_dir / "rank0.json", "Train with trace=true."),
         (
             folder.predicted_trace_path,

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from shardhet.apps.cli.outputs import check_outputs
-from shardhet.apps.cli.quantities import duration, of_budget
+from shardhet.apps.cli.quantities import counted, duration, of_budget
 from shardhet.apps.cli.streamed import figures_table
 from shardhet.apps.planning.inputs import Door, load, read_request
 from shardhet.apps.planning.report import Row, rows_of, source_line, wide_console
@@ -64,8 +64,9 @@ def _show(
     step_s = timeline.step_time_s
     samples_per_s = plan.global_batch_size / step_s
     console.print(
-        f"{inputs.name} on {plan.world_size} devices: a step of {plan.global_batch_size:,} "
-        f"samples takes {duration(step_s)}, {samples_per_s:,.4g} samples/s",
+        f"{inputs.name} on {counted(plan.world_size, 'device')}: a step of "
+        f"{counted(plan.global_batch_size, 'sample')} takes {duration(step_s)}, "
+        f"{samples_per_s:,.4g} samples/s",
         markup=False,
     )
     console.print(source_line(inputs), markup=False)

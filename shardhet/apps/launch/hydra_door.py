@@ -5,6 +5,7 @@ shows its own help.
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ from shardhet.config.compose import (
     searching_first,
 )
 
+FOLDERS = ("out", "run_dir", "hydra.run.dir")  # keys of folders that are made
 AGENT_ENDS_WITHIN_S = 5.0  # once its first rank has told it to
 
 
@@ -63,6 +65,7 @@ def enter(
     with searching_first(own_dir):
         try:
             check_choices(overrides)
+            check_folders(overrides)
             if {"--help", "-h"} & set(sys.argv[1:]):
                 show_help(overrides, own_dir)
             else:
@@ -136,6 +139,16 @@ def own_config_dir(arguments: Sequence[str]) -> Path | None:
     if own_dir is not None and not own_dir.is_dir():
         raise SystemExit(f"--config-dir: {str(own_dir)!r} is not a folder.")
     return own_dir
+
+
+def check_folders(overrides: Sequence[str]) -> None:
+    """Raise ``ConfigError`` if a folder that Hydra would make cannot be made."""
+    for key, _, value in (each.partition("=") for each in overrides):
+        path = Path(value).absolute()
+        found = next(each for each in (path, *path.parents) if each.exists())
+        if key in FOLDERS and not (found.is_dir() and os.access(found, os.W_OK | os.X_OK)):
+            why = "may not be written to" if found.is_dir() else "is a file"
+            raise ConfigError(f"{key}: {value!r}: {found} {why}. Name another folder.")
 
 
 def is_override(argument: str) -> bool:
