@@ -7,6 +7,8 @@ import pytest
 
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import (
+    FRAMES,
+    HOST_BYTES_PER_S,
     LINK_FRACTION,
     STRAGGLING,
     derive_profile,
@@ -176,10 +178,24 @@ def test_a_ring_waits_for_every_hop(
 ) -> None:
     described = cluster(*counts, regions=regions)
     world_size = described.world_size
+    part = LINK_FRACTION if max(counts) > 1 else 1 / (1 / FRAMES + 1e9 / HOST_BYTES_PER_S)
     for point in derive_profile(described, WORKLOAD).collectives.points:
-        moving_s = point.nbytes * (world_size - 1) / world_size / (LINK_FRACTION * 1e9)
+        moving_s = point.nbytes * (world_size - 1) / world_size / (part * 1e9)
         assert point.gather.mean_s == pytest.approx(latency_s + moving_s)
         assert point.reduce == point.gather
+
+
+@pytest.mark.parametrize(
+    ("gbit_per_s", "part"), [(1, 0.92), (10, 0.74), (25, 0.57), (100, 0.37)]
+)
+def test_a_slow_cable_is_nearly_filled(gbit_per_s: float, part: float) -> None:
+    """Others measured rings that nearly fill 1 Gbit/s (experiments/pipelines/printed)."""
+    link = Link(latency_s=0.0, bandwidth_bytes_per_s=gbit_per_s / 8 * 1e9)
+    joined = replace(cluster(1, 1), between_nodes=link)
+    collectives = derive_profile(joined, WORKLOAD).collectives
+    assert collectives.gather_s is not None
+    reached = 2**24 / 2 / collectives.gather_s.at(2**24)
+    assert reached / link.bandwidth_bytes_per_s == pytest.approx(part, rel=0.01)
 
 
 def test_a_unit_takes_as_long_as_on_the_slowest_device() -> None:

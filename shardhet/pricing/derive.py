@@ -5,6 +5,9 @@ All figures are labelled as derived.  Units are priced by ``shardhet.pricing.roo
 A collective is a ring over all devices, in plan order.  Its bytes pass the slowest link, of
 whose bandwidth they get LINK_FRACTION.  GeForce cards have no peer-to-peer transfers: all that
 share a host copy through its memory at once, so of n > 3 they get LINK_FRACTION (3 / n)^1.5.
+Between nodes and regions, bytes pass a cable of bandwidth b and the memory of both hosts, one
+after the other, so of b they get max(LINK_FRACTION, 1 / (1 / FRAMES + b / HOST_BYTES_PER_S)):
+0.91 of 1 Gbit/s, 0.74 of 10, 0.56 of 25, and LINK_FRACTION from some 60 on.
 Besides, the first byte takes R - 1 hops to reach the last of R devices, each with the latency
 of its link, as in NCCL's own model of a ring (NVIDIA/nccl, src/graph/tuning.cc) and in Thakur,
 Rabenseifner and Gropp (2005), section 4.1.  So a collective of 512 devices takes longer than
@@ -43,6 +46,11 @@ from shardhet.records.workload import UnitKind, Workload
 
 # On PCIe hosts a ring reaches 1 / 2.7 of the point-to-point bandwidth (measured on Cephalo's).
 LINK_FRACTION = 0.37
+# The same of PCIe 3.0 x16, 12 GB/s after its protocol: what a ring through hosts reaches where
+# no cable is slower.  NCCL over sockets reached 4.1 to 5.2 GB/s of a 100 Gbit/s network at
+# best (NVIDIA/nccl, issue 450).
+HOST_BYTES_PER_S = LINK_FRACTION * 12e9
+FRAMES = 0.94  # of a cable's bits are data: 1,448 bytes of each 1,538 of TCP over Ethernet
 # Two or three GeForce cards on a host reach 0.3 to 0.4 of the specification of PCIe, eight
 # RTX 4090 0.08 to 0.09 (FSDP in the published artifact of RoundPipe): 0.37 (3 / 8)^1.5 = 0.085.
 WITHOUT_PEER_TO_PEER = "GeForce"
@@ -153,7 +161,7 @@ def _link_paces(cluster: Cluster, stated: float | None) -> list[tuple[float, flo
     Raises ``ValueError`` naming a link that is not stated.
     """
     # A link that joins nodes may equal one within a node; the part within is never larger.
-    parts = dict.fromkeys(cluster.links, LINK_FRACTION)
+    parts = {link: _part_of_cable(link) for link in cluster.links}
     for node in cluster.nodes:
         if len(node.devices) > 1:
             assert node.link is not None  # or there are no ``cluster.links``
@@ -168,6 +176,12 @@ def _part_within(node: Node) -> float:
     """What the devices of a node reach of the link between them."""
     crowd = sum(WITHOUT_PEER_TO_PEER in str(device.kind) for device in node.devices)
     return LINK_FRACTION * min(1.0, UNCROWDED / max(1, crowd)) ** CROWDING
+
+
+def _part_of_cable(link: Link) -> float:
+    """What a ring reaches of a link between nodes; see the module."""
+    part = 1 / (1 / FRAMES + link.bandwidth_bytes_per_s / HOST_BYTES_PER_S)
+    return max(LINK_FRACTION, part)
 
 
 def _said_of_links(cluster: Cluster, stated: float | None) -> str:
