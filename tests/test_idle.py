@@ -191,10 +191,12 @@ def test_bounds_are_of_plans_with_no_device_idle_or_the_same_ones(s_per_byte: fl
 def test_devices_are_left_idle_also_where_hosts_may_hold_a_part() -> None:
     """Without hosts the best of all plans leaves devices idle here, and is 6 times faster."""
     instance = drawn(1028, sizes=(2, 4))
+    profile = derive_profile(instance.cluster, instance.workload, link_fraction=0.37)
+    setting = Setting(instance.cluster, instance.workload, profile)
     on_host = Demands(may_keep_inputs_on_host=True, may_keep_optimizer_on_host=True)
     found, without = (
         solve(
-            instance.setting,
+            setting,
             global_batch_size=instance.batch,
             demands=demands,
             tolerance=5e-3,
