@@ -6,16 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from shardhet import Plan
-from shardhet.fsdp.params.optimizer_gate import ELEMENT_WISE
+from shardhet.fsdp.params.optimizer_gate import ELEMENT_WISE, ROWS
 from tests.checkpoint_cases import with_gradients
 from tests.edge_plans import ALONE, UNEVEN, every_plan
 from tests.ordinary import Pair
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
 WITHIN_S = 10.0
+EVEN = Plan.by_hand(microbatch_sizes=[3, 3], state_shares=[0.5, 0.5])
 
 
 class Lion(optim.Optimizer):
@@ -121,6 +123,42 @@ def test_torchs_element_wise_optimizers_train_the_same(
     plan: Plan, kind: type[optim.Optimizer]
 ) -> None:
     run_ranks(train, len(plan.ranks), plan, kind, {"lr": 0.01})
+
+
+def load_state_of(rank: int, of_rank: int | None, to_new: bool) -> None:
+    """A step with the state of that rank, which was saved after a step; None: its own."""
+    pair = Pair(EVEN)
+    optimizer = optim.Adam(pair.model.parameters())
+    pair.backward()
+    optimizer.step()
+    states: list[Any] = [None] * 2
+    dist.all_gather_object(states, optimizer.state_dict())
+    state = states[rank if of_rank is None else of_rank]
+    mean = {name: each.clone() for name, each in optimizer.state[_first(optimizer)].items()}
+    if to_new:
+        optimizer = optim.Adam(pair.model.parameters())
+    optimizer.load_state_dict(state)
+    if of_rank is None:
+        loaded = optimizer.state[_first(optimizer)]
+        assert all(torch.equal(mean[name], loaded[name]) for name in mean)
+    pair.model.backward(*pair.model(**pair.mine(pair.batch())))
+    optimizer.step()
+    assert ROWS not in optimizer.param_groups[0]
+    assert torch.equal(optimizer.state[_first(optimizer)]["step"], mean["step"] + 1)
+    pair.model(**pair.mine(pair.batch()))  # the other rank may have objected
+
+
+def _first(optimizer: optim.Optimizer) -> Tensor:
+    first: Tensor = optimizer.param_groups[0]["params"][0]
+    return first
+
+
+@pytest.mark.parametrize("to_new", [True, False])
+def test_a_state_is_that_of_the_same_rows(to_new: bool) -> None:
+    run_ranks(load_state_of, 2, None, to_new)
+    for outcome in run_ranks_expecting_failure(load_state_of, 2, 0, to_new):
+        assert "it was saved by another rank, or under another plan" in outcome.message
+        assert outcome.is_within(WITHIN_S)
 
 
 @pytest.mark.sampled

@@ -40,6 +40,7 @@ from shardhet.fsdp.step.runtime import Runtime
 from shardhet.fsdp.step.unit_by_unit import check_is_not_open, refuse_to_save_rows, unit_by_unit
 from shardhet.fsdp.surface import guard_root
 from shardhet.records.cluster import DeviceSpec
+from shardhet.records.layout import Span
 from shardhet.records.plan import Plan
 
 
@@ -184,7 +185,8 @@ class HetFSDP(ModuleInRounds):
     def _know_params(self, hooks: ParamHooks, before: Mapping[str, ref[nn.Parameter]]) -> None:
         """Let optimizers step rows, and refuse those that hold parameters from ``before``."""
         if not self._rows.is_alone:  # a lone rank stores whole parameters
-            know(self._param_by_fqn.values(), self._lifeline)
+            places = [(flat, i) for flat in self._flats for i in range(len(flat.slots))]
+            know([_with_rows(*place) for place in places], self._lifeline)
         host_step.know(self._param_by_fqn.values(), self._comm, self._lifeline)
         alive = [(fqn, param) for fqn, at in before.items() if (param := at()) is not None]
         know_given_up(alive, self._lifeline)
@@ -320,6 +322,12 @@ def _in_order(fqns: Iterable[str], flats: Sequence[FlatTensor]) -> dict[str, nn.
         for slot, param in zip(flat.slots, flat.sharded_params, strict=True)
     }
     return {fqn: params[fqn] for fqn in fqns}
+
+
+def _with_rows(flat: FlatTensor, i: int) -> tuple[nn.Parameter, Callable[[], Span | None]]:
+    """A sharded parameter, and what says which rows are here; it keeps nothing alive."""
+    there = ref(flat)
+    return flat.sharded_params[i], lambda: None if (at := there()) is None else at.rows[i]
 
 
 def _device_of(module: nn.Module) -> torch.device:

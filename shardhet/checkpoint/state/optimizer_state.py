@@ -14,6 +14,7 @@ from torch import Tensor, nn, optim
 from shardhet.checkpoint.format.entries import STATE, HeldState
 from shardhet.checkpoint.format.errors import CheckpointError
 from shardhet.checkpoint.state.parts import ModelPart, as_rows
+from shardhet.fsdp.params.optimizer_gate import ROWS
 
 # Options that torch's schedulers add to groups: an optimizer may be made before they are.
 OF_SCHEDULERS = frozenset(
@@ -52,7 +53,7 @@ def groups_of(
         options = {
             name: _plain_option(value, f"optimizer: {name} of group {number}")
             for name, value in group.items()
-            if name != "params"
+            if name not in ("params", ROWS)
         }
         groups.append({**options, "params": fqns})
     return tuple(groups)

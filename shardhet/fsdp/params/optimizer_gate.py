@@ -10,13 +10,16 @@ holds parameters of a HetFSDP is checked once:
                                                and cut into rows; refused if results differ
 
 An optimizer that holds parameters from before wrapping is refused: it would train nothing.
+
+From then on its ``state_dict()`` says of which rows it is, and a state of other rows is
+refused, when it is loaded or at the first step after it.
 """
 
 import copy
 import math
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -27,6 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardhet.comm.failure import Lifeline
 from shardhet.fsdp.sharding.seeds import restored_random_state
+from shardhet.records.layout import Span
 
 ELEMENT_WISE = frozenset(
     {
@@ -54,6 +58,10 @@ INSTEAD = (
     "Use one that works element by element (AdamW, SGD, ...), or train these parameters "
     "with it in a model of their own."
 )
+LOAD = (
+    "shardhet.checkpoint.load(model, optimizer, path) gives each rank its rows of what "
+    "shardhet.checkpoint.save has saved, under any plan or in one process."
+)
 # Large enough for optimizers that treat small tensors differently (8-bit: below 4,096) or
 # matrices with a small side (factored moments: below 128, as a rule).
 TRIAL_SHAPES = ((), (4290,), (260, 258), (130, 129, 3), (130, 4, 3, 3), (130, 4, 3, 3, 1))
@@ -61,15 +69,21 @@ TRIAL_CUT = 37  # rows of the first of two parts
 TRIAL_STEPS = 30  # some look at whole matrices only then and when, or after a warm-up
 TRIAL_BAR = 1e3  # in epsilons of the dtype, relative to the largest element or update
 
+ROWS = "shardhet_rows"  # an option of each group of a state dict
+
 _lifeline_by_param = WeakIdKeyDictionary()  # of parameters of all models
+_rows_by_param = WeakIdKeyDictionary()  # likewise: what returns the rows that are here
 _given_up = WeakIdKeyDictionary()  # parameters from before wrapping: their fqn and lifeline
 _params_seen: "WeakKeyDictionary[optim.Optimizer, int]" = WeakKeyDictionary()
 
 
-def know(params: Iterable[nn.Parameter], lifeline: Lifeline) -> None:
-    """Register ``params`` as rows of a HetFSDP."""
-    for param in params:
+def know(
+    params: Iterable[tuple[nn.Parameter, Callable[[], Span | None]]], lifeline: Lifeline
+) -> None:
+    """Register parameters as rows of a HetFSDP, each with what says which rows are here."""
+    for param, rows in params:
         _lifeline_by_param[param] = lifeline
+        _rows_by_param[param] = rows
 
 
 def know_given_up(params: Iterable[tuple[str, nn.Parameter]], lifeline: Lifeline) -> None:
@@ -96,7 +110,11 @@ def look_at(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     known = [_lifeline_by_param[param] for param in params if param in _lifeline_by_param]
     if known:
         with known[0].guard("optimizer.step"):
+            _check_rows(optimizer)
             _check(optimizer)
+        if optimizer not in _params_seen:
+            optimizer.register_state_dict_post_hook(_mark_rows)
+            optimizer.register_load_state_dict_post_hook(_check_loaded)
     _params_seen[optimizer] = num_params
 
 
@@ -146,10 +164,37 @@ def _check_state(optimizer: optim.Optimizer) -> None:
                 raise ValueError(
                     f"{_name(optimizer)}: its {name} has shape {tuple(value.shape)} for a "
                     f"parameter of which this rank has {tuple(param.shape)}. The state is that "
-                    "of one process, or of another plan or rank. shardhet.checkpoint.load("
-                    "model, optimizer, path) gives each rank its rows of what "
-                    "shardhet.checkpoint.save has saved, under any plan or in one process."
+                    f"of one process, or of another plan or rank. {LOAD}"
                 )
+
+
+def _rows_of(group: dict[str, Any]) -> list[list[int]]:
+    spans = [_rows_by_param[param]() for param in group["params"] if param in _rows_by_param]
+    return [[span.start, span.stop] for span in spans if span is not None]
+
+
+def _mark_rows(optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        saved[ROWS] = _rows_of(group)
+
+
+def _check_loaded(optimizer: optim.Optimizer) -> None:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    lifeline = next(_lifeline_by_param[each] for each in params if each in _lifeline_by_param)
+    with lifeline.guard("optimizer.load_state_dict"):
+        _check_rows(optimizer)
+
+
+def _check_rows(optimizer: optim.Optimizer) -> None:
+    """Raise if a state that was loaded says that it is of other rows than this rank's."""
+    for number, group in enumerate(optimizer.param_groups):
+        found, here = group.pop(ROWS, None), _rows_of(group)
+        if found not in (None, here):
+            raise ValueError(
+                f"{_name(optimizer)}: the state that was loaded is of rows {found} of the "
+                f"parameters of group {number}, and this rank has {here}: it was saved by "
+                f"another rank, or under another plan. {LOAD}"
+            )
 
 
 def _refuse(optimizer: optim.Optimizer, why: str) -> NoReturn:
