@@ -55,6 +55,7 @@ def test_torchrun_is_told_what_is_wrong_with_a_configuration(
 def test_a_folder_that_cannot_be_made_is_refused_by_its_key(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     check_folders([f"out={tmp_path}/new/folder", f"plan.path={tmp_path}/file", "~data"])
+    check_folders([f"plan.recompute=[{'block,' * 100}]"])  # longer than a file's name may be
     for path in ("file", "file/below"):
         with pytest.raises(ConfigError, match=r"out: .*file is a file"):
             check_folders([f"out={tmp_path}/{path}"])

@@ -86,7 +86,7 @@ class InputsConf(Checked):
     fp16_accumulation: bool = False  # with FP16: derived times are of sums in float16, too
     # Of peak FLOP/s, in derived profiles; null: by kind, precision and shape.
     compute_fraction: float | None = checked(None, above(0), is_fraction)
-    # Of links' bandwidth, likewise; null: by crowding.
+    # Of links' bandwidth, likewise; null: by crowding, and a cable's speed.
     link_fraction: float | None = checked(None, above(0), is_fraction)
     # Of each device; null: shardhet.records.margin.
     usable_memory_fraction: float | None = checked(None, above(0), is_fraction)

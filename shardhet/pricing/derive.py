@@ -7,7 +7,7 @@ whose bandwidth they get LINK_FRACTION.  GeForce cards have no peer-to-peer tran
 share a host copy through its memory at once, so of n > 3 they get LINK_FRACTION (3 / n)^1.5.
 Between nodes and regions, bytes pass a cable of bandwidth b and the memory of both hosts, one
 after the other, so of b they get max(LINK_FRACTION, 1 / (1 / FRAMES + b / HOST_BYTES_PER_S)):
-0.91 of 1 Gbit/s, 0.74 of 10, 0.56 of 25, and LINK_FRACTION from some 60 on.
+0.92 of 1 Gbit/s, 0.74 of 10, 0.57 of 25, and LINK_FRACTION from some 60 on.
 Besides, the first byte takes R - 1 hops to reach the last of R devices, each with the latency
 of its link, as in NCCL's own model of a ring (NVIDIA/nccl, src/graph/tuning.cc) and in Thakur,
 Rabenseifner and Gropp (2005), section 4.1.  So a collective of 512 devices takes longer than

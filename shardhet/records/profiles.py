@@ -302,7 +302,7 @@ class Profile(Document):
     # What tells how long collectives take without some of the devices.
     groups: Annotated[tuple[GroupCollectives, ...], OMITTABLE] = ()
     pairs: Annotated[tuple[PairLink, ...], OMITTABLE] = ()
-    # Of links' bandwidth, where collectives are derived; None: by crowding, or measured.
+    # Of links' bandwidth, where collectives are derived; None: as derived, or measured.
     link_fraction: Fraction | None = None
     note: str = ""
 

@@ -32,7 +32,7 @@ from shardhet.config.compose import (
     searching_first,
 )
 
-FOLDERS = ("out", "run_dir", "hydra.run.dir")  # keys of folders that are made
+FOLDERS = ("out=", "run_dir=", "hydra.run.dir=")  # keys of folders that are made
 AGENT_ENDS_WITHIN_S = 5.0  # once its first rank has told it to
 
 
@@ -143,10 +143,10 @@ def own_config_dir(arguments: Sequence[str]) -> Path | None:
 
 def check_folders(overrides: Sequence[str]) -> None:
     """Raise ``ConfigError`` if a folder that Hydra would make cannot be made."""
-    for key, _, value in (each.partition("=") for each in overrides):
+    for key, _, value in (o.partition("=") for o in overrides if o.startswith(FOLDERS)):
         path = Path(value).absolute()
         found = next(each for each in (path, *path.parents) if each.exists())
-        if key in FOLDERS and not (found.is_dir() and os.access(found, os.W_OK | os.X_OK)):
+        if not (found.is_dir() and os.access(found, os.W_OK | os.X_OK)):
             why = "may not be written to" if found.is_dir() else "is a file"
             raise ConfigError(f"{key}: {value!r}: {found} {why}. Name another folder.")
 
