@@ -417,6 +417,29 @@ def test_a_parameter_that_was_put_aside_before_wrapping_is_refused(is_view: bool
         model(draw(5, WIDTH))
 
 
+class AsksAside(Net):
+    """Computes with what it holds aside, where there are no gradients."""
+
+    def __init__(self, *, is_own: bool) -> None:
+        super().__init__(linear)
+        self.double()
+        self.aside = [self.units[0] if is_own else linear().double()]
+        self.weights = [self.aside[0].weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            told = (x @ self.weights[0]).sum(-1, keepdim=True)
+        return super().forward(x + told)
+
+
+def test_another_model_that_is_kept_aside_may_be_asked_where_there_are_no_gradients() -> None:
+    units = ["units.0", "units.1"]
+    check(ALONE, AsksAside(is_own=False), [draw(5, WIDTH).double()] * 2, squared, units=units)
+    model = HetFSDP(AsksAside(is_own=True), ALONE, units=units)
+    with pytest.raises(ValueError, match="kept from before wrapping"):
+        model(draw(5, WIDTH).double())
+
+
 @dataclass
 class Batch:
     """What a data loader may give."""

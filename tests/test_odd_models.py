@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardhet import HetFSDP
+from shardhet import HetFSDP, Plan
 from tests.test_probe import WIDTH, Net, both_ways, check, draw, plan_for, squared
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
@@ -145,11 +145,11 @@ def test_parameters_that_a_forward_writes_are_refused(
 
 
 class Words(nn.Module):
-    """Its embeddings have a norm of one half at most, and torch writes that."""
+    """Embeddings with options of torch's."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.table, self.head = nn.Embedding(7, WIDTH, max_norm=0.5), linear()
+        self.table, self.head = nn.Embedding(7, WIDTH, **options), linear()
 
     def forward(self, words: Tensor) -> Tensor:
         return self.head(self.table(words))
@@ -157,9 +157,20 @@ class Words(nn.Module):
 
 @pytest.mark.parametrize("units", [["table", "head"], ["head"]])
 def test_embeddings_whose_norm_torch_limits_are_refused(units: list[str]) -> None:
-    model = HetFSDP(Words(), ALONE, units=units)
+    model = HetFSDP(Words(max_norm=0.5), ALONE, units=units)
     with pytest.raises(RuntimeError, match=r"writes to a parameter.*max_norm"):
         model(torch.zeros(5, dtype=torch.long))
+
+
+@pytest.mark.parametrize("units", [["table", "head"], ["head"]])
+def test_embeddings_whose_gradients_are_divided_by_counts_are_refused(units: list[str]) -> None:
+    words = torch.tensor([0, 0, 1, 2, 2])
+    model = HetFSDP(Words(scale_grad_by_freq=True), ALONE, units=units)
+    with pytest.raises(ValueError, match="scale_grad_by_freq=True, which divides"):
+        model(words)
+    whole = HetFSDP(Words(scale_grad_by_freq=True), Plan.even(1, microbatch_size=5))
+    whole.backward(whole(words).sum(), 5)
+    assert all(param.grad is not None for param in whole.parameters())
 
 
 class Penalised(Net):

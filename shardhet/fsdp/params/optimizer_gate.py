@@ -92,6 +92,11 @@ def know_given_up(params: Iterable[tuple[str, nn.Parameter]], lifeline: Lifeline
         _given_up[param] = (fqn, lifeline)
 
 
+def is_given_up(tensor: Tensor) -> bool:
+    """Whether it is a parameter that a HetFSDP has copied."""
+    return tensor in _given_up
+
+
 def look_at(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raise on every rank if ``optimizer`` cannot train the HetFSDP whose rows it holds."""
     num_params = sum(len(group["params"]) for group in optimizer.param_groups)

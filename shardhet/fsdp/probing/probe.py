@@ -180,7 +180,7 @@ class Probe:
         self._splits = splits
         self._hooks = TensorHooks()
         self._anchor = model.anchor
-        self._watcher = Watcher(checks_counts=has_gradients and splits)
+        self._watcher = Watcher(is_cut=has_gradients and splits)
         self._watcher.rows, self._watcher.params = model.rows, model.params
         self._watcher.storages, self._watcher.gathered = model.storages, model.gathered
         self._watcher.on_random_outside = _refuse_random if splits else _accept

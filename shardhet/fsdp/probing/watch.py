@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardhet.fsdp.microbatch.modes import OperationMode, tensors_among
+from shardhet.fsdp.params.optimizer_gate import is_given_up
 from shardhet.fsdp.stages.flow import Flow, storage_of
 
 OUTSIDE = 0
@@ -71,9 +72,9 @@ class StaysUnsharded(BaseException):
 class Watcher(OperationMode):
     """Tracks where tensors are made while it is active; replaces random numbers."""
 
-    def __init__(self, *, checks_counts: bool) -> None:
+    def __init__(self, *, is_cut: bool) -> None:
         super().__init__()
-        self._checks_counts = checks_counts
+        self._is_cut = is_cut  # whether a batch with gradients is cut at all
         self.on_random_outside: Callable[[str], None] = lambda op: None
         self.is_unpredictable = False  # random numbers were drawn that cannot be fixed
         self.drawn = ""  # where and how, whenever it was
@@ -138,7 +139,7 @@ class Watcher(OperationMode):
     def check_counts(self, who: str, tensors: Sequence[Tensor]) -> None:
         """Raise if ``who`` returns a count of tokens that is, for instance, at least 1."""
         bounded = [each for each in tensors if each in self._bounded]
-        if self._checks_counts and not all(each.requires_grad for each in bounded):
+        if self._is_cut and not all(each.requires_grad for each in bounded):
             raise Refusal(ValueError(who + _BOUNDED))
 
     def read(self, tensor: Tensor) -> None:
@@ -160,6 +161,8 @@ class Watcher(OperationMode):
         name = func.__name__.split(".")[0]
         if func._schema.is_mutable:  # type: ignore[attr-defined]
             self._check_writes(func, name, args, kwargs)
+        if self._is_cut and name in _LOOKUPS and _divides_by_counts(func, args, kwargs):
+            raise Refusal(ValueError(self._where() + _BY_FREQUENCY))
         depends = False
         if name not in FACTORIES:
             for each in tensors_among((args, kwargs)):
@@ -232,15 +235,6 @@ class Watcher(OperationMode):
                 )
             )
 
-    def _is_from_elsewhere(self, tensor: Tensor, used_by: str) -> str:
-        return (
-            f"{self._where()} uses a tensor of shape {tuple(tensor.shape)} that requires a "
-            f"gradient (in {used_by}) but is neither a parameter of the model nor one of "
-            "its arguments: kept from before wrapping, or of another model, so that "
-            "its gradient would be lost. Read the parameter from its module in forward "
-            "(self.layer.weight), or pass the tensor to the model."
-        )
-
     def _where(self) -> str:
         return "code outside of units" if self._place == OUTSIDE else f"unit {self._unit_fqn!r}"
 
@@ -248,8 +242,9 @@ class Watcher(OperationMode):
         """Where the tensor was made, if in this forward; raises if it may not be used here."""
         self._check_rows(tensor)
         place = self._made_at.get(tensor)
-        if place is None and tensor.requires_grad and id(tensor) not in self.params:
-            raise Refusal(ValueError(self._is_from_elsewhere(tensor, used_by)))
+        is_own = id(tensor) in self.params
+        if place is None and tensor.requires_grad and not (is_own or _is_of_others(tensor)):
+            raise Refusal(ValueError(self._where() + _is_from_elsewhere(tensor, used_by)))
         if place is None or place == self._place or _address(tensor) in self._allowed:
             return place
         maker = self._fqn_by_place[place]
@@ -329,6 +324,13 @@ _BOUNDED = (
     "results would not add up to that of the whole batch. Return the count as it is: it may be "
     "zero, and losses are divided by that of all ranks."
 )
+_LOOKUPS = frozenset(("embedding", "_embedding_bag"))
+_BY_FREQUENCY = (
+    " looks rows of an embedding up with scale_grad_by_freq=True, which divides the gradient "
+    "of each by how often it is in the batch. Microbatches and ranks would count for "
+    "themselves, so the result would depend on the plan. Leave it out, or let one rank compute "
+    "all samples at once."
+)
 _WRITES = (
     ", which is a gathered copy and freed again. Write this rank's rows between steps instead "
     "(with torch.no_grad(): for param in model.parameters(): ...), and leave out what writes "
@@ -339,6 +341,15 @@ _WRITES = (
 @cache  # to look through the tags takes as long as most operations
 def _is_random(func: Callable[..., Any]) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+def _divides_by_counts(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether gradients of a table are divided by how often the batch looks a row up."""
+    names = [argument.name for argument in func._schema.arguments]  # type: ignore[attr-defined]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return bool(given.get("scale_grad_by_freq") and args[0].requires_grad)
 
 
 def _is_bound(name: str, result: Tensor) -> bool:
@@ -370,6 +381,21 @@ def _rounded_sum(
 
     args, kwargs = tree_map(widened, (args, kwargs))
     return tree_map(rounded, func(*args, **kwargs))
+
+
+def _is_from_elsewhere(tensor: Tensor, used_by: str) -> str:
+    return (
+        f" uses a tensor of shape {tuple(tensor.shape)} that requires a gradient (in "
+        f"{used_by}) but is neither a parameter of the model nor one of its arguments: kept "
+        "from before wrapping, or of another model, so that its gradient would be lost. Read "
+        "the parameter from its module in forward (self.layer.weight), or pass the tensor to "
+        "the model."
+    )
+
+
+def _is_of_others(tensor: Tensor) -> bool:
+    """Whether it is another model's parameter, where no gradients are computed."""
+    return tensor.is_leaf and not torch.is_grad_enabled() and not is_given_up(tensor)
 
 
 def _address(tensor: Tensor) -> int:
