@@ -309,6 +309,28 @@ def test_a_step_has_the_same_bits_wherever_optimizers_are(
     run_ranks(_same_bits, 2, precision, optimizer)
 
 
+def _adds_to_kept_gradients(rank: int, precision: str) -> list[int]:
+    """In how many copies of gradients the host has waited, by step."""
+    with Accelerator().installed() as accelerator:
+        options = {**PRECISIONS[precision], "device": accelerator.device}
+        model, _ = make([True, False], num_rounds=2, **options)
+        found = []
+        for _ in range(4):  # without zero_grad
+            x = torch.randn(4, 8).to(accelerator.device)  # two samples in each of two rounds
+            before = len(accelerator.syncs)
+            model.forward_backward(x)
+            found.append(sum("placement.py make" in e for e in accelerator.syncs[before:]))
+        return found
+
+
+@pytest.mark.parametrize("precision", ["float32", "reduced in bfloat16"])
+def test_the_host_waits_for_no_copy_of_a_gradient(precision: str) -> None:
+    on_host, on_device = run_ranks(_adds_to_kept_gradients, 2, precision)
+    # What is kept is float32: once there is no other place that is pinned.
+    assert [bool(each) for each in on_host] == [False, precision == "float32", False, False]
+    assert on_device == [0, 0, 0, 0]
+
+
 def _checkpoints(rank: int, folder: Path) -> None:
     model, optimizer = make([False, False], "fused")
     trained(model, optimizer, range(2))

@@ -150,7 +150,7 @@ class FlatTensor:
         for gap in layout.gap_spans:
             part = _within(own, gap)
             self.flat_shard[part.start : part.stop].zero_()
-        gradient = self.placed.gradient() if self.is_trainable else None
+        gradient = self.placed.gradient(self.reduce_dtype) if self.is_trainable else None
         self.grad = FlatGradient(
             layout, self._position, self.comm, self.reduce_dtype, gradient, self._unit_fqn
         )

@@ -29,6 +29,8 @@ from shardhet.comm import devices
 from shardhet.comm.on_host.lanes import Copy
 from shardhet.fsdp.sharding.comm import CommContext
 
+MAX_PLACES = 2  # for a gradient on the host: one that is kept, and one to add to it
+
 
 class RowsOnDevice:
     """This rank's rows of a flat tensor on its device."""
@@ -70,7 +72,7 @@ class RowsOnDevice:
         self.shard = self.sent = part
         return True
 
-    def gradient(self) -> "GradientOnHost | None":
+    def gradient(self, reduce_dtype: torch.dtype) -> "GradientOnHost | None":
         """Where the gradient's rows go after their reduction; None: they stay."""
         return None
 
@@ -123,21 +125,27 @@ class RowsOnHost:
         """Refuse: they stay on the host."""
         return False
 
-    def gradient(self) -> "GradientOnHost | None":
+    def gradient(self, reduce_dtype: torch.dtype) -> "GradientOnHost | None":
         """Where the gradient's rows go after their reduction."""
-        return GradientOnHost(self.shard.numel(), comm=self._comm, dtype=self.shard.dtype)
+        numel, dtype = self.shard.numel(), self.shard.dtype
+        return GradientOnHost(numel, comm=self._comm, dtype=dtype, reduce_dtype=reduce_dtype)
 
 
 class GradientOnHost:
     """This rank's rows of the gradient of a flat tensor, from the end of each reduction on."""
 
-    def __init__(self, numel: int, *, comm: CommContext, dtype: torch.dtype) -> None:
+    def __init__(
+        self, numel: int, *, comm: CommContext, dtype: torch.dtype, reduce_dtype: torch.dtype
+    ) -> None:
+        self._numel = numel
         self._comm = comm
         self._dtype = dtype  # of the rows
-        self._rows = comm.host_memory.empty(numel, dtype)
-        self._num_uses = num_uses(self._rows)  # by this object alone
+        self._reduce_dtype = reduce_dtype
+        self._places: list[tuple[Tensor, int]] = []  # pinned, and its uses by this object alone
+        self._is_short = False  # of places
         self._total: Tensor | None = None  # of the rounds so far
         self._copy: Copy | None = None
+        self._add_place()
 
     def add(
         self, reduced: Tensor, *, after: Any, stream: Any, drop: Callable[[], None]
@@ -148,7 +156,7 @@ class GradientOnHost:
         """
         comm, is_first = self._comm, self._total is None
         if self._total is None:
-            self._total = self._empty(reduced)
+            self._total = self._empty()
         total, device = self._total, reduced.device
         if not reduced.numel():
             return
@@ -166,14 +174,21 @@ class GradientOnHost:
         )
         comm.to_host.hold(self._copy, stream, drop)
 
-    def _empty(self, reduced: Tensor) -> Tensor:
-        """Rows for the total, in the dtype of the sums while rounds are added up."""
-        dtype = self._dtype if self._comm.num_rounds == 1 else reduced.dtype
-        if dtype == self._dtype and num_uses(self._rows) == self._num_uses:
-            return self._rows
+    def _add_place(self) -> None:
+        wider = max(self._dtype, self._reduce_dtype, key=lambda each: each.itemsize)
+        place = self._comm.host_memory.empty(self._numel, wider)
+        self._places.append((place, num_uses(place)))
+
+    def _empty(self) -> Tensor:
+        """Memory for the total, in the dtype of the sums while rounds are added up."""
+        dtype = self._dtype if self._comm.num_rounds == 1 else self._reduce_dtype
+        for place, num in self._places:
+            if num_uses(place) == num:
+                return place.view(dtype)[: self._numel]
         # Someone keeps the gradients of a step before, which are added to.  Not pinned: that
         # takes long, and may never end while a collective is running.
-        return torch.empty(reduced.numel(), dtype=dtype)
+        self._is_short = True
+        return torch.empty(self._numel, dtype=dtype)
 
     def multiply(self, factor: float) -> None:
         """Multiply the total so far."""
@@ -185,12 +200,16 @@ class GradientOnHost:
         """The total, which the host may read; the next one begins."""
         if self._total is not None:
             self._wait()
+        if self._is_short and len(self._places) < MAX_PLACES:
+            self._add_place()  # the step's collectives are launched, and end without this host
+        self._is_short = False
         total, self._total = self._total, None
         return total
 
     def drop(self) -> None:
         """Forget the total; what is still being copied comes before the next copies."""
         self._total = self._copy = None
+        self._is_short = False
 
     def _wait(self) -> None:
         if self._copy is not None:
