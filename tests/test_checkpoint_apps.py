@@ -1,5 +1,6 @@
 """shardhet inspect and shardhet export."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -65,10 +66,12 @@ def test_inspect_says_what_is_in_it(
 def test_inspect_lists_a_folder_of_checkpoints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    tmp_path = tmp_path / "checkpoints"  # in the folder of a run
     checkpoints = Checkpoints(tmp_path)
     for step in (1, 2):
         checkpoints.save(Odd(), None, step=step)
-    assert inspected(capsys, str(tmp_path))[0] == 0
+    for path in (tmp_path, tmp_path.parent):
+        assert inspected(capsys, str(path))[0] == 0
     (checkpoints.path_of(1) / ".metadata").unlink()
     status, text, _ = inspected(capsys, str(tmp_path))
     assert status == 1
@@ -147,7 +150,14 @@ def test_export_refuses_what_it_cannot_do(
     assert "taken exists" in refused(saved[0], "torch", taken, 2)
     assert "is not a folder" in refused(saved[0], "torch", tmp_path / "a" / "b", 2)
     assert "Nothing was exported" in refused(tmp_path, "torch", tmp_path / "b", 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+    step = tmp_path / "run" / "checkpoints" / "step_00000002"
+    shutil.copytree(saved[0], step)
+    for above in (step.parent, step.parent.parent):
+        assert f"there is {step}. Name" in refused(above, "torch", tmp_path / "b", 1)
+    if Path("/proc/self").exists():
+        for to in checkpoint_export.FORMATS:
+            assert "Nothing was exported" in refused(saved[0], to, Path("/proc/x"), 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "taken"]
 
 
 @pytest.mark.parametrize("command", ["inspect", "export"])

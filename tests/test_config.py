@@ -28,6 +28,7 @@ from shardhet.config.compose import (
 )
 from shardhet.config.imported import ImportedConf
 from shardhet.config.models import SampleShape
+from shardhet.config.reasons import reasons_of
 from shardhet.config.train import Precision, TrainConf
 from shardhet.profiler.measure import MeasuringEffort, measure
 from shardhet.records.plan import Plan
@@ -63,13 +64,15 @@ BAD = {
     "data=imagenet": ("data/imagenet", "pysource"),
     "precision=FP8": ("precision", "FP64", "FP32", "BF16"),
     "fp16_accumulation=true": ("fp16_accumulation: true but precision is FP32",),
-    "precision=fp32": ("precision: 'fp32'", "did you mean 'FP32'?"),
-    "guard.on_bad_step=skip": ("guard.on_bad_step", "did you mean 'SKIP'?"),
+    "precision=fp32": ("precision: Invalid value 'fp32'", "Did you mean FP32?"),
+    "guard.on_bad_step=skip": ("guard.on_bad_step", "Did you mean SKIP?"),
     "cluster.device=TPU": ("cluster.device", "AUTO", "CPU", "CUDA"),
     # values of another type
-    "optim.lr=abc": ("optim.lr", "Float"),
-    "num_steps=1.5": ("num_steps", "Integer"),
-    "trace=perhaps": ("trace", "bool"),
+    "optim.lr=abc": ("optim.lr: Value 'abc'", "Write a plain number"),
+    "num_steps=1.5": ("num_steps", "Write a whole number: 64, not"),
+    "plan.microbatch_sizes=[2,2.5] plan=by_hand": ("plan.microbatch_sizes[1]: Value '2.5'",),
+    "on_oom=PLEASE": ("on_oom: Invalid value 'PLEASE', expected one of [STOP, REPLAN]",),
+    "trace=perhaps": ("trace", "Write true or false."),
     "model.width=wide": ("model.width", "Integer"),
     "plan=proportional plan.speeds=[fast]": ("plan.speeds", "Float"),
     "plan=by_hand plan.stages=[{units:[head],ranks:2}]": (
@@ -158,7 +161,7 @@ def complaint(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
     except ConfigError as error:
         return str(error)
     except HydraException as error:
-        return "\n".join([str(error), str(error.__cause__), *hints(overrides)])
+        return "\n".join([*reasons_of(error), *hints(overrides)])
     pytest.fail(f"{overrides} was taken for good")
 
 
@@ -178,6 +181,19 @@ def test_batch_sizes_alone_are_a_plan_by_hand() -> None:
     assert conf.to_plan(4) == Plan.by_hand(microbatch_sizes=[2, 2, 2, 15])
     assert not implied_choices([*typed, "experiment=demo"])
     assert not implied_choices([*typed, "plan=demo_4"])
+
+
+def test_a_folder_that_cannot_be_made_is_refused_by_its_key(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    check_choices([f"out={tmp_path}/new/folder", f"plan.path={tmp_path}/file", "~data"])
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+    check_choices([f"plan.recompute=[{'block,' * 100}]"])  # longer than a file's name may be
+    for path in ("file", "file/below"):
+        with pytest.raises(ConfigError, match=r"out: .*file is a file"):
+            check_choices([f"out={tmp_path}/{path}"])
+    if Path("/proc/self").exists():
+        with pytest.raises(ConfigError, match="run_dir: '/proc/x': /proc may not be written"):
+            check_choices(["run_dir=/proc/x"])
 
 
 def test_enough_bad_configurations_are_tried() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from shardhet.apps.launch.hydra_door import (
-    check_folders,
     flags_first,
     own_config_dir,
     refuse,
@@ -50,12 +49,3 @@ def test_torchrun_is_told_what_is_wrong_with_a_configuration(
     refuse(error, ENV)
     told = json.loads((tmp_path / "error.json").read_text())["message"]
     assert told["extraInfo"]["py_callstack"].strip().endswith(str(error))
-
-
-def test_a_folder_that_cannot_be_made_is_refused_by_its_key(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    check_folders([f"out={tmp_path}/new/folder", f"plan.path={tmp_path}/file", "~data"])
-    check_folders([f"plan.recompute=[{'block,' * 100}]"])  # longer than a file's name may be
-    for path in ("file", "file/below"):
-        with pytest.raises(ConfigError, match=r"out: .*file is a file"):
-            check_folders([f"out={tmp_path}/{path}"])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -53,6 +54,7 @@ def write_model(tensors: Mapping[str, Tensor], path: Path, to: str) -> None:
     """Write ``tensors`` to ``path``, which appears when it is complete."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
+        unfinished.touch()  # an OSError says why it cannot be made, where the formats do not
         if to == "safetensors":
             save_file(_unshared(tensors), unfinished, metadata={"format": "pt"})
         else:
@@ -60,10 +62,11 @@ def write_model(tensors: Mapping[str, Tensor], path: Path, to: str) -> None:
         with unfinished.open("rb") as file:
             os.fsync(file.fileno())
         unfinished.rename(path)
-    except BaseException:
+    except (SafetensorError, RuntimeError) as error:  # of a full disk, for example
+        raise OSError(f"{path}: {error}") from error
+    finally:
         with suppress(OSError):
             unfinished.unlink()
-        raise
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -26,14 +26,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "are what was written. No GPU and no number of ranks is needed.",
     )
     parser.add_argument(
-        "path", type=Path, help="a checkpoint, or a folder with one per step (checkpoints/)"
+        "path",
+        type=Path,
+        help="a checkpoint, or a folder with one per step (a run, or its checkpoints/)",
     )
     parser.add_argument("--tensors", action="store_true", help="list every tensor of the model")
     given = parser.parse_args(arguments)
     console = Console(highlight=False, soft_wrap=True)
     if not given.path.is_dir():
         parser.error(f"{given.path} is not a folder. Give the folder of a checkpoint.")
-    checkpoints = Checkpoints(given.path)
+    of_run = given.path / "checkpoints"
+    checkpoints = Checkpoints(of_run if of_run.is_dir() else given.path)
     if checkpoints.steps():
         paths = [checkpoints.path_of(step) for step in checkpoints.steps()]
         broken = [_show_line(path, console) for path in paths]

@@ -3,7 +3,6 @@
 ``conf/`` holds YAML only; the schemas define which keys exist and their types.
 """
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -11,6 +10,7 @@ from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
@@ -21,7 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import MISSING, DictConfig, EnumNode, ListConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from shardhet.config.checks import ConfigError
@@ -67,6 +67,7 @@ HOSTS_OWN_KEYS = (  # paths; contents of folders are compared instead
     "plan.measured",
 )
 BATCH_SIZES_KEY = "plan.microbatch_sizes"
+FOLDER_KEYS = ("out", "run_dir", "hydra.run.dir")  # of folders that are made
 LIST_KEYS = (BATCH_SIZES_KEY, "plan.num_microbatches", "plan.state_shares", "plan.speeds")
 
 MAIN_PROVIDER = "main"  # Hydra's name for the folder that a program comes with
@@ -164,7 +165,8 @@ def to_checked(cfg: DictConfig, schema: type[C]) -> C:
         key = error.full_key
         raise ConfigError(f"{key}: no value. Set {key}=...") from None
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {error}") from None
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{error.full_key}: {reason}") from None
     assert isinstance(conf, schema)
     return conf
 
@@ -242,7 +244,7 @@ def implied_choices(overrides: Iterable[str]) -> list[str]:
 
 
 def check_choices(overrides: Iterable[str]) -> None:
-    """Raise if a group is null, run_dir an impossible folder or a list without brackets.
+    """Raise if a group is null, a folder cannot be made or a list has no brackets.
 
     Hydra itself would print a traceback, or ask for --multirun.
     """
@@ -265,8 +267,8 @@ def check_choices(overrides: Iterable[str]) -> None:
                     f"{each.key_or_group}: {listed} is a sweep but one list is needed. Write "
                     f"'{each.key_or_group}=[{listed}]', with the quotes."
                 )
-        if each.key_or_group == "run_dir" and not each.is_sweep_override():
-            _check_can_be_folder("run_dir", str(each.value()))
+        if each.key_or_group in FOLDER_KEYS and not each.is_sweep_override():
+            _check_can_be_folder(each.key_or_group, str(each.value()))
 
 
 def _check_can_be_folder(key: str, name: str) -> None:
@@ -275,11 +277,16 @@ def _check_can_be_folder(key: str, name: str) -> None:
     path = Path(name).absolute()
     there = next(each for each in (path, *path.parents) if each.exists())
     if not there.is_dir():
+        raise ConfigError(f"{key}: {name!r}: {there} is a file. Name another folder.")
+    try:
+        # Tried: access(2) also allows what /proc, for one, refuses.
+        with TemporaryDirectory(dir=there, prefix=".shardhet"):
+            pass
+    except OSError as error:
         raise ConfigError(
-            f"{key}: {name} cannot be made: {there} is not a folder. Name another."
-        )
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{key}: {name} cannot be made: {there} may not be written to.")
+            f"{key}: {name!r}: {there} may not be written to ({error.strerror}). Name another "
+            "folder."
+        ) from None
 
 
 def hints(overrides: Iterable[str], config_name: str = CONFIG_NAME) -> list[str]:
@@ -305,26 +312,9 @@ def hints(overrides: Iterable[str], config_name: str = CONFIG_NAME) -> list[str]
     others = [each for each in parsed if each.input_line not in choices]
     own = [each for each in others if not each.key_or_group.startswith("hydra")]
     found = [_unknown_part(cfg, each.key_or_group) for each in own]
-    found += [_unknown_name(cfg, each.key_or_group, each.value()) for each in own]
     for each in own:
         found += _unfit_entries(cfg, each.key_or_group, each.value())
     return [hint for hint in found if hint]
-
-
-def _unknown_name(cfg: DictConfig, dotted: str, value: Any) -> str:
-    """What a key takes that takes one of some names, if ``value`` is none of them."""
-    where, _, key = dotted.rpartition(".")
-    parent = OmegaConf.select(cfg, where) if where else cfg
-    if not isinstance(parent, DictConfig) or key not in list(parent):
-        return ""
-    node = parent._get_node(key)
-    if not isinstance(node, EnumNode) or not isinstance(value, str):
-        return ""
-    names = list(node.enum_type.__members__)
-    if value in names:
-        return ""
-    near = f" (did you mean {value.upper()!r}?)" if value.upper() in names else ""
-    return f"{dotted}: {value!r} is none of {', '.join(names)}{near}."
 
 
 def _unfit_entries(cfg: DictConfig, dotted: str, value: Any) -> Iterator[str]:

@@ -31,8 +31,9 @@ from shardhet.config.compose import (
     implied_choices,
     searching_first,
 )
+from shardhet.config.reasons import reasons_of
 
-FOLDERS = ("out=", "run_dir=", "hydra.run.dir=")  # keys of folders that are made
+RAISES = "HYDRA_FULL_ERROR"  # with it, Hydra raises its errors instead of printing them
 AGENT_ENDS_WITHIN_S = 5.0  # once its first rank has told it to
 
 
@@ -55,6 +56,7 @@ def enter(
     OmegaConf.register_new_resolver(
         "run_stamp", lambda: agree_on_stamp(env), use_cache=True, replace=True
     )
+    os.environ.setdefault(RAISES, "1")
     own_dir = own_config_dir(sys.argv[1:])
     sys.argv[1:] = flags_first(sys.argv[1:])
     overrides = [each for each in sys.argv[1:] if is_override(each)]
@@ -65,7 +67,6 @@ def enter(
     with searching_first(own_dir):
         try:
             check_choices(overrides)
-            check_folders(overrides)
             if {"--help", "-h"} & set(sys.argv[1:]):
                 show_help(overrides, own_dir)
             else:
@@ -75,8 +76,8 @@ def enter(
         except ConfigError as error:
             raise _refusal([str(error)], env) from None
         except (HydraException, OmegaConfBaseException) as error:
-            reasons = [str(each) for each in (error, error.__cause__) if each is not None]
-            raise _refusal([*reasons, *hints(overrides, config_name)], env) from None
+            lines = [*reasons_of(error), *hints(overrides, config_name)]
+            raise _refusal(lines, env) from None
         except SystemExit as error:
             if error.code == 1:  # Hydra has reported the error, but not always the remedy
                 raise _refusal(hints(overrides, config_name), env) from None
@@ -139,16 +140,6 @@ def own_config_dir(arguments: Sequence[str]) -> Path | None:
     if own_dir is not None and not own_dir.is_dir():
         raise SystemExit(f"--config-dir: {str(own_dir)!r} is not a folder.")
     return own_dir
-
-
-def check_folders(overrides: Sequence[str]) -> None:
-    """Raise ``ConfigError`` if a folder that Hydra would make cannot be made."""
-    for key, _, value in (o.partition("=") for o in overrides if o.startswith(FOLDERS)):
-        path = Path(value).absolute()
-        found = next(each for each in (path, *path.parents) if each.exists())
-        if not (found.is_dir() and os.access(found, os.W_OK | os.X_OK)):
-            why = "may not be written to" if found.is_dir() else "is a file"
-            raise ConfigError(f"{key}: {value!r}: {found} {why}. Name another folder.")
 
 
 def is_override(argument: str) -> bool:

@@ -4,7 +4,6 @@ It uses Hydra's composition without a Hydra application, so only requested files
 """
 
 import argparse
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -30,6 +29,7 @@ from shardhet.config.compose import (
     to_checked,
 )
 from shardhet.config.planning import Inputs, InputsConf, LimitConf, register_planning_schemas
+from shardhet.config.reasons import CHOICES, reasons_of
 from shardhet.records.cluster import Cluster
 
 DESCRIBED = "described"  # the folder of the group cluster that holds descriptions
@@ -159,33 +159,11 @@ def _refusal(door: Door, request: Request, error: Exception) -> SystemExit:
         group, _, choice = each.partition("=")
         if group in known and choice.removeprefix(f"{DESCRIBED}/") not in known[group]:
             mends.append(_choose(group, choice, known[group]))
-    reasons = [str(error).splitlines()[0]]
-    if error.__cause__ is not None:
-        reasons.append(str(error.__cause__).splitlines()[0])
-    mends += _value_hints(" ".join(reasons))
+    reasons = [each for each in reasons_of(error) if not each.startswith(CHOICES)]
     Console(stderr=True, highlight=False, soft_wrap=True).print(
         "\n".join([*reasons, *mends]), markup=False
     )
     return SystemExit(2)
-
-
-def _value_hints(reason: str) -> list[str]:
-    """What may be written where a value of the wrong kind was, if the reason shows it."""
-    allowed = {
-        "converted to Integer": "Write a whole number: 64, not 64.0, 1e3 or 64k.",
-        "converted to Float": "Write a plain number, without a unit: 0.5, not 50%.",
-        "not a valid bool": "Write true or false.",
-        "is not a ListConfig": "Write a list, in brackets and quotes: 'hosts=[west-*]', "
-        "'equal=[[0,1],[2,3]]'.",
-        "Ambiguous value": "Write a list in brackets and quotes: 'equal=[[0,1],[2,3]]'.",
-        "to string": "Write one word, without brackets.",
-    }
-    found = [hint for sign, hint in allowed.items() if sign in reason]
-    value, choices = re.search(r"value '(.*?)'", reason), re.search(r"one of \[(.*)\]", reason)
-    if value and choices:
-        near = get_close_matches(value[1].upper(), choices[1].split(", "), n=1)
-        found += [f"Did you mean {each}?" for each in near]
-    return found
 
 
 def _choose(group: str, choice: str, known: Sequence[str]) -> str:

@@ -189,12 +189,24 @@ class Reader:
 
 def _check_is_there(folder: Path) -> None:
     if folder.is_dir():
+        _check_is_one(folder)
         return
     hint = "Name the folder of a checkpoint."
     if files.unfinished_path(folder).exists():
         hint = "It was never completed: the program ended while it was saved. Use another one."
     found = "it is not a folder" if folder.exists() else "it does not exist"
     raise CheckpointError(f"{folder}: {found}. {hint}")
+
+
+def _check_is_one(folder: Path) -> None:
+    if any((folder / name).exists() for name in (files.MANIFEST, files.METADATA)):
+        return
+    for each in (folder, folder / "checkpoints"):
+        for step in files.steps_in(each)[-1:]:
+            newest = files.step_path(each, step)
+            raise CheckpointError(
+                f"{folder}: it is not a checkpoint, but there is {newest}. Name that one."
+            )
 
 
 def _check_length(path: Path, num_bytes: int) -> None:
