@@ -75,6 +75,7 @@ def test_a_kind_without_the_dtype_says_what_it_has(tmp_path: Path) -> None:
         ),
         ("nodes:", "hosts:", "nodes"),
         ("region: far", "region: [far", "not YAML"),
+        ("version: 1", "version: 1\nnodes: []", r"not YAML \(line \d+: 'nodes' stands twice"),
     ],
 )
 def test_a_spoiled_description_is_refused_by_file_and_field(

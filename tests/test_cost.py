@@ -10,7 +10,7 @@ from shardhet.pricing.cost import CostModel
 from shardhet.pricing.hosts import HostPart
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
-from shardhet.records.plan import Plan
+from shardhet.records.plan import Plan, PlannedUnit
 from shardhet.records.profiles import Profile
 from shardhet.records.workload import Unit, UnitKind, Workload
 from shardhet.simulator.simulation import simulate
@@ -358,6 +358,16 @@ def test_a_plan_for_other_devices_is_refused() -> None:
         model.predict(other)
     with pytest.raises(ValueError, match="it has 1 devices"):
         model.predict(Plan.even(1, microbatch_size=1))
+
+
+def test_the_plan_that_a_run_leaves_is_priced_though_its_root_has_no_elements() -> None:
+    plan = Plan.by_hand(microbatch_sizes=[1, 1])
+    model = CostModel(Setting(CLUSTER, WORKLOAD, profile()))
+    of_run = replace(plan, units=(*WORKLOAD.planned_units, PlannedUnit(fqn="", numel=0)))
+    assert model.predict(of_run).step_time_s == model.predict(plan).step_time_s
+    other = replace(of_run, units=(*WORKLOAD.planned_units, PlannedUnit(fqn="", numel=3)))
+    with pytest.raises(ValueError, match=r"403 parameters, .* has 400; units root differ"):
+        model.predict(other)
 
 
 @pytest.mark.parametrize(

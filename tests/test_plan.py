@@ -414,6 +414,12 @@ def test_a_file_that_holds_no_plan_is_refused_by_name(text: str, tmp_path: Path)
         Plan.load(path)
 
 
+def test_a_field_that_stands_twice_is_refused() -> None:
+    text = Plan.even(1, microbatch_size=1).to_json()
+    with pytest.raises(ValueError, match="'num_rounds' stands twice in one object"):
+        Plan.from_json(text.replace("{", '{"num_rounds": 4,', 1))
+
+
 def test_a_file_of_arbitrary_bytes_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "spoiled.json"
     path.write_bytes(b"\xff\xfe\x00\x01plan")

@@ -172,10 +172,13 @@ class CostModel(TurnPrices, MemoryPrices):
                 )
 
     def _check_units(self, plan: Plan) -> None:
-        here = {unit.fqn: unit.numel for unit in self.workload.planned_units}
-        wanted = {unit.fqn: unit.numel for unit in plan.units}
+        # What no unit has is in the root, which has nothing in many plans of runs.
+        here = {unit.fqn: unit.numel for unit in self.workload.planned_units if unit.numel}
+        wanted = {unit.fqn: unit.numel for unit in plan.units if unit.numel}
         if wanted and wanted != here:
-            differing = [fqn for fqn in {**wanted, **here} if wanted.get(fqn) != here.get(fqn)]
+            differing = [
+                fqn or "root" for fqn in {**wanted, **here} if wanted.get(fqn) != here.get(fqn)
+            ]
             raise ValueError(
                 f"plan: it was made for a model with {sum(wanted.values())} parameters, but "
                 f"this one has {self.workload.numel}; units {', '.join(differing[:3])} differ. "

@@ -9,7 +9,7 @@ admits ``None`` or it is marked ``OMITTABLE``; a field that is ``None`` is not w
 import json
 import sys
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
@@ -113,9 +113,10 @@ def read_document(path: str | Path) -> Any:
 
     if yaml.__with_libyaml__:
         with suppress(yaml.YAMLError, ValueError, RecursionError):
-            return yaml.load(text, Loader=yaml.CSafeLoader)  # ten times as fast
+            # ten times as fast
+            return yaml.load(text, Loader=_with_names_once(yaml.CSafeLoader))
     try:
-        return yaml.safe_load(text)  # for its message
+        return yaml.load(text, Loader=_with_names_once(yaml.SafeLoader))  # for its message
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path}: not YAML ({reason}). Fix the line it names.") from None
@@ -124,9 +125,33 @@ def read_document(path: str | Path) -> Any:
 def parse_json(text: str, *, source: str) -> Any:
     """The document in ``text``; error messages name ``source`` as the file."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_names_once)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{source}: not JSON ({error}). Write it with save().") from None
+
+
+def _names_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs; of a name that stands twice, json would drop the first."""
+    _check_names_once(name for name, _ in pairs)
+    return dict(pairs)
+
+
+def _check_names_once(names: Iterable[str], where: str = "") -> None:
+    twice = [name for name, number in Counter(names).items() if number > 1]
+    if twice:
+        raise ValueError(f"{where}{twice[0]!r} stands twice in one object")
+
+
+def _with_names_once(loader: type) -> type:
+    """The loader of YAML, made to refuse what ``_names_once`` refuses."""
+
+    def construct_mapping(self: Any, node: Any, deep: bool = False) -> Any:
+        names = [name.value for name, _ in node.value if isinstance(name.value, str)]
+        where = f"line {node.start_mark.line + 1}: "
+        _check_names_once((name for name in names if name != "<<"), where)  # << merges
+        return loader.construct_mapping(self, node, deep)  # type: ignore[attr-defined]
+
+    return type("NamesOnce", (loader,), {"construct_mapping": construct_mapping})
 
 
 def to_document(record: Any) -> dict[str, Any]:

@@ -108,7 +108,7 @@ class Workload(Document):
     param_dtype: str = "float32"  # of parameters in flight and of compute
     reduce_dtype: str = "float32"  # of gradients while they are reduced
     # The mean over all elements: 16 is a float32 parameter, its gradient and two Adam moments.
-    state_bytes_per_element: Annotated[float, Bounds(minimum=0.5)] = 16.0
+    state_bytes_per_element: Annotated[float, Bounds(minimum=0.5, maximum=1e4)] = 16.0
     num_moments: Annotated[Count, OMITTABLE] = 2  # that the optimizer keeps per parameter
 
     def __post_init__(self) -> None:
