@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import EVERY_UNIT, Plan, PlannedUnit, RankPlan
+from shardhet.records.stages import Stage
 
 Json = Any
 
@@ -574,6 +575,50 @@ def test_counts_that_are_no_whole_numbers_are_refused(wrong: dict[str, Any]) -> 
     given: dict[str, Any] = {"microbatch_sizes": [2, 2], **wrong}
     with pytest.raises(ValueError, match=f"plan: {next(iter(wrong))}.* whole number"):
         Plan.by_hand(**given)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"recompute": None}, "recompute is None. Give True, False, or a list"),
+        ({"recompute": "blocks.*"}, "recompute is 'blocks.*'. Give True, False, or a list"),
+        ({"recompute": [[1], False]}, "recompute has 1 among its patterns"),
+        ({"inputs_on_host": True}, "does not recompute any unit"),
+        ({"optimizer_on_host": ["no", True]}, r"optimizer_on_host\[0\] is 'no' but"),
+        ({"reshard_after_forward": "no"}, "reshard_after_forward is 'no' but must be True"),
+        ({"state_shares": ["0.5", "0.5"]}, "Give one number per device"),
+        ({"microbatch_sizes": {2, 3}}, "Give one whole number per device"),
+        ({"devices": ["cpu", "cpu"]}, r"devices\[0\] is 'cpu' but must be a DeviceSpec"),
+        ({"devices": [DeviceSpec(memory_capacity_bytes=2.4e9)] * 2},  # type: ignore[arg-type]
+         r"devices\[0\]: memory_capacity_bytes is 2400000000.0 but must be of type int"),
+        ({"stages": [Stage(units="ab", num_ranks=1)] * 2},  # type: ignore[arg-type]
+         r"stages\[0\]: units is 'ab' but must be of type list"),
+    ],
+)  # fmt: skip
+def test_claims_of_a_wrong_type_are_refused(wrong: dict[str, Any], words: str) -> None:
+    given: dict[str, Any] = {"microbatch_sizes": [2, 2], **wrong}
+    with pytest.raises(ValueError, match=words):
+        Plan.by_hand(**given)
+
+
+def test_positions_beyond_the_plan_are_refused() -> None:
+    for position in (-1, 2):
+        with pytest.raises(ValueError, match=f"no position {position}; its last is 1"):
+            Plan.even(2, microbatch_size=1).sample_indices(position)
+
+
+def test_what_can_be_listed_once_is_listed() -> None:
+    plan = Plan.by_hand(
+        microbatch_sizes=(each for each in (2, 2)),
+        state_shares=(each for each in (1, 1)),
+        recompute=(each for each in (np.array(["a", "b"]), np.False_)),  # type: ignore[arg-type]
+        optimizer_on_host=np.array([True, False]),  # type: ignore[arg-type]
+        reshard_after_forward=np.False_,  # type: ignore[arg-type]
+        num_rounds=np.int64(2),
+        global_batch_size=np.int64(4),
+        stages=(Stage(units=(unit,), num_ranks=1) for unit in "ab"),  # type: ignore[arg-type]
+    )
+    assert Plan.from_json(plan.to_json()) == plan
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

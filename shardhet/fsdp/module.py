@@ -18,6 +18,7 @@ from shardhet.comm.progress import progress
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.microbatch.signature import BatchDims
+from shardhet.fsdp.options import batch_dims, check_options, device_for
 from shardhet.fsdp.params import host_step
 from shardhet.fsdp.params.optimizer_gate import know, know_given_up
 from shardhet.fsdp.params.param_hooks import ParamHooks
@@ -66,8 +67,7 @@ class HetFSDP(ModuleInRounds):
         module: equal on all ranks, or on the meta device.
         plan: equal on all ranks; its devices may be in another order than the ranks.
         group: None uses the default group, or no group if there is only one process.
-        device: where to train; None uses the device of the parameters (the CPU if they are on
-            the meta device).
+        device: where to train; None: where the parameters are (the CPU, if on the meta device).
         units: module classes or fqns; None finds blocks, embeddings and head.
         param_dtype: dtype of gathered parameters and of activations; None keeps the stored one.
             In float16 scale the loss: ``model.backward(scaler.scale(loss_sum), num_tokens)``.
@@ -94,7 +94,7 @@ class HetFSDP(ModuleInRounds):
         plan: Plan,
         *,
         group: dist.ProcessGroup | None = None,
-        device: torch.device | None = None,
+        device: torch.device | str | None = None,
         units: Sequence[type[nn.Module] | str] | None = None,
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
@@ -107,7 +107,9 @@ class HetFSDP(ModuleInRounds):
     ) -> None:
         """Shard ``module`` over the ranks of ``group``; see the class.  Collective."""
         super().__init__()
-        group, device = default_group(group), device or _device_of(module)
+        precision = MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        check_options(module, plan, precision, loss_fn=loss_fn, seed=seed)
+        group, device = default_group(group), device_for(device, module)
         members = Members.of_plan(group, plan, device=device, device_spec=device_spec)
         watch_unless_decided(plan.world_size, device)
         self._control, self._lifeline = members.control, members.lifeline
@@ -119,7 +121,6 @@ class HetFSDP(ModuleInRounds):
             if members.control.position == 0:
                 norms.warn([rank.microbatch_sizes for rank in plan.ranks])
             of_units = comm_of_units(plan, self._comm, self._control)
-            precision = MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
             modules_of_units = find_units_by(plan, module, units, loss_fn)
             self.beyond_stages = beyond_stages(module, modules_of_units)
             *built, root = build_units(
@@ -141,8 +142,8 @@ class HetFSDP(ModuleInRounds):
         self._rows = RowGroup(self._comm, members.control, self._lifeline)
         self._know_params(hooks, before)
         self.module = module
-        self._loss, caches = FusedLoss(loss_fn), CacheSwitch(module)
-        self._caches, self._batch_dim, self._forward = caches, batch_dim, module.forward
+        self._loss, self._caches = FusedLoss(loss_fn), CacheSwitch(module)
+        self._batch_dim, self._forward = batch_dims(batch_dim, module.forward), module.forward
         self._make_runtime = partial(
             _runtime_by,
             built,
@@ -152,7 +153,7 @@ class HetFSDP(ModuleInRounds):
             seed=seed,
             module=module,
             norms=norms,
-            caches=caches,
+            caches=self._caches,
         )
         self._make_backward = partial(
             MeanBackward,
@@ -328,15 +329,3 @@ def _with_rows(flat: FlatTensor, i: int) -> tuple[nn.Parameter, Callable[[], Spa
     """A sharded parameter, and what says which rows are here; it keeps nothing alive."""
     there = ref(flat)
     return flat.sharded_params[i], lambda: None if (at := there()) is None else at.rows[i]
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    devices = {t.device for t in (*module.parameters(), *module.buffers())} - {
-        torch.device("meta")
-    }
-    if len(devices) > 1:
-        raise ValueError(
-            f"the module is on several devices: {sorted(map(str, devices))}. Move it to one "
-            "device, or pass device."
-        )
-    return devices.pop() if devices else torch.device("cpu")

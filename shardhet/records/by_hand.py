@@ -1,11 +1,12 @@
 """What a plan by hand is given, made into what a plan holds; errors name the argument."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from math import isfinite
 from operator import index
 from typing import Any, TypeVar
 
 from shardhet.records.cluster import DeviceSpec
+from shardhet.records.codec import from_document, to_document
 from shardhet.records.stages import check_num_ranks
 
 T = TypeVar("T")
@@ -13,6 +14,7 @@ T = TypeVar("T")
 
 def last_round_size(total: int | None, num_rounds: int, round_size: int) -> int | None:
     """What is left of ``total`` samples for the last round; None if it is a whole one."""
+    num_rounds = whole("num_rounds", num_rounds)
     total = None if total is None else whole("global_batch_size", total)
     if total is None or total == num_rounds * round_size:
         return None
@@ -35,9 +37,57 @@ def whole(name: str, value: Any) -> int:
 
 def whole_of_each(name: str, values: Any) -> list[int]:
     """The same of one value per device."""
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise ValueError(f"plan: {name} is {values!r}. Give one whole number per device.")
-    return [whole(f"{name}[{i}]", each) for i, each in enumerate(values)]
+    entries = _listed(name, values, "Give one whole number per device.")
+    return [whole(f"{name}[{i}]", each) for i, each in enumerate(entries)]
+
+
+def shares_of_each(
+    values: Any, devices: Sequence[DeviceSpec], groups: Sequence[range]
+) -> list[float]:
+    """One number per device, also of numpy; None: by the memory of ``devices``."""
+    if values is None:
+        return shares_by_memory(devices, groups)
+    wanted = "Give one number per device, which sum to 1."
+    entries = _listed("state_shares", values, wanted)
+    try:
+        return [float(each + 0.0) for each in entries]
+    except TypeError:
+        raise ValueError(f"plan: state_shares is {values!r}. {wanted}") from None
+
+
+def records_of_each(name: str, kind: type[T], values: Any) -> list[T]:
+    """The records that are given, with their fields checked as in a document."""
+    entries = _listed(name, values, f"Give a list, each entry a {kind.__name__}.")
+    for i, each in enumerate(entries):
+        if not isinstance(each, kind):
+            raise ValueError(
+                f"plan: {name}[{i}] is {each!r} but must be a {kind.__name__}(...)."
+            )
+    return [
+        from_document(kind, to_document(each), source=f"plan: {name}[{i}]")
+        for i, each in enumerate(entries)
+    ]
+
+
+def _listed(name: str, values: Any, wanted: str) -> list[Any]:
+    if isinstance(values, str | Mapping | Set) or not isinstance(values, Iterable):
+        raise ValueError(f"plan: {name} is {values!r}. {wanted}")
+    return list(values)
+
+
+def is_truth(value: Any) -> bool:
+    """Whether it is True or False, also of numpy, or 1 or 0."""
+    try:
+        return bool(value in (True, False))
+    except (ValueError, RuntimeError):  # an array of several
+        return False
+
+
+def truth(name: str, value: Any) -> bool:
+    """The value as a ``bool``, also of numpy; raises ``ValueError`` if it is none."""
+    if not is_truth(value):
+        raise ValueError(f"plan: {name} is {value!r} but must be True or False.")
+    return bool(value)
 
 
 def check_lengths(world_size: int, **sequences: Sequence[Any]) -> None:
@@ -96,9 +146,14 @@ def ragged(rank_batch_size: int, microbatch_size: int) -> tuple[int, ...]:
     return (microbatch_size,) * whole + ((rest,) if rest else ())
 
 
-def of_each(claim: bool | Sequence[T], world_size: int) -> list[bool | T]:
+def of_each(name: str, claim: Any, world_size: int) -> list[Any]:
     """One entry per device of what may be said of all."""
-    return [claim] * world_size if isinstance(claim, bool) else list(claim)
+    if is_truth(claim):
+        return [bool(claim)] * world_size
+    wanted = "Give True, False, or a list with one entry per device."
+    entries = _listed(name, claim, wanted)
+    check_lengths(world_size, **{name: entries})
+    return [bool(each) if is_truth(each) else each for each in entries]
 
 
 def microbatches_of_each(
@@ -122,7 +177,8 @@ def microbatches_of_each(
 
 def batches_by_speed(speeds: Sequence[float], global_batch_size: int) -> list[int]:
     """Batches in proportion to ``speeds``, rounded by the largest-remainder method."""
-    if not speeds or not all(isfinite(v) and v >= 0 for v in speeds) or not sum(speeds):
+    are_numbers = not any(isinstance(v, str) for v in speeds)
+    if not (are_numbers and all(isfinite(v) and v >= 0 for v in speeds) and sum(speeds) > 0):
         raise ValueError(
             f"plan: speeds {list(speeds)} must be finite, at least zero and not all zero."
         )

@@ -1,21 +1,24 @@
 """Plans: what each device computes and stores.  Planning writes them, training reads them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from hashlib import sha256
 from math import isfinite
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from shardhet.records.by_hand import (
     batches_by_speed,
     check_lengths,
+    is_truth,
     last_round_size,
     microbatches_of_each,
     of_each,
     parts_of_groups,
-    shares_by_memory,
+    records_of_each,
+    shares_of_each,
+    truth,
     whole,
 )
 from shardhet.records.cluster import DeviceSpec
@@ -24,6 +27,7 @@ from shardhet.records.schedule import StepForm
 from shardhet.records.stages import (
     Stage,
     check_stages,
+    group_with,
     positions_by_stage,
     stage_by_unit,
 )
@@ -198,7 +202,7 @@ class Plan(Document):
 
     def group_of(self, position: int) -> range:
         """The positions that compute the same units as ``position``."""
-        return next(each for each in self.groups if position in each)
+        return group_with(position, self.groups)
 
     @property
     def state_shares(self) -> tuple[float, ...]:
@@ -281,43 +285,37 @@ class Plan(Document):
         """
         sizes = microbatches_of_each(microbatch_sizes, num_microbatches, rank_batch_sizes)
         world_size = len(sizes)
-        claims = of_each(recompute, world_size)
-        if inputs_on_host is True:  # on every device that recomputes any
-            inputs_on_host = [claim is not False for claim in claims]
-        with_inputs = list(inputs_on_host or [False] * world_size)
-        on_host = of_each(optimizer_on_host, world_size)
-        devices = devices or [DeviceSpec()] * world_size
-        groups = positions_by_stage(stages) if stages else (range(world_size),)
-        shares = shares_by_memory(devices, groups) if state_shares is None else state_shares
-        check_lengths(
-            world_size,
-            state_shares=shares,
-            recompute=claims,
-            inputs_on_host=with_inputs,
-            optimizer_on_host=on_host,
-            devices=devices,
-        )
-        round_size = sum(sum(sizes[i]) for i in groups[0])
+        claims = of_each("recompute", recompute, world_size)
+        with_inputs = of_each("inputs_on_host", inputs_on_host, world_size)
+        if inputs_on_host is True and any(claim is not False for claim in claims):
+            with_inputs = [claim is not False for claim in claims]  # that recompute any
+        on_host = of_each("optimizer_on_host", optimizer_on_host, world_size)
+        specs = records_of_each("devices", DeviceSpec, devices or [DeviceSpec()] * world_size)
+        in_stages = None if stages is None else records_of_each("stages", Stage, stages)
+        groups = positions_by_stage(in_stages) if in_stages else (range(world_size),)
+        shares = shares_of_each(state_shares, specs, groups)
+        check_lengths(world_size, state_shares=shares, devices=specs)
+        round_size = sum(map(sum, sizes[: groups[0].stop]))
         return cls(
             ranks=tuple(
                 RankPlan(
                     microbatch_sizes=sizes[i],
-                    state_share=float(shares[i]),
+                    state_share=shares[i],
                     recomputed_units=_patterns(claims[i], "recompute"),
                     inputs_on_host=_patterns(with_inputs[i], "inputs_on_host"),
-                    optimizer_on_host=on_host[i],
-                    device=devices[i],
+                    optimizer_on_host=truth(f"optimizer_on_host[{i}]", on_host[i]),
+                    device=specs[i],
                 )
                 for i in range(world_size)
             ),
-            reshard_after_forward=reshard_after_forward,
+            reshard_after_forward=truth("reshard_after_forward", reshard_after_forward),
             num_rounds=whole("num_rounds", num_rounds),
-            reshard_after_backward=reshard_after_backward,
-            reduce_each_round=reduce_each_round,
+            reshard_after_backward=truth("reshard_after_backward", reshard_after_backward),
+            reduce_each_round=truth("reduce_each_round", reduce_each_round),
             two_level_units=_patterns(two_level_units, "two_level_units"),
             resident_units=_patterns(resident_units, "resident_units"),
             last_round_size=last_round_size(global_batch_size, num_rounds, round_size),
-            stages=None if stages is None else tuple(stages),
+            stages=None if in_stages is None else tuple(in_stages),
         )
 
     @classmethod
@@ -331,7 +329,7 @@ class Plan(Document):
     ) -> Self:
         """The plan of stock FSDP: every device computes and stores the same."""
         return cls.by_hand(
-            microbatch_sizes=[microbatch_size] * world_size,
+            microbatch_sizes=[microbatch_size] * whole("world_size", world_size),
             num_microbatches=[num_microbatches] * world_size,
             recompute=recompute,
         )
@@ -347,9 +345,10 @@ class Plan(Document):
         recompute: bool = False,
     ) -> Self:
         """Batches in proportion to ``speeds``, state even or as given."""
+        batches = batches_by_speed(list(speeds), global_batch_size)
         return cls.by_hand(
-            microbatch_sizes=[microbatch_size] * len(speeds),
-            rank_batch_sizes=batches_by_speed(list(speeds), global_batch_size),
+            microbatch_sizes=[microbatch_size] * len(batches),
+            rank_batch_sizes=batches,
             state_shares=state_shares,
             recompute=recompute,
         )
@@ -398,13 +397,21 @@ def _names_in_full(patterns: Sequence[str]) -> list[str]:
     return [each for each in patterns if not set(each) & set("*?[")]
 
 
-def _patterns(claim: bool | Sequence[str], key: str) -> tuple[str, ...]:
-    if claim in (True, False):  # or one of numpy, or 1 or 0
+def _patterns(claim: Any, key: str) -> tuple[str, ...]:
+    """The patterns of units that a claim stands for: all, none, or those that it lists."""
+    if is_truth(claim):
         return EVERY_UNIT if claim else ()
-    if isinstance(claim, str) or not isinstance(claim, Sequence):  # a str is one of letters
+    if isinstance(claim, str) or not isinstance(claim, Iterable):  # a str is one of letters
         mend = f" Write [{claim!r}]." if isinstance(claim, str) else ""
         raise ValueError(
             f"plan: {key} is {claim!r} for a device but must be True, False or a list of "
             f"patterns.{mend}"
         )
-    return tuple(claim)
+    listed = list(claim)
+    wrong = [each for each in listed if not isinstance(each, str)]
+    if wrong:
+        raise ValueError(
+            f"plan: {key} has {wrong[0]!r} among its patterns of units, which are names: "
+            "'blocks.0', or 'blocks.*'."
+        )
+    return tuple(map(str, listed))

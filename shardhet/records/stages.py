@@ -34,6 +34,14 @@ def positions_by_stage(stages: Sequence[Stage]) -> tuple[range, ...]:
     )
 
 
+def group_with(position: int, groups: Sequence[range]) -> range:
+    """The group that holds ``position``; raises ``ValueError`` if there is none."""
+    for group in groups:
+        if position in group:
+            return group
+    raise ValueError(f"plan: no position {position!r}; its last is {groups[-1].stop - 1}.")
+
+
 def rounds_in_flight(stages: Sequence[Stage], num_rounds: int) -> tuple[int, ...]:
     """How many rounds each stage has begun and not finished at most."""
     given = [

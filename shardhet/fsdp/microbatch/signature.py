@@ -86,6 +86,12 @@ class ModelCall:
             for name, leaf, dim in zip(names, leaves, dims, strict=True)
             if isinstance(leaf, Tensor) and dim is not None and leaf.dim() > dim
         ]
+        short = [leaf for leaf in leaves if isinstance(leaf, Tensor)] if any(dims) else []
+        if short and not lengths:
+            raise ValueError(
+                f"model(...): no argument has the dimension that batch_dim says, {batch_dim}; "
+                f"their shapes are {[tuple(each.shape) for each in short]}."
+            )
         num_samples = lengths[0][1] if lengths else 0
         empty = next((name for name, length in lengths if not length), None)
         if empty is not None and num_samples > planned:

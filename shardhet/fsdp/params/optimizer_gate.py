@@ -92,6 +92,11 @@ def know_given_up(params: Iterable[tuple[str, nn.Parameter]], lifeline: Lifeline
         _given_up[param] = (fqn, lifeline)
 
 
+def are_rows(tensor: Tensor) -> bool:
+    """Whether they are rows of a HetFSDP, of which others are elsewhere."""
+    return tensor in _lifeline_by_param
+
+
 def is_given_up(tensor: Tensor) -> bool:
     """Whether it is a parameter that a HetFSDP has copied."""
     return tensor in _given_up

@@ -91,9 +91,16 @@ def _callable_parts(module: nn.Module) -> Iterable[nn.Module]:
 
 
 def _by_name(root: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> set[nn.Module]:
+    if isinstance(wanted, str | type):
+        name = repr(wanted) if isinstance(wanted, str) else wanted.__name__
+        raise ValueError(f"units: {name} is no list. Write units=[{name}].")
     module_by_fqn = dict(root.named_modules())
     chosen: set[nn.Module] = set()
     for each in wanted:
+        if not isinstance(each, str | type):
+            raise ValueError(
+                f"units: {each!r} is neither the name of a module nor a class of modules."
+            )
         if isinstance(each, str):
             found = [module_by_fqn[each]] if each in module_by_fqn and each else []
             known = [fqn for fqn in module_by_fqn if fqn]

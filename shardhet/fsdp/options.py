@@ -1,0 +1,125 @@
+"""Checks what HetFSDP is given, before ranks meet; errors name the argument."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from operator import index
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardhet.fsdp.microbatch.signature import BatchDims
+from shardhet.fsdp.params.optimizer_gate import are_rows
+from shardhet.fsdp.sharding.build import MixedPrecision
+from shardhet.fsdp.state_door import ModuleWithState
+from shardhet.records.codec import meant
+from shardhet.records.plan import Plan
+
+
+def _check_wrapped(module: Any, plan: Any) -> None:
+    """Raise for what is no module, is wrapped already, or is no plan."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"HetFSDP: {module!r} is no module. Give it an nn.Module, then the plan."
+        )
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"HetFSDP: plan is {plan!r} but must be a Plan: Plan.load(path), Plan.by_hand(...) "
+            "or plan_for(...)."
+        )
+    sharded = [fqn for fqn, p in module.named_parameters() if hasattr(p, "device_mesh")]
+    if sharded:
+        raise ValueError(
+            f"HetFSDP: {sharded[0]} is a DTensor: the module is sharded already, perhaps by "
+            "fully_shard. Give the plain module."
+        )
+    if any(isinstance(m, ModuleWithState) for m in module.modules()) or any(
+        map(are_rows, module.parameters())
+    ):
+        raise ValueError(
+            "HetFSDP: the module, or a part of it, is wrapped already. Wrap the whole model "
+            "once, with units= for its parts; redistribute(model, optimizer, plan) gives it "
+            "another plan."
+        )
+
+
+def check_options(
+    module: Any,
+    plan: Any,
+    precision: MixedPrecision,
+    *,
+    loss_fn: Callable[..., Any] | None,
+    seed: int,
+) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for what cannot be wrapped, or in this way."""
+    _check_wrapped(module, plan)
+    for field in fields(precision):
+        dtype = getattr(precision, field.name)
+        is_wide = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        if dtype is not None and not (is_wide and dtype.itemsize > 1):
+            raise ValueError(
+                f"HetFSDP: {field.name} is {dtype!r} but must be None, torch.float32, "
+                "torch.bfloat16, torch.float16 or torch.float64."
+            )
+    if loss_fn is not None and not callable(loss_fn):
+        raise ValueError(f"HetFSDP: loss_fn is {loss_fn!r} but must be a function.")
+    try:
+        index(seed)
+    except TypeError:
+        raise ValueError(f"HetFSDP: seed is {seed!r} but must be a whole number.") from None
+
+
+def device_for(device: Any, module: nn.Module) -> torch.device:
+    """The device to train on, which may be given by its name; that of the module if None."""
+    if device is None:
+        return _device_of(module)
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"HetFSDP: device is {device!r}, which is none: {error}") from None
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    devices = {t.device for t in (*module.parameters(), *module.buffers())} - {
+        torch.device("meta")
+    }
+    if len(devices) > 1:
+        raise ValueError(
+            f"the module is on several devices: {sorted(map(str, devices))}. Move it to one "
+            "device, or pass device."
+        )
+    return devices.pop() if devices else torch.device("cpu")
+
+
+def batch_dims(given: Any, forward: Callable[..., Any]) -> BatchDims:
+    """``batch_dim`` in plain numbers; raises ``ValueError`` naming what is none."""
+    if not isinstance(given, Mapping):
+        return _dim("batch_dim", given)
+    params = inspect.signature(forward).parameters
+    takes_any = any(
+        each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL) for each in params.values()
+    )
+    for name in given:
+        if not takes_any and name not in (*params, "loss_inputs"):
+            raise ValueError(
+                f"HetFSDP: batch_dim names {name!r}, which is no argument of the model's "
+                f"forward{meant(str(name), params)}. It has {', '.join(params)}."
+            )
+    return {
+        name: None if dim is None else _dim(f"batch_dim[{name!r}]", dim)
+        for name, dim in given.items()
+    }
+
+
+def _dim(name: str, dim: Any) -> int:
+    try:
+        found = index(dim)
+    except TypeError:
+        found = -1
+    if found < 0:
+        raise ValueError(
+            f"HetFSDP: {name} is {dim!r} but must be the dimension that holds the samples, "
+            "counted from 0, or a dict with one for each argument (None: it has no samples)."
+        )
+    return found
