@@ -32,7 +32,7 @@ from tests.checkpoint_cases import (
 )
 from tests.hosts import on_different_hosts
 from tests.selection import one_in
-from tests.worlds import run_ranks
+from tests.worlds import run_ranks, run_ranks_expecting_failure
 
 NUM_CASES = int(os.environ.get("SHARDHET_REDISTRIBUTION_CASES", "60"))
 NEXT_STEPS = 3
@@ -119,6 +119,50 @@ def refuse(rank: int) -> None:
 
 def test_what_cannot_move_is_refused_by_name_on_all_ranks_and_nothing_changes() -> None:
     run_ranks(refuse, 2)
+
+
+class Two:
+    """Two optimizers, each of every other parameter."""
+
+    def __init__(self, model: nn.Module) -> None:
+        params = list(model.parameters())
+        self.each = [
+            torch.optim.AdamW(params[::2], lr=1e-2),
+            torch.optim.SGD(params[1::2], lr=1e-2, momentum=0.9),
+        ]
+
+    def step(self) -> None:
+        for each in self.each:
+            each.step()
+
+    def zero_grad(self) -> None:
+        for each in self.each:
+            each.zero_grad()
+
+
+def move_two_optimizers(rank: int, forgets: bool) -> None:
+    rng = random.Random(6)
+    plain, model = make(1), wrap(make(1), draw_plan(rng, 2))
+    optimizers: list[Any] = [Two(plain), Two(model)]
+    for i in range(2):
+        train(plain, optimizers[0], range(i, i + 1))
+        train(model, optimizers[1], range(i, i + 1))
+        redistribute(model, optimizers[1].each[: 1 if forgets else 2], draw_plan(rng, 2))
+    train(plain, optimizers[0], range(2, 4))
+    train(model, optimizers[1], range(2, 4))
+    found, expected = model.state_dict(), plain.state_dict()
+    for fqn in found:
+        torch.testing.assert_close(found[fqn], expected[fqn], rtol=1e-9, atol=1e-9)
+
+
+def test_the_states_of_two_optimizers_move() -> None:
+    run_ranks(move_two_optimizers, 2, False)
+
+
+def test_an_optimizer_that_was_left_behind_is_refused_at_its_step() -> None:
+    outcomes = run_ranks_expecting_failure(move_two_optimizers, 2, True)
+    assert any("SGD: its momentum_buffer has shape" in each.message for each in outcomes)
+    assert any("redistribute(model, [one, other], plan)" in each.message for each in outcomes)
 
 
 def move_in_low_precision(rank: int, apart: bool) -> None:

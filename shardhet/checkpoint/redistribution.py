@@ -24,17 +24,21 @@ from shardhet.checkpoint.state.parts import as_rows, parts_of
 from shardhet.checkpoint.state.ranks import Ranks
 from shardhet.comm.progress import phase, progress
 from shardhet.fsdp import HetFSDP
+from shardhet.fsdp.params.optimizer_gate import forget_states
 from shardhet.fsdp.redistribution import FlatMove, follow, moves, room_under, why_not
+from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.host_room import HostRoom
 from shardhet.fsdp.stages.channels import comm_of_units
 from shardhet.records.plan import Plan
 
 CALL = "redistribute"
+Optimizers = optim.Optimizer | Sequence[optim.Optimizer] | None
 _States = Mapping[str, Mapping[str, HeldState]]  # by fqn and name
+_Trained = Sequence[tuple[optim.Optimizer, _States]]
 
 
 @phase(CALL)
-def redistribute(model: HetFSDP, optimizer: optim.Optimizer | None, plan: Plan) -> None:
+def redistribute(model: HetFSDP, optimizer: Optimizers, plan: Plan) -> None:
     """Let ``model`` follow ``plan`` from the next step on.  Collective.
 
     Afterwards parameters and optimizer states are, bit by bit, those of a job that has saved a
@@ -46,8 +50,8 @@ def redistribute(model: HetFSDP, optimizer: optim.Optimizer | None, plan: Plan) 
 
     Args:
         model: a HetFSDP; ``model.plan`` is the new plan afterwards.
-        optimizer: of its parameters, with states of their shapes and single numbers; None if
-            there is none.
+        optimizer: of its parameters, with states of their shapes and single numbers; all of
+            them in a list, if there are several, or None if there is none.
         plan: for the same ranks in the same positions; equal on all ranks.
 
     Raises ``CheckpointError`` on every rank, naming what cannot move: gradients, a step in
@@ -63,17 +67,19 @@ def redistribute(model: HetFSDP, optimizer: optim.Optimizer | None, plan: Plan) 
     wait_for_pending(model)
 
     room: HostRoom | None = None
+    optimizers = _listed(optimizer)
 
-    def examine() -> tuple[str, _States]:
+    def examine() -> tuple[str, list[_States]]:
         nonlocal room
         reason = why_not(model, plan)
         if reason is not None:
             raise CheckpointError(reason)
-        parts, held = parts_of(model), dict[str, dict[str, HeldState]]()
-        if optimizer is not None:
-            groups_of(optimizer, parts)  # raises for parameters of another model
-            held = states_of(optimizer, parts)[0]
-        num_moments = max(map(_num_moments, held.values()), default=0)
+        parts = parts_of(model)
+        for each in optimizers:
+            groups_of(each, parts)  # raises for parameters of another model
+        held: list[_States] = [states_of(each, parts)[0] for each in optimizers]
+        counts = (_num_moments(states) for found in held for states in found.values())
+        num_moments = max(counts, default=0)
         room = room_under(model, plan, num_moments)
         if room is not None and (lack := room.lack(num_moments)) is not None:
             raise CheckpointError(lack)
@@ -83,14 +89,26 @@ def redistribute(model: HetFSDP, optimizer: optim.Optimizer | None, plan: Plan) 
     digests = [digest for digest, _ in found]
     if len(set(digests)) > 1:
         raise CheckpointError(f"plan: ranks pass different ones: {digests} in plan order.")
-    states = _merged([each for _, each in found])
+    numbers = [len(each) for _, each in found]
+    if len(set(numbers)) > 1:
+        raise CheckpointError(f"optimizer: ranks pass {numbers} of them, in plan order.")
+    trained = [
+        (each, _merged([states[i] for _, states in found])) for i, each in enumerate(optimizers)
+    ]
     with torch.no_grad(), model.guard(CALL):
         of_units = comm_of_units(plan, model._comm, model._control)
         for move in moves(model, plan, of_units):
             progress.mark(f"{CALL}: unit {move.unit_fqn!r}")
-            _move(move, model, optimizer, states)
+            _move(move, model, trained)
         follow(model, plan, of_units, room)
+    forget_states()
     ranks.exchange(None, call=CALL)
+
+
+def _listed(optimizer: Optimizers) -> list[optim.Optimizer]:
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, optim.Optimizer) else list(optimizer)
 
 
 def _num_moments(states: Mapping[str, HeldState]) -> int:
@@ -108,24 +126,39 @@ def _merged(everyones: Sequence[_States]) -> dict[str, dict[str, HeldState]]:
     return merged
 
 
-def _move(
-    move: FlatMove, model: HetFSDP, optimizer: optim.Optimizer | None, states: _States
-) -> None:
+def _move(move: FlatMove, model: HetFSDP, trained: _Trained) -> None:
     flat = move.flat
-    own: dict[str, dict[int, Tensor]] = {}  # rows of states before, by name and parameter
-    if optimizer is not None:
-        for name, dtype in _row_states(flat.slots, states):
-            whole = move.whole(_shard_of(flat, optimizer, name, dtype), model)
-            own.setdefault(name, {})
-            _keep_rows(move, model, whole, (name, dtype), states, own[name])
-            for i in own[name]:  # the rows before make room for the next state's
-                optimizer.state[flat.sharded_params[i]].pop(name, None)
-            del whole
+    moved = [_moved_states(move, model, *each) for each in trained]
     whole_rows = move.whole(flat.placed.on_device(), model)
     flat.comm = flat.residence.comm = move.comm
     flat.redistribute(move.layout, whole_rows, on_host=move.on_host)
-    if optimizer is None:
-        return
+    for (optimizer, states), own in zip(trained, moved, strict=True):
+        _give(flat, optimizer, states, own)
+
+
+def _moved_states(
+    move: FlatMove, model: HetFSDP, optimizer: optim.Optimizer, states: _States
+) -> dict[str, dict[int, Tensor]]:
+    """The rows of states that this rank has afterwards, by name and index of the parameter."""
+    flat = move.flat
+    own: dict[str, dict[int, Tensor]] = {}
+    for name, dtype in _row_states(flat.slots, states):
+        whole = move.whole(_shard_of(flat, optimizer, name, dtype), model)
+        own.setdefault(name, {})
+        _keep_rows(move, model, whole, (name, dtype), states, own[name])
+        for i in own[name]:  # the rows before make room for the next state's
+            optimizer.state[flat.sharded_params[i]].pop(name, None)
+        del whole
+    return own
+
+
+def _give(
+    flat: FlatTensor,
+    optimizer: optim.Optimizer,
+    states: _States,
+    own: Mapping[str, dict[int, Tensor]],
+) -> None:
+    """Let the optimizer have these rows of states, and the numbers of other ranks."""
     for i, (slot, param) in enumerate(zip(flat.slots, flat.sharded_params, strict=True)):
         for name, state in states.get(slot.fqn, {}).items():
             if state.scalar is None:

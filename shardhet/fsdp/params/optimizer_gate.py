@@ -69,6 +69,7 @@ TRIAL_CUT = 37  # rows of the first of two parts
 TRIAL_STEPS = 30  # some look at whole matrices only then and when, or after a warm-up
 TRIAL_BAR = 1e3  # in epsilons of the dtype, relative to the largest element or update
 
+NOT_SEEN = -1  # in place of a number of parameters
 ROWS = "shardhet_rows"  # an option of each group of a state dict
 
 _lifeline_by_param = WeakIdKeyDictionary()  # of parameters of all models
@@ -90,6 +91,12 @@ def know_given_up(params: Iterable[tuple[str, nn.Parameter]], lifeline: Lifeline
     """Register parameters that a HetFSDP has copied: training them has no effect."""
     for fqn, param in params:
         _given_up[param] = (fqn, lifeline)
+
+
+def forget_states() -> None:
+    """Look at every optimizer again before its next step: rows have moved."""
+    for optimizer in list(_params_seen):
+        _params_seen[optimizer] = NOT_SEEN
 
 
 def are_rows(tensor: Tensor) -> bool:
@@ -174,7 +181,9 @@ def _check_state(optimizer: optim.Optimizer) -> None:
                 raise ValueError(
                     f"{_name(optimizer)}: its {name} has shape {tuple(value.shape)} for a "
                     f"parameter of which this rank has {tuple(param.shape)}. The state is that "
-                    f"of one process, or of another plan or rank. {LOAD}"
+                    "of one process, or of another plan or rank; or the model has got another "
+                    "plan without this optimizer (redistribute(model, [one, other], plan) "
+                    f"moves the states of all). {LOAD}"
                 )
 
 
