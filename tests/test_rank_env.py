@@ -2,11 +2,18 @@
 
 import os
 import re
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from shardhet.apps.launch.joining import ALLOCATOR_VARIABLES, choose_allocator, choose_device
+from shardhet.apps.launch.joining import (
+    ALLOCATOR_VARIABLES,
+    await_all,
+    choose_allocator,
+    choose_device,
+)
 from shardhet.apps.launch.rank_env import (
     FIRST_SRUN_PORT,
     NUM_SRUN_PORTS,
@@ -139,3 +146,14 @@ def test_an_allocator_that_the_user_has_configured_is_left_alone(
     monkeypatch.setattr(os, "environ", dict(chosen))
     choose_allocator()
     assert os.environ == chosen
+
+
+def test_ranks_that_do_not_join_are_named() -> None:
+    store = dist.HashStore()
+    limit = timedelta(seconds=0.1)
+    for rank, absent in ((0, "ranks 1, 2"), (2, "rank 1")):
+        with pytest.raises(
+            dist.DistStoreError, match=f"rank {rank} waits for {absent} to join"
+        ):
+            await_all(store, rank, 3, limit)
+    await_all(store, 1, 3, limit)

@@ -16,7 +16,12 @@ from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.run.worker import Run
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import CONFIG_NAME, VERSION_BASE, conf_dir, to_conf
-from shardhet.training.resuming import random_states, restore_random_states
+from shardhet.training.resuming import (
+    options_of,
+    put_options,
+    random_states,
+    restore_random_states,
+)
 from tests.selection import one_in
 from tests.test_train import ALONE, SMALL, run
 from tests.test_worker import configure, train_rank, write_pages
@@ -242,3 +247,23 @@ def test_random_states_come_back() -> None:
     assert draw() != drawn
     restore_random_states(states, torch.device("cpu"))
     assert draw() == drawn
+
+
+def test_options_of_an_optimizer_are_those_of_the_run_that_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    param = torch.nn.Parameter(torch.zeros(3))
+    before, here = (
+        torch.optim.AdamW([param], lr=lr, betas=(beta, 0.9), weight_decay=decay)
+        for lr, beta, decay in ((0.1, 0.8, 0.1), (0.2, 0.5, 0.7))
+    )
+    options = options_of(here)
+    here.load_state_dict(before.state_dict())
+    put_options(here, options, source="saved")
+    [group] = here.param_groups
+    assert (group["betas"], group["weight_decay"]) == ((0.5, 0.9), 0.7)
+    assert group["lr"] == 0.1  # the schedule sets it
+    assert "optimizer of saved: betas was (0.8, 0.9) and is (0.5, 0.9)" in caplog.text
+    caplog.clear()
+    put_options(here, options, source="saved")
+    assert not caplog.text

@@ -25,6 +25,7 @@ class Course:
     global_batch_size: int
     data_digest: str
     seed: int  # of batches and dropout
+    seq_len: int  # of samples
     schedule: str  # of the learning rate, in words
 
 
@@ -53,7 +54,8 @@ def state_of(
 def check_goes_on(state: Mapping[str, Any] | None, course: Course, *, source: str) -> None:
     """Raise ``ValueError`` if the next batches would not be those that come next.
 
-    Another learning rate schedule is a wish that is granted, with a warning.
+    Another learning rate schedule, or samples of another length, are wishes that are granted,
+    with a warning.
     """
     if state is None or "data_digest" not in state:
         raise ValueError(
@@ -66,6 +68,10 @@ def check_goes_on(state: Mapping[str, Any] | None, course: Course, *, source: st
         "seed": "Set the same seed",
     }
     check_unchanged(state, asdict(course), remedies, source=f"resume: {source}")
+    if state.get("seq_len", course.seq_len) != course.seq_len:
+        logger.warning(
+            "samples had %d tokens and have %d from now on", state["seq_len"], course.seq_len
+        )
     if state["schedule"] != course.schedule:
         logger.warning(
             "the learning rate was %s and is %s from now on", state["schedule"], course.schedule
@@ -86,6 +92,29 @@ def check_unchanged(
                 f"{source} was written with {name} {saved[name]!r} but here it is "
                 f"{here[name]!r}, so the run would not continue as before. {remedy}."
             )
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The options of each group, but for the learning rate, which a schedule sets."""
+    names = [name for name in optimizer.defaults if name != "lr"]
+    return [{name: group[name] for name in names} for group in optimizer.param_groups]
+
+
+def put_options(
+    optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, Any]], *, source: str
+) -> None:
+    """Give groups the options of this run in place of those that came with ``source``.
+
+    One that has changed is a wish that is granted, with a warning.
+    """
+    changed: dict[str, str] = {}
+    for group, here in zip(optimizer.param_groups, options, strict=True):
+        for name, value in here.items():
+            if group[name] != value:
+                changed[name] = f"{name} was {group[name]} and is {value} from now on"
+        group.update(here)
+    if changed:
+        logger.warning("the optimizer of %s: %s", source, "; ".join(changed.values()))
 
 
 def random_states(device: torch.device) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import TextIO
 
@@ -25,6 +26,7 @@ from shardhet.comm import devices
 from shardhet.comm.channel import Channel
 from shardhet.comm.liveness import HANG_TIMEOUT_S, Verdict, end_with_launcher, watch_ranks
 from shardhet.comm.liveness.ending import end_if_launcher_is_gone
+from shardhet.comm.liveness.judging import LONG_FACTOR
 from shardhet.comm.members import local_device_spec
 from shardhet.comm.progress import progress
 from shardhet.comm.transport import SWITCH, wants_gloo
@@ -69,7 +71,10 @@ def joined(
                 os.environ[SWITCH] = transport
             # Agreements between hosts need gloo on GPUs too.  The group is not bound to the
             # device: NCCL would connect here, before hosts know whether theirs are alike.
-            dist.init_process_group("gloo" if wants_gloo() else devices.backends_for(device))
+            with _all_here(env, hang_timeout_s):
+                dist.init_process_group(
+                    "gloo" if wants_gloo() else devices.backends_for(device)
+                )
             with watch_ranks(
                 hang_timeout_s=hang_timeout_s,
                 device=device,
@@ -80,6 +85,35 @@ def joined(
                     RankConsole(stderr=True, quiet=env.rank != 0).print(f"Note: {trouble}")
                 yield device
             dist.destroy_process_group()
+
+
+@contextmanager
+def _all_here(env: RankEnv, hang_timeout_s: float | None) -> Iterator[None]:
+    """Context that is entered once all ranks are there; the watch over them begins later.
+
+    Torch would wait for half an hour, and name none that is absent.
+    """
+    if hang_timeout_s and env.world_size > 1:
+        limit = timedelta(seconds=LONG_FACTOR * hang_timeout_s)
+        store, _, _ = next(dist.rendezvous("env://", timeout=limit))
+        await_all(store, env.rank, env.world_size, limit)
+    yield  # with the store: rank zero may be its host
+
+
+def await_all(store: dist.Store, rank: int, world_size: int, limit: timedelta) -> None:
+    """Return once all ranks have called it; ``DistStoreError`` names those that have not."""
+    names = [f"shardhet/joined/{i}" for i in range(world_size)]
+    store.set(names[rank], "")
+    try:
+        store.wait(names, limit)
+    except dist.DistStoreError:
+        absent = [str(i) for i, name in enumerate(names) if not store.check([name])]
+        raise dist.DistStoreError(
+            f"rank {rank} waits for rank{'s' * (len(absent) > 1)} {', '.join(absent)} to join, "
+            f"and {limit.total_seconds():,.0f} s have passed. Look at what these processes "
+            "do; if they only take long to start, set a larger hang_timeout_s, of which this "
+            "is ten times."
+        ) from None
 
 
 def choose_device(cluster: ClusterConf, env: RankEnv) -> torch.device:
@@ -178,6 +212,10 @@ def _save_verdict(folder: RunFolder, verdict: Verdict) -> None:
 def _report_failure(folder: RunFolder, env: RankEnv, device: str) -> Iterator[None]:
     try:
         yield
+    except KeyboardInterrupt as error:
+        failure = Failure.of(error, rank=env.rank, device=device)
+        replace(failure, exception="interrupted (SIGINT)").save(folder)
+        raise
     except Exception as error:
         end_if_launcher_is_gone()  # the store was lost with it, which says less
         logger.exception("rank %d failed", env.rank)

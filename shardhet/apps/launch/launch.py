@@ -150,6 +150,8 @@ def _show(cause: Failure, folder: RunFolder) -> None:
 
 
 def _ending(exit_code: int) -> str:
+    if exit_code == -signal.SIGKILL:
+        return f"ended by signal {-exit_code} (often the system, out of memory)"
     if exit_code < 0:
-        return f"ended by signal {-exit_code} (9 is often the system, out of memory)"
+        return f"ended by signal {-exit_code} ({signal.strsignal(-exit_code)})"
     return f"ended with exit code {exit_code}"

@@ -13,6 +13,8 @@ from shardhet.config.train import AUTO, TrainConf
 from shardhet.training.resuming import (
     Course,
     check_goes_on,
+    options_of,
+    put_options,
     random_states,
     restore_random_states,
     state_of,
@@ -42,11 +44,13 @@ class RunCheckpoints:
         self._trainer = trainer
         self._model = model = trainer.model
         self._optimizer = trainer.optimizer
+        self._options = options_of(trainer.optimizer)  # a checkpoint may have others
         self._device = device
         self._course = Course(
             global_batch_size=model.plan.global_batch_size,
             data_digest=data_digest,
             seed=conf.seed,
+            seq_len=conf.data.seq_len,
             schedule=repr(conf.lr_scheduler.to_record(conf.num_steps)),
         )
         self._last_saved: int | None = None
@@ -78,6 +82,7 @@ class RunCheckpoints:
             found = self._load_from(self._conf.resume)
         if found is not None:
             check_goes_on(found.extra, self._course, source=str(found.path))
+            put_options(self._optimizer, self._options, source=str(found.path))
             states = found.extra["random_states"]
             if self._model.position < len(states):
                 restore_random_states(states[self._model.position], self._device)
@@ -188,6 +193,7 @@ class RunCheckpoints:
                 f"{self._folder.checkpoints_dir}: no complete checkpoint to roll back to. Set "
                 "guard.on_bad_step=SKIP."
             )
+        put_options(self._optimizer, self._options, source=str(found.path))
         self._forget_replicas_after(self._model.step)
         self._last_saved = self._model.step
         self._trainer.num_batches_skipped = next_batch - self._model.step
