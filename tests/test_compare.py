@@ -87,7 +87,11 @@ def test_a_run_without_a_traced_step_is_told_how_to_trace(
 
 def test_a_device_that_has_nothing_to_compute_is_not_blamed() -> None:
     works = StepParts(Counter({("forward", "head"): 2.0}))
-    quicker = StepParts(Counter({("forward", "head"): 1.9}))
+    quicker = StepParts(Counter({("forward", "head"): 1.92}))
     idle, updates = StepParts(Counter()), StepParts(Counter({("optimizer", ""): 1e-6}))
     text = verdict([("0 fast", works, quicker), ("1 idle", idle, updates)])
     assert "Every device computes about as long" in text
+    half = StepParts(Counter({("forward", "head"): 1.0}))
+    text = verdict([("0 fast", works, half), ("1 same", works, works)])
+    assert text.startswith("No device computes 5% longer than predicted. Device 0 fast")
+    assert "1 s a step less (-50%)" in text

@@ -28,6 +28,7 @@ WAITING = {
 }
 PHASES = COMPUTING | WAITING
 NUM_SHOWN = 8
+NOTABLE = 0.05  # difference of a device's compute, of what was predicted
 # Categories of torch.profiler.  On a GPU the time of a label is that of its kernels.
 ON_HOST, ON_DEVICE = "user_annotation", "gpu_user_annotation"
 OPTIMIZER_LABEL = "Optimizer.step"
@@ -197,23 +198,31 @@ def differences_of(device: str, predicted: StepParts, measured: StepParts) -> li
 
 def verdict(pairs: Sequence[tuple[str, StepParts, StepParts]]) -> str:
     """Where most of the difference is: computing on one device, or waiting everywhere."""
-    slower = []
+    longer = []
     for name, predicted, measured in pairs:
         predicted_s, measured_s = (
             sum(parts.of_phase(each) for each in COMPUTING) for parts in (predicted, measured)
         )
         if predicted_s:  # a device without samples and state computes nothing
-            slower.append((measured_s - predicted_s, predicted_s, name))
-    slower_s, predicted_s, name = max(slower)
-    if slower_s > 0.05 * predicted_s:
+            longer.append((measured_s - predicted_s, predicted_s, name))
+    longer_s, predicted_s, name = max(longer)
+    if longer_s > NOTABLE * predicted_s:
         return (
-            f"Device {name} computes {duration(slower_s)} a step longer than predicted "
-            f"({slower_s / predicted_s:+.0%}), and the others wait for it. Measure again, or "
+            f"Device {name} computes {duration(longer_s)} a step longer than predicted "
+            f"({longer_s / predicted_s:+.0%}), and the others wait for it. Measure again, or "
             "train with rebalance=true."
         )
+    found = "Every device computes about as long as predicted."
+    longer_s, predicted_s, name = min(longer, key=lambda each: each[0] / each[1])
+    if -longer_s > NOTABLE * predicted_s:
+        found = (
+            f"No device computes {NOTABLE:.0%} longer than predicted. Device {name} computes "
+            f"{duration(-longer_s)} a step less ({longer_s / predicted_s:+.0%}), so measure "
+            "again: there may be a faster plan."
+        )
     return (
-        "Every device computes about as long as predicted. What is left of the difference is "
-        "waiting: links that are slower or busier than when they were measured."
+        f"{found} What is left of the difference is waiting: links that are slower or busier "
+        "than when they were measured."
     )
 
 
