@@ -14,6 +14,8 @@ from typing import TextIO
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from shardhet import DeviceSpec
 from shardhet.apps.launch.builds import check_alike, check_serves
@@ -95,12 +97,12 @@ def _all_here(env: RankEnv, hang_timeout_s: float | None) -> Iterator[None]:
     """
     if hang_timeout_s and env.world_size > 1:
         limit = timedelta(seconds=LONG_FACTOR * hang_timeout_s)
-        store, _, _ = next(dist.rendezvous("env://", timeout=limit))
+        store, _, _ = next(rendezvous("env://", timeout=limit))
         await_all(store, env.rank, env.world_size, limit)
     yield  # with the store: rank zero may be its host
 
 
-def await_all(store: dist.Store, rank: int, world_size: int, limit: timedelta) -> None:
+def await_all(store: Store, rank: int, world_size: int, limit: timedelta) -> None:
     """Return once all ranks have called it; ``DistStoreError`` names those that have not."""
     names = [f"shardhet/joined/{i}" for i in range(world_size)]
     store.set(names[rank], "")
