@@ -173,6 +173,26 @@ def test_embeddings_whose_gradients_are_divided_by_counts_are_refused(units: lis
     assert all(param.grad is not None for param in whole.parameters())
 
 
+class Descends(nn.Module):
+    """Moves its input along the gradient of an energy, which is its own to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            at = x if x.requires_grad else x.detach().requires_grad_()
+            energy = torch.tanh(self.layer(at)).square().sum()
+            [slope] = torch.autograd.grad(energy, at, create_graph=True)
+        return x - slope
+
+
+@both_ways
+def test_a_unit_may_compute_with_a_gradient_of_its_own(recomputes: bool) -> None:
+    check(plan_for(recomputes), Net(Descends), [draw(5, WIDTH)] * 2, squared, units=UNITS)
+
+
 class Penalised(Net):
     """Adds the squares of all its parameters, those of units among them."""
 

@@ -99,7 +99,8 @@ class _VisitFunction(torch.autograd.Function):
             for i in range(len(call.spans)):
                 with visit.in_microbatch(Phase.FORWARD, i):
                     if visit.recomputes:
-                        pieces = call.pieces(i, tensors)
+                        # Tensors of this forward that require gradients have no graph.
+                        pieces = [each.detach() for each in call.pieces(i, tensors)]
                         call.joined.add(i, call.run(i, pieces, is_repeated=False))
                     else:
                         graph, output = call.run_with_graph(i, tensors, is_repeated=False)
