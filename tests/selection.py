@@ -37,16 +37,16 @@ def for_campaign(*case: Any) -> Any:
     return pytest.param(*case, marks=pytest.mark.campaign)
 
 
-def sample(cases: Sequence[Mapping[str, object]]) -> set[int]:
+def sample(cases: Sequence[Mapping[str, object]]) -> list[int]:
     """Which of a product's cases hold every value of every parameter; the mark ``sampled``.
 
     One after the other, the first of those with the most values that no other has yet.
     """
     values = [{(name, repr(value)) for name, value in case.items()} for case in cases]
-    kept: set[int] = set()
+    kept: list[int] = []
     missing = set[tuple[str, str]]().union(*values)
     while missing:
         best = max(range(len(cases)), key=lambda i: len(values[i] & missing))
-        kept.add(best)
+        kept.append(best)
         missing -= values[best]
     return kept

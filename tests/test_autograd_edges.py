@@ -92,7 +92,7 @@ def _evaluate_between_steps(rank: int, plan: Plan, sizes: list[int]) -> None:
             optimizer.step()
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sizes", [[9, 1, 4], [0, 3, 0], [1, 0, 5], [5, 2, 1]])
 @every_plan
 def test_evaluation_with_other_batches_leaves_training_exact(

@@ -202,6 +202,7 @@ def needed_of_groups(plan: Plan, rank: int, launches: Launches) -> tuple[int, By
     return needed, handed
 
 
+@pytest.mark.campaign  # single calls stay
 @pytest.mark.parametrize("seed", one_in(50, range(50)))
 def test_grouped_calls_bring_each_rank_what_it_lacks_and_no_byte_more(seed: int) -> None:
     for cases in run_ranks(over_nccl, WORLD_SIZE, seed):

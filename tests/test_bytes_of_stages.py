@@ -110,7 +110,7 @@ def _run(rank: int, world_size: int, seed: int) -> list[tuple[Messages, Messages
 
 @pytest.mark.parametrize(
     "world_size, seed",
-    only([(2, 0), (3, 0)], [(n, i) for n in (2, 3, 4, 5) for i in range(12)][:40]),
+    only([(2, 0)], [(n, i) for n in (2, 3, 4, 5) for i in range(12)][:40]),
 )
 def test_messages_are_those_of_the_schedule(world_size: int, seed: int) -> None:
     for cases in run_ranks(_run, world_size, world_size, seed, timeout_s=200.0):

@@ -125,6 +125,7 @@ def resume(rank: int, folder: Path, is_async: bool) -> list[int]:
     return [resumed.step, *checkpoints.steps()]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("is_async", [False, True])
 def test_all_ranks_resume_from_the_newest_whole_one(tmp_path: Path, is_async: bool) -> None:
     assert run_ranks(resume, 3, tmp_path, is_async) == [[6, 6, 7]] * 3

@@ -93,6 +93,7 @@ def test_compiled_units_give_the_gradients_of_eager_ones(name: str) -> None:
         assert_close(one, other)
 
 
+@pytest.mark.campaign  # compiled units stay
 def test_what_is_recomputed_drops_what_forward_dropped() -> None:
     kept = run_ranks(step_of_rank, 1, PLANS["ragged"], CAPTURES, 0.3, 1)
     recomputed = run_ranks(step_of_rank, 1, PLANS["recomputed"], CAPTURES, 0.3, 1)
@@ -142,6 +143,7 @@ def grads_of_stack(
     return [param.grad for param in model.parameters() if param.grad is not None]
 
 
+@pytest.mark.campaign  # compiled units stay
 @pytest.mark.parametrize("dropout, num_samples", one_in(3, [(0.0, 6), (0.0, 7), (0.5, 7)]))
 def test_generated_code_does_what_eager_units_do(dropout: float, num_samples: int) -> None:
     kept = grads_of_stack(dropout, num_samples, is_compiled=True, recomputes=False)

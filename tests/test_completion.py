@@ -63,6 +63,7 @@ def test_commands_groups_choices_and_keys_are_offered(commands: Path) -> None:
     assert {"optim.lr=", "optim.momentum="} <= keys
 
 
+@pytest.mark.campaign  # four starts of a shell
 @needs_bash
 def test_completion_can_be_taken_back(commands: Path) -> None:
     program = """

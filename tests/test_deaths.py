@@ -14,6 +14,7 @@ from shardhet import Plan
 from shardhet.comm.failure import SECONDS_TO_HEAR_THE_CAUSE
 from tests.hosts import on_different_hosts
 from tests.misdeeds import commit
+from tests.selection import one_in
 from tests.test_bad_input import HOSTS, PLAN, TURNED, WITHIN_S, others_hear, wrap
 from tests.worlds import Outcome, run_ranks_expecting_failure
 
@@ -75,7 +76,7 @@ def check_death(outcomes: Sequence[Outcome], misdeed: Misdeed) -> None:
         assert "Look at its exit code and log" in outcome.message
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("deed", ["exit", "kill"])
 @pytest.mark.parametrize("place", ["forward", "backward", "between"])
 def test_a_rank_that_dies_is_named_by_all_others(place: Any, deed: Any) -> None:
@@ -88,7 +89,7 @@ def test_a_rank_that_dies_while_the_order_is_found_is_named_by_all_others() -> N
     check_death(run_ranks_expecting_failure(train_until, 3, misdeed, TURNED), misdeed)
 
 
-@pytest.mark.parametrize("place", ["between", "wait"])
+@pytest.mark.parametrize("place", one_in(2, ["between", "wait"]))
 def test_a_rank_that_only_stores_is_missed_when_it_dies(place: Any) -> None:
     misdeed = Misdeed(deed="kill", place=place, rank=2)
     check_death(run_ranks_expecting_failure(train_until, 3, misdeed, PLAN), misdeed)
@@ -122,6 +123,7 @@ def die_beside_a_busy_rank(rank: int) -> None:
             model.backward(*model(x))
 
 
+@pytest.mark.campaign  # waits
 def test_a_rank_of_another_host_that_is_busy_is_not_called_dead() -> None:
     first, busy, dead = run_ranks_expecting_failure(die_beside_a_busy_rank, 3)
     assert dead.exit_code == -signal.SIGKILL

@@ -20,6 +20,7 @@ from shardhet.comm.groups import Communicators, count_alike, new_group, side_cha
 from shardhet.comm.members import local_device_spec, match_devices
 from shardhet.comm.peers import LostPeerError
 from shardhet.records.cluster import DeviceSpec
+from tests.selection import one_in
 from tests.worlds import Outcome, run_ranks, run_ranks_expecting_failure
 
 GIB = 2**30
@@ -309,7 +310,7 @@ def die_while_a_chain_waits(rank: int, dying: int) -> None:
         wait_for((rank + 1) % dist.get_world_size())
 
 
-@pytest.mark.parametrize("dying", [0, 3])
+@pytest.mark.parametrize("dying", one_in(2, [3, 0]))
 def test_a_death_without_a_word_is_told_by_those_who_are_left(dying: int) -> None:
     outcomes = run_ranks_expecting_failure(die_while_a_chain_waits, 4, dying)
     assert outcomes[dying].exit_code == 9

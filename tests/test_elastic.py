@@ -174,6 +174,7 @@ def test_a_folder_has_one_writer_until_its_process_ends(tmp_path: Path) -> None:
         assert f"process {os.getpid()} on" in folder.lock_path.read_text()
 
 
+@pytest.mark.campaign  # three launches
 def test_a_waiting_start_names_the_holder_and_waits_for_ranks_of_its_own_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,6 +54,7 @@ def test_training_runs_from_start_to_end(
     assert losses_of(on_accelerators) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.campaign  # training stays
 @pytest.mark.parametrize("program", [for_campaign("train"), "doctor"])
 def test_gloo_carries_what_is_on_accelerators_if_it_is_asked_to(
     tmp_path: Path, program: str
@@ -81,6 +82,7 @@ def test_a_profile_is_measured(tmp_path: Path, num_ranks: int) -> None:
     assert "emulated" in run_on_accelerators(tmp_path, *measuring)
 
 
+@pytest.mark.campaign  # training stays
 @every_size
 def test_ranks_are_checked(tmp_path: Path, num_ranks: int) -> None:
     output = run_on_accelerators(tmp_path, "doctor", "--ranks", str(num_ranks))

@@ -76,6 +76,7 @@ def _beside_the_host(rank: int, dtype: torch.dtype | None) -> None:
             assert there == pytest.approx(here, rel=1e-6)
 
 
+@pytest.mark.campaign  # full precision stays
 @pytest.mark.parametrize("dtype", one_in(2, [torch.bfloat16, None]))
 def test_low_precision_there_is_that_of_hosts(dtype: torch.dtype | None) -> None:
     run_ranks(_beside_the_host, 3, dtype)
@@ -189,6 +190,7 @@ WAITS = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("broken", one_in(3, WAITS))
 def test_a_wait_that_is_missing_is_a_race(broken: Callable[[Accelerator], Any]) -> None:
     outcomes = run_ranks_expecting_failure(_without, 3, broken, within_s=40.0)

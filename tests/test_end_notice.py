@@ -71,6 +71,7 @@ def wait_for_step(folder: Path, step: int) -> None:
     pytest.fail(f"no step {step}")
 
 
+@pytest.mark.campaign  # a signal to a rank stays
 @pytest.mark.parametrize("number", one_in(2, [signal.SIGTERM, signal.SIGUSR1]))
 def test_a_signal_to_the_program_ends_it_with_a_checkpoint_and_status_0(
     number: signal.Signals, undisturbed: dict[int, float], tmp_path: Path
@@ -100,6 +101,7 @@ def test_a_signal_to_one_rank_ends_all(
     check_ended(folder, undisturbed)
 
 
+@pytest.mark.campaign  # a signal to a rank stays
 def test_a_file_ends_the_run(undisturbed: dict[int, float], tmp_path: Path) -> None:
     notice = tmp_path / "spot"
     (tmp_path / "sitecustomize.py").write_text(

@@ -153,6 +153,7 @@ def test_the_numbers_are_those_of_the_fit(group: tuple[str, str]) -> None:
     assert row.slowdown_per_s == pytest.approx(shipped.slowdown_per_s, abs=1e-3)
 
 
+@pytest.mark.campaign  # of an experiment alone
 @NEEDS_SHARED_DATA
 @pytest.mark.parametrize("model", one_in(2, ["deepspeedllama_3b", "deepspeedgpt_2.7b"]))
 def test_a_model_that_is_left_out_is_predicted(model: str) -> None:

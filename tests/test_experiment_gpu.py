@@ -170,6 +170,7 @@ def test_hidden_is_the_time_in_which_compute_runs_too() -> None:
 CHECKS = ("controls", "reads", "bad losses")
 
 
+@pytest.mark.campaign  # of an experiment alone
 def test_a_case_that_fails_loses_nothing_of_the_others(tmp_path: Path) -> None:
     """Rehearsed as a program; and the control is noticed."""
     out = tmp_path / "out"
@@ -204,6 +205,7 @@ def test_a_first_step_is_taken_in_two_bytes() -> None:
     assert checks.first_bars(ledger.rows)[1].holds
 
 
+@pytest.mark.campaign  # of an experiment alone
 def test_the_memory_part_predicts_and_trains_every_plan() -> None:
     results, scale, memory = own("results"), own("scale"), own("memory")
     job = scale.Job(

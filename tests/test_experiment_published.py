@@ -55,6 +55,7 @@ def rows() -> list[Row]:
     return predict(CASE, inputs_of(CASE, HERE))
 
 
+@pytest.mark.campaign  # of an experiment alone
 def test_no_form_is_faster_than_the_full_plan(rows: list[Row], tmp_path: Path) -> None:
     assert [row.form for row in rows] == list(FORMS)
     assert all(bar.holds for bar in bars(rows))

@@ -18,6 +18,7 @@ from experiments.common.systems import (
 )
 from experiments.decoders import decoder_config, make_decoder, random_batches, units_of
 from shardhet import HetFSDP, Plan
+from tests.selection import one_in
 from tests.worlds import run_ranks
 
 CONFIG = decoder_config(width=64, num_layers=2, seq_len=8, head_width=32)
@@ -49,7 +50,8 @@ def test_targets_are_the_next_tokens_and_a_seed_gives_the_same_batches() -> None
     assert not torch.equal(first, random_batches(CONFIG, 3, seed=2)[0][0])
 
 
-@pytest.mark.parametrize("reshards", [True, False], ids=["resharded", "kept"])
+@pytest.mark.campaign  # of an experiment alone
+@pytest.mark.parametrize("reshards", one_in(2, [True, False]), ids=["resharded", "kept"])
 def test_all_systems_train_the_same(reshards: bool) -> None:
     for kept in run_ranks(_train_all, WORLD_SIZE, reshards):
         assert kept == (["head"] if reshards else ["embedding", "blocks.0", "blocks.1", "head"])

@@ -191,6 +191,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.campaign  # five seconds of searches
 def test_a_slow_bus_is_told_and_planned_without(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -320,6 +321,7 @@ def test_more_bytes_never_take_less() -> None:
     assert all(each.reduce.mean_s > 0 for each in part.profile.collectives.points)
 
 
+@pytest.mark.campaign  # ten seconds of searches
 @pytest.mark.parametrize("weight", one_in(2, [0.3, 1.0]))
 def test_no_plan_is_faster_than_the_fastest_where_measurements_were_disturbed(
     weight: float,

@@ -66,6 +66,7 @@ def take_steps(rank: int, plan: Plan, is_float16: bool) -> list[StepMetrics]:
     return [trainer.train_step() for _ in range(NUM_STEPS)]
 
 
+@pytest.mark.campaign  # single steps stay
 @pytest.mark.parametrize("name", only(["three ranks, one only stores"], PLANS))
 def test_it_learns_as_float32_does_under_every_plan(name: str) -> None:
     plan = PLANS[name]
@@ -113,7 +114,7 @@ def overflow(rank: int, plan: Plan, on_bad_step: OnBadStep) -> Any:
     return said, trainer.loss_scaler.state_dict()
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("on_bad_step", [OnBadStep.STOP, OnBadStep.SKIP])
 @pytest.mark.parametrize("name", one_in(2, reversed(PLANS)))
 def test_a_step_that_overflows_is_skipped_by_all_and_halves_the_scale(
@@ -150,6 +151,7 @@ def test_gradients_that_are_finite_at_no_scale_stop_all_ranks() -> None:
         assert "Set precision=BF16 or FP32" in outcome.message
 
 
+@pytest.mark.campaign  # float32 stays
 def test_a_run_that_was_cut_off_goes_on_bit_by_bit_with_its_scale(tmp_path: Path) -> None:
     text = write_pages(tmp_path / "text")
     keys = (*SMALL, *UNEVEN, f"data.path={text}")

@@ -57,6 +57,7 @@ def train_until(rank: int, path: str, stop: int) -> int:
     return began
 
 
+@pytest.mark.campaign  # two launches
 @pytest.mark.parametrize(
     "replicas", [("replicas.every=1", "checkpoint.every=0"), for_campaign(())]
 )
@@ -75,6 +76,7 @@ def test_a_run_that_began_at_a_path_goes_on_from_what_it_has_itself(
     assert list(losses(tmp_path / "second")) == list(range(3, NUM_STEPS + 1))
 
 
+@pytest.mark.campaign  # two launches
 def test_without_resume_a_launcher_that_starts_again_goes_on(tmp_path: Path) -> None:
     keys = (*TEXT, *UNEVEN, f"data.path={write_pages(tmp_path / 'text')}")
     path = configure(tmp_path / "run", *keys)

@@ -174,6 +174,7 @@ def overflow(rank: int, folder: str, steps: Any, plan: Plan) -> Any:
         return watching.scales, changed if rows[0].numel() else None, rates
 
 
+@pytest.mark.campaign  # without transformers it stays
 @pytest.mark.parametrize("plan", [IN_STAGES, for_campaign(PLAN)])
 def test_a_step_that_overflows_is_skipped_by_all_and_halves_the_scale(
     plan: Plan, tmp_path: Path
@@ -204,6 +205,7 @@ def go_on(rank: int, folder: str) -> Any:
     return results
 
 
+@pytest.mark.campaign  # float32 stays
 def test_a_resumed_run_goes_on_with_its_scale(tmp_path: Path) -> None:
     whole, resumed = run_ranks(go_on, 3, str(tmp_path), timeout_s=FIRST_CASE_S)[0]
     assert whole[:2] == resumed[:2]

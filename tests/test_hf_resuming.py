@@ -222,6 +222,7 @@ def resumed_in_turn(
 ALL_TURNS = [(before, after) for before in ("stages", "none") for after in IN_TURN]
 
 
+@pytest.mark.campaign  # tests of pipelines have it without a trainer
 @pytest.mark.parametrize(
     "variant, turns",
     [
@@ -271,6 +272,7 @@ def best_and_limited(rank: int, folder: str) -> tuple[Any, Any]:
         return losses, (metrics["eval_loss"], trainer.state.best_model_checkpoint)
 
 
+@pytest.mark.campaign  # a stopped run stays
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     results = run_ranks(best_and_limited, 3, str(tmp_path), timeout_s=FIRST_CASE_S)
     for losses, (loss, best) in results:
@@ -299,6 +301,7 @@ def ask_to_end(rank: int, folder: str) -> tuple[int, bool]:
         return trainer.state.global_step, resumed.state.global_step == 6
 
 
+@pytest.mark.campaign  # a stopped run stays
 def test_a_rank_that_is_asked_to_end_ends_all_after_a_checkpoint(tmp_path: Path) -> None:
     found = run_ranks(ask_to_end, 3, str(tmp_path), timeout_s=FIRST_CASE_S)
     assert found in ([(4, True)] * 3, [(5, True)] * 3)
@@ -317,6 +320,7 @@ def copied(saved: Path, folder: Path) -> Path:
     return Path(shutil.copytree(saved, folder / "run"))
 
 
+@pytest.mark.campaign  # tests of folders have it
 def test_a_checkpoint_that_is_not_whole_is_passed_over(
     saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

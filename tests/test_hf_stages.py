@@ -69,6 +69,7 @@ def there_and_back(rank: int, folder: str) -> None:
         save_pretrained(model, Path(folder) / f"{name}-again")
 
 
+@pytest.mark.campaign  # without stages it stays
 def test_a_folder_is_read_and_written_in_stages_bit_for_bit(tmp_path: Path) -> None:
     for name, make in MODELS.items():
         torch.manual_seed(1)
@@ -116,6 +117,7 @@ def step_by_loss_fn(rank: int, name: str, cut: int) -> None:
         model.zero_grad()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name, cut", [("llama", 1), ("gpt2", 2), ("gpt2", 4)])
 def test_a_loss_inside_of_a_model_output_is_found(name: str, cut: int) -> None:
     run_ranks(step_by_loss_fn, 3, name, cut, timeout_s=FIRST_CASE_S)

@@ -63,6 +63,7 @@ MORE = [
 ]
 
 
+@pytest.mark.campaign  # one option is like another
 @pytest.mark.parametrize(
     "plan, tried",
     [
@@ -161,7 +162,7 @@ CLASSIFIER_IN_STAGES = Plan.by_hand(
 
 
 @pytest.mark.parametrize(
-    "plan, num_batches", one_in(2, [(IN_ROUNDS, 2), (PLAN, 1), (CLASSIFIER_IN_STAGES, 1)])
+    "plan, num_batches", one_in(3, [(IN_ROUNDS, 2), (PLAN, 1), (CLASSIFIER_IN_STAGES, 1)])
 )
 def test_a_mean_over_samples_is_trained_as_on_one_process(
     tmp_path: Path, plan: Plan, num_batches: int

@@ -65,7 +65,7 @@ def _run_block(rank: int, world_size: int, block: int, in_rounds: bool) -> None:
             raise AssertionError(str(case)) from error
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("in_rounds", [False, True])
 @pytest.mark.parametrize(
     "world_size, block",

@@ -39,6 +39,7 @@ from shardhet.records.workload import Unit
 from shardhet.training.emulation import EmulatedDevice
 from tests.hosts import on_different_hosts
 from tests.programs import SHARDHET, SMALL_MODEL, run
+from tests.selection import one_in
 from tests.small_models import small_decoder
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
@@ -303,7 +304,7 @@ def test_a_host_has_what_its_devices_leave_and_the_pace_of_all_its_ranks() -> No
     assert make_cluster(specs, []).nodes[0].host_bytes_per_s is None
 
 
-@pytest.mark.parametrize("uses_host", [False, True])
+@pytest.mark.parametrize("uses_host", one_in(2, [True, False]))
 def test_what_was_measured_of_hosts_is_for_plans_that_use_them(uses_host: bool) -> None:
     from tests.test_fewer import FAST_LINKS, setting_of
 
@@ -373,6 +374,7 @@ def measure_plan_and_train(rank: int, folder: str) -> tuple[str, str, float]:
     return measured.setting.profile.to_json(), plan.to_json(), timeline.step_time_s
 
 
+@pytest.mark.campaign  # the command stays
 def test_ranks_agree_on_what_they_measured_and_train_its_plan(tmp_path: Path) -> None:
     results = run_ranks(measure_plan_and_train, 2, str(tmp_path))
     assert results[0] == results[1]
@@ -397,6 +399,7 @@ def measure_three(rank: int) -> str:
     return measure(trained(), device_spec=spec, effort=QUICK).setting.profile.to_json()
 
 
+@pytest.mark.campaign  # the command stays
 def test_collectives_without_some_ranks_are_measured() -> None:
     results = run_ranks(measure_three, 3)
     assert len(set(results)) == 1
@@ -428,6 +431,7 @@ def measure_two_hosts(rank: int) -> str:
         return measure(trained(), device_spec=spec, effort=QUICK).setting.profile.to_json()
 
 
+@pytest.mark.campaign  # the command stays
 def test_collectives_that_cross_once_per_node_are_measured_where_there_are_nodes() -> None:
     [text, *others] = run_ranks(measure_two_hosts, 3)
     assert others == [text] * 2

@@ -132,6 +132,7 @@ def test_any_language_model_is_counted_from_its_configuration(
     assert len(set(blocks)) == (4 if kind == "t5" else 1)
 
 
+@pytest.mark.campaign  # of predictions of memory alone
 def test_logits_that_wait_for_a_loss_outside_are_counted(tmp_path: Path) -> None:
     folder = PretrainedFolder.open(str(make_folder(tmp_path, "gemma2")))
     module = folder.on_meta(dtype=torch.float32)
@@ -191,6 +192,7 @@ def losses_in_half(rank: int, path: str) -> None:
     assert found[0][0] != found[0][2]
 
 
+@pytest.mark.campaign  # frozen parameters stay
 def test_frozen_weights_are_stored_as_they_are_computed_with(llama: Path) -> None:
     run_ranks(losses_in_half, 2, str(llama))
     keys = ("model.lora.rank=2", "model.lora.targets=[q_proj,v_proj]")
@@ -355,6 +357,7 @@ def shardhet(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.campaign  # measure, plan and train have their own tests
 def test_a_folder_is_measured_planned_for_and_trained(
     llama: Path, text: Path, tmp_path: Path
 ) -> None:

@@ -369,6 +369,7 @@ def test_what_cannot_be_right_is_refused(fault: tuple[Callable[[Pair], Any], str
     says(run_ranks_expecting_failure(on_all, 2, fault[0]), fault[1])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", FEW_FAULTS, ids=lambda fault: fault[0].__name__)
 def test_and_on_one_rank_ends_all(fault: tuple[Callable[[Pair], Any], str]) -> None:
     says(run_ranks_expecting_failure(misuse, 2, fault[0]), fault[1])

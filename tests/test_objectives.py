@@ -411,6 +411,7 @@ def test_the_largest_batch_is_the_largest_of_all(seed: int) -> None:
     check_demands(solution.plan, demands)
 
 
+@pytest.mark.campaign  # plans under demands stay
 @pytest.mark.parametrize("seed", one_in(5, range(5)))
 def test_the_least_memory_is_the_least_of_all(seed: int) -> None:
     case, demands = Case(seed, roomy=3.0), demands_of(3 * seed)

@@ -186,7 +186,7 @@ def measured(name: str, part: float) -> list[Measured]:
     return run_ranks(_measure, plan.world_size, plan, _setting_of(plan, part))
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", [0.5, 2.0])
 @pytest.mark.parametrize("name", PLANS)
 def test_nine_tenths_of_what_the_schedule_can_hide_are_hidden(name: str, part: float) -> None:
@@ -207,6 +207,7 @@ def test_two_units_and_gradients_are_alive_at_once_none_on_ranks_that_store(name
         assert found.peak_bytes <= allowed, (found, allowed)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", [0.5, 2.0])
 @pytest.mark.parametrize("name", PLANS)
 def test_a_step_takes_as_long_as_is_simulated(name: str, part: float) -> None:

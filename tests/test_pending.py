@@ -161,6 +161,7 @@ def _connects(rank: int) -> list[str]:
     return [each for each in let_go if "handover.py" not in each]
 
 
+@pytest.mark.campaign  # steps stay
 def test_what_connects_ranks_is_waited_for() -> None:
     """Over NCCL, whose messages to ranks that only store, and of stages, have own streams."""
     assert run_ranks(_connects, 3, fresh_world=True) == [[]] * 3

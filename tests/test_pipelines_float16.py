@@ -98,7 +98,7 @@ def _plainly() -> list[float]:
     return means
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("on_accelerators", [False, True])
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_what_overflows_in_one_stage_is_left_out_by_all(

@@ -363,11 +363,18 @@ def test_where_no_plan_exists_the_nearest_miss_is_said(
     code, text = refused(capsys, "model=llama_13b")
     assert code == 1
     assert "the state of 196.31 GiB does not fit" in text
+
+
+@pytest.mark.campaign  # a search for the largest batch, which has its own tests
+def test_a_batch_that_fits_in_no_round_is_told_the_largest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     code, text = refused(capsys, "global_batch_size=5000", "max_rounds=1")
     assert code == 1
     assert "Lower global_batch_size to " in text
 
 
+@pytest.mark.campaign  # two searches
 def test_what_the_memory_of_hosts_would_give_is_said_where_nothing_fits(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -455,6 +462,7 @@ def test_own_descriptions_are_found(capsys: pytest.CaptureFixture[str], tmp_path
     assert "7 devices" in said(capsys, "cluster.nodes.0.devices.1.count=6", *QUICK)
 
 
+@pytest.mark.campaign  # tests of fewer devices stay
 def test_a_region_that_holds_the_rest_up_is_named_and_can_be_left_out(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -474,6 +482,7 @@ def test_a_region_that_holds_the_rest_up_is_named_and_can_be_left_out(
     assert "takes" in capsys.readouterr().out
 
 
+@pytest.mark.campaign  # tests of fewer devices stay
 def test_all_of_a_cluster_that_gains_from_all_is_used(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -503,6 +512,7 @@ print("SECONDS", used.ru_utime + used.ru_stime)
 """
 
 
+@pytest.mark.campaign  # fewer are, too
 def test_128_devices_are_planned_for_without_torch() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH],
@@ -597,6 +607,7 @@ def test_a_peak_in_teraflops_is_told_from_flops(
     assert "Write 67.0e+12 if TFLOP/s are meant." in text
 
 
+@pytest.mark.campaign  # two searches
 def test_the_price_of_replicas_is_shown_if_it_is_asked_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -51,6 +51,7 @@ def bound_of(setting: Setting, batch: int, demands: Demands) -> float:
     return plan.lower_bound_s
 
 
+@pytest.mark.campaign  # nine seconds of searches
 def test_rounds_may_be_cut_as_no_single_round_is() -> None:
     """Two rounds of 5, 5 and 2 samples are faster than four of 5 and one of 4."""
     row = judged(2055)

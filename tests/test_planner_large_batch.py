@@ -56,6 +56,7 @@ def test_a_coarse_search_first_changes_no_plan(
     assert coarse.lower_bound_s == pytest.approx(usual.lower_bound_s, rel=1e-9)
 
 
+@pytest.mark.campaign  # ten seconds of searches
 def test_a_large_batch_is_planned_from_few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     most, table = [0], TableBuilder.table
 
@@ -98,6 +99,7 @@ def test_a_batch_that_is_too_large_is_refused_before_anything_is_listed(
         solve(roomy(2), global_batch_size=10**7, demands=Demands(max_rounds=1))
 
 
+@pytest.mark.campaign  # ten seconds of searches
 def test_a_batch_that_is_merely_huge_is_told_the_largest_that_fits(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

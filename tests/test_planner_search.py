@@ -79,6 +79,7 @@ def test_the_search_equals_brute_force(block: int, differ: bool) -> None:
     assert num_few > 0  # others have more than can be looked at
 
 
+@pytest.mark.campaign  # the other comparison stays
 def test_the_search_equals_brute_force_where_devices_recompute_different_parts() -> None:
     num_partial = 0
     for seed in range(60):

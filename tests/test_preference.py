@@ -40,6 +40,7 @@ def fullest(solution: PlanSolution) -> float:
     )
 
 
+@pytest.mark.campaign  # three cards stay
 @pytest.mark.parametrize("block", one_in(6, range(6)))
 def test_alike_devices_do_alike_and_memory_is_left_where_that_costs_half_a_percent(
     block: int,

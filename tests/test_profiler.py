@@ -50,7 +50,7 @@ def text(seq_len: int, num_samples: int = 1) -> ExampleBatch:
     return ExampleBatch(args=(tokens_BT, tokens_BT))
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "changes",
     one_in(
@@ -88,6 +88,7 @@ def test_double_precision_is_counted_too() -> None:
     )
 
 
+@pytest.mark.campaign  # smaller models stay
 def test_seventy_billion_parameters_take_seconds_and_no_memory() -> None:
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started_s = time.process_time()

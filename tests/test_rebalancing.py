@@ -195,6 +195,7 @@ def test_a_slowed_rank_is_given_less_within_ten_steps_and_results_stay(plan: Pla
     assert len({course.found[0][1].new_plan.plan.digest for course in courses}) == 1  # type: ignore[union-attr]
 
 
+@pytest.mark.campaign  # the library's own test stays
 def test_without_new_plans_a_slow_rank_is_named_once() -> None:
     for course in run_ranks(slow_down, 2, EVEN, False):
         [(_, imbalance)] = course.found
@@ -210,6 +211,7 @@ def one_rank(rank: int) -> Course:
     )
 
 
+@pytest.mark.campaign  # two ranks stay
 def test_a_rank_alone_is_never_slow() -> None:
     assert run_ranks(one_rank, 1)[0].found == []
 
@@ -343,6 +345,7 @@ def measured_decoder(folder: Path, keys: tuple[str, ...]) -> Setting:
     )
 
 
+@pytest.mark.campaign  # the library's own test stays
 @pytest.mark.parametrize("rebalances", [True, for_campaign(False)])
 def test_a_run_says_which_device_is_slow_and_follows_a_new_plan(
     rebalances: bool, tmp_path: Path

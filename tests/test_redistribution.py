@@ -249,6 +249,7 @@ def move_much(rank: int) -> tuple[float, float, float]:
         return before / 2**20, peak.nbytes / 2**20, held_bytes() / 2**20
 
 
+@pytest.mark.campaign  # of memory alone
 def test_a_rank_needs_memory_for_one_tensor_of_one_unit_beyond_what_it_holds() -> None:
     for before, most, after in run_ranks(move_much, 2, fresh_world=True):
         state_mib = 3 * NUM_WIDE * TENSOR_MIB  # parameters and two moments of all ranks

@@ -116,6 +116,7 @@ def test_the_limit_is_of_the_device_whatever_its_rank(tmp_path: Path) -> None:
         raise ValueError("another")
 
 
+@pytest.mark.campaign  # a launch
 def test_budgets_are_of_the_devices_that_announce_themselves() -> None:
     part = part_of(MEASURED, (0, 2, 3))  # f, s, t
     free = CostModel(part).predict(find_plan(part, global_batch_size=BATCH)).ranks[0]
@@ -138,6 +139,7 @@ def configured(*keys: str) -> None:
     conf.check_on_oom()
 
 
+@pytest.mark.campaign  # eight seconds of starts
 def test_what_cannot_plan_again_or_go_on_is_refused(tmp_path: Path) -> None:
     MEASURED.save(tmp_path)
     measured = ("plan=measured", f"plan.measured={tmp_path}")

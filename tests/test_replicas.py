@@ -93,7 +93,7 @@ def test_rows_are_carried_by_a_computing_rank_of_the_node_if_there_is_one() -> N
     assert carriers(nodes, [False, False, True, False, False, False]) == (2,) * 6
 
 
-@pytest.mark.parametrize("seed", one_in(6, range(NUM_CASES)))
+@pytest.mark.parametrize("seed", one_in(12, range(NUM_CASES)))
 def test_the_loss_of_any_node_loses_no_step(seed: int, tmp_path: Path) -> None:
     rng = random.Random(f"replicas {seed}")
     world_size = rng.randint(2, 4)
@@ -312,6 +312,7 @@ replicas.wait(model)
 """
 
 
+@pytest.mark.campaign  # a rank that is stopped meanwhile stays
 def test_a_rank_that_raises_while_copies_are_sent_ends_with_its_own_status(
     tmp_path: Path,
 ) -> None:

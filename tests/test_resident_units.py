@@ -295,6 +295,7 @@ def _over_nccl(rank: int, seed: int) -> None:
         assert (arrived, +sent) == (needed, +handed), seed
 
 
+@pytest.mark.campaign  # their messages stay
 @pytest.mark.parametrize("seed", one_in(10, range(10)))
 def test_grouped_calls_of_a_step_are_those_of_adapters(seed: int) -> None:
     run_ranks(_over_nccl, 4, seed)
@@ -534,6 +535,7 @@ def _on_host(rank: int) -> None:
         assert all(launches)
 
 
+@pytest.mark.campaign  # drawn steps stay
 def test_host_memory_and_rounds_are_as_without_residents() -> None:
     run_ranks(_on_host, 3)
 

@@ -135,6 +135,7 @@ def test_a_run_goes_on_from_replicas_where_there_is_no_checkpoint(
     assert metrics(folder, "went_on/total_s") in ([4], [5])
 
 
+@pytest.mark.campaign  # a launch
 def test_replicas_of_another_run_in_the_folder_are_not_taken(
     text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -222,6 +223,7 @@ def test_a_path_must_exist(tmp_path: Path) -> None:
                 to_conf(compose(CONFIG_NAME, [f"run_dir={tmp_path}", f"{name}=-1"]))
 
 
+@pytest.mark.campaign  # runs in one process stay
 def test_the_command_goes_on_in_its_own_folder(tmp_path: Path) -> None:
     command = [*ALONE, *SMALL, "cluster.num_ranks=1", "run_dir=here", "checkpoint.every=1"]
     first = run([*command, "num_steps=2"], tmp_path)

@@ -228,7 +228,7 @@ def _in_dtype(rank: int, dtype: torch.dtype, gathers: int) -> None:
     assert all(map(torch.equal, expected, found))
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("gathers", [0, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rounds_reduced_once_equal_one_round_in_every_bit(

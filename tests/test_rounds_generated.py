@@ -11,6 +11,7 @@ from tests.worlds import run_ranks
 NUM_CASES = 12
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", one_in(4, range(NUM_CASES)))
 def test_a_drawn_step_in_rounds_is_the_step_of_one_process(seed: int) -> None:
     case = draw(seed)

@@ -314,6 +314,7 @@ def _stopped_in_round_two(rank: int) -> None:
             model.backward(*output)
 
 
+@pytest.mark.campaign  # tests of stillness have the first round
 def test_a_rank_that_is_stopped_in_a_later_round_is_named() -> None:
     outcomes = run_ranks_expecting_failure(_stopped_in_round_two, 3, within_s=WITHIN_S)
     for outcome in (outcomes[0], outcomes[2]):

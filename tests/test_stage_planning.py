@@ -204,6 +204,7 @@ def test_stages_share_the_memory_of_a_host() -> None:
         assert node.host_bytes_per_s == part * 8e9
 
 
+@pytest.mark.campaign  # fifteen seconds of searches
 def test_stages_keep_on_hosts_what_does_not_fit_on_devices() -> None:
     """A pipeline that fits in no other way, and is priced as it was found."""
     setting = derived(cluster_of(CARDS[:1], CARDS[2:]))
@@ -509,7 +510,7 @@ def all_trials(search: PipelineSearch, stages: Stages) -> Iterator[Trial]:
 @pytest.mark.parametrize(
     "seed",
     # With 30, another cut needs several rounds more in flight.
-    [0, 30, *(pytest.param(i, marks=pytest.mark.campaign) for i in range(1, 40) if i != 30)],
+    one_in(40, range(40)),
 )
 def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
     random = Random(seed)
@@ -532,6 +533,7 @@ def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
         assert search.speeds.least_step_s(stages) <= least_s * (1 + 1e-9)
 
 
+@pytest.mark.campaign  # ten seconds of searches
 def test_all_stages_compute_in_one_precision(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -639,6 +641,7 @@ def test_a_plan_for_other_devices_is_not_priced() -> None:
         price_of(plan, other, lambda positions: derived(other.cluster.only(positions)))
 
 
+@pytest.mark.campaign  # described ones stay
 def test_devices_that_are_there_are_planned_for_in_stages() -> None:
     """They come in any order, on hosts with other names."""
     setting = derived(cluster_of(CARDS[:1] * 2, CARDS[2:]))
@@ -671,6 +674,7 @@ between_nodes: {{latency_s: 1.0e-04, bandwidth_bytes_per_s: {gbit_per_s / 8 * 1e
     return f"cluster={path}"
 
 
+@pytest.mark.campaign  # ten seconds of searches
 def test_a_slow_cable_asks_for_stages(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

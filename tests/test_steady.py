@@ -32,6 +32,7 @@ def test_every_kind_is_disturbed_both_ways() -> None:
     assert disturbances(setting_of("abcdefghi", s_per_byte=1e-9)) == []
 
 
+@pytest.mark.campaign  # that it is told stays
 @pytest.mark.parametrize("seed", one_in(4, [1, 2, 5, 8]))
 def test_the_loss_is_that_over_the_best_plan_at_each_speed(seed: int) -> None:
     cluster, profile, batch = random_case(seed)

@@ -131,6 +131,7 @@ def variables_of_srun(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
+@pytest.mark.campaign  # torchrun stays
 def test_srun_is_the_same_program(tmp_path: Path) -> None:
     port = free_port()
     ranks = [
@@ -199,6 +200,7 @@ def test_a_sweep_may_be_handed_to_submitit(tmp_path: Path) -> None:
     assert curves[0][-1] != curves[1][-1]
 
 
+@pytest.mark.campaign  # a launch of torchrun
 def test_a_sweep_inside_torchrun_is_refused(tmp_path: Path) -> None:
     torchrun = [*TORCHRUN, "--nproc-per-node=1", "-m", "shardhet.apps.train"]
     done = run([*torchrun, "-m", "optim.lr=1,2", *SMALL], tmp_path)
@@ -217,6 +219,7 @@ def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path) -> None:
     assert done.stderr.endswith("Did you mean optim.lr?\n")
 
 
+@pytest.mark.campaign  # a launch
 def test_a_folder_that_holds_a_run_is_not_written_to_again(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     done = run([*ALONE, *SMALL, f"run_dir={tmp_path}"], tmp_path)
@@ -240,6 +243,7 @@ def test_the_root_cause_is_what_is_seen_last(tmp_path: Path) -> None:
     assert "these samples are bad" in log
 
 
+@pytest.mark.campaign  # tests of stillness have it without a launch
 @pytest.mark.parametrize(
     ("failure", "said"),
     [
@@ -261,6 +265,7 @@ def test_a_rank_that_stands_still_ends_the_run_and_is_shown(
         assert "sitecustomize.py:11" in panel
 
 
+@pytest.mark.campaign  # tests of deaths have it without a launch
 def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
     failure = "os.kill(os.getpid(), 9)"
     (tmp_path / "sitecustomize.py").write_text(FAILING_RANK.format(failure=failure))
@@ -271,6 +276,7 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
     assert "ended by signal 9" in panel
 
 
+@pytest.mark.campaign  # tests of liveness have it without torch
 def test_ranks_end_with_their_launcher_and_say_so(tmp_path: Path) -> None:
     keys = [*SMALL, "num_steps=100000", "log_every=1", "cluster.num_ranks=2"]
     process = start([*ALONE, *keys], tmp_path, is_cold=True)
@@ -302,6 +308,7 @@ def test_a_rank_that_is_interrupted_while_it_imports_says_nothing(tmp_path: Path
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
+@pytest.mark.campaign  # two cold starts
 def test_a_run_whose_output_nobody_reads_ends_quietly(tmp_path: Path) -> None:
     keys = ("num_steps=100000", "cluster.num_ranks=2")
     # Where modules are imported already, Python warns that one of them is run as a program.
@@ -358,6 +365,7 @@ def test_files_of_ones_own_are_found_first(tmp_path: Path) -> None:
     assert "lr: 0.125" in done.stdout
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["fly"]])
 def test_the_console_script_lists_its_commands(arguments: list[str], tmp_path: Path) -> None:
     done = run([*SHARDHET, *arguments], tmp_path)

@@ -70,6 +70,7 @@ def test_a_run_in_stages_is_that_of_any_plan_and_goes_on_under_others(tmp_path: 
         )
 
 
+@pytest.mark.campaign  # tests of pipelines have it without a launch
 def test_a_rank_that_fails_in_a_stage_is_what_is_seen_last(tmp_path: Path) -> None:
     failure = 'raise ValueError("these samples are bad")'
     (tmp_path / "sitecustomize.py").write_text(FAILING_RANK.format(failure=failure))
@@ -81,6 +82,7 @@ def test_a_rank_that_fails_in_a_stage_is_what_is_seen_last(tmp_path: Path) -> No
     assert "ValueError: these samples are bad" in panel[2]
 
 
+@pytest.mark.campaign  # a launch
 def test_a_slow_link_between_ranks_is_the_systems_or_is_said_not_to_be(tmp_path: Path) -> None:
     """Systems that do not let us make networks run the same without."""
     keys = ("cluster.link.first_ranks=2", "cluster.link.mbit_per_s=200", "transport=gloo")

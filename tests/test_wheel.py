@@ -7,6 +7,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
 from hatchling.builders.wheel import WheelBuilder
 
 from tests.worlds import patience
@@ -14,6 +15,7 @@ from tests.worlds import patience
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.campaign  # half a minute; what the wheel brings stays
 def test_an_installed_wheel_trains_from_anywhere(tmp_path: Path) -> None:
     [wheel] = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     site_dir, work_dir = tmp_path / "site", tmp_path / "work"
@@ -40,8 +42,16 @@ def test_an_installed_wheel_trains_from_anywhere(tmp_path: Path) -> None:
     assert (site_dir / "shardhet" / "conf" / "train.yaml").is_file()
 
 
-def test_the_wheel_brings_the_console_script(tmp_path: Path) -> None:
+def test_the_wheel_brings_the_console_script_and_all_that_the_package_reads(
+    tmp_path: Path,
+) -> None:
     [wheel] = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     with zipfile.ZipFile(wheel) as archive:
-        [name] = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
+        names = set(archive.namelist())
+        [name] = [name for name in names if name.endswith("entry_points.txt")]
         assert "shardhet = shardhet.apps.main:main" in archive.read(name).decode()
+    assert not any(name.startswith("conf/") for name in names)
+    for folder, brought in (("conf", "shardhet/conf"), ("shardhet", "shardhet")):
+        for path in (ROOT / folder).rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                assert f"{brought}/{path.relative_to(ROOT / folder)}" in names, path

@@ -95,6 +95,7 @@ def show_idle_ranks_for_ever() -> None:
     time.sleep(1e6)
 
 
+@pytest.mark.campaign  # of the tests' own harness
 def test_idle_ranks_end_with_a_pytest_that_is_killed() -> None:
     # They are stopped, and cannot see it themselves.
     code = "from tests.test_worlds import show_idle_ranks_for_ever as show; show()"
@@ -201,6 +202,7 @@ def sleep_on_rank_zero(rank: int) -> None:
         time.sleep(30)
 
 
+@pytest.mark.campaign  # of the tests' own harness
 def test_a_hung_rank_is_named_with_the_place_where_it_hangs() -> None:
     named = r"(?s)ranks \[0\] were still running after \d+\.\d s.*in sleep_on_rank_zero"
     with pytest.raises(FAILED, match=named):
@@ -258,6 +260,7 @@ def test_an_exit_is_an_expected_failure_with_its_code() -> None:
     assert pulled_down.exception_name == "RuntimeError"  # gloo: connection closed by peer
 
 
+@pytest.mark.campaign  # of the tests' own harness
 def test_a_rank_that_waits_for_a_failed_one_for_ever_is_a_silent_hang() -> None:
     with pytest.raises(FAILED, match=r"(?s)numels disagree.*ranks \[0\] were still running"):
         run_ranks_expecting_failure(raise_on_rank_one, 2, within_s=1.0)
