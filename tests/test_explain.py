@@ -96,6 +96,17 @@ def test_where_the_fast_devices_are_full_their_memory_limits() -> None:
     assert gain[Resource.MEMORY, "fast"] > 10 * gain[Resource.MEMORY, "slow"]
 
 
+def test_more_memory_is_for_devices_of_the_kind_alone() -> None:
+    of = situation()
+    for resource, kind, _, larger in larger_situations(of):
+        devices = zip(of.cluster.devices, larger.cluster.devices, strict=True)
+        if resource is Resource.MEMORY:
+            assert [
+                (after.memory_capacity_bytes or 0) > (before.memory_capacity_bytes or 0)
+                for before, after in devices
+            ] == [kind in (None, each.kind) for each in of.cluster.devices]
+
+
 def test_another_device_helps_by_what_it_can_do() -> None:
     gain = {
         g.device_kind: g.relative

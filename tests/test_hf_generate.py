@@ -175,3 +175,14 @@ def misuse(rank: int) -> None:
 
 def test_misuse_is_refused() -> None:
     misuse(0)
+
+
+def test_a_step_without_its_backward_is_given_up() -> None:
+    plain, x = Blocks(), torch.randn(2, 4)
+    plan = Plan.even(1, microbatch_size=2)
+    model = HetFSDP(copy.deepcopy(plain), plan, units=[nn.Linear])
+    output = model(x).sum()
+    with model.unit_by_unit():
+        assert torch.equal(model.module(x), plain(x))
+    with pytest.raises(RuntimeError, match="Call the model first"):
+        model.backward(output, 2)

@@ -492,6 +492,10 @@ def test_optimizers_of_a_node_share_its_memory_and_its_speed() -> None:
         assert rank.memory.host_bytes == before.state_bytes
         assert rank.memory.total_bytes < before.total_bytes
         assert rank.fits
+    needed = sum(rank.memory.host_bytes for rank in found.ranks)
+    for memory in (needed, None):  # to the last byte, or not stated
+        enough = prices_of(plan, {**node, "host_memory_bytes": memory}).predict(plan)
+        assert all(rank.fits for rank in enough.ranks)
     small = {**node, "host_memory_bytes": found.ranks[0].memory.host_bytes}
     assert [each.fits for each in prices_of(plan, small).predict(plan).ranks] == [
         False,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shardhet.planner.problem.problem import Group, Limits, Problem, fill_level
-from shardhet.planner.search.exact import best_choice
+from shardhet.planner.search.exact import best_choice, is_small
 from shardhet.planner.search.few import are_few
 from shardhet.planner.search.oracle import Oracle
 from shardhet.planner.search.search import (
@@ -114,6 +114,14 @@ def test_choices_of_many_devices_are_not_listed() -> None:
     assert not are_few(problem, DEFAULT_EFFORT.most_choices)
     assert search(problem).relative_gap <= 1e-9
     assert are_few(replace(problem, groups=problem.groups[1:]), DEFAULT_EFFORT.most_choices)
+    batch = np.arange(1, 41)  # three devices have 11,480 choices of these
+    several = Group(3, batch, np.array([1.0 * batch]), 1.0 * batch[::-1], 1.0)
+    assert not are_few(Problem((several,), 60, 5.0), DEFAULT_EFFORT.most_choices)
+
+
+def test_the_dynamic_programme_is_asked_up_to_its_limit() -> None:
+    group = Group(10, np.array([99]), np.array([[1.0]]), np.array([1.0]), 1.0)
+    assert [is_small(Problem((group,), batch, 5.0)) for batch in (99, 100)] == [True, False]
 
 
 def test_no_choice_has_a_phase_below_the_least_that_speeds_allow() -> None:

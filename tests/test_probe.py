@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 from shardhet import HetFSDP, Plan
 from shardhet.fsdp.probing.attempt import Attempt
+from shardhet.fsdp.probing.comparing import HUGE, are_close
+from shardhet.fsdp.probing.prober import _tell_of_alike_samples
 from tests.selection import one_in
 from tests.worlds import run_ranks
 
@@ -383,12 +385,19 @@ class Auxiliary(nn.Module):
             "sum": y.square().sum(),
             "mean": y.square().mean(),
             "balance": (y.mean((0, 1)) * y.square().mean((0, 1))).sum(),
+            "zero": (y - y.detach()).mean(),
         }[self.kind]
         return y, number
 
 
 class Meaning(Auxiliary):
     kind = "mean"
+
+
+class MeaningZero(Meaning):
+    """Only gradients tell that it is a mean."""
+
+    kind = "zero"
 
 
 class Balancing(Auxiliary):
@@ -408,7 +417,7 @@ class AuxiliaryNet(Net):
 
 
 @both_ways
-@pytest.mark.parametrize("kind", [Auxiliary, Meaning])
+@pytest.mark.parametrize("kind", [Auxiliary, Meaning, MeaningZero])
 def test_single_numbers_are_summed_or_averaged(kind: type[Auxiliary], recomputes: bool) -> None:
     samples = [draw(NUM_SAMPLES, 3, WIDTH)] * 2
     check(plan_for(recomputes), AuxiliaryNet(kind), samples, lambda model, x: model(x))
@@ -731,6 +740,27 @@ def test_rounding_is_told_from_a_thousandth_of_mixing(name: str) -> None:
         precision.call(fine, x)
         with pytest.raises(ValueError, match="no sum or mean over samples"):
             precision.call(mixed, x)
+
+
+@pytest.mark.parametrize(("largest", "is_a_result"), [(HUGE, True), (1.01 * HUGE, False)])
+def test_differences_of_what_stands_beside_a_mask_count(
+    largest: float, is_a_result: bool
+) -> None:
+    one = torch.tensor([1.0, 1.0, 1.0, largest], dtype=torch.float64)
+    other = one + torch.tensor([1e-5, 0.0, 0.0, 0.0])
+    assert are_close(other, one) is is_a_result
+
+
+def test_samples_that_are_all_the_same_are_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _tell_of_alike_samples.cache_clear()
+    model = HetFSDP(Net(Mixer), plan_for(recomputes=False))
+    for _ in range(2):
+        model(torch.ones(NUM_SAMPLES, 3, WIDTH, dtype=torch.float64))
+    assert (
+        sum("all samples of this batch are the same" in each for each in caplog.messages) == 1
+    )
 
 
 def test_a_mean_over_valid_tokens_is_no_mixture() -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
+from shardhet.fsdp.sharding.unit import UnitState
 from shardhet.models.decoder import Decoder, DecoderConfig
 from tests.worlds import run_ranks
 
@@ -301,6 +302,17 @@ def test_a_step_may_have_several_batches_of_the_plan() -> None:
 
 def test_rounds_are_dropped_on_demand_and_by_a_whole_step() -> None:
     run_ranks(_dropped, 3)
+
+
+def test_a_round_that_was_dropped_has_no_backward_and_holds_nothing() -> None:
+    model, _ = make(plan_of(1, 2))
+    inputs, targets = tokens(2)
+    model.backward(*model(inputs, targets))
+    output = model(inputs, targets)
+    model.drop_rounds()
+    assert {unit.state for unit in model._runtime.all_units} == {UnitState.SHARDED}
+    with pytest.raises(RuntimeError, match="Call the model first"):
+        model.backward(*output)
 
 
 def test_a_step_is_not_left_in_its_middle() -> None:
