@@ -16,12 +16,15 @@ from shardhet.planner.find import least_step_s
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.planner.search.search import Effort
+from shardhet.pricing.cost import CostModel
 from shardhet.pricing.part import MeasuredGroups, part_of
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec
+from shardhet.records.plan import Plan
 from shardhet.records.profiles import Source
 
 MAX_HOSTS = 8  # that are shown one by one
+MOST_ASKED = 64  # devices of a run, which waits for the answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +131,24 @@ def better_without(
         is_described=derived is not None,
         estimate="" if derived is not None else estimated(setting, fewer.kept),
     )
+
+
+def told_in_run(plan: Plan, setting: Setting, demands: Demands) -> list[str]:
+    """What a run of ``plan`` that has all devices of ``setting`` is told; [] if nothing is.
+
+    Pipelines, and so many devices that the answer would take long, are not asked about.
+    """
+    if plan.stages is not None or setting.cluster.world_size > MOST_ASKED:
+        return []
+    found = better_without(
+        Inputs(setting=setting, name=""),
+        PlanSolution(plan=plan, predicted=CostModel(setting).predict(plan), lower_bound_s=0.0),
+        demands=demands,
+        derived=None,
+        in_float16=None,
+        effort=Effort(relative_gap=1e-3),
+    )
+    return [] if found is None else [found.gain_line, *found.launch_lines()]
 
 
 def float16_line(samples_per_s: float, num_stages: int = 1) -> str:

@@ -12,6 +12,7 @@ from shardhet.apps.launch.crash import RankConsole
 from shardhet.apps.launch.memory_limits import MemoryLimit, OwnMemoryLimit
 from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.apps.planning.fewer_devices import told_in_run
 from shardhet.apps.run.measure_report import Progress
 from shardhet.apps.run.model_to_measure import model_to_measure
 from shardhet.apps.run.prediction import Prediction
@@ -37,6 +38,7 @@ class PlanHere:
     setting: Setting | None
     is_made_here: bool = False  # for the devices that are there
     own_limit: MemoryLimit | None = None  # of this rank's device, if it is less than usual
+    told: Sequence[str] = ()  # of devices that are better left out
 
     def prediction(self) -> Prediction | None:
         """One step of the plan, if anything was measured.
@@ -77,7 +79,10 @@ def plan_here(
         stored = _of_rank_zero(partial(_stored, conf, conf.plan, folder, present), everyone)
         if not isinstance(stored, Setting):
             stored = _measure(conf, mine, stored, folder=folder, env=env, device=device)
-        return replace(_planned(present, stored, asked, limits, everyone), own_limit=limit)
+        made = _planned(present, stored, asked, limits, everyone)
+        for line in made.told:
+            console.print(line, markup=False, soft_wrap=True)
+        return replace(made, own_limit=limit)
     measured = conf.plan.measured if isinstance(conf.plan, FilePlanConf) else None
     setting = Setting.load(measured) if measured else None
     plan = conf.to_plan(everyone.world_size)
@@ -174,10 +179,10 @@ def _planned(
 ) -> PlanHere:
     setting = part_for(present, measured)
 
-    def plan() -> Plan:
+    def plan() -> tuple[Plan, list[str]]:
         with phase("planning"):
             try:
-                return plan_for(
+                found = plan_for(
                     present,
                     measured,
                     global_batch_size=asked.global_batch_size,
@@ -190,10 +195,13 @@ def _planned(
                     raise
                 before = "; ".join(each.why for each in limits.values())
                 raise PlanError(f"{error} Budgets were lowered before: {before}.") from None
+            if limits:
+                return found, []
+            return found, told_in_run(of_any_device(found), setting, asked.demands)
 
     # Rank zero alone plans: sums of floats might differ between kinds of processors.
-    found = _of_rank_zero(plan, everyone)
-    return PlanHere(plan=found, setting=setting, is_made_here=True)
+    found, told = _of_rank_zero(plan, everyone)
+    return PlanHere(plan=found, setting=setting, is_made_here=True, told=told)
 
 
 def _of_rank_zero(work: Callable[[], T], everyone: Channel) -> T:
