@@ -3,6 +3,7 @@
 import resource
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from shardhet.pricing.setting import Setting
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.counting import MAX_COUNTS, LiveBytes, steady
 from shardhet.profiler.describe import as_example, describe, plan_for
-from shardhet.records.cluster import Cluster
+from shardhet.records.cluster import Cluster, DeviceSpec, Node
+from shardhet.records.kinds import built_in_kinds
 from shardhet.records.workload import Unit, Workload
 from tests.selection import one_in
 
@@ -225,6 +227,14 @@ def test_a_count_that_is_never_steady_ends() -> None:
     assert steady(lambda: next(numbers)) == MAX_COUNTS - 1
 
 
+NODES = (
+    Node(
+        host="a",
+        devices=(DeviceSpec(kind="NVIDIA GeForce RTX 4090", memory_capacity_bytes=2**34),),
+    ),
+)
+
+
 def test_a_model_a_batch_and_a_cluster_make_a_plan(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
@@ -242,6 +252,31 @@ def test_a_model_a_batch_and_a_cluster_make_a_plan(tmp_path: Path) -> None:
     assert plan == find_plan(setting, global_batch_size=24)
     assert as_example(tokens) == ExampleBatch(args=(tokens,))
     assert as_example({"input_ids": tokens}) == ExampleBatch(kwargs={"input_ids": tokens})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"model": torch.relu}, "is no module"),
+        ({"model": nn.Sequential(nn.Linear(2, 2)).requires_grad_(False)}, "are frozen"),
+        ({"model": nn.Linear(2, 2)}, "units: the model has none"),
+        ({"batch": None}, "batch: None is no example"),
+        ({"param_dtype": "bfloat16"}, "param_dtype is 'bfloat16' but must be"),
+        ({"global_batch_size": 4.0}, "global_batch_size is 4.0 but must be a whole number"),
+        ({"cluster": Cluster(nodes=NODES)}, "4090' but does not describe it"),
+    ],
+)
+def test_what_plans_are_not_made_of_is_refused_by_name(
+    wrong: dict[str, Any], words: str
+) -> None:
+    given: dict[str, Any] = {
+        "model": nn.Sequential(nn.Linear(2, 2)),
+        "batch": torch.rand(2, 2),
+        "cluster": Cluster(nodes=NODES, kinds=tuple(built_in_kinds().values())),
+        "global_batch_size": 4,
+    }
+    with pytest.raises((TypeError, ValueError), match=words):
+        plan_for(**given | wrong)
 
 
 class Adapted(nn.Module):

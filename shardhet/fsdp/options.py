@@ -55,19 +55,23 @@ def check_options(
     """Raise ``TypeError`` or ``ValueError`` for what cannot be wrapped, or in this way."""
     _check_wrapped(module, plan)
     for field in fields(precision):
-        dtype = getattr(precision, field.name)
-        is_wide = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-        if dtype is not None and not (is_wide and dtype.itemsize > 1):
-            raise ValueError(
-                f"HetFSDP: {field.name} is {dtype!r} but must be None, torch.float32, "
-                "torch.bfloat16, torch.float16 or torch.float64."
-            )
+        check_dtype(field.name, getattr(precision, field.name))
     if loss_fn is not None and not callable(loss_fn):
         raise ValueError(f"HetFSDP: loss_fn is {loss_fn!r} but must be a function.")
     try:
         index(seed)
     except TypeError:
         raise ValueError(f"HetFSDP: seed is {seed!r} but must be a whole number.") from None
+
+
+def check_dtype(name: str, dtype: Any) -> None:
+    """Raise ``ValueError`` for a dtype that models are not computed in."""
+    is_wide = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+    if dtype is not None and not is_wide:
+        raise ValueError(
+            f"{name} is {dtype!r} but must be None, torch.float32, torch.bfloat16, "
+            "torch.float16 or torch.float64."
+        )
 
 
 def device_for(device: Any, module: nn.Module) -> torch.device:

@@ -32,6 +32,7 @@ from shardhet.planner.task import (
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
+from shardhet.records.by_hand import whole
 from shardhet.records.plan import Plan
 from shardhet.records.schedule import StepForm
 
@@ -76,6 +77,7 @@ def solve(
     ``near`` are looked at first, as probably the best.  Raises ``PlanError`` with the nearest
     miss if nothing fits.
     """
+    global_batch_size = whole("global_batch_size", global_batch_size)
     if global_batch_size < 1:
         raise ValueError(
             f"plan: global_batch_size is {global_batch_size} but must be at least 1."

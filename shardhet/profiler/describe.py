@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardhet.fsdp.options import check_dtype
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
 from shardhet.profiler.batch import ExampleBatch, LossFn, TrainedModel
@@ -32,7 +33,7 @@ SIZES = (1024, 1025)
 
 def describe(
     model: nn.Module,
-    batch: ExampleBatch,
+    batch: Example,
     *,
     units: Sequence[type[nn.Module] | str] | None = None,
     loss_fn: LossFn | None = None,
@@ -52,7 +53,8 @@ def describe(
     unit, so HetFSDP has no ``loss_fn`` and the loss follows the model; all logits are then
     counted.
 
-    ``batch`` is an example of the model's inputs.  ``tokens_per_sample`` is for throughput;
+    ``batch`` is an example of the model's inputs, as ``plan_for`` takes it.
+    ``tokens_per_sample`` is for throughput;
     None means the length of the first tensor's rows if it holds indices, else 1.
     ``num_moments`` is the number of tensors that the optimizer keeps per parameter.
     ``device`` says whose kernels are counted; fused attention keeps less than plain attention.
@@ -61,9 +63,13 @@ def describe(
     and addition).  Bytes are per sample: only what grows with the batch is counted, so a
     table that all microbatches share is not included.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: {model!r} is no module. Give an nn.Module.")
+    check_dtype("param_dtype", param_dtype)
+    check_dtype("reduce_dtype", reduce_dtype)
     trained = TrainedModel(
         module=model,
-        batch=batch,
+        batch=as_example(batch),
         units=units,
         loss_fn=loss_fn,
         loss_is_outside=loss_is_outside,
@@ -107,15 +113,29 @@ def plan_for(
 
     if not isinstance(cluster, Cluster):
         cluster = Cluster.load(cluster)
-    workload = describe(
-        model, as_example(batch), units=units, loss_fn=loss_fn, param_dtype=param_dtype
-    )
+    workload = describe(model, batch, units=units, loss_fn=loss_fn, param_dtype=param_dtype)
+    _check_can_be_planned(model, workload)
     setting = Setting(cluster, workload, profile or derive_profile(cluster, workload))
     return find_plan(setting, global_batch_size=global_batch_size)
 
 
+def _check_can_be_planned(model: nn.Module, workload: Workload) -> None:
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ValueError("model: all its parameters are frozen. There is nothing to train.")
+    if not any(unit.fqn for unit in workload.units):
+        raise ValueError(
+            "units: the model has none, so that nothing of it is priced by itself. Name parts "
+            "of it, or put it into an nn.Sequential."
+        )
+
+
 def as_example(batch: Example) -> ExampleBatch:
     """The inputs of a model as an example batch."""
+    if batch is None or isinstance(batch, str):
+        raise TypeError(
+            f"batch: {batch!r} is no example of the model's inputs. Give a tuple of positional "
+            "arguments, or a dict of keyword arguments."
+        )
     if isinstance(batch, ExampleBatch):
         return batch
     if isinstance(batch, Mapping):

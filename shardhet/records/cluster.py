@@ -173,6 +173,12 @@ class Cluster(Document):
         for kind in self.kinds:
             if kind.kind == name:
                 return kind
+        if name in built_in_kinds():
+            raise ValueError(
+                f"cluster: it has devices of kind {name!r} but does not describe it. Describe "
+                "the cluster in a file, for Cluster.load, or give Cluster(kinds=...) what "
+                "shardhet.records.kinds.built_in_kinds() has of it."
+            )
         known = dict.fromkeys([*(kind.kind for kind in self.kinds), *built_in_kinds()])
         raise ValueError(f"cluster: {unknown_kind(str(name), known)}")
 
