@@ -13,11 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from shardhet.apps.cli.display import device_name
+from shardhet.apps.cli.outputs import check_outputs
 from shardhet.apps.cli.plots import Lane, draw_timeline
 from shardhet.apps.cli.quantities import duration
 from shardhet.apps.cli.streamed import figures_table
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.run.tracing import NUM_STEPS, POSITION
+from shardhet.config.checks import ConfigError
 
 COMPUTING = {"forward": "forward", "backward": "backward", "optimizer": "optimizer step"}
 WAITING = {
@@ -86,6 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--picture", type=Path, help="draw each device's step, predicted above measured"
     )
     given = parser.parse_args(arguments)
+    try:
+        check_outputs(picture=None if given.picture is None else str(given.picture))
+    except ConfigError as error:
+        parser.error(str(error))
     folder = RunFolder(given.run)
     for path, remedy in (
         (folder.devices_path, "Pass the folder of a run: runs/..."),

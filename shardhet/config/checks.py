@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, TypeVar
 
 T = TypeVar("T")
@@ -23,6 +25,28 @@ def config_errors(key: str = "") -> Iterator[None]:
         raise
     except ValueError as error:
         raise ConfigError(f"{key}: {error}" if key else str(error)) from None
+
+
+def check_takes_files(key: str, name: str, folder: Path) -> None:
+    """Raise ConfigError if nothing can be made in ``folder``, where ``name`` would be."""
+    try:
+        # Tried: access(2) also allows what /proc, for one, refuses.
+        with TemporaryDirectory(dir=folder, prefix=".shardhet"):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{key}: {name!r}: {folder} may not be written to ({error.strerror}). Name another "
+            "folder."
+        ) from None
+
+
+def check_can_be_folder(key: str, name: str) -> None:
+    """Raise ConfigError if there is no folder ``name`` and none can be made."""
+    path = Path(name).absolute()
+    there = next(each for each in (path, *path.parents) if each.exists())
+    if not there.is_dir():
+        raise ConfigError(f"{key}: {name!r}: {there} is a file. Name another folder.")
+    check_takes_files(key, name, there)
 
 
 def at_least(least: float) -> Check:

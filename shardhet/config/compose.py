@@ -10,7 +10,6 @@ from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeVar, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
@@ -24,7 +23,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from shardhet.config.checks import ConfigError
+from shardhet.config.checks import ConfigError, check_can_be_folder
 from shardhet.config.imported import ImportedConf
 from shardhet.config.models import (
     DataKind,
@@ -268,25 +267,9 @@ def check_choices(overrides: Iterable[str]) -> None:
                     f"'{each.key_or_group}=[{listed}]', with the quotes."
                 )
         if each.key_or_group in FOLDER_KEYS and not each.is_sweep_override():
-            _check_can_be_folder(each.key_or_group, str(each.value()))
-
-
-def _check_can_be_folder(key: str, name: str) -> None:
-    if "${" in name:  # known only after Hydra has resolved it
-        return
-    path = Path(name).absolute()
-    there = next(each for each in (path, *path.parents) if each.exists())
-    if not there.is_dir():
-        raise ConfigError(f"{key}: {name!r}: {there} is a file. Name another folder.")
-    try:
-        # Tried: access(2) also allows what /proc, for one, refuses.
-        with TemporaryDirectory(dir=there, prefix=".shardhet"):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"{key}: {name!r}: {there} may not be written to ({error.strerror}). Name another "
-            "folder."
-        ) from None
+            name = str(each.value())
+            if "${" not in name:  # known only after Hydra has resolved it
+                check_can_be_folder(each.key_or_group, name)
 
 
 def hints(overrides: Iterable[str], config_name: str = CONFIG_NAME) -> list[str]:

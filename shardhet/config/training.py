@@ -311,6 +311,11 @@ class ByHandPlanConf(PlanConf):
 
     def to_record(self, devices: Sequence[DeviceSpec]) -> Plan:
         """The plan for these devices."""
+        if not self.microbatch_sizes:
+            raise ConfigError(
+                "plan.microbatch_sizes: it is empty. Give one entry per device: "
+                "'plan.microbatch_sizes=[8,4]'."
+            )
         with config_errors():
             return Plan.by_hand(
                 devices=devices,

@@ -74,7 +74,8 @@ class OptimizerSpec:
         """How many tensors as large as a parameter it keeps, counted after one step."""
         param = nn.Parameter(torch.zeros(2, 3))
         param.grad = torch.ones_like(param)
-        optimizer = self.build([param])
+        # Beside a vector, as models have them: some classes take matrices alone.
+        optimizer = self.build([param, nn.Parameter(torch.zeros(3))])
         optimizer.step()
         kept = optimizer.state[param].values()
         return sum(torch.is_tensor(each) and each.shape == param.shape for each in kept)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shardhet.config.checks import ConfigError
+from shardhet.config.checks import ConfigError, check_can_be_folder, check_takes_files
 
 
 def check_outputs(**path_by_key: str | None) -> None:
@@ -14,6 +14,8 @@ def check_outputs(**path_by_key: str | None) -> None:
             )
         if path is not None and (not path or Path(path).is_dir()):
             raise ConfigError(f"{key}: {path!r} is not a file name. Give one: {key}=plan.json.")
+        if path is not None and not Path(path).exists():
+            check_takes_files(key, path, Path(path).resolve().parent)
     picture = path_by_key.get("picture")
     if picture is not None:
         _check_picture(picture)
@@ -21,8 +23,10 @@ def check_outputs(**path_by_key: str | None) -> None:
 
 def check_folder_output(key: str, path: str | None) -> None:
     """Raise ConfigError if ``path`` cannot become a folder."""
-    if path is not None and (not path or Path(path).is_file()):
-        raise ConfigError(f"{key}: {path!r} is not a folder. Pass the path of a folder.")
+    if path == "":
+        raise ConfigError(f"{key}: '' is not a folder. Pass the path of a folder.")
+    if path is not None:
+        check_can_be_folder(key, path)
 
 
 def _check_picture(path: str) -> None:
