@@ -93,7 +93,7 @@ BAD = {
     "plan=file": ("plan.path=...",),
     "data=text_dir": ("data.path=...",),
     # values that make no sense
-    "run_dir=/dev/null/run": ("run_dir: /dev/null/run", "/dev/null is not a folder"),
+    "run_dir=/dev/null/run": ("run_dir: '/dev/null/run': /dev/null is a file",),
     "transport=smoke": ("transport", "smoke", "auto, gloo"),
     "num_steps=0": ("num_steps: 0", "at least 1"),
     "seed=-1": ("seed: -1", "at least 0"),

@@ -333,7 +333,7 @@ REFUSALS = {
     "vocab_size=-1": "vocab_size: -1 but it must be at least 1",
     "out=": "out: '' is not a file name",
     "out=conf": "out: 'conf' is not a file name",
-    "setting_out=README.md": "setting_out: 'README.md' is not a folder",
+    "setting_out=README.md": "setting_out: 'README.md': ",
     "picture=plan": "picture: 'plan' must end in .png, .svg or .pdf",
     "cluster.nodes.0.link.bandwidth_bytes_per_s=12": "bandwidth_bytes_per_s is 12.0 but",
 }

@@ -39,6 +39,11 @@ class Setting:
         ``name`` is what the reader calls the setting.  A plan that was written by hand does not
         say which model it is for, and is refused.  A pipeline may leave devices out.
         """
+        if not plan.units:
+            raise ValueError(
+                f"{name}: the plan was written by hand and names no units, so nothing shows "
+                f"that it is for the measured model. Leave {name} out, or plan with it."
+            )
         planned = {unit.fqn: unit.numel for unit in plan.units if unit.numel}
         measured = {each.fqn: each.numel for each in self.workload.planned_units if each.numel}
         world_size = self.cluster.world_size
