@@ -1,6 +1,7 @@
 """The demo's commands, from a shell to a trained model; predicted and measured values."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from shardhet.apps.run.prediction import Outcome, Prediction
 from shardhet.checkpoint import Checkpoints
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
+from shardhet.records.plan import PlannedUnit
 from shardhet.training.device_use import DeviceUse
 from tests.programs import run
 
@@ -89,6 +91,9 @@ def test_a_prediction_is_the_simulated_step(measured: Path) -> None:
 
 def test_a_plan_of_another_model_has_no_prediction(measured: Path) -> None:
     other = Plan.by_hand(microbatch_sizes=[8, 8, 8], state_shares=[0.4, 0.3, 0.3])
+    with pytest.raises(ValueError, match="written by hand and names no units"):
+        Prediction.of(other, Setting.load(measured))
+    other = replace(other, units=(PlannedUnit(fqn="head", numel=3),))
     with pytest.raises(ValueError, match="Measure this model on this cluster"):
         Prediction.of(other, Setting.load(measured))
 
