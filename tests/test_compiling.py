@@ -181,3 +181,19 @@ def test_a_machine_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch) -
     module = decoder()
     assert compile_units(module, CPU) == reason
     assert not any(isinstance(each.forward, CompiledForward) for each in module.modules())
+
+
+def test_a_model_that_is_compiled_around_its_units_is_refused() -> None:
+    plan = Plan.even(1, microbatch_size=2)
+    whole: Any = torch.compile(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), backend="eager")
+    with pytest.raises(ValueError, match="the model is compiled around its units"):
+        HetFSDP(whole, plan)
+    part = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
+    part[0].compile(backend="eager")
+    with pytest.raises(ValueError, match="'0' is compiled around its units"):
+        HetFSDP(part, plan, units=[nn.Linear])
+    alone = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    alone[0].compile(backend="eager")
+    model = HetFSDP(alone, plan, units=[nn.Linear])
+    with pytest.raises(RuntimeError, match="cannot be compiled as a whole"):
+        model.compile()

@@ -138,6 +138,13 @@ class ModuleOfRows(nn.Module):
         """Raises ``RuntimeError``: units are built for fixed trainable parameters."""
         self._refuse("requires_grad is fixed. Freeze and unfreeze parameters before wrapping")
 
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises ``RuntimeError``: what units wait for cannot be compiled."""
+        self._refuse(
+            "it cannot be compiled as a whole. Compile its units before wrapping: "
+            "shardhet.training.compiling.compile_units(module, device)"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self._refuse(f"it cannot be copied, and so not by AveragedModel. {EMA_BY_HAND}")
 

@@ -21,12 +21,26 @@ def find_units_by(
     """As ``find_units``; raises ``ValueError`` naming what stages cannot have."""
     is_merged = plan.stages is None
     units = find_units(module, wanted, keeps_last=loss_fn is not None, merges_tied=is_merged)
+    _check_not_compiled(module, units)
     if plan.stages is None:
         return units
     check_names(plan.stages, module)
     for what in beyond_stages(module, units):
         refuse(what, is_there=True)
     return units
+
+
+def _check_not_compiled(module: nn.Module, units: Sequence[UnitModules]) -> None:
+    """Raise ``ValueError`` if a module around units is compiled, and so what units wait for."""
+    of_units = {each for unit in units for each in unit.modules}
+    for fqn, each in module.named_modules():
+        is_compiled = each._compiled_call_impl is not None or hasattr(each, "_orig_mod")
+        if is_compiled and any(inner in of_units for inner in each.modules() if inner != each):
+            raise ValueError(
+                f"HetFSDP: {repr(fqn) if fqn else 'the model'} is compiled around its units, "
+                "whose gathers and microbatches torch cannot compile. Compile what is inside: "
+                "shardhet.training.compiling.compile_units(module, device) before wrapping it."
+            )
 
 
 def beyond_stages(module: nn.Module, units: Sequence[UnitModules]) -> list[str]:
