@@ -185,7 +185,8 @@ class Accelerator:
                 access = Access(*_bytes_of(tensor), moment, is_write, "copy_")
                 self.memory.access(pinned, access, self.current.clock)
         is_asynchronous = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-        if is_from_host and not is_to_host and is_asynchronous and self.is_pinned(source):
+        if is_from_host and not is_to_host:
+            self._wait_unless_pinned(source, {"non_blocking": is_asynchronous}, "copy_")
             self._leaves_host(source, "copy_")
         if is_to_host and is_asynchronous and self.is_pinned(to):
             self._comes_to_host(to, "copy_")

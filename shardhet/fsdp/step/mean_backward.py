@@ -278,7 +278,7 @@ class MeanBackward:
         batch = self._runtime.step.batch
         if batch is not None and batch.num_samples:
             mine[0] = loss_sum.detach()  # without samples it may be 0 / 0
-        mine[1] = _number(num_tokens)
+        mine[1].add_(_number(num_tokens))
         # On the stream of its communicator; the divisor is what the compute stream waits for.
         comm.reduce_scatter_stream.wait_stream(comm.current_stream())
         with comm.on_stream(comm.reduce_scatter_stream):
