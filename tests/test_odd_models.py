@@ -294,6 +294,29 @@ def test_backwards_of_each_sample_are_exact(backward: Backward, recomputes: bool
         check(plan_for(recomputes), module, batches, squared, units=UNITS)
 
 
+class InnerWithMore(Inner):
+    """Returns besides what has no samples and what has no gradient."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.linear.weight.square(), x > 0
+
+
+class TakesMore(Net):
+    """Uses all of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x, squares, is_positive = unit(x)
+            x = x * is_positive + squares.sum(0)
+        return self.head(x)
+
+
+@every_backward
+def test_backwards_of_units_that_return_more_are_exact(backward: Backward) -> None:
+    module = TakesMore(lambda: InnerWithMore(backward, mixes=False))
+    check(ALONE, module, [draw(5, WIDTH) for _ in range(2)], squared, units=UNITS)
+
+
 def hooked(*, mixes: bool, before: bool) -> nn.Module:
     """Its second unit has a hook on gradients of its results, or of its arguments."""
     module = Net(lambda: nn.Sequential(linear(), nn.Tanh()))

@@ -20,11 +20,13 @@ from shardhet.fsdp.params.row_group import RowGroup
 from shardhet.fsdp.sharding import host_room
 from shardhet.fsdp.sharding.placement import GradientOnHost, RowsOnHost
 from shardhet.models.decoder import Decoder, DecoderConfig
+from shardhet.planner import Demands, solve
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.describe import describe
 from shardhet.records.cluster import Node
+from shardhet.records.workload import Workload
 from tests.emulated.accelerator import Accelerator
 from tests.emulated.clocks import Event
 from tests.made_up import collectives, device_profile
@@ -502,3 +504,29 @@ def test_optimizers_of_a_node_share_its_memory_and_its_speed() -> None:
         True,
         False,
     ]
+
+
+def test_compute_hides_no_more_copies_than_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a plan that counts on more, the step takes longer than its bound says."""
+    monkeypatch.setattr("shardhet.pricing.hosts.DEVICE_LINK_BYTES_PER_S", 3e6)
+    workload = Workload.transformer(
+        num_layers=4, width=64, num_heads=2, seq_len=32, vocab_size=128, hidden_width=128
+    )
+    devices, profiles = [], []
+    for kind, capacity, pace in (("full", 8 * workload.numel, 1e-10), ("roomy", 2**34, 1e-6)):
+        devices.append(DeviceSpec(kind=kind, memory_capacity_bytes=capacity))
+        profile = device_profile(kind, lambda m: (1e-3 * m, 2e-3 * m), sizes=[1, 2, 4])
+        profiles.append(replace(profile, optimizer_seconds_per_element=pace))
+    links = collectives((10**4, 10**6), gather_s_per_byte=1e-13, reduce_s_per_byte=1e-13)
+    node = Node(host="a", devices=tuple(devices), host_bytes_per_s=1e9)
+    found = solve(
+        Setting(
+            Cluster(nodes=(node,)),
+            workload,
+            Profile(devices=tuple(profiles), collectives=links),
+        ),
+        global_batch_size=8,
+        demands=Demands(may_keep_optimizer_on_host=True, max_rounds=1),
+    )
+    assert [rank.optimizer_on_host for rank in found.plan.ranks] == [True, False]
+    assert found.predicted.step_time_s <= 1.01 * found.lower_bound_s

@@ -14,6 +14,7 @@ from shardhet.planner.search.search import (
     Effort,
     Found,
     NothingFitsError,
+    _Search,
     search,
 )
 from tests.planning_problems import SEARCHED, BruteForce, random_problem, recomputed_objective
@@ -158,6 +159,30 @@ def test_a_search_that_stops_early_states_a_true_bound() -> None:
         assert early.relative_gap <= 0.2 + 1e-9
         gaps += [early.relative_gap, hurried.relative_gap]
     assert max(gaps) > 0.001
+
+
+def test_the_bound_on_the_optimizer_is_near_the_least_that_fits() -> None:
+    problem = random_problem(
+        np.random.default_rng(3),
+        num_groups=3,
+        num_devices=6,
+        global_batch_size=20,
+        memory_binds=True,
+        counts_optimizer=True,
+    )
+    asked = _Search(problem, DEFAULT_EFFORT)
+    endless = Limits((np.inf,) * problem.num_phases)
+    low, high = 0.0, 1e6
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        fits = asked.fits(replace(endless, optimizer_s=middle))
+        low, high = (low, middle) if fits else (middle, high)
+    for known in (0.0, 0.6):
+        bound_s = asked.least_optimizer_s(
+            replace(endless, optimizer_s=1.5 * high), known * high
+        )
+        assert 0.9 * high <= bound_s <= high
+    assert asked.least_optimizer_s(replace(endless, optimizer_s=1.5 * high), high) == high
 
 
 def test_the_same_problem_gives_the_same_choices() -> None:
