@@ -76,7 +76,7 @@ def demands(blocks: Sequence[Timed]) -> Iterator[Demand]:
         ["NVIDIA L4", "NVIDIA L4", "NVIDIA RTX A6000", "Tesla P40"],
         [13, 6, 34, 5],
         num_microbatches=[1, 2, 1, 1],
-        recompute=[[EVERY_UNIT]] * 4,
+        recompute=[EVERY_UNIT] * 4,
     )
     for block in blocks:
         yield _of_block(block)
