@@ -117,6 +117,7 @@ def test_messages_are_those_of_the_launches(seed: int) -> None:
         assert [sent for sent, _ in cases] == [+needed for _, needed in cases]
 
 
+@pytest.mark.campaign  # messages of launches stay
 @pytest.mark.parametrize("seed", one_in(50, range(50)))
 def test_only_devices_that_are_priced_as_taking_part_send_or_get_messages(seed: int) -> None:
     found = run_ranks(over_messages, WORLD_SIZE, seed)

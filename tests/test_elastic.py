@@ -179,6 +179,7 @@ def test_devices_that_are_new_are_measured_once_and_then_known(tmp_path: Path) -
     assert start("a", "b") == ["a b", "a c"]
 
 
+@pytest.mark.campaign  # waits
 def test_a_folder_has_one_writer_until_its_process_ends(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     held = subprocess.Popen(

@@ -211,6 +211,7 @@ def test_a_slow_bus_is_told_and_planned_without(
     assert "1 device of 1 kind" in again
 
 
+@pytest.mark.campaign  # single devices stay
 def test_whole_hosts_are_left_out_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(
         capsys,

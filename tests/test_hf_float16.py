@@ -223,6 +223,7 @@ def overflow_always(rank: int, folder: str) -> None:
         trainer.train()
 
 
+@pytest.mark.campaign  # without transformers it stays
 def test_gradients_that_are_finite_at_no_scale_stop_all_ranks(tmp_path: Path) -> None:
     for outcome in run_ranks_expecting_failure(
         overflow_always, 3, str(tmp_path), within_s=FIRST_CASE_S

@@ -415,6 +415,7 @@ def with_adapters(folder: Path, **changes: Any) -> Any:
     return trainer
 
 
+@pytest.mark.campaign  # whole models stay
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks transformers by an old name
 def test_adapters_go_on_where_they_were(tmp_path: Path) -> None:
     whole = with_adapters(tmp_path / "whole")

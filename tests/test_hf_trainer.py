@@ -393,6 +393,7 @@ def own_mean_by_plan(rank: int, folder: str, plan: Plan) -> Any:
         return train_with_own_mean(HetTrainer, folder, plan)
 
 
+@pytest.mark.campaign  # other means stay
 @pytest.mark.parametrize("plan", [PLAN, for_campaign(IN_ROUNDS), for_campaign(IN_STAGES)])
 def test_a_mean_over_next_tokens_is_trained_as_on_one_process(
     plan: Plan, tmp_path: Path

@@ -304,6 +304,7 @@ def test_a_host_has_what_its_devices_leave_and_the_pace_of_all_its_ranks() -> No
     assert make_cluster(specs, []).nodes[0].host_bytes_per_s is None
 
 
+@pytest.mark.campaign  # the command stays
 @pytest.mark.parametrize("uses_host", one_in(2, [True, False]))
 def test_what_was_measured_of_hosts_is_for_plans_that_use_them(uses_host: bool) -> None:
     from tests.test_fewer import FAST_LINKS, setting_of
@@ -327,6 +328,7 @@ def test_what_was_measured_of_hosts_is_for_plans_that_use_them(uses_host: bool) 
 # Ranks #
 
 
+@pytest.mark.campaign  # the command stays
 def test_one_process_is_measured_without_a_process_group() -> None:
     shown: list[float] = []
     measured = measure(

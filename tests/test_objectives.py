@@ -323,6 +323,7 @@ def plans_of_all_forms(
                 yield from all_plans(case, rounds.round_size, of_round, part=part)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", one_in(3, [seed for seed in range(16) if seed != 11]))
 def test_plans_under_demands_are_as_fast_as_the_best_of_all(seed: int) -> None:
     """In one round and in as many as there are samples; memory binds in most cases.

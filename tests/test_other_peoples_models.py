@@ -52,6 +52,7 @@ def test_steps_are_those_of_one_process(cases: dict[str, str], tmp_path: Path) -
     assert {row["family"] for row in rows} == cases.keys()
 
 
+@pytest.mark.campaign  # without stages they stay
 @pytest.mark.parametrize(
     "families", one_in(2, [[*STAGED], [*OTHERS_STAGED]]), ids=["few", "others"]
 )

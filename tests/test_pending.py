@@ -112,6 +112,7 @@ def _everything(rank: int, is_apart: bool) -> list[str]:
     return let_go
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("is_apart", [True, False], ids=["gloo", "shared memory"])
 def test_nothing_is_let_go_that_is_in_flight(is_apart: bool) -> None:
     assert run_ranks(_everything, 3, is_apart) == [[]] * 3

@@ -617,6 +617,7 @@ def _step(model: HetFSDP, optimizer: torch.optim.Optimizer, step: int) -> None:
     optimizer.zero_grad()
 
 
+@pytest.mark.campaign  # drawn chains stay
 @pytest.mark.parametrize(
     "other",
     [

@@ -173,6 +173,7 @@ def test_other_objectives_are_shown_with_what_they_reach(
     assert "none of devices 0, 2 uses more than" in text
 
 
+@pytest.mark.campaign  # tests of leaving devices out plan for some
 def test_measured_files_are_planned_for(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -453,6 +454,7 @@ def test_every_key_is_explained_in_help(
     assert "H100" in capsys.readouterr().out
 
 
+@pytest.mark.campaign  # files in a folder of one's own stay in tests of train
 def test_own_descriptions_are_found(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = (DESCRIBED / "rtx4090_2x3090.yaml").read_text()
     folder = tmp_path / "cluster" / "described"

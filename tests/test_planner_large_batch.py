@@ -28,6 +28,7 @@ def roomy(seed: int) -> Setting:
 
 
 # Of twelve, those in which memory leaves more than three batches per device.
+@pytest.mark.campaign  # plans of large clusters stay
 @pytest.mark.parametrize(
     "seed", one_in(5, [1000, 1002, 1004, 1005, 1006, 1007, 1009, 1010, 1011])
 )

@@ -10,6 +10,7 @@ from shardhet.pricing.cost import CostModel
 from tests.selection import one_in
 
 
+@pytest.mark.sampled(2)
 # Exact shares of all; a device better left idle; even state to the row; room for the shares of
 # fewer microbatches; equal devices whose rows differ; a budget that is full to the row.
 @pytest.mark.parametrize("seed", one_in(3, [25, 34, 91, 116, 128, 143, 388]))
@@ -58,6 +59,7 @@ def test_where_memory_ends_within_a_row_rows_are_moved_until_all_fit() -> None:
     assert row.bound_s >= 0.99 * row.planned_s
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", one_in(3, range(12)))
 def test_a_plan_to_prefer_is_found_where_links_depend_on_shares(seed: int) -> None:
     setting, batch, demands, _, _ = instance(seed)

@@ -636,6 +636,7 @@ def _staged(rank: int, on_accelerators: bool) -> None:
         check_grads(model, expected)
 
 
+@pytest.mark.campaign  # drawn steps stay
 @pytest.mark.parametrize("on_accelerators", one_in(2, [False, True]))
 def test_each_stage_keeps_its_own_frozen_weights(on_accelerators: bool) -> None:
     run_ranks(_staged, STAGED.world_size, on_accelerators)

@@ -229,6 +229,7 @@ def test_stages_keep_on_hosts_what_does_not_fit_on_devices() -> None:
     assert [e.memory for e in price.ranks] == [e.memory for e in predicted]
 
 
+@pytest.mark.campaign  # the search's own test stays
 @pytest.mark.parametrize(
     "mib", [2000, *(pytest.param(i, marks=pytest.mark.campaign) for i in (1050, 1200))]
 )

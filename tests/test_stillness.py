@@ -191,6 +191,7 @@ def test_a_rank_that_stands_still_is_named_with_its_unit_and_ended(
     assert "case.do()" in shown  # its stack
 
 
+@pytest.mark.campaign  # tests of deaths stay
 @pytest.mark.parametrize("deed", one_in(2, ["kill", "raise"]))
 def test_a_rank_that_ends_is_named_as_without_the_watch(deed: Any) -> None:
     case = Case(deed=deed, place="forward", rank=1)

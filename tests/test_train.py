@@ -149,6 +149,7 @@ def test_srun_is_the_same_program(tmp_path: Path) -> None:
     assert len(list((run_dir / "logs").glob("rank*.log"))) == 2
 
 
+@pytest.mark.campaign  # a launch
 def test_a_trace_names_what_the_runtime_does_per_unit(tmp_path: Path) -> None:
     steps = ["trace=true", "trace_steps.first_step=2", "trace_steps.num_steps=2"]
     done = run([*ALONE, *SMALL, *steps, "cluster.num_ranks=2", "logger=csv"], tmp_path)

@@ -206,7 +206,7 @@ def _gradients(
     return found
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_emulated", [False, True], ids=["messages", "nccl"])
 @pytest.mark.parametrize("name", PLANS)
 def test_gradients_are_those_of_one_process(name: str, is_emulated: bool) -> None:
