@@ -34,15 +34,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a function that is ``sampled``, what its sample lacks is for the campaign."""
     cases_by_function: dict[str, list[pytest.Function]] = {}
-    most: dict[str, int | None] = {}
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         if isinstance(item, pytest.Function) and "sampled" in marks and "campaign" not in marks:
             name = f"{item.path}::{item.originalname}"
             cases_by_function.setdefault(name, []).append(item)
-            [*_, most[name]] = [None, *item.get_closest_marker("sampled").args]
-    for name, cases in cases_by_function.items():
-        kept = sample([case.callspec.params for case in cases])[: most[name]]
+    for cases in cases_by_function.values():
+        kept = sample([case.callspec.params for case in cases])
+        most = cases[0].get_closest_marker("sampled")
+        if most is not None and most.args:
+            kept = kept[: most.args[0]]
         for i, case in enumerate(cases):
             if i not in kept:
                 case.add_marker("campaign")
