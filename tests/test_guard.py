@@ -17,7 +17,7 @@ from shardhet.training.guard import NUM_STEPS_TO_KNOW, Guard, OnBadStep
 from shardhet.training.trainer import Run as RunModel
 from shardhet.training.trainer import StepMetrics, run_plainly
 from tests.selection import for_campaign
-from tests.test_resume import NUM_STEPS, TEXT, UNEVEN
+from tests.test_resume import NUM_STEPS, TEXT, UNEVEN, train_until
 from tests.test_trainer import make_trainer
 from tests.test_worker import configure, write_pages
 from tests.worlds import run_ranks, run_ranks_expecting_failure
@@ -201,6 +201,37 @@ def skipped_when_resumed(rank: int, path: str) -> int:
     run = Run(folder.load_config(), folder, env, torch.device("cpu"))
     assert run.model.step == NUM_STEPS
     return run.trainer.num_batches_skipped
+
+
+def judged_by_when_resumed(rank: int, path: str) -> dict[str, Any]:
+    folder = RunFolder(Path(path))
+    env = RankEnv(rank=rank, world_size=1, local_rank=rank, store_host="", store_port=0)
+    run = Run(folder.load_config(), folder, env, torch.device("cpu"))
+    return run.trainer.guard.state_dict()
+
+
+def test_a_run_that_goes_on_judges_steps_by_those_before_it_was_cut_off(
+    tmp_path: Path,
+) -> None:
+    keys = (*TEXT, f"data.path={write_pages(tmp_path / 'text')}", "plan.global_batch_size=2")
+    path = configure(tmp_path / "run", *keys, "cluster.num_ranks=1", "resume=auto")
+    run_ranks(train_until, 1, path, 1, 2)
+    [judged_by] = run_ranks(judged_by_when_resumed, 1, path)
+    taken = entries(tmp_path / "run")
+    assert judged_by["losses"] == [each["loss"] for each in taken if "loss" in each]
+    assert judged_by["norms"] == [each["grad_norm"] for each in taken if "grad_norm" in each]
+    assert len(judged_by["norms"]) == 2
+
+
+def test_what_steps_are_judged_by_is_read_as_it_was_written() -> None:
+    guards = [Guard(OnBadStep.SKIP, spike_factor=3.0, max_in_a_row=2) for _ in range(2)]
+    for _ in range(NUM_STEPS_TO_KNOW):
+        guards[0].judge(2.0, 1.0)
+    guards[0].check(NUM_STEPS_TO_KNOW, "the loss is nan")
+    guards[1].load_state_dict(guards[0].state_dict())
+    assert guards[1].judge(6.1, 1.0) == "the loss is 6.1, 3.0 times the usual 2"
+    with pytest.raises(FloatingPointError, match="and so were the 1 before it"):
+        guards[1].check(NUM_STEPS_TO_KNOW + 1, "the loss is nan")
 
 
 def test_rolling_back_requires_checkpoints(tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ that all ranks decide alike without asking each other.
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from enum import Enum
 from statistics import median
+from typing import Any
 
 NUM_STEPS_REMEMBERED = 50
 NUM_STEPS_TO_KNOW = 10  # before a spike can be recognized
@@ -82,6 +84,20 @@ class Guard:
                 f"step {step}: {reason}, and so were the {self._num_in_a_row - 1} before it. "
                 "Lower the learning rate, or go on from an earlier checkpoint."
             )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What later steps are judged by, as plain numbers."""
+        return {
+            "losses": list(self._losses),
+            "norms": list(self._norms),
+            "num_in_a_row": self._num_in_a_row,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of ``state_dict``."""
+        self._losses = deque(state["losses"], maxlen=NUM_STEPS_REMEMBERED)
+        self._norms = deque(state["norms"], maxlen=NUM_STEPS_REMEMBERED)
+        self._num_in_a_row = state["num_in_a_row"]
 
     def _reason(self, name: str, value: float | None, history: deque[float]) -> str | None:
         if value is None:

@@ -36,10 +36,12 @@ def state_of(
     *,
     num_batches_skipped: int = 0,
     loss_scaler: Mapping[str, Any] | None = None,
+    guard: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """As plain values and tensors; ``random_states`` are those of all ranks, by position.
 
-    ``loss_scaler`` is the state of the scale of the loss, in float16.
+    ``loss_scaler`` is the state of the scale of the loss, in float16; ``guard`` is what steps
+    are judged by.
     """
     return {
         "step": step,
@@ -48,6 +50,7 @@ def state_of(
         **asdict(course),
         "random_states": list(random_states),
         "loss_scaler": None if loss_scaler is None else dict(loss_scaler),
+        "guard": None if guard is None else dict(guard),
     }
 
 

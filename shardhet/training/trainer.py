@@ -89,8 +89,9 @@ class Trainer:
         evaluation = trainer.evaluate(judged)
 
     Every method is collective.  The only state besides the model's and the optimizer's is
-    ``model.step``, which says which batch comes next and what the learning rate is, and
-    ``num_batches_skipped``, which is 0 unless the run was rolled back.
+    ``model.step``, which says which batch comes next and what the learning rate is,
+    ``num_batches_skipped``, which is 0 unless the run was rolled back, and that of ``guard``
+    and ``loss_scaler``.
     """
 
     def __init__(

@@ -90,6 +90,8 @@ class RunCheckpoints:
             scaler, its_state = self._trainer.loss_scaler, found.extra.get("loss_scaler")
             if scaler is not None and its_state is not None:
                 scaler.load_state_dict(its_state)
+            if (judged_by := found.extra.get("guard")) is not None:
+                self._trainer.guard.load_state_dict(judged_by)
         self._forget_replicas_after(self._model.step)
         if self._model.rank == 0:
             self._folder.forget_metrics_after(self._model.step)
@@ -169,6 +171,7 @@ class RunCheckpoints:
             loss_scaler=None
             if trainer.loss_scaler is None
             else trainer.loss_scaler.state_dict(),
+            guard=trainer.guard.state_dict(),
         )
 
     @property
