@@ -1,5 +1,7 @@
 """What limits a plan is what a little more of would help, found by planning again."""
 
+from dataclasses import replace
+
 import pytest
 
 from shardhet.planner import Demands, DeviceLimits, PlanSolution, solve
@@ -11,9 +13,12 @@ from shardhet.planner.advice.explain import (
     larger_situations,
     with_another,
 )
+from shardhet.planner.find import least_step_s
+from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
-from shardhet.records.profiles import Profile
+from shardhet.records.margin import with_libraries
+from shardhet.records.profiles import Profile, Source
 from shardhet.records.workload import Workload
 from tests.made_up import collectives, device_profile
 
@@ -121,16 +126,89 @@ def test_another_device_helps_by_what_it_can_do() -> None:
 def test_demands_move_with_their_devices_when_one_is_added() -> None:
     demands = Demands(limits={0: DeviceLimits(), 2: DeviceLimits()}, equal=((1, 2),))
     larger = with_another(situation(demands=demands), "fast")
+    assert larger is not None
     assert [device.kind for device in larger.cluster.devices] == [*["fast"] * 3, "slow"]
     assert sorted(larger.demands.limits) == [0, 3]
     assert larger.demands.equal == ((1, 3),)
 
 
-def test_one_device_has_no_links_to_be_faster() -> None:
-    of = situation()
-    alone = of.with_cluster(
-        Cluster(nodes=(Node(host="a", devices=of.cluster.devices[:1]),)), Demands()
-    )
-    resources = [resource for resource, _, _, _ in larger_situations(alone)]
+def alone(of: Situation) -> Situation:
+    """The first device only."""
+    cluster = Cluster(nodes=(Node(host="a", devices=of.cluster.devices[:1]),))
+    return of.with_cluster(cluster, Demands())
+
+
+def test_one_device_has_no_links_to_be_faster_and_another_none_to_meet_it() -> None:
+    resources = [resource for resource, _, _, _ in larger_situations(alone(situation()))]
     assert Resource.LINKS not in resources
+    assert Resource.DEVICES not in resources
     assert resources.count(Resource.COMPUTE) == 1
+
+
+@pytest.mark.parametrize("numbers", [(1, 1), (2, 2), (1,), (1, 2)])
+def test_another_device_meets_the_others_as_if_it_was_described(
+    numbers: tuple[int, ...],
+) -> None:
+    """GeForce cards of one host share its memory, so each more slows the links of all."""
+    kinds = ("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3090")
+
+    def described(numbers: tuple[int, ...]) -> Situation:
+        nodes = [
+            {
+                "host": kind,
+                "link": {"latency_s": 2e-5, "bandwidth_bytes_per_s": 12e9},
+                "devices": [{"kind": kind, "count": number}],
+            }
+            for kind, number in zip(kinds, numbers, strict=False)
+        ]
+        slow = {"latency_s": 5e-5, "bandwidth_bytes_per_s": 1e9}
+        document = {"version": 1, "nodes": nodes, "between_nodes": slow}
+        cluster = with_libraries(Cluster.from_document(document, source="test"))
+        setting = Setting(cluster, WORKLOAD, derive_profile(cluster, WORKLOAD))
+        return Situation(setting=setting, demands=Demands())
+
+    more = with_another(described(numbers), kinds[0])
+    wanted = described((numbers[0] + 1, *numbers[1:]))
+    assert more is not None
+    assert more.cluster == wanted.cluster
+    made, found = more.profile.collectives, wanted.profile.collectives
+    for one, other in ((made, found), (more.profile.two_levels, wanted.profile.two_levels)):
+        assert (one is None) == (other is None)
+        for a, b in zip(one.points if one else (), other.points if other else (), strict=True):
+            assert a.gather.mean_s == pytest.approx(b.gather.mean_s)
+            assert a.reduce.mean_s == pytest.approx(b.reduce.mean_s)
+    for device in wanted.profile.devices:
+        points = zip(
+            more.profile.device(device.device_kind).units[0].points,
+            device.units[0].points,
+            strict=True,
+        )
+        assert all(a.forward.mean_s == pytest.approx(b.forward.mean_s) for a, b in points)
+
+
+def test_another_measured_device_takes_part_in_collectives() -> None:
+    of = situation(bytes_per_s=1e5)
+    larger = with_another(of, "fast")
+    assert larger is not None
+    before, after = of.profile.collectives, larger.profile.collectives
+    assert after.source is Source.DERIVED
+    for one, other in zip(before.points, after.points, strict=True):
+        # 3 of 4 parts pass every device instead of 2 of 3.
+        assert other.gather.mean_s == pytest.approx(9 / 8 * one.gather.mean_s)
+    assert [each.positions for each in larger.profile.groups] == [(0, 1, 3)]
+
+
+def test_far_fewer_rounds_are_found_where_much_more_memory_needs_them() -> None:
+    """Steps of 720 samples in 180 rounds, and with eight times the memory in 20."""
+    tight = alone(situation(capacity=1.6))
+    slow_alone = device_profile(
+        "fast", lambda m: (1e-3 * (m + 4), 2e-3 * (m + 4)), sizes=(1, 2, 4)
+    )
+    tight = tight.with_profile(replace(tight.profile, devices=(slow_alone,)))
+    near = solve(tight.setting, global_batch_size=720).plan.form
+    assert near.num_rounds == 180
+    (roomy,) = (more for _, _, amount, more in larger_situations(tight) if "8" in amount)
+    best = solve(roomy.setting, global_batch_size=720)
+    assert best.plan.num_rounds == 20
+    found_s = least_step_s(roomy.setting, global_batch_size=720, near=near, only_near=True)
+    assert found_s == pytest.approx(best.predicted.step_time_s)

@@ -13,7 +13,7 @@ from itertools import product
 from math import inf
 
 from shardhet.planner.candidates.candidates import LeastCompute
-from shardhet.planner.forms import BatchRounds, neighbours, rounds_of
+from shardhet.planner.forms import BatchRounds, beside, near_rounds, rounds_of
 from shardhet.planner.idle import active_positions, with_idle
 from shardhet.planner.preference import TOLERANCE, preferred, preferred_to_idle
 from shardhet.planner.problem.demands import Demands
@@ -235,7 +235,7 @@ class _Asked:
     def of_near(self) -> Iterator[FormTask]:
         """Plans of the form that is looked at first, if there is one of several rounds."""
         if self.near is not None:
-            yield from filter(self.is_near, self.of_several_rounds(self.near))
+            yield from filter(self.is_near, self.of_several_rounds())
 
     def is_near(self, task: FormTask) -> bool:
         """Whether it is one of ``of_near``."""
@@ -256,23 +256,12 @@ class _Asked:
         for prices in self.prices[1:] if self.demands.form is None else ():
             yield from self._tasks(prices, BatchRounds(1, self.global_batch_size))
 
-    def of_several_rounds(self, near: StepForm | None = None) -> Iterator[FormTask]:
-        """Plans of several rounds, few first; with ``near``, only of forms like that one.
-
-        None if another form is demanded.
-        """
-        if self.demands.form is not None:
-            return
-        looked_at = rounds_of(self.global_batch_size, self.demands.max_rounds)
-        beside = [each.number for each in neighbours(looked_at, near)] if near else ()
-        for rounds, prices in product(looked_at[1:], self.prices):
-            for task in self._tasks(prices, rounds):
-                if (
-                    near is None
-                    or rounds.number == near.num_rounds
-                    or (rounds.number in beside and task.model.form.is_like(near))
-                ):
-                    yield task
+    def of_several_rounds(self) -> Iterator[FormTask]:
+        """Plans of several rounds, few first; none if another form is demanded."""
+        if self.demands.form is None:
+            looked_at = rounds_of(self.global_batch_size, self.demands.max_rounds)
+            for rounds, prices in product(looked_at[1:], self.prices):
+                yield from self._tasks(prices, rounds)
 
     @property
     def deals_differ(self) -> bool:
@@ -409,29 +398,38 @@ def least_step_s(
 
     Communication is as with even shares.  Returns ``at_most_s`` if nothing is faster, which
     saves candidates that compute longer than that.  Plans of the form ``near`` are looked at
-    first, as probably the best; with ``only_near``, only they, those of one round and those of
-    forms like it.  Forms that gain less than the gap of the effort may be passed over.
+    first, as probably the best.  With ``only_near``, of several rounds only those are looked at
+    that have about as many or a half, a quarter, ... of them, and those beside the best.  Forms
+    that gain less than the gap of the effort may be passed over.
     """
     demands.check(setting.cluster.world_size)
     prices = _priced(setting, demands)
     asked = _Asked(prices, global_batch_size, demands, effort, is_bounded=False)
-    several = asked.of_several_rounds(near if only_near else None)
     first = [*asked.of_demanded_form(), *asked.of_one_round()]
-    tasks = [*first, *asked.of_fewer_residents(), *several]
+    tasks = [*first, *asked.of_fewer_residents(), *asked.of_several_rounds()]
     if not tasks:
         return at_most_s
     # Of plans of any form: it needs least memory.
     least = replace(tasks[0], model=prices[-1].in_form(tasks[0].model.form))
     compute = least.builder().least_compute()
-    bounded = [
-        (task.model.form != near, asked.bound_s(task, compute), i)
-        for i, task in enumerate(tasks)
-    ]
-    for _, bound_s, i in sorted(bounded):
-        shorter_s = at_most_s / (1 + effort.relative_gap)
-        if bound_s < shorter_s:
-            found_s = _least_of_form_s(replace(tasks[i], at_most_s=shorter_s))
-            at_most_s = min(at_most_s, found_s)
+    numbers = sorted({task.rounds.number for task in tasks})
+    wanted = set(numbers)
+    if only_near and near is not None:
+        wanted = {1, *near_rounds(numbers, near.num_rounds)}
+    best, left = near, tasks
+    while some := [task for task in left if task.rounds.number in wanted]:
+        left = [task for task in left if task.rounds.number not in wanted]
+        bounded = [
+            (task.model.form != near, asked.bound_s(task, compute), i)
+            for i, task in enumerate(some)
+        ]
+        for _, bound_s, i in sorted(bounded):
+            shorter_s = at_most_s / (1 + effort.relative_gap)
+            if bound_s < shorter_s:
+                found_s = _least_of_form_s(replace(some[i], at_most_s=shorter_s))
+                if found_s < at_most_s:
+                    at_most_s, best = found_s, some[i].model.form
+        wanted = set(beside(numbers, best.num_rounds)) if best else set()
     return at_most_s
 
 

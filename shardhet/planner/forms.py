@@ -80,11 +80,18 @@ def rounds_of(global_batch_size: int, max_rounds: int | None = None) -> list[Bat
     return found
 
 
-def neighbours(looked_at: Sequence[BatchRounds], form: StepForm) -> list[BatchRounds]:
-    """Those with the next fewer and the next more rounds than a form has."""
-    fewer = [each for each in looked_at if each.number < form.num_rounds]
-    more = [each for each in looked_at if each.number > form.num_rounds]
+def beside(numbers: Sequence[int], number: int) -> list[int]:
+    """The next fewer and the next more of these numbers of rounds."""
+    fewer = [each for each in numbers if each < number]
+    more = [each for each in numbers if each > number]
     return [*fewer[-1:], *more[:1]]
+
+
+def near_rounds(numbers: Sequence[int], number: int) -> list[int]:
+    """Of these numbers of rounds, those closest to one, to a half of it, to a quarter, ..."""
+    halves = [number >> i for i in range(number.bit_length())]
+    closest = [min(numbers, key=lambda each: abs(each - half)) for half in halves]
+    return [*closest, *beside(numbers, number)]
 
 
 def _divisors_and_small(batch: int, most: int) -> list[int]:

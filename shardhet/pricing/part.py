@@ -1,4 +1,4 @@
-"""The same workload on a part of a cluster, from what was measured on the whole.
+"""The same workload on a part of a cluster, or on one device more, from what was measured.
 
 Compute is that of each kind of device.  Collectives among the devices that stay were measured,
 or are estimated from the measured group that differs from them by the fewest devices.  Of a
@@ -14,6 +14,8 @@ of the measured groups are from what was measured of them.
 What was derived from specifications is derived anew, in the proportion in which the profile
 has since been changed: the links that the others cross, how many take part in a collective, in
 one level or in two, and how much slower the slowest of so many devices is.
+
+With one device more, collectives follow in the same two ways from those of the whole.
 """
 
 from collections.abc import Collection, Sequence
@@ -24,10 +26,12 @@ from itertools import pairwise
 from shardhet.pricing.derive import derive_collectives, derive_two_levels, slowest_of
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster
+from shardhet.records.margin import with_libraries
 from shardhet.records.profiles import (
     CollectivePoint,
     Collectives,
     Curve,
+    DeviceProfile,
     GroupCollectives,
     PairLink,
     Profile,
@@ -58,6 +62,10 @@ class MeasuredGroups:
             return replace(self.profile.collectives, points=(), note="one device")
         known = {each.positions: each.collectives for each in self.groups}
         return known[kept] if kept in known else self._estimate(kept, self.groups)
+
+    def estimated(self, positions: Collection[int]) -> Collectives:
+        """The collectives among some devices, from those of smaller groups."""
+        return self._estimate(tuple(sorted(positions)), self.profile.groups)
 
     def is_estimated(self, positions: Collection[int]) -> bool:
         """Whether the collectives among these devices were not measured."""
@@ -148,22 +156,92 @@ def part_of(setting: Setting, positions: Collection[int]) -> Setting:
     else:
         measured = MeasuredGroups(profile, cluster.world_size)
         collectives, two_levels = measured.among(positions), None
-    pace = slowest_of(smaller.world_size) / slowest_of(cluster.world_size)
     return replace(
         setting,
         cluster=smaller,
         profile=replace(
             profile,
             devices=tuple(
-                each.with_times(lambda s: pace * s) if each.source is Source.DERIVED else each
-                for each in profile.devices
-                if each.device_kind in kinds
+                each for each in _devices(setting, smaller) if each.device_kind in kinds
             ),
             collectives=collectives,
             two_levels=two_levels,
             groups=groups,
             pairs=pairs,
         ),
+    )
+
+
+def with_one_more(setting: Setting, position: int) -> Setting | None:
+    """The setting with the device at ``position`` twice, side by side.
+
+    None if nothing says how long collectives take: there was one device, and no link is stated.
+    """
+    cluster, profile = setting.cluster, setting.profile
+    larger = _with_copy(cluster, position)
+    if cluster.world_size == 1:
+        try:
+            one = derive_collectives(larger, profile.link_fraction)
+        except ValueError:
+            return None
+        two = None
+    elif _is_derived(setting):
+        one, two = _derived(setting, larger)
+    elif profile.collectives.points:
+        profile = _moved(profile, cluster.world_size, position)
+        every = tuple(range(larger.world_size))
+        groups = MeasuredGroups(profile, larger.world_size)
+        one, two = groups.estimated(every), profile.two_levels
+        two = two and _in_proportion(two, one, profile.collectives)
+    else:
+        one, two = profile.collectives, profile.two_levels
+    devices = _devices(setting, larger)
+    return replace(
+        setting,
+        cluster=larger,
+        profile=replace(profile, devices=devices, collectives=one, two_levels=two),
+    )
+
+
+def _moved(profile: Profile, world_size: int, position: int) -> Profile:
+    """The profile where another device follows that at ``position``; all others are a group."""
+
+    def moved(i: int) -> int:
+        return i + (i > position)
+
+    groups = MeasuredGroups(profile, world_size).groups
+    return replace(
+        profile,
+        groups=tuple(
+            replace(each, positions=tuple(map(moved, each.positions))) for each in groups
+        ),
+        pairs=tuple(
+            replace(each, sender=moved(each.sender), receiver=moved(each.receiver))
+            for each in profile.pairs
+        ),
+    )
+
+
+def _with_copy(cluster: Cluster, position: int) -> Cluster:
+    """The cluster with the device at ``position`` twice, and what libraries take there."""
+    nodes = list(cluster.nodes)
+    for n, here in enumerate(cluster.positions_by_node):
+        if position in here:
+            before = nodes[n].devices[: position - here.start + 1]
+            devices = (*before, before[-1], *nodes[n].devices[len(before) :])
+            nodes[n] = replace(nodes[n], devices=devices)
+    larger = replace(cluster, nodes=tuple(nodes))
+    if any(node.library_bytes is None for node in nodes):
+        return larger
+    return with_libraries(larger, has_stages=with_libraries(cluster) != cluster)
+
+
+def _devices(setting: Setting, other: Cluster) -> tuple[DeviceProfile, ...]:
+    """Profiles of devices of which so many are waited for as ``other`` has."""
+    pace = slowest_of(other.world_size) / slowest_of(setting.cluster.world_size)
+    return tuple(
+        each.with_times(lambda s: pace * s) if each.source is Source.DERIVED else each
+        for each in setting.profile.devices
     )
 
 
@@ -178,18 +256,18 @@ def _is_derived(setting: Setting) -> bool:
         return False
 
 
-def _derived(setting: Setting, smaller: Cluster) -> tuple[Collectives, Collectives | None]:
-    """The collectives of a part of the cluster, in one level and in two."""
+def _derived(setting: Setting, other: Cluster) -> tuple[Collectives, Collectives | None]:
+    """The collectives of a part of the cluster, or of more, in one level and in two."""
     cluster, profile = setting.cluster, setting.profile
     fraction = profile.link_fraction
     stated = derive_collectives(cluster, fraction)
-    one = _in_proportion(derive_collectives(smaller, fraction), profile.collectives, stated)
-    two = derive_two_levels(smaller, fraction)
+    one = _in_proportion(derive_collectives(other, fraction), profile.collectives, stated)
+    two = derive_two_levels(other, fraction)
     return one, two and _in_proportion(two, profile.collectives, stated)
 
 
 def _in_proportion(there: Collectives, now: Collectives, stated: Collectives) -> Collectives:
-    """Those of a part, changed as those of the whole are from what was stated."""
+    """Those of others, changed as those of the whole are from what was stated."""
 
     def changed(timing: Timing, now_s: Curve | None, stated_s: Curve | None, at: int) -> Timing:
         assert now_s is not None

@@ -12,7 +12,7 @@ from enum import Enum
 from shardhet.planner.idle import active_positions
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.solution import PlanError, PlanSolution
-from shardhet.pricing.part import part_of
+from shardhet.pricing.part import part_of, with_one_more
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec
 from shardhet.records.profiles import (
@@ -214,8 +214,9 @@ def larger_situations(situation: Situation) -> list[Larger]:
         larger.append((Resource.COMPUTE, kind, f"{tenth} faster", _faster(situation, one)))
         roomier = _roomier(situation, one, 1.0, GIB)
         larger.append((Resource.MEMORY, kind, "1 GiB more each", roomier))
-    devices = [(Resource.DEVICES, k, "one more", with_another(situation, k)) for k in everyone]
-    return larger + devices
+    added = ((kind, with_another(situation, kind)) for kind in everyone)
+    larger += [(Resource.DEVICES, kind, "one more", more) for kind, more in added if more]
+    return larger
 
 
 def at_other_speed(situation: Situation, kinds: frozenset[str], speed: float) -> Situation:
@@ -274,29 +275,26 @@ def _roomier(
     )
 
 
-def with_another(situation: Situation, kind: str) -> Situation:
-    """One more device of a kind, next to the last one; collectives stay as they are."""
+def with_another(situation: Situation, kind: str) -> Situation | None:
+    """One more device of a kind, next to the last one; None if nothing says what links do then.
+
+    Demands move with their devices.
+    """
     cluster, demands = situation.cluster, situation.demands
     last = max(i for i, device in enumerate(cluster.devices) if device.kind == kind)
-    nodes = list(cluster.nodes)
-    for n, here in enumerate(cluster.positions_by_node):
-        if last in here:
-            inside = here.index(last)
-            devices = nodes[n].devices
-            devices = (*devices[:inside], devices[inside], *devices[inside:])
-            nodes[n] = replace(nodes[n], devices=devices)
+    larger = with_one_more(situation.setting, last)
+    if larger is None:
+        return None
 
     def moved(position: int) -> int:
         return position + (position > last)
 
-    return situation.with_cluster(
-        replace(cluster, nodes=tuple(nodes)),
-        replace(
-            demands,
-            limits={moved(position): each for position, each in demands.limits.items()},
-            equal=tuple(tuple(map(moved, each)) for each in demands.equal),
-        ),
+    demands = replace(
+        demands,
+        limits={moved(position): each for position, each in demands.limits.items()},
+        equal=tuple(tuple(map(moved, each)) for each in demands.equal),
     )
+    return Situation(setting=larger, demands=demands)
 
 
 def _slowest_kinds(solution: PlanSolution, cluster: Cluster) -> tuple[str, ...]:
