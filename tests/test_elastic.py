@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from experiments.recovery.elastic import run as elastic
@@ -21,7 +22,7 @@ from shardhet.apps.launch.leaving import STARTS_AGAIN, leave
 from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.launch.sole_writer import sole_writer
-from shardhet.apps.run.plan_here import _Asked, _planned
+from shardhet.apps.run.plan_here import _Asked, _planned, unlike_measured
 from shardhet.apps.run.start_clock import StartClock
 from shardhet.apps.train import checked_world_size
 from shardhet.comm.channel import Channel
@@ -154,6 +155,38 @@ def test_as_many_ranks_as_were_measured_start_unless_something_says_how_many(
     assert checked_world_size(conf, num_launched=5) == 5  # the fifth will be measured
     with pytest.raises(ConfigError, match=r"plan.measured: 'nowhere' has no cluster.json"):
         to_conf(compose_with(["plan=measured", "plan.measured=nowhere"]))
+
+
+def test_what_was_measured_in_another_way_is_named(tmp_path: Path) -> None:
+    OmegaConf.register_new_resolver("run_stamp", lambda: "stamp", replace=True)
+    register_schemas()
+    conf = to_conf(compose_with(["cluster.device=CPU", "data.seq_len=64", "precision=FP32"]))
+    as_here = replace(
+        MEASURED,
+        workload=replace(MEASURED.workload, tokens_per_sample=64, num_moments=2),
+        profile=replace(
+            MEASURED.profile,
+            devices=tuple(
+                replace(each, note=f"f on a, 2026-01-01, torch {torch.__version__}, Python 3")
+                for each in MEASURED.profile.devices
+            ),
+        ),
+    )
+    assert unlike_measured(conf, as_here) == []
+    old = replace(as_here.profile.devices[0], note="f on a, 2025-01-01, torch 2.9.0, Python 3")
+    otherwise = replace(
+        as_here,
+        workload=replace(
+            as_here.workload, tokens_per_sample=16, param_dtype="bfloat16", num_moments=0
+        ),
+        profile=replace(as_here.profile, devices=(old,)),
+    )
+    assert unlike_measured(conf, otherwise) == [
+        "data.seq_len 16, here 64",
+        "precision bfloat16, here float32",
+        "tensors that the optimizer keeps for each parameter 0, here 2",
+        f"torch 2.9.0, here {torch.__version__}",
+    ]
 
 
 @pytest.mark.campaign  # three launches

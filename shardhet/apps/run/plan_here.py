@@ -1,5 +1,7 @@
 """The plan of a run, and the measurements of its devices."""
 
+import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,7 +29,9 @@ from shardhet.profiler.measure import MeasuringEffort, measure
 from shardhet.records.plan import Plan
 from shardhet.training.slow_devices import of_any_device
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
+MEASURED_WITH = re.compile(r"torch (\d[^\s,;]*)")  # in the notes of a profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +83,7 @@ def plan_here(
         stored = _of_rank_zero(partial(_stored, conf, conf.plan, folder, present), everyone)
         if not isinstance(stored, Setting):
             stored = _measure(conf, mine, stored, folder=folder, env=env, device=device)
+        _tell_unlike(conf, stored, console)
         made = _planned(present, stored, asked, limits, everyone)
         for line in made.told:
             console.print(line, markup=False, soft_wrap=True)
@@ -86,10 +91,44 @@ def plan_here(
     measured = conf.plan.measured if isinstance(conf.plan, FilePlanConf) else None
     setting = Setting.load(measured) if measured else None
     plan = conf.to_plan(everyone.world_size)
+    if setting is not None:
+        _tell_unlike(conf, setting, console)
     if setting is not None and limits:
         made = _planned(present, setting, _Asked.like(plan), limits, everyone)
         return replace(made, own_limit=limit)
     return PlanHere(plan=plan, setting=setting)
+
+
+def unlike_measured(conf: TrainConf, setting: Setting) -> list[str]:
+    """What of this run is not as it was measured, in words."""
+    workload = setting.workload
+    notes = [each.note for each in setting.profile.devices]
+    versions = {found[1] for note in notes if (found := MEASURED_WITH.search(note)) is not None}
+    pairs: dict[str, tuple[Any, Any]] = {
+        "data.seq_len": (workload.tokens_per_sample, conf.data.seq_len),
+        "precision": (workload.param_dtype, conf.precision.value),
+        "tensors that the optimizer keeps for each parameter": (
+            workload.num_moments,
+            conf.optim.to_record().count_moments(),
+        ),
+        "torch": (", ".join(sorted(versions)) or torch.__version__, torch.__version__),
+    }
+    return [
+        f"{name} {measured}, here {here}"
+        for name, (measured, here) in pairs.items()
+        if measured != here
+    ]
+
+
+def _tell_unlike(conf: TrainConf, setting: Setting, console: RankConsole) -> None:
+    unlike = unlike_measured(conf, setting)
+    if unlike:
+        text = (
+            f"plan.measured: it is of {'; '.join(unlike)}. Times and memory are predicted as "
+            "if that were so here. Run shardhet measure with the keys of this run."
+        )
+        logger.warning("%s", text)
+        console.print(f"Note: {text}", markup=False, soft_wrap=True)
 
 
 def _stored(
