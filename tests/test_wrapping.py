@@ -1,12 +1,15 @@
 """Which modules become units, found or named, on models of several kinds."""
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from shardhet import HetFSDP, Plan
 from shardhet.fsdp.sharding.wrapping import find_units
+from tests.worlds import run_ranks
 
 WIDTH = 16
 
@@ -41,6 +44,31 @@ def fqns(root: nn.Module, wanted: Any = None, **how: Any) -> list[tuple[str, ...
 
 def single(*names: str) -> list[tuple[str, ...]]:
     return [(name,) for name in names]
+
+
+def warned_of(rank: int, plan: Plan) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        HetFSDP(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), plan, units=["0", "1"])
+    return [str(each.message) for each in caught]
+
+
+def test_patterns_that_name_no_unit_are_told() -> None:
+    plan = Plan.by_hand(
+        microbatch_sizes=[1],
+        recompute=[["1", "layers.*"]],
+        inputs_on_host=[["1", "layers.0"]],
+        two_level_units=["0", "head"],
+    )
+    [found] = run_ranks(warned_of, 1, plan)
+    named = "but no unit is named so. The model has 2 units: 0, 1, ..."
+    assert found == [
+        f"plan: recomputed_units has ['layers.*'] {named}",
+        f"plan: inputs_on_host has ['layers.0'] {named}",
+        f"plan: two_level_units has ['head'] {named}",
+    ]
+    known = Plan.by_hand(microbatch_sizes=[1], recompute=[["1"]], two_level_units=["", "0"])
+    assert run_ranks(warned_of, 1, known) == [[]]
 
 
 # Found

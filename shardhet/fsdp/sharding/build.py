@@ -293,20 +293,25 @@ def _check_same_values(of_params: list[Any], module: nn.Module, control: Channel
 
 
 def _warn_of_patterns(plan: Plan, fqns: Sequence[str]) -> None:
-    """Warn of patterns of recomputed units that name none: it takes more memory than meant."""
-    patterns = {each for rank in plan.ranks for each in rank.recomputed_units}
-    unknown = [
-        each
-        for each in sorted(patterns.difference(EVERY_UNIT))
-        if not any(is_matched(fqn, (each,)) for fqn in fqns)
-    ]
-    if unknown:
-        named = ", ".join(filter(None, fqns[:3]))
-        warnings.warn(
-            f"plan: recomputed_units has {unknown} but no unit is named so. The model has "
-            f"{len(fqns)} units: {named}, ...",
-            stacklevel=6,
-        )
+    """Warn of patterns of units that name none: a step takes more memory or time than meant."""
+    patterns = {
+        "recomputed_units": {each for rank in plan.ranks for each in rank.recomputed_units},
+        "inputs_on_host": {each for rank in plan.ranks for each in rank.inputs_on_host},
+        "two_level_units": set(plan.two_level_units),
+    }
+    for key, of_key in patterns.items():
+        unknown = [
+            each
+            for each in sorted(of_key.difference(EVERY_UNIT))
+            if not any(is_matched(fqn, (each,)) for fqn in (*fqns, ROOT_FQN))
+        ]
+        if unknown:
+            named = ", ".join(filter(None, fqns[:3]))
+            warnings.warn(
+                f"plan: {key} has {unknown} but no unit is named so. The model has {len(fqns)} "
+                f"units: {named}, ...",
+                stacklevel=6,
+            )
 
 
 def _check_plan_is_for(plan: Plan, drafts: Sequence[UnitDraft], *, is_told: bool) -> None:
