@@ -6,7 +6,8 @@ from shardhet.planner.problem.problem import Group, Problem
 from shardhet.planner.search.search import Effort
 
 SEARCHED = Effort(most_choices=0)  # however few choices there are
-Row = tuple[float, ...]  # batch, one cost per phase, the optimizer's per element, room
+Row = tuple[float, ...]  # batch, one cost per phase, lines of the optimizer, room
+Lines = tuple[float, ...]  # s, d, s, d, ...: x elements take the most of s x + d
 
 
 def random_problem(
@@ -54,18 +55,26 @@ def _with_another_optimizer(rng: np.random.Generator, group: Group) -> Group:
     number, whole = len(group.batch), np.tile(group.batch, 2)
     costs, room = np.tile(group.costs, 2), np.tile(group.room, 2)
     room[number:] = np.minimum(room[number:] * rng.uniform(0.5, 4), rng.uniform(5, 80))
-    own = np.full(2 * number, group.optimizer_s_per_numel)
-    own[number:] = rng.uniform(0.001, 0.05)
+    own = np.zeros((2, 4, 2 * number))
+    own[:] = group.optimizer
+    # Copies of two sorts that compute hides in part, as those of rows to a device and back.
+    per_numel = rng.uniform(0.001, 0.05) * np.array([1, *rng.uniform(1, 4, 3)])
+    off_s = rng.uniform(0, 1, (4, number)) * (rng.random(4) < 0.8)[:, None]
+    off_s[0] = 0.0
+    own[:, :, number:] = np.stack((np.ones_like(off_s), off_s)) / per_numel[:, None]
     return Group(
-        group.count, whole, costs, room, group.optimizer_s_per_numel, own_optimizer_s=own
+        group.count, whole, costs, room, group.optimizer_s_per_numel, own_optimizer=own
     )
 
 
-def optimizers_of(group: Group) -> list[float]:
-    """Seconds per element of every candidate."""
-    if group.own_optimizer_s is None:
-        return [group.optimizer_s_per_numel] * len(group.batch)
-    return [float(each) for each in group.own_optimizer_s]
+def optimizers_of(group: Group) -> list[Lines]:
+    """The lines of every candidate."""
+    shape = (2, group.optimizer.shape[1], len(group.batch))
+    found = []
+    for rates, ahead in np.moveaxis(np.broadcast_to(group.optimizer, shape), 2, 0):
+        pairs = [(1 / rate, -numel / rate) for rate, numel in zip(rates, ahead, strict=True)]
+        found.append(tuple(float(each) for pair in pairs for each in pair))
+    return found
 
 
 def _random_rows(
@@ -103,8 +112,8 @@ def devices_of(problem: Problem) -> list[tuple[int, list[Row]]]:
     for g, group in enumerate(problem.groups):
         rows = sorted(
             {
-                (int(b), *map(float, costs), optimizer_s, float(room))
-                for b, costs, optimizer_s, room in zip(
+                (int(b), *map(float, costs), *lines, float(room))
+                for b, costs, lines, room in zip(
                     group.batch, group.costs.T, optimizers_of(group), group.room, strict=True
                 )
             }
@@ -123,20 +132,24 @@ def _beats(one: Row, other: Row) -> bool:
     )
 
 
-def optimizer_seconds(rooms: list[float], per_numel: list[float], state: float) -> float | None:
-    """The least possible time of the slowest optimizer; None where the state does not fit."""
-    stored = sum(room for room, o in zip(rooms, per_numel, strict=True) if o <= 0)
-    active = [i for i, o in enumerate(per_numel) if o > 0]
-    while stored < state:
-        if not active:
-            return None
-        seconds = (state - stored) / sum(1 / per_numel[i] for i in active)
-        full = [i for i in active if rooms[i] * per_numel[i] < seconds]
-        if not full:
+def optimizer_seconds(rooms: list[float], lines: list[Lines], state: float) -> float | None:
+    """The least possible time of the slowest optimizer; None where the state does not fit.
+
+    What all store in u seconds is concave in u, so Newton's steps from 0 do not go too far.
+    """
+    seconds = 0.0
+    while True:
+        stored = rate = 0.0
+        for room, own in zip(rooms, lines, strict=True):
+            pairs = zip(own[::2], own[1::2], strict=True)
+            reached = [((seconds - d) / s, 1 / s) for s, d in pairs if s > 0]
+            numel, more = min([*reached, (room, 0.0)])
+            stored, rate = stored + numel, rate + more
+        if stored >= state * (1 - 1e-12):
             return seconds
-        stored += sum(rooms[i] for i in full)
-        active = [i for i in active if i not in full]
-    return 0.0
+        if not rate:
+            return None
+        seconds += (state - stored) / rate
 
 
 class BruteForce:
@@ -156,6 +169,7 @@ class BruteForce:
             sum(max(r[-1] for r in rows[j]) for j in range(i, size)) for i in range(size + 1)
         ]
         phases = (0.0,) * problem.num_phases
+        self._first_line = 1 + problem.num_phases  # of a row
         self._go(0, problem.global_batch_size, phases, 0, [], [])
 
     def _go(
@@ -165,12 +179,12 @@ class BruteForce:
         phases: tuple[float, ...],
         first: int,
         rooms: list[float],
-        per_numel: list[float],
+        lines: list[Lines],
     ) -> None:
         if left > self._batch_after[i] or sum(rooms) + self._room_after[i] < self._state:
             return
         if i == len(self._devices):
-            seconds = optimizer_seconds(rooms, per_numel, self._state)
+            seconds = optimizer_seconds(rooms, lines, self._state)
             if left == 0 and seconds is not None and sum(phases) + seconds <= self.best:
                 self.best = sum(phases) + seconds
                 self.was_reached = True
@@ -181,22 +195,23 @@ class BruteForce:
             row = rows[k]
             if row[0] > left:
                 break
-            slowest = tuple(max(a, b) for a, b in zip(phases, row[1:-2], strict=True))
+            costs, own = row[1 : self._first_line], row[self._first_line : -1]
+            slowest = tuple(max(a, b) for a, b in zip(phases, costs, strict=True))
             if sum(slowest) <= self.best:
-                of_next = [*rooms, row[-1]], [*per_numel, row[-2]]
+                of_next = [*rooms, row[-1]], [*lines, own]
                 self._go(i + 1, left - row[0], slowest, k, *of_next)
 
 
 def recomputed_objective(problem: Problem, choices: list[tuple[int, int, int]]) -> float | None:
     """The objective of (group, candidate, count), from the integers alone."""
-    batch, rooms, per_numel, costs = 0, [], [], []
+    batch, rooms, lines, costs = 0, [], [], []
     for g, c, count in choices:
         group = problem.groups[g]
         batch += count * int(group.batch[c])
         rooms += [float(group.room[c])] * count
-        per_numel += [optimizers_of(group)[c]] * count
+        lines += [optimizers_of(group)[c]] * count
         costs.append([float(cost) for cost in group.costs[:, c]])
-    seconds = optimizer_seconds(rooms, per_numel, problem.state_numel)
+    seconds = optimizer_seconds(rooms, lines, problem.state_numel)
     if batch != problem.global_batch_size or seconds is None:
         return None
     return sum(max(column) for column in zip(*costs, strict=True)) + seconds

@@ -28,8 +28,8 @@ def random_small(rng: np.random.Generator, i: int, *, differ: bool = False) -> P
     return random_problem(
         rng,
         num_groups=num_groups,
-        num_devices=int(rng.integers(num_groups, 7)),
-        global_batch_size=int(rng.integers(4, 25)),
+        num_devices=int(rng.integers(num_groups, 6 if differ else 7)),
+        global_batch_size=int(rng.integers(4, 14 if differ else 25)),
         memory_binds=i % 2 == 0,
         num_phases=1 if i % 3 == 0 else 2,
         counts_optimizer=i % 5 > 0,
@@ -226,9 +226,8 @@ def test_a_level_fills_exactly_what_is_demanded() -> None:
         demand = rng.uniform(0, 1.1) * float(number @ room)
         level = fill_level(room, rate, number, demand)
         if float(number @ room) < demand:
-            assert level is None
+            assert level == np.inf
             continue
-        assert level is not None
         with np.errstate(invalid="ignore"):
             reached = np.where(np.isinf(rate), room, np.minimum(room, level * rate))
         if level > 0:

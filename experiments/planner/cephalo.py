@@ -92,7 +92,7 @@ def _filled(
     ones = np.ones(len(rooms))
     room = np.maximum(rooms - row_numel(model.workload), 0.0)
     level = fill_level(room, ones, ones, float(model.workload.numel))
-    if level is None or rooms.min() < 0:
+    if level == np.inf or rooms.min() < 0:
         raise PlanError(
             "plan: what Cephalo's programme chooses does not fit: it counts the memory of all "
             "devices together. Lower global_batch_size."

@@ -138,7 +138,7 @@ def _as_evenly(room: Floats, wanted: float) -> Floats:
     """Elements on each device, the same where there is room."""
     ones = np.ones(len(room))
     level = fill_level(room, ones, ones, min(wanted, float(room.sum())))  # equal up to rounding
-    return np.minimum(room, level if level is not None else inf)
+    return np.minimum(room, level)
 
 
 def _to_one_level(

@@ -22,6 +22,7 @@ is that of a card's own link, or the rank's part of what its host states.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from math import inf
 from typing import Self
 
@@ -43,6 +44,7 @@ HOST_BYTES_PER_S = 42e9
 UPDATE_BYTES = 28
 ROW_ITEMSIZE = 4  # of parameters and gradients between host and device
 DEVICE_LINK_BYTES_PER_S = 12e9  # PCIe 3 x16, or PCIe 4 x8, less protocol
+NUM_LINES = 4  # of the time of an optimizer on the host, by what it stores
 COPIES_HELD = 3  # parts of reductions: one in the making, and two that are being copied
 Floats = NDArray[np.float64]
 
@@ -185,15 +187,27 @@ class HostPrices(Priced):
         to_device_s = ROW_ITEMSIZE / part.copied_bytes_per_s
         return to_device_s, to_device_s * self._trained_part * self._num_reductions
 
-    def host_seconds_per_numel(self, part: HostPart, *, hides_copies: bool) -> float:
-        """Seconds of the optimizer per stored element: those of rows that compute hides, but
-        for one unit each way, or at most.
+    def host_optimizer(
+        self, part: HostPart, forward_s: Floats, backward_s: Floats
+    ) -> tuple[Floats, Floats]:
+        """[NUM_LINES] seconds per stored element, and [NUM_LINES, ...] seconds off.
+
+        The optimizer takes what the slowest of these lines says.  They differ in which copies
+        compute hides, but for one unit: of the first both ways, of the last none.
         """
         to_device_s, to_host_s = self._copies_s(part)
-        if hides_copies:
-            to_device_s *= self._largest_part
-            to_host_s *= self._largest_part / self._num_reductions
-        return UPDATE_BYTES * self._trained_part / part.bytes_per_s + to_device_s + to_host_s
+        largest, number = self._largest_part, self._num_reductions
+        of_rows = (largest * to_device_s, 0.0 * forward_s), (to_device_s, forward_s)
+        back = (largest * to_host_s / number, 0.0 * backward_s), (to_host_s, backward_s)
+        update_s = UPDATE_BYTES * self._trained_part / part.bytes_per_s
+        lines = [(update_s + d + h, f + b) for (d, f), (h, b) in product(of_rows, back)]
+        per_numel_s, off_s = zip(*lines, strict=True)
+        return np.array(per_numel_s), np.array(off_s)
+
+    def most_host_seconds_per_numel(self, part: HostPart) -> float:
+        """Seconds of the optimizer per stored element if nothing hides copies."""
+        update_s = UPDATE_BYTES * self._trained_part / part.bytes_per_s
+        return update_s + sum(self._copies_s(part))
 
     def row_copies_s(self, schedule: Schedule, node: Node) -> list[float]:
         """By turn: seconds per stored element of the model of copies beside it.
@@ -215,27 +229,11 @@ class HostPrices(Priced):
             found.append(copy_s)
         return found
 
-    def hidden_numel(self, part: HostPart, forward_s: Floats, backward_s: Floats) -> Floats:
-        """Elements whose copies so much compute hides, but for one unit each way."""
-        to_device_s, to_host_s = self._copies_s(part)
-        to_device_s *= 1 - self._largest_part
-        to_host_s *= 1 - self._largest_part / self._num_reductions
-        found = np.full(forward_s.shape, inf)
-        for compute_s, copy_s in ((forward_s, to_device_s), (backward_s, to_host_s)):
-            if copy_s > 0:
-                found = np.minimum(found, compute_s / copy_s)
-        return found
-
     def _optimizer_s(self, part: HostPart, cost: RankCost) -> float:
         """Seconds of a rank's optimizer on its part of the host, and of exposed copies."""
-        largest, (to_device_s, to_host_s) = self._largest_part, self._copies_s(part)
-        to_device_s, to_host_s = to_device_s * cost.stored_numel, to_host_s * cost.stored_numel
-        update_s = UPDATE_BYTES * cost.stored_numel * self._trained_part / part.bytes_per_s
-        return (
-            update_s
-            + max(to_device_s - cost.forward_s, largest * to_device_s)
-            + max(to_host_s - cost.backward_s, largest * to_host_s / self._num_reductions)
-        )
+        compute_s = np.array(cost.forward_s), np.array(cost.backward_s)
+        per_numel_s, off_s = self.host_optimizer(part, *compute_s)
+        return float((per_numel_s * cost.stored_numel - off_s).max())
 
 
 @dataclass(frozen=True)

@@ -149,8 +149,7 @@ def proven_line(solution: PlanSolution, demands: Demands, workload: Workload) ->
     on_host = ", the inputs of all of these or of none on the host"
     optimizer = (
         "; the optimizer on the host for any of the devices without an exact share, each in an "
-        "equal part of its host's memory and speed, with copies that compute hides or that "
-        "nothing hides"
+        "equal part of its host's memory and speed"
     )
     frozen = "; frozen weights of all units, of none, or of one to three quarters stay whole"
     return (

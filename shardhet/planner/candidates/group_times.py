@@ -6,7 +6,7 @@ from functools import cached_property, reduce
 import numpy as np
 
 from shardhet.planner.candidates.dominance import dominated
-from shardhet.planner.candidates.role_times import RoleTimes, Terms, Way, Worth
+from shardhet.planner.candidates.role_times import RoleTimes, Terms, Worth
 from shardhet.planner.candidates.splits import (
     LeastSplits,
     Splits,
@@ -47,7 +47,7 @@ class GroupTimes:
             for name in self._members[0].unit_names
         }
         on_hosts = [
-            terms.model.host_seconds_per_numel(role.host, hides_copies=False)
+            terms.model.most_host_seconds_per_numel(role.host)
             for role in roles
             if role.host is not None
         ]
@@ -64,14 +64,14 @@ class GroupTimes:
         self, window: range, within_s: Sequence[float] | None, stride: int
     ) -> tuple[Group, Ints, Ints]:
         """The group with batches in a window, and splits and recompute choices."""
-        batches, allowed = self._batches(window, stride), self._allowed_ways()
+        batches, allowed = self._batches(window, stride), self._allowed_choices()
         self.splits = self._splits(int(batches.max(initial=0)))
         at_once = max(1, SPLITS_AT_ONCE // len(self.splits.largest))
         parts = [  # few batches at a time need little memory
             self._candidates(batches[start : start + at_once], allowed, within_s)
             for start in range(0, max(1, len(batches)), at_once)
         ]
-        batch, costs, room, compute, optimizer_s, splits, choices = (
+        batch, costs, room, compute, optimizer, splits, choices = (
             np.concatenate(each, axis=-1) for each in zip(*parts, strict=True)
         )
         number = self.num_members
@@ -83,16 +83,16 @@ class GroupTimes:
             optimizer_s_per_numel=self.slowest_optimizer_s / number,
             num_members=number,
             compute_s=compute,
-            own_optimizer_s=optimizer_s / number if self._has_host else None,
+            own_optimizer=optimizer * number if self._has_host else None,
         )
         group, order = group.sorted()
         return group, splits[order], choices[order]
 
     def _candidates(
-        self, batches: Ints, allowed: Sequence[Way], within_s: Sequence[float] | None
+        self, batches: Ints, allowed: Ints, within_s: Sequence[float] | None
     ) -> tuple[Ints, Floats, Floats, Floats, Floats, Ints, Ints]:
-        """Batches, costs, room, compute, seconds per element of the optimizer, splits and
-        recompute choices of what is kept.
+        """Batches, costs, room, compute, lines of the optimizer, splits and recompute choices
+        of what is kept.
         """
         tried = worth_trying(
             self.splits,
@@ -103,13 +103,13 @@ class GroupTimes:
         splits, exists = tried.splits, tried.exists
         number = splits.shape[1]
         shape = (len(batches), len(allowed) * number)
-        costs, room, compute, of_ways = self._of_ways(allowed, batches, tried)
+        costs, room, compute, optimizer = self._of_choices(allowed, batches, tried)
         costs = costs.reshape(len(costs), *shape)  # [D, b, n]
         room, compute = room.reshape(shape), compute.reshape(shape)  # [b, n]
-        optimizer_s = np.repeat(of_ways, number)  # [n]
-        # A device without samples is one candidate for each way of the optimizer, not one per
-        # size and choice.
-        last = {way._replace(choice=self._is_on_host(way)): i for i, way in enumerate(allowed)}
+        optimizer = optimizer.reshape(*optimizer.shape[:2], *shape)  # [2, K, b, n]
+        # A device without samples is one candidate for each place of the optimizer, not one
+        # per size and choice.
+        last = {self._is_on_host(choice): i for i, choice in enumerate(allowed)}
         is_idle = np.isin(np.arange(room.shape[1]), [number * i for i in last.values()])
         exists = np.tile(exists, len(allowed))
         valid = (room >= 0) & np.where(batches[:, None] > 0, exists, is_idle)
@@ -117,9 +117,12 @@ class GroupTimes:
         if within_s is not None:
             valid &= (costs <= np.array(within_s)[:, None, None]).all(axis=0)
             known = np.concatenate((costs, compute[None]))
-        if self._has_host:  # in seconds for all of the state
-            whole_s = self._terms.state.whole * optimizer_s
-            known = np.concatenate((known, np.broadcast_to(whole_s, (1, *room.shape))))
+        if self._has_host:
+            # All of the state by each line, or by the one that holds for little state.
+            rate, ahead = optimizer
+            whole = self._terms.state.whole
+            whole_s = np.maximum((whole - ahead) / rate, whole / rate.max(axis=0))
+            known = np.concatenate((known, whole_s))
         kept = valid & ~dominated(known, np.where(valid, room, -1.0))
         b, n = np.nonzero(kept)
         return (
@@ -127,9 +130,9 @@ class GroupTimes:
             costs[:, b, n],
             room[b, n],
             compute[b, n],
-            optimizer_s[n],
+            optimizer[:, :, b, n],
             splits[b, n % number],
-            np.array([way.choice for way in allowed])[n // number],
+            allowed[n // number],
         )
 
     @cached_property
@@ -168,32 +171,31 @@ class GroupTimes:
         whole_s = self._terms.rounds.round_size * self.least_seconds_per_sample
         return not self._fixed and whole_s > cut_s * self.num_members
 
-    def _is_on_host(self, way: Way) -> bool:
-        return self._terms.treatments[way.choice].optimizer_on_host
+    def _is_on_host(self, choice: int) -> bool:
+        return self._terms.treatments[choice].optimizer_on_host
 
-    def _allowed_ways(self) -> list[Way]:
+    def _allowed_choices(self) -> Ints:
         claims = {role.limits.recomputes for role in self._roles} - {None}
         wanted = EVERY_UNIT if True in claims else ()
-        ways = [
-            Way(i)
+        choices = [
+            i
             for i, each in enumerate(self._terms.treatments)
             if (not claims or each.recomputed_units == wanted)
             and (self._has_host or not each.optimizer_on_host)
         ]
-        on_host = filter(self._is_on_host, ways)
-        return [*ways, *(way._replace(hides_copies=False) for way in on_host)]
+        return np.array(choices, dtype=np.int64)
 
-    def _of_ways(self, ways: Sequence[Way], batches: Ints, tried: Tried) -> Worth:
-        """Costs of the slowest member, room of the smallest, compute of all."""
+    def _of_choices(self, choices: Ints, batches: Ints, tried: Tried) -> Worth:
+        """Costs of the slowest member, room of the smallest, compute and lines of all."""
         sizes = self.splits.largest[tried.splits]
         members = [
-            member.of_choices(ways, batches, sizes, seconds)
+            member.of_choices(choices, batches, sizes, seconds)
             for member, seconds in zip(self._members, tried.seconds, strict=True)
         ]
-        costs, rooms, compute_s, optimizer_s = zip(*members, strict=True)
+        costs, rooms, compute_s, optimizers = zip(*members, strict=True)
         return Worth(
             reduce(np.maximum, costs),
             reduce(np.minimum, rooms),
             reduce(np.add, compute_s) * (self.num_members / len(members)),
-            reduce(np.maximum, optimizer_s),
+            np.concatenate(optimizers, axis=1),
         )

@@ -13,6 +13,7 @@ from shardhet.planner.problem.demands import Role
 from shardhet.planner.problem.problem import Bools, Floats, Ints
 from shardhet.planner.problem.state_numels import StateNumels
 from shardhet.pricing.cost import CostModel
+from shardhet.pricing.hosts import NUM_LINES
 from shardhet.pricing.turns import TurnClass, Turns
 from shardhet.records.plan import EVERY_UNIT, RankPlan
 from shardhet.records.schedule import Phase, StepForm
@@ -95,22 +96,13 @@ class Terms:
         return int(sizes[needed <= role.budget_bytes].max(initial=1))
 
 
-class Way(NamedTuple):
-    """What a device does with units, and how the room for state is counted."""
-
-    choice: int  # index into treatments
-    # Of an optimizer on the host: of rows whose copies compute hides; or of more, whose copies
-    # nothing hides.
-    hides_copies: bool = True
-
-
 class Worth(NamedTuple):
-    """What W ways cost a device with batches b in splits n, and the room that they leave."""
+    """What W treatments cost a device with batches b in splits n, and the room they leave."""
 
     costs: Floats  # [D, b, W, n]
     room: Floats  # [b, W, n]
     compute_s: Floats  # [b, W, n]
-    optimizer_s: Floats  # [W] per element of state
+    optimizer: Floats  # [2, K, b, W, n] see ``Group``; without lines if there is no host
 
 
 class _Backward(NamedTuple):
@@ -174,9 +166,10 @@ class RoleTimes:
         )
 
     def of_choices(
-        self, ways: Sequence[Way], batches: Ints, sizes: Ints, all_seconds: Floats
+        self, choices: Ints, batches: Ints, sizes: Ints, all_seconds: Floats
     ) -> Worth:
-        """What the ways are worth, for splits with largest microbatches of ``sizes`` [b, n].
+        """What ``choices`` [W] of treatments are worth, for splits with largest microbatches
+        of ``sizes`` [b, n].
 
         ``all_seconds`` [K, b, n] are those of the splits by the ``curves_s`` of the device.
 
@@ -190,13 +183,12 @@ class RoleTimes:
         }
         classes = self._terms.turns.classes
         in_rounds = self._terms.rounds.in_whole_ones
-        shape = (len(batches), len(ways), sizes.shape[1])
+        shape = (len(batches), len(choices), sizes.shape[1])
         costs = np.empty((len(seconds) + len(classes), *shape))
         compute_s = np.empty(shape)
         compute_s[:] = in_rounds * sum(  # [b, 1, n]
             each.num_units * seconds[each.kind.name].sum(axis=0)[:, None] for each in classes
         )
-        choices = np.array([way.choice for way in ways])
         again = self._terms.are_recomputed[choices]  # [W, classes]
         for each, is_again in zip(classes, again.T, strict=True):
             forward_s = seconds[each.kind.name][0][:, None]
@@ -205,7 +197,8 @@ class RoleTimes:
         by_inputs: dict[tuple[str, ...], list[int]] = {}
         for i, rank in enumerate(ranks):
             by_inputs.setdefault(rank.inputs_on_host, []).append(i)
-        most = np.full(shape, inf)  # elements of state, where the optimizer is on the host
+        optimizer = np.zeros((2, NUM_LINES if self._role.host else 0, *shape))
+        optimizer[0] = 1 / self.optimizer_s if self.optimizer_s else inf
         for alike in by_inputs.values():
             rank = ranks[alike[0]]
             for phase, phase_s in enumerate(self._forward_costs(rank, batches, seconds)):
@@ -215,23 +208,13 @@ class RoleTimes:
             for i in range(len(classes)):
                 chosen = turns_s[again[alike, i].astype(int), i]  # [alike, b, n]
                 costs[len(seconds) + i][:, alike] = np.moveaxis(chosen, 0, 1)
-            hiding = [i for i in alike if ranks[i].optimizer_on_host and ways[i].hides_copies]
-            for i in hiding:
-                most[:, i] = self._hidden_numel(rank, batches, seconds, of_backward, again[i])
-        room = self._room(ranks, batches, sizes, most)
-        optimizer_s = np.array([self._optimizer_s(way) for way in ways])
-        return Worth(costs, room, compute_s, optimizer_s)
+            for i in [i for i in alike if ranks[i].optimizer_on_host]:
+                optimizer[:, :, :, i] = self._on_host(
+                    rank, batches, seconds, of_backward, again[i]
+                )
+        return Worth(costs, self._room(ranks, batches, sizes), compute_s, optimizer)
 
-    def _optimizer_s(self, way: Way) -> float:
-        """Seconds of the optimizer per element of state."""
-        if not self._terms.treatments[way.choice].optimizer_on_host:
-            return self.optimizer_s
-        assert self._role.host is not None
-        return self._terms.model.host_seconds_per_numel(
-            self._role.host, hides_copies=way.hides_copies
-        )
-
-    def _hidden_numel(
+    def _on_host(
         self,
         rank: RankPlan,
         batches: Ints,
@@ -239,7 +222,7 @@ class RoleTimes:
         of_backward: Sequence[_Backward],
         are_again: Bools,
     ) -> Floats:
-        """[b, n] elements whose copies the compute hides; ``are_again`` [classes]."""
+        """[2, K, b, n] of the optimizer, see ``Group``; ``are_again`` [classes]."""
         assert self._role.host is not None
         in_rounds = self._terms.rounds.in_whole_ones
         ahead_s = in_rounds * self._alone_forward_s(rank, batches, seconds)
@@ -247,7 +230,10 @@ class RoleTimes:
         for j, each in enumerate(self._terms.turns.classes):
             visit_s = of_backward[int(are_again[j])].visit_s[j]
             visits_s = visits_s + in_rounds * each.num_units * visit_s
-        return self._terms.model.hidden_numel(self._role.host, ahead_s, visits_s)
+        per_numel_s, off_s = self._terms.model.host_optimizer(
+            self._role.host, ahead_s, visits_s
+        )
+        return np.stack((np.ones_like(off_s), off_s)) / per_numel_s[:, None, None]
 
     def _alone_forward_s(
         self, rank: RankPlan, batches: Ints, seconds: Mapping[str, Floats]
@@ -318,10 +304,8 @@ class RoleTimes:
         found: Floats = np.maximum(slowed, comm_s, out=slowed).sum(axis=0)
         return found
 
-    def _room(
-        self, ranks: Sequence[RankPlan], batches: Ints, sizes: Ints, most: Floats
-    ) -> Floats:
-        """[b, W, n] at most ``most`` elements of state that fit besides each batch and size."""
+    def _room(self, ranks: Sequence[RankPlan], batches: Ints, sizes: Ints) -> Floats:
+        """[b, W, n] elements of state that fit besides each batch and size."""
         role, state = self._role, self._terms.state
         left = np.moveaxis(
             self._terms.model.room_for_state(
@@ -337,7 +321,6 @@ class RoleTimes:
         )
         if self._terms.has_endless_memory:
             left = np.full(left.shape, state.whole + 2 * state.row)
-        left = np.minimum(left, most)
         if role.limits.max_state_share is not None:
             # ``Problem.rounded`` takes row_numel off all room, so it is added here.
             cap = role.limits.max_state_share * state.whole

@@ -9,11 +9,12 @@ of devices of group g that take candidate c, and s their shares of the state,
 
     minimise    sum_d T_d + T_optimizer + fixed
     such that   T_d >= t_dc                 wherever n_gc > 0
-                T_optimizer >= o_g s        on every device
+                T_optimizer >= o_c(s)       on every device
                 T_optimizer >= the time of devices whose exact share is demanded
                 sum n_gc b_c = B,   sum s = S,   s <= a_c,   sum_c n_gc = N_g
 
-S is the state without these exact shares.
+S is the state without these exact shares.  o_c(s) is o_g s, or where candidates of a group
+differ the most of several lines.
 
 Given which candidates are used, T_d and T_optimizer follow (``Problem.evaluate``).
 """
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+AT_ONCE = 1e30  # elements per second of an optimizer that takes no time, where others differ
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,17 @@ class Group:
     num_members: int = 1  # devices in each of the ``count`` sets
     # [C] seconds of compute that no communication hides; None: the sum of the costs
     compute_s: Floats | None = None
-    # [C] of the optimizer, where candidates differ; None: ``optimizer_s_per_numel``
-    own_optimizer_s: Floats | None = None
+    # [2, K, C] lines r and a, where candidates differ: in T seconds the optimizer updates what
+    # is least of r T + a
+    own_optimizer: Floats | None = None
+
+    @property
+    def optimizer(self) -> Floats:
+        """The lines [2, K, C] of the optimizer, or [2, 1, 1] if candidates do not differ."""
+        if self.own_optimizer is not None:
+            return self.own_optimizer
+        per_numel = self.optimizer_s_per_numel
+        return np.array([[[1 / per_numel if per_numel > 0 else inf]], [[0.0]]])
 
     def sorted(self) -> tuple["Group", Ints]:
         """The group with the largest batch first, then the most room; and the permutation."""
@@ -59,12 +70,12 @@ class Group:
             costs=self.costs[:, candidates],
             room=self.room[candidates],
             compute_s=_of(self.compute_s, candidates),
-            own_optimizer_s=_of(self.own_optimizer_s, candidates),
+            own_optimizer=_of(self.own_optimizer, candidates),
         )
 
 
 def _of(values: Floats | None, candidates: Ints) -> Floats | None:
-    return None if values is None else values[candidates]
+    return None if values is None else values[..., candidates]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,53 +155,47 @@ class Problem:
         return self._padded(rows, np.inf)
 
     @cached_property
-    def numel_per_optimizer_s(self) -> Floats:
-        """[G, C], or [G, 1] if candidates do not differ: elements that the optimizer updates
-        per second; inf if it is not counted.
+    def optimizer(self) -> Floats:
+        """[2, K, G, C], or [2, 1, G, 1] if candidates do not differ: lines as those of groups;
+        r is inf where the optimizer is not counted.
         """
-        per_numel = np.array([[group.optimizer_s_per_numel] for group in self.groups])
-        if self.optimizers_differ:
-            rows = [
-                np.full(len(group.batch), group.optimizer_s_per_numel)
-                if group.own_optimizer_s is None
-                else group.own_optimizer_s
-                for group in self.groups
-            ]
-            per_numel = self._padded(rows, np.inf)
-        with np.errstate(divide="ignore"):
-            return np.where(per_numel > 0, 1 / per_numel, np.inf)
+        lines = [group.optimizer for group in self.groups]
+        width = self.batch.shape[1] if self.optimizers_differ else 1
+        found = np.zeros((2, max(each.shape[1] for each in lines), len(lines), width))
+        for g, (group, own) in enumerate(zip(self.groups, lines, strict=True)):
+            rows = found[:, :, g, : len(group.batch)]
+            rows[:] = own[:, :1]  # again, if others have more lines
+            rows[:, : own.shape[1]] = own
+        return found
 
     @property
     def optimizers_differ(self) -> bool:
         """Whether those of one group's candidates do."""
-        return any(group.own_optimizer_s is not None for group in self.groups)
-
-    def optimizer_rates(
-        self, group: Sequence[int] | Ints, candidate: Sequence[int] | Ints
-    ) -> Floats:
-        """``numel_per_optimizer_s`` of these candidates."""
-        rates = self.numel_per_optimizer_s
-        found: Floats = rates[group, np.minimum(candidate, rates.shape[1] - 1)]
-        return found
+        return any(group.own_optimizer is not None for group in self.groups)
 
     @cached_property
     def counts_optimizer(self) -> bool:
         """Whether the optimizer takes time on any device."""
-        return bool(np.isfinite(self.numel_per_optimizer_s).any())
+        return bool(np.isfinite(self.optimizer[0]).any())
 
     def numels_within(self, group: int, optimizer_s: float) -> Floats:
         """[C] or [1] elements that a device of the group can update in this time."""
-        rates = self.numel_per_optimizer_s[group]
-        if optimizer_s == inf:
-            return np.full(len(rates), inf)
-        is_free = np.isinf(rates)
-        return np.where(is_free, inf, np.where(is_free, 0.0, rates) * optimizer_s)
+        return _updated(self.optimizer[:, :, group], optimizer_s)
 
     @cached_property
     def least_optimizer_s(self) -> float:
-        """The optimizer's time if memory did not limit it: o_g s_g is equal on all devices."""
-        rate = float(self.counts @ self.numel_per_optimizer_s.max(axis=1))
-        return max(self.fixed_optimizer_s, self.state_numel / rate)
+        """The optimizer's time if memory did not limit it, and compute hid all copies."""
+        rate, ahead = self.optimizer
+        at_first = np.where(ahead > 0, inf, rate).min(axis=0)
+        rates = float(self.counts @ at_first.max(axis=1))
+        return max(self.fixed_optimizer_s, self.state_numel / rates)
+
+    @cached_property
+    def parts(self) -> tuple[Floats, Floats]:
+        """[K, G, C] elements a and rates r: in T seconds a device updates sum min(a, T r)."""
+        if not self.optimizers_differ:
+            return self.room[None], np.broadcast_to(self.optimizer[0], (1, *self.room.shape))
+        return _parts(self.room, np.minimum(self.optimizer, AT_ONCE))
 
     def rounded(self) -> "Problem":
         """The problem with all room reduced by what rounding to rows may take."""
@@ -224,10 +229,7 @@ class Problem:
         """[G, C] room that the optimizer can update within its limit."""
         if limits.optimizer_s == inf or not self.counts_optimizer:
             return self.room
-        rates = self.numel_per_optimizer_s
-        caps = np.full(rates.shape, inf)  # of groups whose optimizer takes no time
-        np.multiply(rates, limits.optimizer_s, out=caps, where=np.isfinite(rates))
-        return np.minimum(self.room, caps)
+        return np.minimum(self.room, _updated(self.optimizer, limits.optimizer_s))
 
     def has_room(self, choices: Sequence[Choice], limits: Limits) -> bool:
         """Whether the state fits besides the choices and the optimizer stays in its limit."""
@@ -271,30 +273,59 @@ class Problem:
         group = [choice.group for choice in choices]
         candidate = [choice.candidate for choice in choices]
         number = np.array([choice.count for choice in choices], dtype=np.float64)
-        optimizer_s = fill_level(
-            self.room[group, candidate],
-            self.optimizer_rates(group, candidate),
-            number,
-            self.state_numel,
-        )
-        if optimizer_s is None:
+        if float(number @ self.room[group, candidate]) < self.state_numel:
             return None
+        room, rate = (each[:, group, candidate] for each in self.parts)
+        number = np.tile(number, len(room))
+        # Parts are as much as the room, up to rounding.
+        demand = min(self.state_numel, float(number @ room.ravel()))
+        optimizer_s = fill_level(room.ravel(), rate.ravel(), number, demand)
         optimizer_s = max(optimizer_s, self.fixed_optimizer_s)
         phases = self.phases_of(choices)
         return Value(sum(phases) + optimizer_s + self.fixed_s, phases, optimizer_s)
 
 
-def fill_level(room: Floats, rate: Floats, number: Floats, demand: float) -> float | None:
-    """The least u with  sum_j number_j min(room_j, u rate_j) >= demand;  None if there is none.
+def _updated(lines: Floats, optimizer_s: float) -> Floats:
+    """[...] elements that optimizers of these lines [2, K, ...] update in this time."""
+    rate, ahead = lines
+    found = np.full(rate.shape, inf)  # where the optimizer takes no time
+    if optimizer_s < inf:
+        np.multiply(rate, optimizer_s, out=found, where=np.isfinite(rate))
+        found += ahead
+    least: Floats = found.min(axis=0)
+    return least
+
+
+def _parts(room: Floats, lines: Floats) -> tuple[Floats, Floats]:
+    """``Problem.parts``, of lines [2, K, ...] and the room [...].
+
+    The room is one more line, of rate 0.  Lines are sorted, steep ones first: the device leaves
+    the first i of them when a later one is below them all, and then its rate is less by the
+    difference to the next line.  If it leaves that one at once, too, it loses both differences.
+    """
+    order = np.argsort(-lines[0], axis=0, kind="stable")
+    nothing = np.zeros((1, *room.shape))
+    rate, ahead = (np.take_along_axis(each, order, axis=0) for each in lines)
+    rate, ahead = np.concatenate((rate, nothing)), np.concatenate((ahead, room[None]))
+    with np.errstate(divide="ignore", invalid="ignore"):  # of parallel lines
+        met_s = (ahead - ahead[:, None]) / (rate[:, None] - rate)  # [K + 1, K + 1, ...]
+        left_s = [met_s[:i, i:].max(axis=0).min(axis=0) for i in range(1, len(rate))]
+    lost = rate[:-1] - rate[1:]
+    return np.multiply(lost, left_s, out=np.zeros(lost.shape), where=lost > 0), lost
+
+
+def fill_level(room: Floats, rate: Floats, number: Floats, demand: float) -> float:
+    """The least u with  sum_j number_j min(room_j, u rate_j) >= demand;  inf if there is none.
 
     The left side is concave and piecewise linear in u, with kinks at room_j / rate_j.
     """
     if float(number @ room) < demand:
-        return None
-    if np.isinf(rate).any():
-        is_free = np.isinf(rate)
+        return inf
+    is_free = np.isinf(rate)
+    if is_free.any() or not rate.all():
         demand -= float(number[is_free] @ room[is_free])
-        room, rate, number = room[~is_free], rate[~is_free], number[~is_free]
+        is_paid = ~is_free & (rate > 0)
+        room, rate, number = room[is_paid], rate[is_paid], number[is_paid]
     if demand <= 0 or not len(room):
         return 0.0
     kinks = room / rate

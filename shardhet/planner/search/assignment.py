@@ -168,7 +168,7 @@ class _Programme:
             filled = row(-inf, 0.0)
             filled[:width] = self._needed / whole * of_group
             filled[width + g], filled[-1] = 1.0, -count * self._fullness.budget[g] / whole
-            rate = float(problem.numel_per_optimizer_s[g, 0])
+            rate = float(problem.optimizer[0, 0, g, 0])
             if rate < inf:
                 optimizer = row(-inf, 0.0)
                 optimizer[width + g] = whole / rate / count / self._at_most_s

@@ -96,9 +96,10 @@ def _optimizer_s(problem: Problem, sets: list[Ints], taken: Ints) -> Floats:
     candidates = np.concatenate(
         [each[k] for each, k in zip(sets, taken, strict=True)], axis=1
     )  # [N, devices]
-    room = problem.room[groups, candidates]
-    rate = problem.optimizer_rates(groups, candidates)
-    fits = room.sum(axis=1) >= problem.state_numel
+    fits = problem.room[groups, candidates].sum(axis=1) >= problem.state_numel
+    room, rate = (  # [N, K * devices]
+        np.concatenate(each[:, groups, candidates], axis=1) for each in problem.parts
+    )
     is_free = np.isinf(rate)  # full at once
     demand = problem.state_numel - np.where(is_free, room, 0.0).sum(axis=1, keepdims=True)
     room, rate = np.where(is_free, 0.0, room), np.where(is_free, 0.0, rate)

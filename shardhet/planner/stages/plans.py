@@ -109,9 +109,7 @@ class StagePlans:
         ]
         if self.demands.may_keep_optimizer_on_host:
             per_element_s += [
-                prices.host_seconds_per_numel(
-                    HostPart.of(node, len(node.devices)), hides_copies=False
-                )
+                prices.most_host_seconds_per_numel(HostPart.of(node, len(node.devices)))
                 for node in cluster.nodes
             ]
         most_s += max(per_element_s) * part.workload.numel
