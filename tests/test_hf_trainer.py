@@ -235,6 +235,32 @@ def test_what_a_plan_cannot_honour_is_refused_by_name(case: str, tmp_path: Path)
         HetTrainer(llama(), args, plan=ONE, train_dataset=texts(8, seed=1))
 
 
+@pytest.mark.parametrize("method", ["get_train_dataloader", "get_eval_dataloader"])
+def test_loaders_that_do_not_deal_by_the_plan_are_refused(method: str, tmp_path: Path) -> None:
+    from shardhet.hf import HetTrainer
+
+    samples = texts(8, seed=1)
+    loader = torch.utils.data.DataLoader(samples, batch_size=4)  # type: ignore[arg-type]  # rows
+    overriding = type("Overriding", (HetTrainer,), {method: lambda *_: loader})
+    trainer = overriding(
+        llama(),
+        arguments(tmp_path, max_steps=1, eval_strategy="epoch"),
+        plan=ONE,
+        train_dataset=samples,
+        eval_dataset=samples,
+    )
+    with pytest.raises(ValueError, match=f"{method}.* does not deal out batches"):
+        trainer.train()
+
+
+def test_a_prediction_step_that_would_not_be_called_is_refused(tmp_path: Path) -> None:
+    from shardhet.hf import HetTrainer
+
+    overriding = type("Overriding", (HetTrainer,), {"prediction_step": lambda *_: None})
+    with pytest.raises(ValueError, match="Overriding overrides prediction_step"):
+        overriding(llama(), arguments(tmp_path), plan=ONE, train_dataset=texts(8, seed=1))
+
+
 def test_batch_sizes_alone_are_a_plan(tmp_path: Path) -> None:
     from shardhet.hf import HetTrainer
 

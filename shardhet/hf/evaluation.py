@@ -23,14 +23,17 @@ class EvaluationPass:
         self,
         trainer: TrainerView,
         rank_loss: RankLoss,
-        *,
-        loss_only: bool,
+        loss_only: bool | None,
         ignore_keys: list[str] | None,
     ) -> None:
-        """``ignore_keys`` are outputs that are no predictions; None: those of the model."""
+        """``ignore_keys`` are outputs that are no predictions; None: those of the model.
+
+        ``loss_only``: nothing else is gathered; None: as the arguments say.
+        """
         self._trainer = trainer
         self._rank_loss = rank_loss
-        self._loss_only = loss_only
+        stated = trainer.args.prediction_loss_only
+        self._loss_only = stated if loss_only is None else loss_only
         if ignore_keys is None:
             config = getattr(trainer.model, "config", None)
             ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])

@@ -47,6 +47,16 @@ def evaluation_sampler(trainer: TrainerView, dataset: Any) -> Any:
     return SequentialSampler(dataset) if sampler is None else sampler
 
 
+def check_deals(loader: Any, method: str) -> None:
+    """Raise ``ValueError`` if a subclass's ``method`` gives a loader that does not deal."""
+    if not isinstance(loader, PlanLoader):
+        raise ValueError(
+            f"HetTrainer: the loader of {method} does not deal out batches by the plan. Do not "
+            "override the method: pass another dataset or data_collator, or override "
+            "_get_train_sampler for another order."
+        )
+
+
 def plan_loader(
     trainer: TrainerView,
     dataset: Any,

@@ -24,6 +24,7 @@ from shardhet.checkpoint.loading import CALL as LOADS
 from shardhet.checkpoint.state.ranks import Ranks
 from shardhet.fsdp import HetFSDP
 from shardhet.hf.dealing import PlanLoader
+from shardhet.hf.loaders import check_deals
 from shardhet.hf.view import TrainerView
 from shardhet.training.resuming import (
     check_unchanged,
@@ -128,7 +129,8 @@ class WholeState:
     @property
     def _loader(self) -> PlanLoader:
         loader = self._trainer.train_loader
-        assert loader is not None, "made when training begins"
+        check_deals(loader, "get_train_dataloader")
+        assert loader is not None, "it deals"
         return loader
 
     def _facts(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -27,6 +27,7 @@ from shardhet.hf.counting import InputCounts
 from shardhet.hf.evaluation import EvaluationPass
 from shardhet.hf.folders.saving import save_model
 from shardhet.hf.loaders import (
+    check_deals,
     evaluation_loader,
     evaluation_sampler,
     plan_loader,
@@ -77,6 +78,7 @@ class HetTrainer(TrainerView):
             kwargs: further arguments of Trainer.
         """
         wrapped = model if isinstance(model, HetFSDP) else None
+        _check_overridden(type(self))
         self.plan = _checked_plan(model, plan, options, kwargs)
         given = args or TrainingArguments()
         args = checked(given, self.plan)
@@ -145,6 +147,7 @@ class HetTrainer(TrainerView):
         self._whole_state.restore_random_states()
 
     def _run_epoch(self, *args: Any, **given: Any) -> None:
+        check_deals(given["train_dataloader"], "get_train_dataloader")
         if given["epoch"] == given["epochs_trained"]:
             self._whole_state.begin_epoch(given["steps_trained_in_current_epoch"])
         super()._run_epoch(*args, **given)  # type: ignore[no-untyped-call]  # transformers'
@@ -278,19 +281,27 @@ class HetTrainer(TrainerView):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """As in transformers, for all ranks' samples in the dataset's order."""
-        stated, loss_only = prediction_loss_only, self.args.prediction_loss_only
-        loss_only = loss_only if stated is None else stated
-        self.callback_handler.eval_dataloader = dataloader
+        check_deals(dataloader, "get_eval_dataloader or get_test_dataloader")
+        handler = self.callback_handler
+        handler.eval_dataloader = dataloader
         self._set_training(False)
         pass_of = EvaluationPass if self.plan.stages is None else StagedEvaluation
-        evaluation = pass_of(self, self.rank_loss, loss_only=loss_only, ignore_keys=ignore_keys)
+        evaluation = pass_of(self, self.rank_loss, prediction_loss_only, ignore_keys)
         for inputs in dataloader:
             evaluation.add(inputs)
-            self.control = self.callback_handler.on_prediction_step(
-                self.args, self.state, self.control
-            )
+            self.control = handler.on_prediction_step(self.args, self.state, self.control)
         self.het.train()
         return evaluation.result(len(dataloader.dataset), metric_key_prefix)
+
+
+def _check_overridden(trainer: type[Trainer]) -> None:
+    """Raise ``ValueError`` if a subclass overrides what a HetTrainer does not call."""
+    if trainer.prediction_step is not Trainer.prediction_step:
+        raise ValueError(
+            f"HetTrainer: {trainer.__name__} overrides prediction_step, which evaluation does "
+            "not call, because ranks evaluate parts of a batch. Override compute_loss or "
+            "evaluate, or pass preprocess_logits_for_metrics or compute_metrics."
+        )
 
 
 def _checked_plan(
