@@ -412,6 +412,26 @@ def test_the_largest_batch_is_the_largest_of_all(seed: int) -> None:
     check_demands(solution.plan, demands)
 
 
+def test_where_no_batch_fits_what_is_missing_is_told_beside_demanded_batches() -> None:
+    demands = Demands(limits={0: DeviceLimits(rank_batch_size=3)})
+    with pytest.raises(PlanError, match=r"does not fit|nothing that is demanded"):
+        largest_batch(Case(0, roomy=0.01).setting, demands=demands)
+
+
+def test_the_largest_batch_is_known_of_plans_without_hosts() -> None:
+    setting = Case(0, roomy=1.0).setting
+    with pytest.raises(ValueError, match="only of plans that keep nothing on hosts"):
+        largest_batch(setting, demands=Demands(may_keep_inputs_on_host=True))
+
+
+@pytest.mark.parametrize("seed", one_in(8, range(8)))
+def test_no_batch_is_larger_than_the_largest_without_room_for_rows(seed: int) -> None:
+    case, demands = Case(seed, roomy=0.8 + 0.1 * (seed % 4)), demands_of(seed)
+    most = largest_batch_size(case.model, demands, has_rows=False)
+    assert most >= largest_batch_size(case.model, demands)
+    assert next(all_plans(case, most + 1, demands, largest_microbatch=1), None) is None
+
+
 @pytest.mark.campaign  # plans under demands stay
 @pytest.mark.parametrize("seed", one_in(5, range(5)))
 def test_the_least_memory_is_the_least_of_all(seed: int) -> None:

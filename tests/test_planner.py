@@ -1,6 +1,7 @@
 """Plans for clusters: within every budget, as predicted, never worse than simpler ones."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -66,6 +67,36 @@ def random_case(seed: int) -> tuple[Cluster, Profile, int]:
     cluster = Cluster(nodes=(Node(host="a", devices=tuple(devices)),))
     profile = Profile(devices=tuple(profiles), collectives=links)
     return cluster, profile, int(rng.integers(4, 40))
+
+
+@pytest.mark.parametrize(("max_rounds", "largest"), [(1, 14), (2, 18)])
+def test_a_batch_that_does_not_fit_is_told_the_largest_that_does(
+    max_rounds: int, largest: int
+) -> None:
+    """In the form that needs the least memory; two rounds keep gradients beside the second."""
+    cluster, profile, _ = random_case(3)
+    setting = Setting(cluster, WORKLOAD, profile)
+    budgets = dict.fromkeys(range(cluster.world_size), int(0.45 * STATE_BYTES))
+    demands = Demands(max_rounds=max_rounds).with_budgets(budgets)
+    assert solve(setting, global_batch_size=largest, demands=demands).fits
+    for batch in (largest + 1, 3 * largest):
+        said = f"batch of {batch} does not fit .* Lower global_batch_size to {largest},"
+        with pytest.raises(PlanError, match=said):
+            solve(setting, global_batch_size=batch, demands=demands)
+
+
+def test_where_no_sample_fits_beside_the_state_what_it_leaves_is_told() -> None:
+    cluster, profile, batch = random_case(2)
+    budget = int(1.1 * STATE_BYTES / cluster.world_size)
+    demands = Demands().with_budgets(dict.fromkeys(range(cluster.world_size), budget))
+    with pytest.raises(PlanError, match="no single sample beside it") as raised:
+        solve(Setting(cluster, WORKLOAD, profile), global_batch_size=batch, demands=demands)
+    figures = [float(each) for each in re.findall(r"([\d.]+) GiB", str(raised.value))]
+    needed, of, left, state = figures
+    assert of == pytest.approx(budget / 2**30, rel=1e-2)
+    assert state == pytest.approx(STATE_BYTES / 2**30, rel=5e-2)
+    assert needed < of
+    assert left < state
 
 
 @pytest.mark.parametrize("batch", [6, 7])
@@ -254,7 +285,7 @@ def test_a_state_that_does_not_fit_is_refused_in_gib() -> None:
     device = DeviceSpec(kind="A", memory_capacity_bytes=STATE_BYTES // 2)
     cluster = Cluster(nodes=(Node(host="a", devices=(device,)),))
     _, profile, _ = random_case(0)
-    with pytest.raises(PlanError, match=r"the state of 0\.02 GiB does not fit"):
+    with pytest.raises(PlanError, match=r"the state of 0\.0188 GiB does not fit"):
         find_plan(Setting(cluster, WORKLOAD, profile), global_batch_size=1)
 
 

@@ -332,7 +332,10 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
             model = CostModel(situation.setting)
             return float(largest_batch_size(model, situation.demands))
 
+        most = largest_batch_size(CostModel(setting), demands, has_rows=False)
         note = f"the largest batch that fits in one round: {size}"
+        if most > size:  # shares of whole rows may fit in between
+            note = f"a batch of {size} fits in one round, and none of {most + 1}"
         return _Answer(solution, size, batch_size, note)
     batch = conf.global_batch_size
     spared = conf.to_spared(setting.cluster.devices)

@@ -288,6 +288,12 @@ class PlannerConf(InputsConf):
                 f"leave_out: auto but objective={self.objective}. Devices are left out for "
                 "throughput only: drop one of them."
             )
+        for key in ("inputs_on_host", "optimizer_on_host"):
+            if getattr(self, key) and self.objective == "largest_batch":
+                raise ConfigError(
+                    f"{key}: true but objective=largest_batch, which is known only of plans "
+                    "that keep nothing on hosts. Drop one of them."
+                )
         if self.max_stages > MAX_STAGES:
             raise ConfigError(
                 f"max_stages: {self.max_stages} but pipelines are planned with up to "

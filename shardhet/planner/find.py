@@ -128,7 +128,8 @@ def _of_all(asked: "_Asked", tolerance: float | None) -> PlanSolution:
         try:
             found.append(_solve(replace(asked, demands=demands), tolerance))
         except PlanError as error:
-            missed = missed or error
+            if missed is None or demands == asked.demands:  # which need the least memory
+                missed = error
     if not found:
         assert missed is not None
         raise missed
@@ -307,8 +308,8 @@ class _Met:
     slower: list[tuple[float, FormTask]] = field(default_factory=list)
     bounds_s: list[float] = field(default_factory=list)
     unproven_s: list[float] = field(default_factory=list)  # weak ones, of unequal rounds
-    missed: PlanError | None = None  # why nothing fits, of those with the most rounds
-    missed_rounds: int = 0
+    missed: PlanError | None = None  # why nothing fits, of the form that needs least memory
+    missed_form: tuple[float, ...] = ()
 
     @property
     def best_s(self) -> float:
@@ -344,8 +345,8 @@ class _Met:
             )
         elif task.at_most_s < inf and not _is_exact(task):
             self.slower.append((known_bound_s, task))
-        if error is not None and task.rounds.number >= self.missed_rounds:
-            self.missed, self.missed_rounds = error, task.rounds.number
+        if error is not None and task.spared_memory > self.missed_form:
+            self.missed, self.missed_form = error, task.spared_memory
 
 
 def _priced(setting: Setting, demands: Demands) -> tuple[CostModel, ...]:

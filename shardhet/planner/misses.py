@@ -5,6 +5,7 @@ from math import inf
 
 import numpy as np
 
+from shardhet.planner.candidates.candidates import TableBuilder
 from shardhet.planner.problem.demands import NO_LIMITS, Demands
 from shardhet.planner.problem.problem import Limits, Problem
 from shardhet.planner.search.oracle import Oracle
@@ -15,13 +16,14 @@ from shardhet.records.plan import EVERY_UNIT, RankPlan
 GIB = 2**30
 
 
-def nearest_miss(problem: Problem, model: CostModel, stride: int = 1) -> str:
+def nearest_miss(problem: Problem, builder: TableBuilder, *, stride: int = 1) -> str:
     """Why nothing fits, and what would: the largest batch, or the memory that is missing.
 
-    Of large batches, the problem has those that are multiples of ``stride``.
+    The problem is that of one round.  Of large batches, it has those that are multiples of
+    ``stride``.
     """
-    wanted = problem.global_batch_size
-    fits, misses = 0, -(-wanted // stride)
+    model, rounds = builder.model, builder.rounds
+    fits, misses = 0, -(-problem.global_batch_size // stride)
     while misses - fits > 1:
         middle = (fits + misses) // 2
         if _fits(replace(problem, global_batch_size=middle * stride)):
@@ -29,15 +31,17 @@ def nearest_miss(problem: Problem, model: CostModel, stride: int = 1) -> str:
         else:
             misses = middle
     if fits or stride > 1:
-        lower = f"to {fits * stride:,}" if fits else f"below {stride:,}"
+        step = rounds.number * stride
+        lower = f"to {fits * step:,}" if fits else f"below {step:,}"
         return (
-            f"plan: a global batch of {wanted:,} does not fit beside the state. Lower "
-            f"global_batch_size {lower}, or raise memory budgets."
+            f"plan: a global batch of {rounds.global_batch_size:,} does not fit beside the "
+            f"state. Lower global_batch_size {lower}, or raise memory budgets."
         )
     per_numel = model.bytes_per_stored_numel
     room = sum(group.count * float(group.room.max()) for group in problem.groups)
     if room >= problem.state_numel:
-        return _no_sample_fits(model)
+        state_bytes = problem.state_numel * per_numel
+        return _no_sample_fits(model, builder.demands, state_bytes, room * per_numel)
     is_rest = problem.state_numel < model.workload.numel * (1 - 1e-6)
     state, who = (
         ("the rest of the state, beside what limits fix, of", "the other devices")
@@ -45,29 +49,46 @@ def nearest_miss(problem: Problem, model: CostModel, stride: int = 1) -> str:
         else ("the state of", f"all {model.cluster.world_size} devices")
     )
     return (
-        f"plan: {state} {problem.state_numel * per_numel / GIB:.2f} GiB does not fit: {who} "
-        f"together have room for {room * per_numel / GIB:.2f} GiB while they compute nothing, "
+        f"plan: {state} {_gib(problem.state_numel * per_numel)} does not fit: {who} "
+        f"together have room for {_gib(room * per_numel)} while they compute nothing, "
         "and less beside one sample. Add devices, raise memory budgets, or train a smaller "
         "model."
     )
 
 
-def _no_sample_fits(model: CostModel) -> str:
-    """The state fits; say what a single sample needs where it needs least."""
+def _no_sample_fits(
+    model: CostModel, demands: Demands, state_bytes: float, room_bytes: float
+) -> str:
+    """The state fits in the room of idle devices; say what a single sample needs at best."""
     every = RankPlan(microbatch_sizes=(1,), state_share=0.0, recomputed_units=EVERY_UNIT)
     one = np.array([1])
-    needed = {
-        i: float(model.working_bytes(device.kind, every, one, one)[0])
-        for i, device in enumerate(model.cluster.devices)
-    }
-    roomiest = max(needed, key=lambda i: model.cluster.memory_budget_bytes(i) - needed[i])
-    budget = model.cluster.memory_budget_bytes(roomiest)
+    budgets = demands.budgets(model.cluster)
+    needed, taken = dict[int, float](), dict[int, float]()  # also by the idle; for the sample
+    for i, device in enumerate(model.cluster.devices):
+        if demands.rank_batch_size(i) != 0:
+            needed[i] = float(model.working_bytes(device.kind, every, one, one)[0])
+            taken[i] = needed[i] - model.profile.device(device.kind).reserved_bytes
+    enough = [i for i in needed if needed[i] <= budgets[i]]
+    i = max(needed, key=lambda i: budgets[i] - needed[i])
+    left = ""
+    if enough:
+        i = min(enough, key=taken.__getitem__)
+        left_bytes = room_bytes - taken[i]
+        if left_bytes < state_bytes:
+            left = (
+                f", which leaves room on all devices for {_gib(left_bytes)} of the state of "
+                f"{_gib(state_bytes)}"
+            )
     return (
-        f"plan: the state fits, but no single sample beside it: device {roomiest} "
-        f"({model.cluster.devices[roomiest]}) needs {needed[roomiest] / GIB:.2f} GiB for one, "
-        f"with everything recomputed, of {budget / GIB:.2f} GiB. Take shorter samples "
-        "(seq_len), add memory, or cut the model into smaller units."
+        f"plan: the state fits, but no single sample beside it: device {i} "
+        f"({model.cluster.devices[i]}) needs {_gib(needed[i])} for one, with everything "
+        f"recomputed, of {_gib(budgets[i])}{left}. Take shorter samples (seq_len), add "
+        "memory, or cut the model into smaller units."
     )
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / GIB:.3g} GiB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

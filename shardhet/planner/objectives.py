@@ -47,11 +47,16 @@ def largest_batch(
     demands: Demands = NO_DEMANDS,
     effort: Effort = DEFAULT_EFFORT,
 ) -> PlanSolution:
-    """The fastest plan of the largest global batch that fits in one round.
+    """The fastest plan of the largest global batch that was found to fit in one round.
 
-    Raises ``PlanError`` if none does.
+    Raises ``PlanError`` if none does, and ``ValueError`` if a plan may use memory of hosts.
     """
     demands.check(setting.cluster.world_size)
+    if demands.may_keep_inputs_on_host or demands.may_keep_optimizer_on_host:
+        raise ValueError(
+            "plan: the largest batch is known only of plans that keep nothing on hosts. Leave "
+            "may_keep_inputs_on_host and may_keep_optimizer_on_host out."
+        )
     demands = replace(demands, max_rounds=1)
     largest = largest_batch_size(CostModel(setting), demands)
     if largest > LARGEST_SEARCHED_BATCH:
@@ -63,7 +68,9 @@ def largest_batch(
             "global_batch_size and take objective=throughput."
         )
     missed: PlanError | None = None
-    for batch_size in range(max(1, largest), max(0, largest - NUM_SMALLER_BATCHES), -1):
+    stated = sum(demands.rank_batch_size(i) or 0 for i in range(setting.cluster.world_size))
+    first, last = max(1, largest, stated), max(1, largest - NUM_SMALLER_BATCHES + 1, stated)
+    for batch_size in range(first, last - 1, -1):
         try:
             return solve(
                 setting,
@@ -90,8 +97,11 @@ class _Option:
     cap_numel: float
 
 
-def largest_batch_size(model: CostModel, demands: Demands) -> int:
-    """The most samples that fit at once besides the state; 0 if not even one does."""
+def largest_batch_size(model: CostModel, demands: Demands, *, has_rows: bool = True) -> int:
+    """The most samples that fit at once besides the state; 0 if not even one does.
+
+    Shares leave room to be rounded to rows; unless ``has_rows``, no batch is larger.
+    """
     from scipy.optimize import LinearConstraint, milp  # imported here: rarely needed
 
     bundles: dict[tuple[int, tuple[Role, ...]], int] = {}
@@ -99,7 +109,7 @@ def largest_batch_size(model: CostModel, demands: Demands) -> int:
     for positions in demands.bundles(model.cluster.world_size):
         roles = tuple(dict.fromkeys(all_roles[i] for i in positions))
         bundles[len(positions), roles] = bundles.get((len(positions), roles), 0) + 1
-    listing = _OptionList(model, demands)
+    listing = _OptionList(model, demands, has_rows=has_rows)
     options = [
         option
         for g, (size, roles) in enumerate(bundles)
@@ -153,12 +163,12 @@ def _constraints(
 class _OptionList:
     """Lists what devices may do; elements are in units of the whole state."""
 
-    def __init__(self, model: CostModel, demands: Demands) -> None:
+    def __init__(self, model: CostModel, demands: Demands, *, has_rows: bool) -> None:
         self._model = model
         self._choices = recompute_choices(model, DEFAULT_EFFORT.recompute_steps)
         self._state = StateNumels.of(model, demands)
         # An even share is known to the row.
-        self._row_numel = self._state.row if self._state.even is None else 0.0
+        self._row_numel = self._state.row if has_rows and self._state.even is None else 0.0
 
     def of_group(self, group: int, size: int, roles: Sequence[Role]) -> Iterator[_Option]:
         """Idle, then every recompute choice that all roles allow and that fits."""

@@ -21,6 +21,7 @@ from shardhet.planner.search.oracle import Oracle
 from shardhet.planner.search.search import Effort, Found, NothingFitsError, search
 from shardhet.planner.shares import fitting_plans
 from shardhet.pricing.cost import CostModel
+from shardhet.records.plan import EVERY_UNIT
 
 CUT_GROWTH = 4.0  # factor on the longest compute considered, while the cut may still matter
 # Where collectives depend on shares: searches at most, and the gap that ends them.
@@ -44,6 +45,14 @@ class FormTask:
     at_most_s: float = inf  # slower plans are not asked for
     is_only_faster: bool = False  # nor is how much slower the best of the form is
     has_endless_memory: bool = False  # plans need not fit: for a bound
+
+    @property
+    def spared_memory(self) -> tuple[float, ...]:
+        """More for forms whose plans need less memory."""
+        form, resident = self.model.form, self.model.resident_units
+        num_resident = inf if resident == EVERY_UNIT else len(resident)
+        gathers = form.reshard_after_forward, form.reshard_after_backward
+        return self.rounds.number, -num_resident, *gathers, form.reduce_each_round
 
     def builder(
         self,
@@ -215,7 +224,7 @@ def _close_cut_s(builder: TableBuilder, cut_s: float, at_most_s: float = inf) ->
         except NothingFitsError:
             if not table.is_cut:
                 every = builder.table(cut_s, stride=stride, has_less=True).rounded
-                message = nearest_miss(every, builder.model, stride)
+                message = nearest_miss(every, builder, stride=stride)
                 raise PlanError(message, lower_bound_s=builder.least_s) from None
             cut_s = min(at_most_s, cut_s * CUT_GROWTH)
             if cut_s == at_most_s:
@@ -265,7 +274,7 @@ def search_table(
                 message = TOO_SLOW
                 if not table.is_cut and limit_s == inf:
                     every = builder.table(cut_s, has_less=True).rounded
-                    message = nearest_miss(every, builder.model)
+                    message = nearest_miss(every, builder)
                 raise error(message, lower_bound_s=bound_s) from None
         else:
             if is_last or found.value.objective_s <= cut_s:

@@ -65,7 +65,7 @@ class TableBuilder:
         """
         self.model = model
         self.rounds = rounds
-        self._demands = demands
+        self.demands = demands
         self.treatments = treatments(
             model,
             effort.recompute_steps,
@@ -274,7 +274,7 @@ class TableBuilder:
     def _nothing_to_do(self, positions: Sequence[int]) -> str:
         cluster = self.model.cluster
         names = ", ".join(f"{i} ({cluster.devices[i]})" for i in positions)
-        budget = min(self._demands.budget_bytes(cluster, i) for i in positions)
+        budget = min(self.demands.budget_bytes(cluster, i) for i in positions)
         together = " and be equal" if len(positions) > 1 else ""
         return (
             f"plan: device {names} can do nothing that is demanded of it{together} within "
