@@ -268,7 +268,9 @@ def step_time_s(
             for i in members:
                 stores[i][way] = Storing(min(each.room for each in of_way), slowest)
     seconds = [
-        optimizer_seconds([s.room for s in each], [s.per_numel_s for s in each], rest_numel)
+        optimizer_seconds(
+            [s.room for s in each], [(s.per_numel_s, 0.0) for s in each], rest_numel
+        )
         for each in product(*stores)
         if all(
             len({stores[i].index(each[i]) for i in members}) == 1 for members in demands.equal

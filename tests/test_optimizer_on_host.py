@@ -585,9 +585,7 @@ def on_host_s(link: float, node: Node, cost: RankCost, stored: Floats) -> Floats
 def least_step_s(
     model: CostModel, treated: Sequence[RankPlan], batch: int, link: float
 ) -> float:
-    """Of the plans of two devices in a form: all of them, but for shares in 400 steps."""
-    part = np.linspace(0.0, 1.0, 401)
-    stored = COPIED.numel * np.stack((part, 1 - part))
+    """Of the plans of two devices in a form: all of them, with 400 of the shares that fit."""
     cluster = model.cluster
     budgets = Demands().budgets(cluster)
     found = np.inf
@@ -610,16 +608,20 @@ def least_step_s(
                 for rank, each in zip(plan.ranks, units, strict=True)
             )
             plan = replace(plan, ranks=ranks, **asdict(model.form))
-            cost = model.predict(plan)
-            seconds = []
-            for i, rank in enumerate(ranks):
-                device = model.profile.device(rank.device.kind)
-                optimizer_s = device.optimizer_seconds_per_element * stored[i]
-                if rank.optimizer_on_host:
-                    optimizer_s = on_host_s(link, cluster.nodes[i], cost.ranks[i], stored[i])
-                own, per_numel = model.lines_of(rank)
-                fits = stored[i] <= ((budgets[i] - own) / per_numel).min()
-                seconds.append(np.where(fits, optimizer_s, np.inf))
+            lines = [model.lines_of(rank) for rank in ranks]
+            rooms = [
+                ((each - own) / s).min() for each, (own, s) in zip(budgets, lines, strict=True)
+            ]
+            least, most = max(0.0, COPIED.numel - rooms[1]), min(COPIED.numel, rooms[0])
+            if least > most:
+                continue
+            first_stored = np.linspace(least, most, 400)
+            cost, seconds = model.predict(plan), []
+            for i, stored in enumerate((first_stored, COPIED.numel - first_stored)):
+                device = model.profile.device(ranks[i].device.kind)
+                seconds.append(device.optimizer_seconds_per_element * stored)
+                if ranks[i].optimizer_on_host:
+                    seconds[-1] = on_host_s(link, cluster.nodes[i], cost.ranks[i], stored)
             least_s = float(np.maximum(*seconds).min())
             found = min(found, cost.step_time_s - cost.optimizer_s + least_s)
     return found
@@ -631,10 +633,10 @@ def test_no_plan_is_faster_than_the_bound(monkeypatch: pytest.MonkeyPatch, seed:
     setting, link = drawn_setting(seed)
     monkeypatch.setattr("shardhet.pricing.hosts.DEVICE_LINK_BYTES_PER_S", link)
     found = solve(setting, global_batch_size=2, demands=ON_HOST)
-    model = CostModel(setting).in_form(found.plan.form)
-    least_s = least_step_s(model, treatments(model, DEFAULT_EFFORT.recompute_steps), 2, link)
-    assert least_s >= found.lower_bound_s * (1 - 1e-9)
-    assert found.predicted.step_time_s <= found.lower_bound_s * 1.01  # rows are large
+    models = [CostModel(setting).in_form(form) for form in BatchRounds(1, 2).forms()]
+    steps = DEFAULT_EFFORT.recompute_steps
+    least_s = min(least_step_s(each, treatments(each, steps), 2, link) for each in models)
+    assert found.lower_bound_s * (1 - 1e-9) <= least_s <= found.lower_bound_s * (1 + 1e-3)
 
 
 @pytest.mark.parametrize("num_rounds", [1, 2])
