@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings
 
 from tests.selection import sample
+from tests.warm import share
 from tests.worlds import preload_tests
 
 # Workers of pytest-xdist are given a narrow one; what programs print is as wide as in a file.
@@ -20,6 +21,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # that CI shows is a failure that a reader can have again.
 settings.register_profile("shardhet", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("shardhet")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers of pytest-xdist start their programs from one server."""
+    is_controller = "PYTEST_XDIST_WORKER" not in os.environ
+    if is_controller and getattr(config.option, "numprocesses", None):
+        share()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -49,8 +49,10 @@ class Server:
 
     def __init__(self, path: Path) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(path))
+        unfinished = path.with_name("socket.new")
+        self._listener.bind(str(unfinished))
         self._listener.listen(64)
+        unfinished.rename(path)  # who finds it is answered
         self._selector = DefaultSelector()
         self._selector.register(self._listener, EVENT_READ)
         self._selector.register(sys.stdin, EVENT_READ)
