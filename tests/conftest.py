@@ -1,5 +1,7 @@
 """Settings that every test shares; nothing here imports torch."""
 
+import tests.unfrozen  # noqa: F401, I001 -- before all others
+
 import os
 from pathlib import Path
 
@@ -61,3 +63,4 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Ranks are forks of a server, which imports what was collected once for all of them."""
     files = {item.path for item in session.items}
     preload_tests(sorted(f"{__package__}.{path.stem}" for path in files))
+    import tests.frozen  # noqa: F401 -- for what it does

@@ -91,7 +91,8 @@ def preload_tests(modules: Sequence[str]) -> None:
 
 
 def _set_preload() -> None:
-    _CONTEXT.set_forkserver_preload([*_BASIC, *preloaded, *_test_modules, "tests.frozen"])
+    modules = [*_BASIC, *preloaded, *_test_modules]
+    _CONTEXT.set_forkserver_preload(["tests.unfrozen", *modules, "tests.frozen"])
 
 
 _set_preload()

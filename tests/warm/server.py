@@ -168,6 +168,7 @@ def main() -> None:
     """Serve; in a fork, be the program."""
     client = Path(sys.argv[1])
     sys.path[0] = str(Path(__file__).parents[2])
+    gc.disable()
     for module in (*PRELOADED, *sys.argv[2:]):
         importlib.import_module(module)
     sys.executable = str(client)
@@ -176,6 +177,7 @@ def main() -> None:
     inspect.stack()  # knows from now on what this file was, which is no module in a program
     gc.collect()
     gc.freeze()  # what is shared with the forks stays shared
+    gc.enable()
     os.write(1, b"listening\n")
     request = server.serve()
     if request is not None:
