@@ -675,7 +675,6 @@ between_nodes: {{latency_s: 1.0e-04, bandwidth_bytes_per_s: {gbit_per_s / 8 * 1e
     return f"cluster={path}"
 
 
-@pytest.mark.campaign  # ten seconds of searches
 def test_a_slow_cable_asks_for_stages(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,11 +82,11 @@ def test_a_rank_that_fails_in_a_stage_is_what_is_seen_last(tmp_path: Path) -> No
     assert "ValueError: these samples are bad" in panel[2]
 
 
-@pytest.mark.campaign  # a launch
 def test_a_slow_link_between_ranks_is_the_systems_or_is_said_not_to_be(tmp_path: Path) -> None:
     """Systems that do not let us make networks run the same without."""
     keys = ("cluster.link.first_ranks=2", "cluster.link.mbit_per_s=200", "transport=gloo")
-    done = run([*ALONE, *MODEL, *TWO, *keys, "run_dir=linked"], tmp_path)
+    trace = ("trace=true", "trace_steps.first_step=2", "trace_steps.num_steps=1")
+    done = run([*ALONE, *MODEL, *TWO, *keys, *trace, "run_dir=linked"], tmp_path)
     assert done.returncode == 0, done.stderr
     says = ("joined by 200 Mbit/s, which the system limits", "cluster.link is not slowed")
     assert sum(each in done.stdout for each in says) == 1
@@ -95,6 +95,10 @@ def test_a_slow_link_between_ranks_is_the_systems_or_is_said_not_to_be(tmp_path:
     assert hosts[0] == hosts[1]
     assert (hosts[2] == f"{hosts[0]}-far") == (says[0] in done.stdout)
     assert len(losses(tmp_path / "linked")) == 5
+    traced = json.loads((tmp_path / "linked" / "traces" / "rank2.json").read_text())
+    names = [event.get("name") for event in traced["traceEvents"]]
+    assert names.count("stage 1: forward of round 2") == 1
+    assert names.count("wait_stage root") == 3
 
 
 def test_a_link_needs_ranks_on_both_sides(tmp_path: Path) -> None:
