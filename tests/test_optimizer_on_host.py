@@ -206,6 +206,33 @@ def test_parameters_stay_the_same_objects_where_they_are_moved() -> None:
     run_ranks(_same_objects, 2)
 
 
+class Counting(torch.optim.SGD):
+    """Notes how many threads its steps have."""
+
+    def step(self, *args: Any) -> None:
+        self.num_threads = torch.get_num_threads()
+        super().step(*args)
+
+
+def _threads_of_a_step(rank: int) -> None:
+    torch.set_num_threads(3)
+    plan = Plan.by_hand(microbatch_sizes=[1, 1], optimizer_on_host=[True, False])
+    with Accelerator().installed() as accelerator:
+        model = HetFSDP(Linear(), plan, units=[nn.Linear], device=accelerator.device)
+        optimizer = Counting(model.parameters(), lr=0.1)
+        model.backward(*model(torch.randn(1, 8).to(accelerator.device)))
+        optimizer.step()
+        share = model._comm.num_host_threads
+        assert (share is None) == (rank == 1)
+        assert optimizer.num_threads == (share or 3)
+        assert torch.get_num_threads() == 3
+
+
+def test_a_step_on_the_host_has_its_ranks_share_of_the_processors() -> None:
+    with mock.patch("os.cpu_count", return_value=2):
+        run_ranks(_threads_of_a_step, 2, fresh_world=True)
+
+
 def trained(
     model: HetFSDP, optimizer: torch.optim.Optimizer, steps: range, *, clips: bool = True
 ) -> None:

@@ -1,10 +1,12 @@
 """Plans where the time of collectives depends on who computes and on who stores how much."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from experiments.planner.campaign import instance, row_of
-from shardhet.planner import PlanError, solve
+from shardhet.planner import Demands, PlanError, solve
 from shardhet.planner.receivers import least_uneven_shares
 from shardhet.pricing.cost import CostModel
 from tests.selection import one_in
@@ -51,6 +53,19 @@ def test_demanded_shares_are_kept() -> None:
     assert shares is not None
     assert shares[0] == pytest.approx(0.25)
     assert shares[1] > shares[2]
+
+
+def test_optimizers_on_hosts_leave_room_for_shares() -> None:
+    """Without that room, the best would be as two devices of which one computes: 36.2 s."""
+    setting, batch, *_ = instance(7)
+    fraction = 0.8 * setting.cluster.usable_memory_fraction
+    cluster = replace(setting.cluster, usable_memory_fraction=fraction)
+    found = solve(
+        replace(setting, cluster=cluster),
+        global_batch_size=batch,
+        demands=Demands(may_keep_optimizer_on_host=True),
+    )
+    assert found.predicted.step_time_s == pytest.approx(19.517, rel=1e-3)
 
 
 def test_where_memory_ends_within_a_row_rows_are_moved_until_all_fit() -> None:
