@@ -176,7 +176,7 @@ def _empty_rows(rank: int, kind: str) -> float | None:
 
 
 @pytest.mark.parametrize(
-    "kind", one_in(2, ["keywords", "positional", "loss outside", "a table first"])
+    "kind", one_in(4, ["keywords", "positional", "loss outside", "a table first"])
 )
 def test_rows_of_length_zero_are_no_samples(kind: str) -> None:
     means = run_ranks(_empty_rows, 3, kind)

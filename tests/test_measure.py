@@ -401,7 +401,6 @@ def measure_three(rank: int) -> str:
     return measure(trained(), device_spec=spec, effort=QUICK).setting.profile.to_json()
 
 
-@pytest.mark.campaign  # the command stays
 def test_collectives_without_some_ranks_are_measured() -> None:
     results = run_ranks(measure_three, 3)
     assert len(set(results)) == 1

@@ -134,7 +134,6 @@ def test_any_language_model_is_counted_from_its_configuration(
     assert len(set(blocks)) == (4 if kind == "t5" else 1)
 
 
-@pytest.mark.campaign  # of predictions of memory alone
 def test_logits_that_wait_for_a_loss_outside_are_counted(tmp_path: Path) -> None:
     folder = PretrainedFolder.open(str(make_folder(tmp_path, "gemma2")))
     module = folder.on_meta(dtype=torch.float32)

@@ -65,7 +65,7 @@ def test_the_same_run_twice_is_equal_in_every_bit(world_size: int, seed: int) ->
 
 @pytest.mark.parametrize(
     "world_size, block",
-    one_in(10, [(size, block) for size in (4, 1, 2, 3) for block in range(5)]),
+    one_in(20, [(size, block) for size in (4, 1, 2, 3) for block in range(5)]),
 )
 def test_a_step_of_several_rounds_is_the_step_of_one_process(
     world_size: int, block: int

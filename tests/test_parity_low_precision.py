@@ -229,6 +229,7 @@ def _recomputed_or_not(rank: int, plan_name: str, precision: str) -> None:
         assert torch.equal(kept[fqn], recomputed[fqn]), fqn
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan_name, precision", CASES)
 def test_recomputation_gives_the_same_bits(plan_name: str, precision: str) -> None:
     run_ranks(_recomputed_or_not, PLANS[plan_name].world_size, plan_name, precision)

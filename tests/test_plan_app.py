@@ -612,7 +612,6 @@ def test_a_peak_in_teraflops_is_told_from_flops(
     assert "Write 67.0e+12 if TFLOP/s are meant." in text
 
 
-@pytest.mark.campaign  # two searches
 def test_the_price_of_replicas_is_shown_if_it_is_asked_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

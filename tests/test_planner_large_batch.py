@@ -57,7 +57,6 @@ def test_a_coarse_search_first_changes_no_plan(
     assert coarse.lower_bound_s == pytest.approx(usual.lower_bound_s, rel=1e-9)
 
 
-@pytest.mark.campaign  # ten seconds of searches
 def test_a_large_batch_is_planned_from_few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     most, table = [0], TableBuilder.table
 

@@ -160,6 +160,7 @@ class MaskedNet(Net):
         return self.head(x)
 
 
+@pytest.mark.sampled(2)
 @both_ways
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_lengths_that_become_equal_to_a_batch_later(world_size: int, recomputes: bool) -> None:
