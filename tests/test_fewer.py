@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 from shardhet.apps.plan import main as plan_main
-from shardhet.apps.planning.fewer_devices import estimated, named, ranges, whole_hosts
+from shardhet.apps.planning.fewer_devices import (
+    BetterWithout,
+    estimated,
+    named,
+    ranges,
+    whole_hosts,
+)
 from shardhet.planner import Demands, DeviceLimits, PlanSolution, solve
 from shardhet.planner.advice.fewer import MAX_KINDS, Fewer, Positions, _Trials, faster_on_fewer
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
@@ -184,6 +190,34 @@ def test_devices_are_named_by_kind_and_hosts_where_they_stay_whole() -> None:
     assert whole_hosts(cluster, (0, 1, 2)) == ["h"]
     assert whole_hosts(cluster, (0, 1)) is None
     assert [node.host for node in cluster.only((3,)).nodes] == ["g"]
+
+
+def test_a_pattern_of_hosts_fits_none_of_those_left_out() -> None:
+    of = setting_of("aabb", s_per_byte=1.0, hosts="wxyz")
+    names = ("g-0", "g-1", "g-x-0", "g-x-1")
+    nodes = [
+        replace(node, host=name) for node, name in zip(of.cluster.nodes, names, strict=True)
+    ]
+    whole = replace(of.cluster, nodes=tuple(nodes))
+    fewer = Fewer(
+        kept=(0, 1),
+        left_out=(2, 3),
+        setting=of,
+        demands=Demands(),
+        solution=solve(of, global_batch_size=4),
+    )
+    better = BetterWithout(
+        whole=whole,
+        fewer=fewer,
+        param_dtype="float32",
+        samples_per_s_with_all=1.0,
+        is_described=True,
+        estimate="",
+        samples_per_s_in_float16=None,
+    )
+    assert better.hosts_key == "hosts=[g-0,g-1]"
+    kept = replace(fewer, kept=(2, 3), left_out=(0, 1))
+    assert replace(better, fewer=kept).hosts_key == "hosts=[g-x-*]"
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

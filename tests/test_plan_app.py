@@ -16,6 +16,7 @@ from shardhet.apps.simulate import main as simulate_main
 from shardhet.config.compose import conf_dir
 from shardhet.config.models import DecoderConf
 from shardhet.config.planning import PlannerConf, SimulateConf
+from shardhet.planner.stages.bound import together_s
 from shardhet.pricing.derive import derive_profile
 from shardhet.records.cluster import Cluster
 from shardhet.records.plan import Plan, RankPlan
@@ -107,7 +108,19 @@ def test_stages_are_named_where_links_take_most_of_the_step(
     over_slow_links = re.search(hint, said(capsys, "cluster=office", *QUICK))
     assert over_slow_links is not None
     assert int(over_slow_links[1]) < 50
+    with_limits = said(capsys, "cluster=office", "limits.0.batch=1", *QUICK)
+    assert "max_stages=4 looks for a pipeline, without limits." in with_limits
     assert not re.search(hint, said(capsys, *QUICK))
+
+
+def test_devices_compute_no_parts_of_samples() -> None:
+    """Of one sample, one device computes all, and the hint about stages counts so."""
+    shape = {"width": 2048, "num_layers": 2, "num_heads": 8, "num_kv_heads": 8}
+    model = DecoderConf(**shape, hidden_width=4096, usual_seq_len=2048)
+    cluster = Cluster.load(DESCRIBED / "rtx4090_2x3090.yaml").only((1, 2))
+    setting = PlannerConf(model=model).derived(cluster, "decoder").setting
+    assert together_s(setting, 1) == together_s(setting, 2)
+    assert together_s(setting, 3) > 1.5 * together_s(setting, 2)
 
 
 def test_limits_and_equal_devices_hold(

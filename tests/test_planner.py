@@ -307,13 +307,36 @@ def test_an_even_plan_that_does_not_fit_is_told_with_the_device_that_lacks_most(
     found = even_shortfall(
         setting,
         global_batch_size=2 * size,
-        demands=Demands(limits={1: DeviceLimits(memory_budget_bytes=needed - 1000)}),
+        demands=replace(
+            IN_ONE_ROUND, limits={1: DeviceLimits(memory_budget_bytes=needed - 1000)}
+        ),
     )
     assert found is not None
     assert found.position == 1
     assert found.budget_bytes == needed - 1000
     assert found.needed_bytes == pytest.approx(needed, rel=0.01)  # an even share has no rows
     assert even_shortfall(setting, global_batch_size=2 * size, demands=Demands()) is None
+
+
+@pytest.mark.parametrize("batch", one_in(2, [40, 41]))
+def test_an_even_plan_fits_with_what_it_is_told_to_need_and_not_with_less(batch: int) -> None:
+    """In many rounds, or with a first device that computes one sample more."""
+    cluster, profile, _ = random_case(4)
+    setting = Setting(cluster, WORKLOAD, profile)
+    small = dict.fromkeys(range(cluster.world_size), int(0.3 * STATE_BYTES))
+    demands = Demands().with_budgets(small)
+    with pytest.raises(PlanError):
+        even(setting, global_batch_size=batch, demands=demands)
+    found = even_shortfall(setting, global_batch_size=batch, demands=demands)
+    assert found is not None
+    for part, fits in ((1.03, True), (0.97, False)):
+        budgets = dict.fromkeys(small, int(part * found.needed_bytes))
+        try:
+            even(setting, global_batch_size=batch, demands=demands.with_budgets(budgets))
+        except PlanError:
+            assert not fits
+        else:
+            assert fits
 
 
 # Published figures

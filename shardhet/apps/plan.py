@@ -145,7 +145,7 @@ def show(
         )
     show_plan(report, console)
     if conf.max_stages == 1 and conf.objective == "throughput":
-        hint = stages_hint(inputs, answer.solution)
+        hint = stages_hint(conf, inputs, answer.solution)
         if hint is not None:
             console.print(hint, markup=False, soft_wrap=True)
     if conf.replicas.every:

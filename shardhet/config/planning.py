@@ -314,8 +314,8 @@ class PlannerConf(InputsConf):
         """Whether pipelines are looked for, whose stages have communicators of their own."""
         return self.max_stages > 1
 
-    def _check_stages(self) -> None:
-        """Refuse what is not planned for together with stages."""
+    def refused_beside_stages(self) -> list[str]:
+        """What is set that is not planned for together with stages."""
         beside = {
             f"objective={self.objective}": self.objective != OBJECTIVES[0],
             "leave_out=auto": self.leave_out == "auto",
@@ -325,12 +325,14 @@ class PlannerConf(InputsConf):
             "setting_out": self.setting_out is not None,
             "replicas": self.replicas.every > 0,
         }
-        for key, is_set in beside.items():
-            if is_set:
-                raise ConfigError(
-                    f"max_stages: {self.max_stages} together with {key} is not planned for "
-                    "yet. Drop one of them."
-                )
+        return [key for key, is_set in beside.items() if is_set]
+
+    def _check_stages(self) -> None:
+        for key in self.refused_beside_stages():
+            raise ConfigError(
+                f"max_stages: {self.max_stages} together with {key} is not planned for yet. "
+                "Drop one of them."
+            )
 
     def unheeded(self) -> list[str]:
         """What is said of keys that are set and have no effect."""

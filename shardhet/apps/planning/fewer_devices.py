@@ -7,6 +7,7 @@ if all devices took part, so sets of them are left out one after the other.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import groupby
 from math import inf
 
@@ -80,8 +81,11 @@ class BetterWithout:
         for node in self.whole.nodes:
             of_type.setdefault(node_type(node), []).append(node.host)
         patterns: list[str] = []
+        every = [node.host for node in self.whole.nodes]
         for name, hosts in of_type.items():
-            is_whole = len(hosts) > 1 and kept.issuperset(hosts)
+            # A pattern may fit hosts of another type: "a-*" fits "a-b-0".
+            fitting = [host for host in every if fnmatchcase(host, f"{name}-*")]
+            is_whole = len(hosts) > 1 and kept.issuperset([*hosts, *fitting])
             patterns += [f"{name}-*"] if is_whole else filter(kept.__contains__, hosts)
         return ",".join(patterns)
 
@@ -183,7 +187,8 @@ def named(cluster: Cluster, positions: Sequence[int]) -> str:
     parts, rest = [], list(positions)
     for region, members in _regions(cluster).items():
         if members <= set(rest) and len(members) < cluster.world_size:
-            parts.append(f"region {region} (devices {ranges(sorted(members))})")
+            noun = "devices" if len(members) > 1 else "device"
+            parts.append(f"region {region} ({noun} {ranges(sorted(members))})")
             rest = [i for i in rest if i not in members]
     numbers = Counter(str(device.kind) for device in cluster.devices)
     kinds = [str(cluster.devices[i].kind) for i in rest]

@@ -4,29 +4,27 @@ from dataclasses import replace
 
 from shardhet.config.planning import Inputs, PlannerConf
 from shardhet.planner import Demands, PlanSolution, solve
-from shardhet.planner.stages.bound import seconds_per_sample
+from shardhet.planner.stages.bound import together_s
 
 MUCH_OF_SPEEDS = 0.8  # of what devices compute together: with more, stages have little to gain
 
 
-def stages_hint(inputs: Inputs, solution: PlanSolution) -> str | None:
+def stages_hint(conf: PlannerConf, inputs: Inputs, solution: PlanSolution) -> str | None:
     """What stages may gain over a plan without them; None if that is little."""
     setting = inputs.setting
-    cluster, batch = setting.cluster, solution.plan.global_batch_size
-    seconds = seconds_per_sample(setting, batch)
-    kinds = [unit.kind for unit in setting.workload.units if unit.fqn]
-    if cluster.world_size == 1 or len(kinds) < 2:
+    num_units = sum(bool(unit.fqn) for unit in setting.workload.units)
+    if setting.cluster.world_size == 1 or num_units < 2:
         return None
-    samples_per_s = sum(
-        1 / sum(map(seconds[device.kind].__getitem__, kinds)) for device in cluster.devices
-    )
-    part = batch / samples_per_s / solution.predicted.step_time_s
+    compute_s = together_s(setting, solution.plan.global_batch_size)
+    part = compute_s / solution.predicted.step_time_s
     if part >= MUCH_OF_SPEEDS:
         return None
+    beside = conf.refused_beside_stages()
+    without = f", without {', '.join(beside)}" * bool(beside)
     return (
         f"The devices reach {part:.0%} of what they would compute without links, and without "
         "computing anything twice. Stages, each of which holds a part of the model, may reach "
-        "more: max_stages=4 looks for a pipeline."
+        f"more: max_stages=4 looks for a pipeline{without}."
     )
 
 

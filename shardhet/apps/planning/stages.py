@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from math import inf
+from math import ceil, inf
 
 from rich.console import Console
 from rich.table import Table
@@ -169,8 +169,8 @@ def _result(report: PipelineReport) -> Iterator[str]:
         + (f", {tokens:,.0f} tokens/s" if workload.tokens_per_sample > 1 else "")
     )
     yield (
-        f"No plan, with stages or without, is predicted to be more than "
-        f"{found.relative_gap:.0%} faster: the compute alone takes all devices "
+        f"No plan in {workload.param_dtype}, with stages or without, is predicted to be more "
+        f"than {ceil(100 * found.relative_gap)}% faster: the compute alone takes all devices "
         f"{duration(found.lower_bound_s)}. Cuts, rounds and rounds in flight were improved "
         "until no neighbour was faster; nothing proves that they are the best."
     )

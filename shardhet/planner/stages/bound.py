@@ -54,6 +54,22 @@ def seconds_per_sample(setting: Setting, largest: int) -> dict[str | None, dict[
     }
 
 
+def together_s(setting: Setting, num_samples: int) -> float:
+    """The least seconds in which all devices together compute so many whole samples."""
+    kinds = Counter(device.kind for device in setting.cluster.devices)
+    units = Counter(unit.kind for unit in setting.workload.units if unit.fqn)
+    samples, by_kind = np.arange(1, 1 + num_samples), []
+    for curves in seconds_by_size(setting, num_samples).values():
+        whole = np.asarray(sum(number * curves[name] for name, number in units.items()))[1:]
+        least_s = np.minimum.accumulate(whole / np.arange(1, 1 + len(whole)))
+        whole_s = samples * least_s[np.minimum(samples, len(whole)) - 1]
+        by_kind.append(np.minimum.accumulate(whole_s[::-1])[::-1])
+    # Each device computes one sample more at each of these times.
+    by_time, weights = np.concatenate(by_kind), np.repeat(list(kinds.values()), num_samples)
+    order = np.argsort(by_time, kind="stable")
+    return float(by_time[order[(np.cumsum(weights[order]) >= num_samples).argmax()]])
+
+
 @dataclass(frozen=True)
 class Speeds:
     """How fast groups of devices compute units at best, and cuts that follow from it."""
