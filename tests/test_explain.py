@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from shardhet.apps.planning.report import limit_lines
 from shardhet.planner import Demands, DeviceLimits, PlanSolution, solve
 from shardhet.planner.advice.explain import (
     Explanation,
@@ -86,6 +87,9 @@ def test_where_links_are_slow_links_limit() -> None:
     assert explanation.limit.resource is Resource.LINKS
     assert explanation.limit.relative == pytest.approx(0.1, rel=0.1)
     assert explanation.links_s > 10 * explanation.compute_s
+    # With less recomputed, or in fewer rounds, there may be no room for it.
+    said = next(limit_lines(explanation))
+    assert said.endswith("a larger global batch would cost little if memory has room for it.")
 
 
 def test_where_the_fast_devices_are_full_their_memory_limits() -> None:

@@ -413,5 +413,5 @@ def _beside_compute(explanation: Explanation) -> str:
     """What more samples would cost where links limit."""
     compute = explanation.compute_s / explanation.step_time_s
     if compute < MOSTLY_HIDDEN:
-        return "; a larger global batch would cost little"
+        return "; a larger global batch would cost little if memory has room for it"
     return f"; a larger global batch adds to the {compute:.0%} that compute takes"
