@@ -325,6 +325,19 @@ def test_a_loss_that_is_no_sum_over_samples_is_refused(tmp_path: Path) -> None:
         one_step(tmp_path, root)
 
 
+def test_a_small_term_that_is_not_divided_by_the_items_is_refused(tmp_path: Path) -> None:
+    def with_a_term(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        loss = loss_in_float64(outputs, labels, num_items_in_batch)
+        return loss + 1e-2 * outputs.logits.mean().square()
+
+    def never_divided(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return loss_in_float64(outputs, labels, torch.ones(()))
+
+    for loss in (with_a_term, never_divided):
+        with pytest.raises(ValueError, match="not all of it is divided by num_items_in_batch"):
+            one_step(tmp_path, loss)
+
+
 def test_means_are_not_added_up(tmp_path: Path) -> None:
     def mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         return outputs.logits[labels != -100].square().mean()

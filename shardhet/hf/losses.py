@@ -26,6 +26,11 @@ IGNORED = -100  # transformers' label for positions without a label
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 LOW_PRECISION_TOLERANCE = 3e-2
 
+# Said to be the number of items, so that a small term of the loss that is not divided by it
+# shows; a power of two changes no digit of the others, if they stay normal numbers.
+MOST = 2.0**20
+MANY = {torch.float16: 2.0**10}
+
 MOST_CLASSES = 12  # whose losses are compared
 LESS, MORE = 0.2, 0.9  # labels that are numbers, probabilities among them
 
@@ -101,20 +106,22 @@ def find_kind(
     model: HetFSDP,
     probes: Sequence[Parts],
     label_names: Sequence[str],
-    loss_of: Callable[[dict[str, Any]], Tensor],
+    loss_of: Callable[[dict[str, Any], float], Tensor],
     *,
     predicts_next: bool,
 ) -> LossKind:
     """Find out how losses combine, given batches and two parts of each.  Collective.
 
-    A mean is over all labels unless those without first positions fit much better, or, where
-    the model's own loss is of next tokens (``predicts_next``), better.  Raises on every rank if
-    no kind fits.
+    ``loss_of`` takes a batch and what is said to be the number of items in it.  A mean is over
+    all labels unless those without first positions fit much better, or, where the model's own
+    loss is of next tokens (``predicts_next``), better.  Raises on every rank if no kind fits.
     """
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        losses = [[loss_of(part) for part in parts] for parts in probes]
+        losses = [[loss_of(part, 1.0) for part in parts] for parts in probes]
+        number = MANY.get(losses[0][0].dtype, MOST)
+        of_many = float(loss_of(probes[0][0], number))
     model.train(was_training)
     dtype, device = losses[0][0].dtype, losses[0][0].device.type
     tolerance = TOLERANCE.get(dtype, LOW_PRECISION_TOLERANCE)
@@ -125,8 +132,18 @@ def find_kind(
     for kind in LossKind:
         weights = [_weights(kind, parts, label_names) for parts in probes]
         errors.append(max(map(_error, values, weights)) / tolerance)
-    found = model.exchange([*values[0], *values[1], *errors])
-    sum_off, mean_off, shifted_off = (max(row[i] for row in found) for i in (6, 7, 8))
+    undivided = _error([values[0][0], of_many, 0.0], [1.0, number, 1.0]) / tolerance
+    found = model.exchange([*values[0], *values[1], *errors, undivided])
+    sum_off, mean_off, shifted_off, undivided = (
+        max(row[i] for row in found) for i in (6, 7, 8, 9)
+    )
+    if sum_off <= 1 < undivided:
+        raise ValueError(
+            "the loss is a sum over samples, but not all of it is divided by "
+            f"num_items_in_batch: said to be {number:g} instead of 1, that number times the "
+            f"loss is another by {undivided * tolerance:.2g} of it. Divide all terms, and "
+            "leave auxiliary losses out (output_router_logits=False)."
+        )
     if sum_off <= 1:
         return LossKind.SUM
     if shifted_off <= 1 and (

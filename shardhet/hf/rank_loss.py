@@ -23,6 +23,7 @@ class RankLoss:
     def __init__(self, trainer: TrainerView) -> None:
         self.kind: LossKind | None = None  # found out on the first batch
         self._trainer = trainer
+        self._number = 1.0  # of items, which losses are divided by
         # Of the step in progress, if it has several rounds, and of all ranks
         self._num_items = 0.0  # in all batches, as transformers counts them
         # In each batch that comes next, with first positions and without
@@ -43,10 +44,23 @@ class RankLoss:
         names = self._trainer.label_names
         if self.kind is None:
             tried = probes(inputs, names, self.num_classes)
-            loss_of = lambda part: self._loss(part, with_outputs=False)[0]  # noqa: E731
+
+            def loss_of(part: dict[str, Any], number: float) -> Tensor:
+                with self._said_to_be(number):
+                    return self._loss(part, with_outputs=False)[0]
+
             self.kind = find_kind(
                 self._trainer.het, tried, names, loss_of, predicts_next=self.predicts_next
             )
+
+    @contextmanager
+    def _said_to_be(self, number: float) -> Iterator[None]:
+        """A context in which a batch is said to have another number of items than one."""
+        self._number = number
+        try:
+            yield
+        finally:
+            self._number = 1.0
 
     @property
     def predicts_next(self) -> bool:
@@ -200,8 +214,7 @@ class RankLoss:
     def _loss(self, inputs: dict[str, Any], *, with_outputs: bool) -> tuple[Tensor, Any]:
         """The result of ``compute_loss`` for this rank's samples, as a sum if possible."""
         trainer = self._trainer
-        counted = self._num_counted(inputs)
-        one = None if counted is None else torch.ones((), device=trainer.args.device)
+        one = self._number_if_counted(inputs)
         if not num_rows(inputs):
             trainer.het(**self.as_called(inputs, one))
             return torch.zeros((), device=trainer.args.device), None
@@ -215,6 +228,12 @@ class RankLoss:
             model, dict(inputs), return_outputs=with_outputs, num_items_in_batch=one
         )
         return loss if with_outputs else (loss, None)
+
+    def _number_if_counted(self, inputs: dict[str, Any]) -> Tensor | None:
+        """The number of items that ``compute_loss`` is told, so that it gives a sum."""
+        if self._num_counted(inputs) is None:
+            return None
+        return torch.full((), self._number, device=self._trainer.args.device)
 
     def _num_counted(self, inputs: dict[str, Any]) -> Any:
         return self._trainer._get_num_items_in_batch([inputs], self._trainer.args.device)

@@ -88,9 +88,9 @@ class StagedLoss(RankLoss):
                 trainer.het, tried, names, self._as_it_is, predicts_next=self.predicts_next
             )
 
-    def _as_it_is(self, inputs: dict[str, Any]) -> Tensor:
+    def _as_it_is(self, inputs: dict[str, Any], number: float) -> Tensor:
         """The result of ``compute_loss`` on ranks of the last stage, without gradients."""
-        with self._trainer.het.computing(self._of_outputs):
+        with self._said_to_be(number), self._trainer.het.computing(self._of_outputs):
             loss: Tensor = self._trainer.het(**inputs)
         return loss
 
@@ -114,8 +114,7 @@ class StagedLoss(RankLoss):
         self, module: nn.Module, inputs: dict[str, Any], *, with_outputs: bool
     ) -> tuple[Tensor, Any]:
         trainer = self._trainer
-        counted = self._num_counted(inputs)
-        one = None if counted is None else torch.ones((), device=trainer.args.device)
+        one = self._number_if_counted(inputs)
         with trainer.compute_loss_context_manager():
             return self.computed(module, inputs, one, with_outputs=with_outputs)
 
