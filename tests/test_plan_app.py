@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from shardhet.apps.cli.quantities import counted, percent
 from shardhet.apps.plan import main as plan_main
 from shardhet.apps.planning.report import recomputed
+from shardhet.apps.planning.sentences import form_lines
 from shardhet.apps.simulate import main as simulate_main
 from shardhet.config.compose import conf_dir
 from shardhet.config.models import DecoderConf
@@ -111,6 +112,15 @@ def test_stages_are_named_where_links_take_most_of_the_step(
     with_limits = said(capsys, "cluster=office", "limits.0.batch=1", *QUICK)
     assert "max_stages=4 looks for a pipeline, without limits." in with_limits
     assert not re.search(hint, said(capsys, *QUICK))
+
+
+def test_units_that_cross_in_two_levels_are_counted_not_their_patterns() -> None:
+    workload = Workload.transformer(
+        num_layers=4, width=64, num_heads=2, seq_len=32, vocab_size=128, hidden_width=128
+    )
+    rank = RankPlan(microbatch_sizes=(1,), state_share=1.0)
+    plan = Plan(ranks=(rank,), two_level_units=("blocks.*",))
+    assert "Rows of 4 of the units cross" in " ".join(form_lines(plan, workload))
 
 
 def test_devices_compute_no_parts_of_samples() -> None:

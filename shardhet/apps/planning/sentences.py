@@ -53,7 +53,8 @@ def form_lines(plan: Plan, workload: Workload) -> Iterator[str]:
         )
     yield from resident_lines(plan, workload)
     if plan.two_level_units:
-        units = "" if plan.two_level_units == EVERY_UNIT else f"{len(plan.two_level_units)} of "
+        number = sum(is_matched(unit.fqn, plan.two_level_units) for unit in workload.units)
+        units = "" if plan.two_level_units == EVERY_UNIT else f"{number} of "
         yield (
             f"Rows of {units}the units cross between nodes once per node, and gradients as one "
             "sum of each node (two_level_units)."
