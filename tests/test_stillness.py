@@ -22,6 +22,7 @@ from shardhet import HetFSDP, Plan
 from shardhet.checkpoint import save
 from shardhet.checkpoint.state import ranks
 from shardhet.comm.liveness import EXIT_STATUS, Verdict, phase, watch, watch_ranks
+from shardhet.comm.progress import progress
 from tests.hosts import on_different_hosts
 from tests.misdeeds import commit
 from tests.programs import start
@@ -255,6 +256,16 @@ def leave_the_others_without_work(rank: int) -> None:
     model.backward(*model(x))
     if rank == 1:
         time.sleep(4.0)
+
+
+def end_a_watch(rank: int) -> None:
+    with watch_ranks(hang_timeout_s=60.0):
+        assert progress.is_watched
+    assert not progress.is_watched  # calls keep their own limits again
+
+
+def test_a_watch_that_has_ended_watches_no_longer() -> None:
+    run_ranks(end_a_watch, 2, fresh_world=True)
 
 
 def save_late(rank: int) -> None:
