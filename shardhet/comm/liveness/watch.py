@@ -188,7 +188,6 @@ class Watch:
         if self not in _running:
             return
         _running.remove(self)
-        progress.is_watched = False
         atexit.unregister(self.stop)
         progress.on_failure = lambda: None
         self._is_stopping = True
