@@ -65,6 +65,28 @@ def test_a_plan_is_shown_with_its_reasons_and_its_rivals(
     assert "| one round |" in text
 
 
+def test_one_more_is_told_where_links_are_stated(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A host with a single device states no link inside it."""
+    path = tmp_path / "cards.yaml"
+    path.write_text(
+        """
+version: 1
+nodes:
+- {host: big, devices: [{kind: NVIDIA GeForce RTX 4090}]}
+- {host: small, link: {latency_s: 2.0e-05, bandwidth_bytes_per_s: 12.0e+9},
+   devices: [{kind: NVIDIA GeForce RTX 3060, count: 2}]}
+between_nodes: {latency_s: 5.0e-05, bandwidth_bytes_per_s: 1.25e+9}
+""",
+        encoding="utf-8",
+    )
+    text = said(capsys, f"cluster={path}", "model=gpt_125m", "baselines=false")
+    assert "NVIDIA GeForce RTX 3060 | one more" in text
+    assert "NVIDIA GeForce RTX 4090 | 10 % faster" in text
+    assert "NVIDIA GeForce RTX 4090 | one more" not in text
+
+
 @pytest.mark.parametrize(
     ("key", "expected", "unexpected"),
     [

@@ -175,18 +175,21 @@ def part_of(setting: Setting, positions: Collection[int]) -> Setting:
 def with_one_more(setting: Setting, position: int) -> Setting | None:
     """The setting with the device at ``position`` twice, side by side.
 
-    None if nothing says how long collectives take: there was one device, and no link is stated.
+    None if nothing says how long collectives take: the first link between two devices, or of a
+    host that has one device, need not have been stated.
     """
     cluster, profile = setting.cluster, setting.profile
-    larger = _with_copy(cluster, position)
-    if cluster.world_size == 1:
-        try:
-            one = derive_collectives(larger, profile.link_fraction)
-        except ValueError:
-            return None
-        two = None
-    elif _is_derived(setting):
-        one, two = _derived(setting, larger)
+    try:
+        larger = _with_copy(cluster, position)
+        derived: tuple[Collectives, Collectives | None] | None = None
+        if cluster.world_size == 1:
+            derived = derive_collectives(larger, profile.link_fraction), None
+        elif _is_derived(setting):
+            derived = _derived(setting, larger)
+    except ValueError:
+        return None
+    if derived is not None:
+        one, two = derived
     elif profile.collectives.points:
         profile = _moved(profile, cluster.world_size, position)
         every = tuple(range(larger.world_size))
