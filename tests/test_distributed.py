@@ -16,7 +16,13 @@ import torch.distributed as dist
 from shardhet.comm import failure
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
 from shardhet.comm.failure import Lifeline
-from shardhet.comm.groups import Communicators, count_alike, new_group, side_channel
+from shardhet.comm.groups import (
+    Communicators,
+    count_alike,
+    new_group,
+    part_of,
+    side_channel,
+)
 from shardhet.comm.members import local_device_spec, match_devices
 from shardhet.comm.peers import LostPeerError
 from shardhet.records.cluster import DeviceSpec
@@ -247,6 +253,19 @@ def test_a_group_does_not_take_the_name_of_one_that_is_gone() -> None:
     assert first == second
     assert first[1] == [0.0, 1.0] * 2
     assert len(set(first[0])) == 2
+
+
+def meet_in_a_part(rank: int) -> list[list[int]] | None:
+    control = Communicators.over(dist.group.WORLD, CPU).control
+    channel = Channel(control, tuple(range(3)), rank)
+    if rank == 0:  # it has made one more
+        new_group(dist.group.WORLD, CPU, backend="gloo", ranks=[0])
+    part = part_of(channel, (0, 1), purpose="test", control=channel, device=CPU)
+    return part and part.exchange([rank])
+
+
+def test_a_part_of_a_channel_meets_though_one_rank_has_made_more_groups() -> None:
+    assert run_ranks(meet_in_a_part, 3, fresh_world=True) == [[[0], [1]], [[0], [1]], None]
 
 
 # Lifeline

@@ -143,6 +143,17 @@ def load_with(rank: int, fault: str) -> None:
     pair.model.load_state_dict(state if fault != "none" else None)
 
 
+def load_nothing_alone(rank: int) -> None:
+    model = HetFSDP(nn.Linear(2, 2), Plan.even(1, microbatch_size=1))
+    for nothing in ({}, None):
+        with pytest.raises(RuntimeError, match="missing \\['bias', 'weight'\\]"):
+            model.load_state_dict(nothing)
+
+
+def test_one_rank_is_not_given_nothing() -> None:
+    run_ranks(load_nothing_alone, 1)
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shardhet import Cluster, DeviceSpec, HetFSDP, Plan, Profile, RankPlan, redistribute
 from shardhet.checkpoint import load, save
 from shardhet.comm.on_host.lanes import CopyLane
+from shardhet.fsdp.params import host_step
 from shardhet.fsdp.params.row_group import RowGroup
 from shardhet.fsdp.sharding import host_room
 from shardhet.fsdp.sharding.placement import GradientOnHost, RowsOnHost
@@ -231,6 +232,20 @@ def _threads_of_a_step(rank: int) -> None:
 def test_a_step_on_the_host_has_its_ranks_share_of_the_processors() -> None:
     with mock.patch("os.cpu_count", return_value=2):
         run_ranks(_threads_of_a_step, 2, fresh_world=True)
+
+
+def test_an_optimizer_that_is_fused_in_part_is_told_what_it_costs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    groups = [{"params": [params[0]], "fused": True}, {"params": [params[1]], "fused": False}]
+    optimizer = torch.optim.AdamW(groups)
+    host_step._advise(optimizer, mock.Mock(is_first_on_host=True))
+    assert "where AdamW(..., fused=True) takes about a" in caplog.text
+    caplog.clear()
+    optimizer.param_groups[1]["fused"] = True
+    host_step._advise(optimizer, mock.Mock(is_first_on_host=True))
+    assert not caplog.text
 
 
 def trained(
