@@ -260,21 +260,22 @@ def test_one_line_says_who_waits_for_whom_and_in_what() -> None:
 def lose_the_launcher(rank: int, path: str, is_lost_first: bool) -> None:
     os.environ[OF_THIS_RANK] = "a file"
     if agent := os.fork():
-        while not Path(path).exists() or not is_lost_first:
-            if Path(path).exists() and Path(path).read_text().endswith("watched"):
-                break
+        awaited = Path(path) if is_lost_first else Path(path).with_name("watched")
+        while not awaited.exists():
             time.sleep(0.01)
         os.kill(agent, signal.SIGKILL)
         os.waitpid(agent, 0)
     elif parent := os.fork():  # the agent
         time.sleep(60.0 * bool(parent))
     else:
-        Path(path).write_text(str(os.getpid()))
+        unfinished = Path(path).with_name("unfinished")
+        unfinished.write_text(str(os.getpid()))
         agent = os.getppid()
+        unfinished.rename(path)
         while is_lost_first and os.getppid() == agent:
             time.sleep(0.01)
         end_with_launcher()
-        Path(path).write_text(f"{os.getpid()} watched")
+        Path(path).with_name("watched").touch()
         time.sleep(60.0)
         os._exit(0)
 
@@ -284,7 +285,7 @@ def test_a_rank_ends_within_seconds_of_its_launcher(
     is_lost_first: bool, tmp_path: Path
 ) -> None:
     run_ranks(lose_the_launcher, 1, str(tmp_path / "pid"), is_lost_first, fresh_world=True)
-    pid = int((tmp_path / "pid").read_text().split()[0])
+    pid = int((tmp_path / "pid").read_text())
     deadline_s = time.monotonic() + 10.0
     while ProcessState.of(pid) is not ProcessState.GONE:
         assert time.monotonic() < deadline_s

@@ -146,7 +146,7 @@ def load_with(rank: int, fault: str) -> None:
 def load_nothing_alone(rank: int) -> None:
     model = HetFSDP(nn.Linear(2, 2), Plan.even(1, microbatch_size=1))
     for nothing in ({}, None):
-        with pytest.raises(RuntimeError, match="missing \\['bias', 'weight'\\]"):
+        with pytest.raises(ValueError, match="missing \\['bias', 'weight'\\]"):
             model.load_state_dict(nothing)
 
 
