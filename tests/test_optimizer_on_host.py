@@ -19,7 +19,7 @@ from shardhet.checkpoint import load, save
 from shardhet.comm.on_host.lanes import CopyLane
 from shardhet.fsdp.params import host_step
 from shardhet.fsdp.params.row_group import RowGroup
-from shardhet.fsdp.sharding import host_room
+from shardhet.fsdp.sharding import comm, host_room
 from shardhet.fsdp.sharding.placement import GradientOnHost, RowsOnHost
 from shardhet.models.decoder import Decoder, DecoderConfig
 from shardhet.planner import Demands, solve
@@ -217,21 +217,19 @@ class Counting(torch.optim.SGD):
 
 def _threads_of_a_step(rank: int) -> None:
     torch.set_num_threads(3)
-    plan = Plan.by_hand(microbatch_sizes=[1, 1], optimizer_on_host=[True, False])
-    with Accelerator().installed() as accelerator:
+    plan = Plan.by_hand(microbatch_sizes=[1, 1, 1], optimizer_on_host=[True, False, True])
+    processors = mock.patch.object(comm, "processors", return_value=[0, 1, 2, 3])
+    with Accelerator().installed() as accelerator, processors:
         model = HetFSDP(Linear(), plan, units=[nn.Linear], device=accelerator.device)
         optimizer = Counting(model.parameters(), lr=0.1)
         model.backward(*model(torch.randn(1, 8).to(accelerator.device)))
         optimizer.step()
-        share = model._comm.num_host_threads
-        assert (share is None) == (rank == 1)
-        assert optimizer.num_threads == (share or 3)
+        assert optimizer.num_threads == (3 if rank == 1 else 2)
         assert torch.get_num_threads() == 3
 
 
 def test_a_step_on_the_host_has_its_ranks_share_of_the_processors() -> None:
-    with mock.patch("os.cpu_count", return_value=2):
-        run_ranks(_threads_of_a_step, 2, fresh_world=True)
+    run_ranks(_threads_of_a_step, 3, fresh_world=True)
 
 
 def test_an_optimizer_that_is_fused_in_part_is_told_what_it_costs(

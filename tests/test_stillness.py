@@ -159,6 +159,7 @@ def test_a_rank_that_is_stopped_is_named_by_all_others(
     )
     check(outcomes, case, "has given no sign of life", "stopped (SIGSTOP")
     assert outcomes[rank].exit_code == -signal.SIGKILL
+    assert "has given no sign of life" in (tmp_path / "saved.panel").read_text()
 
 
 @pytest.mark.campaign  # on one host it stays

@@ -22,7 +22,7 @@ from experiments.mutations.faults import Fault, draw
 from experiments.mutations.reach import tests_by_fault, tests_near
 
 HERE = Path(__file__).parent
-SEED = 202  # 14 drew results.csv
+SEED = 101  # 14 drew results.csv
 NUM_FAULTS = 40
 FOLDERS = ("shardhet/fsdp", "shardhet/planner", "shardhet/pricing", "shardhet/comm")
 SECONDS = 3600.0  # of all tests that reach a fault
