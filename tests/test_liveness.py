@@ -42,6 +42,7 @@ from shardhet.comm.liveness.judging import (
 from shardhet.comm.liveness.own import OwnRank
 from shardhet.comm.liveness.sign import ProcessState, Sign
 from shardhet.comm.liveness.stacks import posture, stack
+from shardhet.comm.progress import progress
 from tests.test_experiment_common import wait_until
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
@@ -255,6 +256,18 @@ def test_one_line_says_who_waits_for_whom_and_in_what() -> None:
         "(cpu) is in loading the next batch of step 6, at model.py:12."
     )
     assert standstill(replace(own, is_waiting=False), {}).endswith("others may wait for it.")
+
+
+def test_where_steps_are_long_the_patience_is_five_of_the_slowest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = OwnRank(0, torch.device("cpu"), Cadence())
+    before = progress.num_steps
+    found = []
+    for num_steps, passed_s in ((1, 60.0), (2, 4.0), (3, 10.0), (4, 1.0)):
+        monkeypatch.setattr(progress, "num_steps", before + num_steps)
+        found.append(own.look(passed_s, 15.0).patience_s)
+    assert found == [15.0, 20.0, 50.0, 50.0]  # the first step contains the set-up
 
 
 def lose_the_launcher(rank: int, path: str, is_lost_first: bool) -> None:
