@@ -194,7 +194,7 @@ def wrap(module: nn.Module, plan: Plan, **options: Any) -> HetFSDP:
     return HetFSDP(module, plan, units=[OddBlock], **options)
 
 
-def train(model: nn.Module, optimizer: optim.Optimizer, steps: Iterable[int]) -> list[float]:
+def train(model: nn.Module, optimizer: Any, steps: Iterable[int]) -> list[float]:
     """The mean loss of every step, of a HetFSDP or of a plain module."""
     losses = []
     for step in steps:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn, optim
+from torch import nn
 
 from shardhet.checkpoint.format import files
 from shardhet.checkpoint.format.errors import CheckpointError
@@ -23,6 +23,7 @@ from shardhet.checkpoint.loading import CALL as LOADS
 from shardhet.checkpoint.loading import load
 from shardhet.checkpoint.saving import CALL as SAVES
 from shardhet.checkpoint.saving import PendingSave, save, save_async, wait_for_pending
+from shardhet.checkpoint.state.optimizer_state import Optimizers
 from shardhet.checkpoint.state.ranks import Ranks, step_of
 
 _LEFT_BEHIND = re.compile(r"\.step_(\d{8,})\.(unfinished|replaced|removed)")
@@ -113,7 +114,7 @@ class Checkpoints:
     def load_latest(
         self,
         model: nn.Module,
-        optimizer: optim.Optimizer | None,
+        optimizer: Optimizers,
         *,
         not_after: int | None = None,
     ) -> Resumed | None:
@@ -137,7 +138,7 @@ class Checkpoints:
     def save(
         self,
         model: nn.Module,
-        optimizer: optim.Optimizer | None,
+        optimizer: Optimizers,
         *,
         extra: Any = None,
         step: int | None = None,
@@ -154,7 +155,7 @@ class Checkpoints:
     def save_async(
         self,
         model: nn.Module,
-        optimizer: optim.Optimizer | None,
+        optimizer: Optimizers,
         *,
         extra: Any = None,
         step: int | None = None,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 
 from shardhet.checkpoint.format import files
 from shardhet.checkpoint.format.entries import GROUPS, MODEL, STATE
@@ -34,11 +34,15 @@ from shardhet.checkpoint.format.reading import (
 from shardhet.checkpoint.format.values import decode, tensor_names
 from shardhet.checkpoint.saving import wait_for_pending
 from shardhet.checkpoint.state.optimizer_state import (
+    Optimizers,
     StoredState,
+    check_classes,
+    listed,
     options_for,
     part_by_param,
     restore,
     some,
+    trained_params,
 )
 from shardhet.checkpoint.state.parts import ModelPart, parts_of
 from shardhet.checkpoint.state.ranks import Ranks
@@ -52,7 +56,7 @@ ONE_ROW = Span(0, 1)  # of a scalar
 
 
 @phase(CALL)
-def load(model: nn.Module, optimizer: optim.Optimizer | None, path: str | Path) -> Any:
+def load(model: nn.Module, optimizer: Optimizers, path: str | Path) -> Any:
     """Load model and optimizer from the folder ``path``; returns ``extra``.  Collective.
 
     The plan, the number of ranks and the dtypes may be others than when it was saved.  A plain
@@ -63,7 +67,8 @@ def load(model: nn.Module, optimizer: optim.Optimizer | None, path: str | Path) 
 
     Args:
         model: has the parameters and buffers of the one that was saved.
-        optimizer: of the same class; None leaves its state in the file.
+        optimizer: of the same class; all of them in a list, if there are several; None leaves
+            their state in the file.
         path: the folder that ``save`` was given.
 
     Raises ``CheckpointError`` on every rank if a file is damaged or missing, or listing names
@@ -73,9 +78,7 @@ def load(model: nn.Module, optimizer: optim.Optimizer | None, path: str | Path) 
 
 
 @phase(CALL)
-def load_from(
-    model: nn.Module, optimizer: optim.Optimizer | None, source: CheckpointSource
-) -> Any:
+def load_from(model: nn.Module, optimizer: Optimizers, source: CheckpointSource) -> Any:
     """As ``load``, from any source.  Collective."""
     wait_for_pending(model)
     ranks = Ranks(model)
@@ -100,12 +103,12 @@ class _Loading:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: optim.Optimizer | None,
+        optimizer: Optimizers,
         source: CheckpointSource,
         ranks: Ranks,
     ) -> None:
         self._model = model
-        self._optimizer = optimizer
+        self._optimizers = listed(optimizer)
         self._source = source
         self._ranks = ranks
         self.saved: SavedCheckpoint
@@ -135,7 +138,7 @@ class _Loading:
         """Where this rank's rows lie, of the model and of the optimizer's states."""
         tensors = self.saved.stored.tensors
         wanted = [(self._name_by_fqn[part.fqn], part.rows) for part in self._parts]
-        if self._optimizer is not None:
+        if self._optimizers:
             parts = self._trained()
             wanted += [
                 (name, parts[fqn].rows if tensors[name].shape else ONE_ROW)
@@ -154,21 +157,18 @@ class _Loading:
             missing = set(tensor_names(manifest.extra)) - self.saved.stored.tensors.keys()
             if missing:
                 raise CheckpointError(f"{self.saved.folder}: extra lacks {sorted(missing)}.")
-        if self._optimizer is None:
+        if not self._optimizers:
             return
         if not any(name.startswith(GROUPS) for name in self.saved.stored.values):
             raise CheckpointError(
                 f"{self.saved.folder}: it holds no optimizer. Load with optimizer=None."
             )
-        kind = type(self._optimizer).__name__
-        if manifest is not None and manifest.optimizer != kind:
-            raise CheckpointError(
-                f"{self.saved.folder}: it holds the state of {manifest.optimizer}, not of "
-                f"{kind}. Make the optimizer {manifest.optimizer}, or load with optimizer=None."
-            )
         with Reader.of(self.saved) as reader:
             groups = param_groups(self.saved, reader, GROUPS)
-        self._options = options_for(self._optimizer, self._parts, groups)
+        if manifest is not None:
+            classes, folder = manifest.optimizer, self.saved.folder
+            check_classes(self._optimizers, self._parts, groups, classes, folder)
+        self._options = options_for(self._optimizers, self._parts, groups)
         self._check_states()
 
     def _check_states(self) -> None:
@@ -191,10 +191,8 @@ class _Loading:
             )
 
     def _trained(self) -> dict[str, ModelPart]:
-        """The parts of the optimizer's parameters, under all their names."""
-        assert self._optimizer is not None
-        known = part_by_param(self._parts)
-        params = (param for group in self._optimizer.param_groups for param in group["params"])
+        """The parts of the optimizers' parameters, under all their names."""
+        known, params = part_by_param(self._parts), trained_params(self._optimizers)
         return {fqn: known[param] for param in params for fqn in known[param].fqns}
 
     @torch.no_grad()
@@ -203,9 +201,9 @@ class _Loading:
         with Reader.of(self.saved) as reader:
             for part in self._parts:
                 reader.read_rows(self._name_by_fqn[part.fqn], part.rows, part.tensor)
-            if self._optimizer is not None:
+            if self._optimizers:
                 states = self._read_states(reader)
-                restore(self._optimizer, self._parts, states, self._options)
+                restore(self._optimizers, self._parts, states, self._options)
             if self.saved.manifest is not None:
                 self.extra = decode(self.saved.manifest.extra, reader.tensor)
         if isinstance(self._model, HetFSDP) and self.saved.manifest is not None:

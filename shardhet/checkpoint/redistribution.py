@@ -19,7 +19,12 @@ from shardhet.checkpoint.format.entries import HeldState
 from shardhet.checkpoint.format.errors import CheckpointError
 from shardhet.checkpoint.format.metadata import DTYPES
 from shardhet.checkpoint.saving import wait_for_pending
-from shardhet.checkpoint.state.optimizer_state import groups_of, states_of
+from shardhet.checkpoint.state.optimizer_state import (
+    Optimizers,
+    groups_of,
+    listed,
+    states_of,
+)
 from shardhet.checkpoint.state.parts import as_rows, parts_of
 from shardhet.checkpoint.state.ranks import Ranks
 from shardhet.comm.progress import phase, progress
@@ -32,7 +37,6 @@ from shardhet.fsdp.stages.channels import comm_of_units
 from shardhet.records.plan import Plan
 
 CALL = "redistribute"
-Optimizers = optim.Optimizer | Sequence[optim.Optimizer] | None
 _States = Mapping[str, Mapping[str, HeldState]]  # by fqn and name
 _Trained = Sequence[tuple[optim.Optimizer, _States]]
 
@@ -67,7 +71,7 @@ def redistribute(model: HetFSDP, optimizer: Optimizers, plan: Plan) -> None:
     wait_for_pending(model)
 
     room: HostRoom | None = None
-    optimizers = _listed(optimizer)
+    optimizers = listed(optimizer)
 
     def examine() -> tuple[str, list[_States]]:
         nonlocal room
@@ -76,8 +80,8 @@ def redistribute(model: HetFSDP, optimizer: Optimizers, plan: Plan) -> None:
             raise CheckpointError(reason)
         parts = parts_of(model)
         for each in optimizers:
-            groups_of(each, parts)  # raises for parameters of another model
-        held: list[_States] = [states_of(each, parts)[0] for each in optimizers]
+            groups_of([each], parts)  # raises for parameters of another model
+        held: list[_States] = [states_of([each], parts)[0] for each in optimizers]
         counts = (_num_moments(states) for found in held for states in found.values())
         num_moments = max(counts, default=0)
         room = room_under(model, plan, num_moments)
@@ -103,12 +107,6 @@ def redistribute(model: HetFSDP, optimizer: Optimizers, plan: Plan) -> None:
         follow(model, plan, of_units, room)
     forget_states()
     ranks.exchange(None, call=CALL)
-
-
-def _listed(optimizer: Optimizers) -> list[optim.Optimizer]:
-    if optimizer is None:
-        return []
-    return [optimizer] if isinstance(optimizer, optim.Optimizer) else list(optimizer)
 
 
 def _num_moments(states: Mapping[str, HeldState]) -> int:

@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import nn, optim
+from torch import nn
 
 from shardhet.checkpoint.format import files
 from shardhet.checkpoint.format.entries import Holding, check_agree
 from shardhet.checkpoint.state.held import Held
 from shardhet.checkpoint.state.job import Job
+from shardhet.checkpoint.state.optimizer_state import Optimizers
 from shardhet.checkpoint.state.ranks import Ranks
 from shardhet.comm.progress import phase
 
@@ -39,7 +40,7 @@ CALL = "checkpoint.save"
 @phase(CALL)
 def save(
     model: nn.Module,
-    optimizer: optim.Optimizer | None,
+    optimizer: Optimizers,
     path: str | Path,
     *,
     extra: Any = None,
@@ -53,7 +54,7 @@ def save(
     Args:
         model: all parameters and persistent buffers are saved, under its own names.
         optimizer: of ``model``'s parameters, with states of their shapes and single numbers;
-            None saves none.
+            all of them in a list, if there are several; None saves none.
         path: a folder on a file system that all ranks share.
         extra: None, numbers, texts, tensors, and lists, tuples and dicts of them; that of
             rank zero counts.
@@ -67,7 +68,7 @@ def save(
 @phase(CALL)
 def save_async(
     model: nn.Module,
-    optimizer: optim.Optimizer | None,
+    optimizer: Optimizers,
     path: str | Path,
     *,
     extra: Any = None,
@@ -126,7 +127,7 @@ def wait_for_pending(model: nn.Module) -> None:
 
 def _start(
     model: nn.Module,
-    optimizer: optim.Optimizer | None,
+    optimizer: Optimizers,
     path: Path,
     extra: Any,
     *,

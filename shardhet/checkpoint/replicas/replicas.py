@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import nn, optim
+from torch import nn
 
 from shardhet.checkpoint.folder import Checkpoints, Resumed
 from shardhet.checkpoint.format import files
@@ -48,6 +48,7 @@ from shardhet.checkpoint.replicas.source import DamagedFile, DamagedReplicaError
 from shardhet.checkpoint.saving import CALL as SAVES
 from shardhet.checkpoint.saving import wait_for_pending
 from shardhet.checkpoint.state.held import Held
+from shardhet.checkpoint.state.optimizer_state import Optimizers
 from shardhet.checkpoint.state.ranks import Ranks, step_of
 from shardhet.comm.channel import Channel
 from shardhet.comm.progress import phase
@@ -111,7 +112,7 @@ class Replicas:
     def save(
         self,
         model: nn.Module,
-        optimizer: optim.Optimizer | None,
+        optimizer: Optimizers,
         *,
         extra: Any = None,
         step: int | None = None,
@@ -177,7 +178,7 @@ class Replicas:
     def load_latest(
         self,
         model: nn.Module,
-        optimizer: optim.Optimizer | None,
+        optimizer: Optimizers,
         *,
         checkpoints: Checkpoints | None = None,
     ) -> Resumed | None:

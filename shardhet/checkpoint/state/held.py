@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 
 from shardhet.checkpoint.format.description import Description
 from shardhet.checkpoint.format.entries import (
@@ -14,7 +14,6 @@ from shardhet.checkpoint.format.entries import (
     MODEL,
     Entry,
     HeldPart,
-    HeldState,
     Holding,
     entries_of,
     scalars_of,
@@ -22,7 +21,13 @@ from shardhet.checkpoint.format.entries import (
 )
 from shardhet.checkpoint.format.metadata import DTYPES
 from shardhet.checkpoint.format.values import encode
-from shardhet.checkpoint.state.optimizer_state import groups_of, states_of
+from shardhet.checkpoint.state.optimizer_state import (
+    Optimizers,
+    class_of_groups,
+    groups_of,
+    listed,
+    states_of,
+)
 from shardhet.checkpoint.state.parts import parts_of
 from shardhet.checkpoint.state.ranks import Ranks
 from shardhet.fsdp import HetFSDP
@@ -39,17 +44,15 @@ class Held:
         self.plan_json: str | None = None
 
     def collect(
-        self, model: nn.Module, optimizer: optim.Optimizer | None, path: Path, extra: Any
+        self, model: nn.Module, optimizer: Optimizers, path: Path, extra: Any
     ) -> Holding:
         """Find out what there is; raises ``CheckpointError`` for what cannot be saved."""
         parts = parts_of(model)
         self.content = {MODEL + part.fqn: part.tensor for part in parts}
-        states: dict[str, dict[str, HeldState]] = {}
-        groups: tuple[dict[str, Any], ...] = ()
-        if optimizer is not None:
-            groups = groups_of(optimizer, parts)
-            states, rows = states_of(optimizer, parts)
-            self.content |= rows
+        optimizers = listed(optimizer)
+        groups = groups_of(optimizers, parts)
+        states, rows = states_of(optimizers, parts)
+        self.content |= rows
         if self._ranks.is_writer:
             self.extra = encode(extra, "extra", self._keep)
         if isinstance(model, HetFSDP):
@@ -70,7 +73,7 @@ class Held:
             ),
             states=states,
             groups=groups,
-            optimizer=None if optimizer is None else type(optimizer).__name__,
+            optimizer=class_of_groups(optimizers),
         )
 
     def _keep(self, tensor: Tensor) -> str:

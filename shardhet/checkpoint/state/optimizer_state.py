@@ -1,4 +1,4 @@
-"""State of an optimizer by the names of parameters, whatever its class.
+"""State of optimizers by the names of parameters, whatever their classes.
 
 A state is a tensor of the local parameter's shape (rows, as the parameter's), a 0-d tensor or
 a number (a scalar, as ``step``).  None counts as absent.  Anything else is refused.
@@ -6,6 +6,8 @@ a number (a scalar, as ``step``).  None counts as absent.  Anything else is refu
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice, product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,28 @@ OF_SCHEDULERS = frozenset(
 # How a rank computes the same step, which depends on where its rows are.
 OF_RANKS = frozenset(("foreach", "fused"))
 
+CLASSES = ", "  # between the classes of groups
+
+Optimizers = optim.Optimizer | Sequence[optim.Optimizer] | None  # of one model
+
+
+def listed(optimizers: Optimizers) -> list[optim.Optimizer]:
+    """All of them, or none."""
+    if optimizers is None:
+        return []
+    return [optimizers] if isinstance(optimizers, optim.Optimizer) else list(optimizers)
+
+
+def class_of_groups(optimizers: Sequence[optim.Optimizer]) -> str | None:
+    """The class of all groups, or that of each, separated by commas; None without any."""
+    names = [type(each).__name__ for each in optimizers for _ in each.param_groups]
+    return (names[0] if len(set(names)) == 1 else CLASSES.join(names)) if names else None
+
+
+def trained_params(optimizers: Sequence[optim.Optimizer]) -> list[nn.Parameter]:
+    """The parameters of all groups, in their order."""
+    return [p for each in optimizers for group in each.param_groups for p in group["params"]]
+
 
 def part_by_param(parts: Sequence[ModelPart]) -> dict[nn.Parameter, ModelPart]:
     """The part of every parameter that an optimizer may hold."""
@@ -32,16 +56,16 @@ def part_by_param(parts: Sequence[ModelPart]) -> dict[nn.Parameter, ModelPart]:
 
 
 def groups_of(
-    optimizer: optim.Optimizer, parts: Sequence[ModelPart]
+    optimizers: Sequence[optim.Optimizer], parts: Sequence[ModelPart]
 ) -> tuple[dict[str, Any], ...]:
     """The options of every group, and the fqns of its parameters as "params".
 
-    Raises ``CheckpointError`` for parameters of another model and options that are no plain
-    values.
+    Raises ``CheckpointError`` for parameters of another model or of two optimizers, and for
+    options that are no plain values.
     """
     known = part_by_param(parts)
-    groups = []
-    for number, group in enumerate(optimizer.param_groups):
+    groups: list[dict[str, Any]] = []
+    for number, group in enumerate(g for each in optimizers for g in each.param_groups):
         fqns = []
         for i, param in enumerate(group["params"]):
             if param not in known:
@@ -50,6 +74,13 @@ def groups_of(
                     "one of the model's. Make the optimizer from model.parameters()."
                 )
             fqns.append(known[param].fqn)
+        twice = {fqn for other in groups for fqn in other["params"]} & set(fqns)
+        if twice:
+            raise CheckpointError(
+                f"optimizer: {some(sorted(twice))} are in two optimizers, whose states would "
+                "have one name. Give each parameter to one optimizer, or save with "
+                "optimizer=None."
+            )
         options = {
             name: _plain_option(value, f"optimizer: {name} of group {number}")
             for name, value in group.items()
@@ -73,7 +104,7 @@ def _plain_option(value: Any, where: str) -> Any:
 
 
 def states_of(
-    optimizer: optim.Optimizer, parts: Sequence[ModelPart]
+    optimizers: Sequence[optim.Optimizer], parts: Sequence[ModelPart]
 ) -> tuple[dict[str, dict[str, HeldState]], dict[str, Tensor]]:
     """What is known of every state by fqn and name, and the rows by the name of the entry.
 
@@ -81,16 +112,17 @@ def states_of(
     """
     held: dict[str, dict[str, HeldState]] = {}
     rows: dict[str, Tensor] = {}
-    for param, part in part_by_param(parts).items():
-        states = optimizer.state.get(param, {})
-        for name, value in states.items():
+    each_part = part_by_param(parts).items()
+    for optimizer, (param, part) in product(optimizers, each_part):
+        for name, value in optimizer.state.get(param, {}).items():
             if value is None:
                 continue
-            state = _held(value, part, f"{type(optimizer).__name__}: state {name!r}")
+            what = f"{type(optimizer).__name__}: state {name!r}"
+            state = _held(value, part, what)
             if "." in str(name):
                 raise CheckpointError(
-                    f"{type(optimizer).__name__}: state {name!r} has a dot in its name, which "
-                    "names of a checkpoint are joined with. Rename it."
+                    f"{what} has a dot in its name, which names of a checkpoint are joined "
+                    "with. Rename it."
                 )
             held.setdefault(part.fqn, {})[str(name)] = state
             if state.scalar is None:
@@ -125,19 +157,29 @@ class StoredState:
 
 
 def restore(
-    optimizer: optim.Optimizer,
+    optimizers: Sequence[optim.Optimizer],
     parts: Sequence[ModelPart],
     states: Mapping[str, Mapping[str, StoredState]],
-    options: Sequence[Mapping[str, Any]],
+    options: Iterable[Mapping[str, Any]],
 ) -> None:
-    """Give ``optimizer`` these states by fqn, and its groups these options.
+    """Give ``optimizers`` these states by fqn, and their groups these options, in order.
 
     Goes through the optimizer's own ``load_state_dict``, which puts everything on the device of
     the parameter.  That would also change every dtype to the parameter's; states that were
     kept in another one get it back.
     """
-    known = part_by_param(parts)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    known, of_groups = part_by_param(parts), iter(options)
+    for optimizer in optimizers:
+        _restore(optimizer, known, states, list(islice(of_groups, len(optimizer.param_groups))))
+
+
+def _restore(
+    optimizer: optim.Optimizer,
+    known: Mapping[nn.Parameter, ModelPart],
+    states: Mapping[str, Mapping[str, StoredState]],
+    options: Sequence[Mapping[str, Any]],
+) -> None:
+    params = trained_params([optimizer])
     fqns = [known[param].fqn for param in params]
     numbers = iter(range(len(params)))
     groups = []
@@ -171,11 +213,11 @@ def _like(value: Any, current: Any) -> Any:
 
 
 def options_for(
-    optimizer: optim.Optimizer,
+    optimizers: Sequence[optim.Optimizer],
     parts: Sequence[ModelPart],
     saved: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """The options of every group of ``optimizer``, by the names of its parameters.
+    """The options of every group of ``optimizers``, by the names of its parameters.
 
     Groups may be others than those that were saved, if the options of all parameters in a
     group are the same.  Raises ``CheckpointError`` listing what does not fit.
@@ -187,12 +229,12 @@ def options_for(
         for fqn in group["params"]
     }
     found = []
-    for number, group in enumerate(optimizer.param_groups):
+    groups = [(each, group) for each in optimizers for group in each.param_groups]
+    for number, (optimizer, group) in enumerate(groups):
         each = _options_of_group([known[p] for p in group["params"]], options_of, number)
         _check_options(optimizer, each, number)
         found.append(each)
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    mine = {fqn for param in params for fqn in known[param].fqns}
+    mine = {fqn for param in trained_params(optimizers) for fqn in known[param].fqns}
     unexpected = sorted(options_of.keys() - mine)
     if unexpected:
         raise CheckpointError(
@@ -200,6 +242,33 @@ def options_for(
             "the parameters that were trained."
         )
     return found
+
+
+def check_classes(
+    optimizers: Sequence[optim.Optimizer],
+    parts: Sequence[ModelPart],
+    saved: Sequence[Mapping[str, Any]],
+    classes: str | None,
+    folder: Path,
+) -> None:
+    """Raise unless the groups that were ``saved``, of these classes, have them again."""
+    names = (classes or "").split(CLASSES)
+    by_group = names * len(saved) if len(names) == 1 else names
+    known = part_by_param(parts)
+    mine = {
+        fqn: type(each).__name__
+        for each in optimizers
+        for param in trained_params([each])
+        if param in known
+        for fqn in known[param].fqns
+    }
+    for group, name in zip(saved, by_group, strict=True):
+        for fqn in group["params"]:
+            if mine.get(fqn, name) != name:
+                raise CheckpointError(
+                    f"{folder}: it holds the state of {name}, not of {mine[fqn]}, for {fqn}. "
+                    f"Make the optimizer {name}, or load with optimizer=None."
+                )
 
 
 def _options_of_group(
