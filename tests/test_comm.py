@@ -1,11 +1,16 @@
-"""Which stream waits for what is in flight; on a CPU streams are only names."""
+"""Which stream waits for what is in flight, and what ends waits; on a CPU streams are names."""
+
+from threading import Barrier
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from shardhet.comm import devices
 from shardhet.comm.calls import Pending, wait_all
 from shardhet.comm.channel import Channel
-from shardhet.comm.peers import LostPeerError
+from shardhet.comm.peers import LostPeerError, end_waits
 from shardhet.fsdp.sharding.comm import MAX_UNSENT_GATHERS, CommContext
 
 
@@ -68,3 +73,38 @@ def test_a_device_that_fails_is_no_lost_peer() -> None:
     for error in (torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError("x")):
         with pytest.raises(type(error)):
             wait_all([Failing(error)])
+
+
+class Communicator:
+    """A group of two ranks with NCCL: to abort it ends once another is aborted, too."""
+
+    are_aborted = Barrier(2)
+
+    def __init__(self, *, has_gloo: bool) -> None:
+        self.has_gloo = has_gloo
+        self.events: list[str] = []
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
+    def abort(self) -> None:
+        self.are_aborted.wait(timeout=5.0)  # else a RuntimeError, which is suppressed
+        self.events.append("aborted")
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
+        self.events.append(f"closed to {source}")
+        raise RuntimeError("timed out")
+
+
+def test_communicators_are_aborted_together_and_what_gloo_has_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, part = groups = [Communicator(has_gloo=has_gloo) for has_gloo in (True, False)]
+    monkeypatch.setattr(dist, "get_backend", lambda _group: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(devices, "carries", lambda group, _device: group.has_gloo)
+    end_waits(cast("list[dist.ProcessGroup]", groups))
+    assert sorted(world.events) == ["aborted", "closed to 1"]
+    assert part.events == ["aborted"]

@@ -3,9 +3,8 @@
 import atexit
 import os
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from hashlib import sha1
 from typing import Self
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -18,6 +17,7 @@ from shardhet.comm.buffers import BufferPool
 from shardhet.comm.calls import ComputingRanks, Levels, Transport
 from shardhet.comm.channel import Channel, holders
 from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
+from shardhet.comm.peers import end_waits
 from shardhet.comm.transport import SWITCH, meet, timeout_of, wants_gloo
 from shardhet.records.nodes import TwoLevels
 
@@ -92,11 +92,14 @@ class Communicators:
         """Make every collective that a peer waits in, now or later, end with an error."""
         for each in self.transports or ():
             each.give_up()
+        end_waits(self.with_parts())
+
+    def with_parts(self) -> Iterator[dist.ProcessGroup]:
+        """All its groups, and those of some of their ranks that this rank is one of."""
         for group in (self.gather, self.reduce, self.control):
             if group is not None:
-                for part in (*_parts_by_group.get(group, {}).values(), group):
-                    if part is not None:
-                        _break(part)
+                yield from filter(None, _parts_by_group.get(group, {}).values())
+                yield group
 
 
 # The control group is None if the given group can serve: the value must not keep its key alive.
@@ -390,34 +393,20 @@ def _run_once(
 
 def break_all_connections() -> None:
     """Make every collective of this process end with an error, and those of its peers."""
+    groups: list[dist.ProcessGroup | None] = []
     for made in list(_made_by_group.values()):
         for gather, reduce, control, transports in list(made.values()):
-            Communicators(gather, reduce, control, transports).break_connections()
-    for channel in list(_side_channels):
-        break_connections(channel)
-    if dist.group.WORLD is not None:
-        _break(dist.group.WORLD)
+            for each in transports or ():
+                each.give_up()
+            groups += Communicators(gather, reduce, control).with_parts()
+    groups += [channel.group for channel in list(_side_channels)]
+    end_waits(group for group in (*groups, dist.group.WORLD) if group is not None)
 
 
 def break_connections(channel: Channel) -> None:
     """Make every wait of ``channel`` end with an error, here and on its peers."""
     if channel.group is not None:
-        _break(channel.group)
-
-
-def _break(group: dist.ProcessGroup) -> None:
-    if dist.get_backend(group) != "gloo":
-        with suppress(RuntimeError):
-            group.abort()
-        return
-    # gloo's abort() does not end point-to-point waits.  A receive that times out does: it
-    # closes the connections to all peers, whose waits then end at once (measured with torch
-    # 2.13).  A receive from a peer that is already gone fails immediately and closes nothing,
-    # so this tries every peer.
-    for peer in range(group.size()):
-        if peer != group.rank():
-            with suppress(RuntimeError):
-                group.recv([torch.empty(1)], peer, 2**31 - 1).wait(timedelta(milliseconds=1))
+        end_waits([channel.group])
 
 
 def default_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -1,8 +1,17 @@
-"""Checks whether peer processes are still running."""
+"""Checks whether peer processes are still running, and ends waits for them."""
 
 import os
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardhet.comm import devices
 
 
 class LostPeerError(RuntimeError):
@@ -41,6 +50,42 @@ def host_of(store: Any) -> str | None:
     """The host, or its address, to which the store's connection goes, if it has one."""
     host: str | None = getattr(_underlying(store), "host", None)
     return host
+
+
+def end_waits(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Make every wait in ``groups``, now or later, end with an error, here and on the peers.
+
+    Communicators of NCCL are aborted all at once.  To abort one frees its memory, for which
+    the device has to finish its work, and kernels of the others may wait there for ever
+    (pytorch/pytorch, issue 119797; NVIDIA/nccl, issue 1013).
+    """
+    aborting, host = [], torch.device("cpu")
+    for group in (groups := list(groups)):
+        if dist.get_backend(group) != "gloo" or not devices.carries(group, host):
+            name = "shardhet abort"
+            aborting.append(Thread(target=_abort, args=(group,), name=name, daemon=True))
+            aborting[-1].start()
+    for group in groups:
+        if devices.carries(group, host):
+            _close(group)
+    for thread in aborting:
+        thread.join()
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    with suppress(RuntimeError):
+        group.abort()
+
+
+def _close(group: dist.ProcessGroup) -> None:
+    """Close the connections that gloo has for ``group``."""
+    # gloo's abort() ends no wait.  A receive that times out does: it closes the connections
+    # to all peers, whose waits then end at once (measured with torch 2.13).  A receive from a
+    # peer that is already gone fails immediately and closes nothing, so this tries every peer.
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, 2**31 - 1).wait(timedelta(milliseconds=1))
 
 
 def _underlying(store: Any) -> Any:

@@ -4,9 +4,11 @@ What is not tensors of the device is refused, and so are pieces that are not con
 collective needs all ranks.  With ``async_op`` it runs on a stream of the communicator's own,
 which waits for the launching stream; ``wait()`` makes the current stream wait, never the host,
 and nothing is ever completed when the host asks.  Messages are launched as one group.  Where a
-peer is gone, nothing raises: the device waits, until the communicator is aborted.
+peer is gone, nothing raises: the device waits, until every communicator is aborted that it
+waits in.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,14 +22,14 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardhet.comm import devices, groups
+from shardhet.comm import devices, peers
 from shardhet.comm.calls import wait_all
 from tests.emulated.clocks import Event, Stream
 
 if TYPE_CHECKING:
     from tests.emulated.accelerator import Accelerator
 
-_break_gloo = groups._break
+_close_gloo = peers._close
 # Groups that stand for NCCL's; they outlive an accelerator, as the library keeps them.
 _is_nccl: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 # Groups that the library has made for gloo; all others have NCCL for the device.
@@ -71,8 +73,9 @@ class Nccl:
         self._accelerator = accelerator
         self.communicators: dict[dist.ProcessGroup, Communicator] = {}
         self.blocks_on_loss = False  # as NCCL does, instead of raising what gloo raises
-        self.aborts = True  # whether to break a communicator sets the device free
+        self.aborts = True  # whether to abort all communicators sets the device free
         self._is_lost = self._is_aborted = False
+        self._stuck: set[dist.ProcessGroup] = set()  # whose kernels wait for ever
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -92,7 +95,7 @@ class Nccl:
             stack.enter_context(mock.patch.object(devices, "backend_of", backend))
             stack.enter_context(mock.patch.object(devices, "carries", carries))
             stack.enter_context(mock.patch.object(dist, "new_group", self._make_group))
-            stack.enter_context(mock.patch.object(groups, "_break", self._break))
+            stack.enter_context(mock.patch.object(peers, "_abort", self._abort))
             stack.enter_context(mock.patch.object(c10d, "_coalescing_manager", self._grouped))
             for name, function in self._functions().items():
                 stack.enter_context(mock.patch.object(dist, name, function))
@@ -294,12 +297,12 @@ class Nccl:
         communicator = self._of(group)
         communicator.collectives.append((name, sizes, self._accelerator.current.name))
         communicator.received_bytes += num_received * (*writes, *reads)[0].element_size()
-        return self._launch(name, communicator, reads, writes, async_op, move)
+        return self._launch(name, group, reads, writes, async_op, move)
 
     def _launch(
         self,
         name: str,
-        communicator: Communicator,
+        group: dist.ProcessGroup,
         reads: list[Tensor],
         writes: list[Tensor],
         async_op: bool,
@@ -310,34 +313,41 @@ class Nccl:
             shown = f"{name}: a tensor {list(tensor.shape)}"
             _require(accelerator.held(tensor) is not None, f"{shown} not on the device")
             _require(tensor.is_contiguous(), f"{shown} that is not contiguous")
-        stream = communicator.stream if async_op else accelerator.current
+        stream = self._of(group).stream if async_op else accelerator.current
         assert stream is not None
         if async_op:
             stream.wait_stream(accelerator.current)
         accelerator.launch(name, stream, reads=reads, writes=writes)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
-            self._move(move)
+            self._move(group, move)
         if not async_op:
             return None
         return Work(accelerator, stream.record_event(), [*reads, *writes])
 
-    def _move(self, move: Callable[[], None]) -> None:
+    def _move(self, group: dist.ProcessGroup, move: Callable[[], None]) -> None:
         if self._is_aborted:
             raise RuntimeError("NCCL communicator was aborted")
         if self._is_lost:
+            self._stuck.add(group)
             return
         try:
             move()
         except RuntimeError:
             if not self.blocks_on_loss:
                 raise
+            self._stuck.add(group)
             self._is_lost = self._accelerator.host.is_blocked = True
 
-    def _break(self, group: dist.ProcessGroup) -> None:
-        _break_gloo(group)
-        if group in _is_nccl and self.aborts:
-            self._is_aborted = True
-            self._accelerator.host.is_blocked = False
+    def _abort(self, group: dist.ProcessGroup) -> None:
+        """Returns once the device is free: kernels of other communicators may be in its way."""
+        _close_gloo(group)
+        if not self.aborts:
+            return
+        self._stuck.discard(group)
+        while self._stuck:
+            time.sleep(0.05)
+        self._is_aborted = True
+        self._accelerator.host.is_blocked = False
 
     # Messages #
 
@@ -360,7 +370,7 @@ class Nccl:
         def move() -> None:
             wait_all(list(original(ops)))  # where the watch sees that this rank waits
 
-        work = self._launch("messages", communicator, reads, writes, True, move)
+        work = self._launch("messages", group, reads, writes, True, move)
         return [work]
 
     def _of(self, group: dist.ProcessGroup) -> Communicator:
