@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from shardhet import Plan
@@ -137,6 +138,8 @@ def take_reductions(rank: int, plan: Plan) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
         if own.grad.dim() > 1:  # of each row for itself
             assert own.grad.sum(1).shape == own.grad.mean(-1).shape == own.grad.shape[:1]
+            for kept in (lambda g: functional.normalize(g, dim=1), lambda g: g.chunk(2, -1)[0]):
+                assert float(kept(own.grad).norm()) == pytest.approx(kept(other.grad).norm())
         assert torch.max(own.grad, torch.zeros_like(own.grad)).shape == own.grad.shape
     assert not any(p.grad.isnan().any() for p in pair.model.parameters())
     if pair.model.position == 0:
@@ -167,6 +170,16 @@ def refuse_reductions(rank: int) -> None:
         lambda g: g.T.norm(dim=1),
         lambda g: torch.stack([g, g]).sum(1),
         lambda g: torch.cat([g, torch.ones(1, g.shape[1])]),
+        lambda g: functional.cosine_similarity(g.flatten(), g.flatten(), dim=0),
+        lambda g: functional.mse_loss(torch.zeros_like(g), g),
+        lambda g: torch.dist(g, torch.zeros_like(g)),
+        lambda g: torch.linalg.matrix_norm(g),
+        lambda g: torch.linalg.vecdot(g.flatten(), g.flatten()),
+        lambda g: functional.normalize(g.flatten(), dim=0),
+        lambda g: functional.softmax(g.flatten(), dim=0),
+        lambda g: g.roll(1, 0),
+        lambda g: g.triu(),
+        lambda g: g.chunk(3),
     ):
         with pytest.raises(RuntimeError, match="this rank has only some rows"):
             reduction(grads[0])

@@ -14,8 +14,10 @@ is a ``RowGradient``, which behaves like any other tensor except in these calls:
     cat, stack, T, transpose, view, ...       a RowGradient, which is reduced as a whole only
                                               if its first dimension is not the rows
     var, std, median, argmax, sort, ...       refused, except along other dimensions
-    matmul, dot, svd, ...                     refused
+    matmul, dot, svd, roll, triu, ...         refused
+    chunk, split, normalize                   RowGradients; refused along the first dimension
     anything else that keeps the shape        a RowGradient
+    anything else that returns one number     refused, unless it is taken out by an index
 
 A result of another shape (``grad[:, 0]``) is a plain tensor computed from this rank's rows.
 ``grad.as_subclass(torch.Tensor)`` is a plain tensor of the same rows.  The optimizers' kernels
@@ -25,10 +27,12 @@ A result of another shape (``grad[:, 0]``) is a plain tensor computed from this 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardhet.fsdp.microbatch.modes import FunctionTensor
@@ -314,10 +318,24 @@ def _reshape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) ->
         return marked(result, grad._rows, grad._fqn, has_rows=has_rows)
 
 
+def _work_along(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+    """Run ``func``, which works along one dimension, unless that is the rows."""
+    grad, (place, default) = args[0] if args else kwargs["input"], _DIM_BY_CALL[func]
+    dim = kwargs.get("dim", args[place] if len(args) > place else default)
+    if not isinstance(grad, RowGradient):
+        return _keep_rows(func, args, kwargs)
+    if not grad._has_rows or not dim % max(1, grad.dim()):
+        grad._rows.refuse(f"{func.__name__} along dim 0")
+    with _plainly():
+        mark = partial(marked, group=grad._rows, fqn=grad._fqn)
+        return tree_map_only(Tensor, mark, func(*args, **kwargs))
+
+
 def _keep_rows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     """Run ``func``; a result that has the shape of the rows is rows too.
 
     A comparison with a plain tensor returns a plain one: it compares this rank's rows only.
+    Raises ``RuntimeError`` if it makes one number of them: that of this rank's rows only.
     """
     with _plainly():
         result = func(*args, **kwargs)
@@ -327,6 +345,8 @@ def _keep_rows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) 
         rows = [each for each in tensors if isinstance(each, RowGradient)]
         others = [each for each in tensors if type(each) is Tensor and each.dim()]
         like = next((each for each in rows if each.shape == result.shape), None)
+        if rows and like is None and not result.dim() and func not in _NOT_REDUCTIONS:
+            rows[0]._rows.refuse(func.__name__)
         is_compared = others and func in _COMPARISONS
         if like is None or func is Tensor.as_subclass or is_compared:
             return result
@@ -348,16 +368,19 @@ _COMBINED_AS = {
 _REFUSED = (
     *("argmax", "argmin", "argsort", "aminmax", "cumprod", "cumsum", "kthvalue", "logsumexp"),
     *("log_softmax", "median", "mode", "nanmean", "nanmedian", "nansum", "prod", "quantile"),
+    *("cummax", "cummin", "logcumsumexp", "nanquantile", "softmin"),
     *("softmax", "sort", "std", "std_mean", "topk", "unique", "var", "var_mean"),
 )
 _PRODUCTS = ("__matmul__", "__rmatmul__", "dot", "einsum", "inner", "matmul", "mm", "mv", "svd",
-             "vdot")  # fmt: skip
+             "vdot", "tensordot", "vecdot")  # fmt: skip
+_ACROSS_ROWS = ("_foreach_max", "corrcoef", "cov", "diag", "diagonal", "diff", "flip", "flipud",
+                "histc", "layer_norm", "roll", "rot90", "trace", "tril", "triu")  # fmt: skip
 
 
 def _calls(names: Iterable[str]) -> list[Callable[..., Any]]:
     """The functions and methods of these names."""
-    return [getattr(where, name) for where in (torch, Tensor) for name in names
-            if hasattr(where, name)]  # fmt: skip
+    return [getattr(where, name) for where in (torch, Tensor, functional, torch.linalg)
+            for name in names if hasattr(where, name)]  # fmt: skip
 
 
 _IN_ORDER = frozenset(_calls(("flatten", "ravel", "reshape", "squeeze", "unflatten", "view")))
@@ -372,6 +395,16 @@ _COMPARISONS = frozenset(
     _calls(("__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__", "eq", "ge", "gt",
             "isclose", "le", "lt", "ne"))
 )  # fmt: skip
+# Where they take the dimension along which they work, and which it is otherwise.
+_DIM_BY_CALL = {
+    **dict.fromkeys(_calls(("chunk", "split", "tensor_split")), (2, 0)),
+    functional.normalize: (2, 1),
+}
+# Numbers that are not computed from all elements of a gradient.
+_NOT_REDUCTIONS = frozenset(
+    _calls(("__getitem__", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros",
+            "select", "to", "type_as"))
+)  # fmt: skip
 _HANDLERS: dict[Any, Callable[[Callable[..., Any], tuple[Any, ...], Kwargs], Any]] = {
     **dict.fromkeys(
         (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm), _take_norm
@@ -381,5 +414,6 @@ _HANDLERS: dict[Any, Callable[[Callable[..., Any], tuple[Any, ...], Kwargs], Any
     **dict.fromkeys(_calls((*_COMBINED_AS, *_REFUSED)), _reduce),
     **dict.fromkeys(_calls(_JOINS), _join),
     **dict.fromkeys(_RESHAPES, _reshape),
-    **dict.fromkeys((*_calls(_PRODUCTS), torch.linalg.svd, torch.linalg.qr), _refuse),
+    **dict.fromkeys((*_calls((*_PRODUCTS, *_ACROSS_ROWS)), torch.linalg.qr), _refuse),
+    **dict.fromkeys(_DIM_BY_CALL, _work_along),
 }
