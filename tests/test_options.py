@@ -72,3 +72,41 @@ def wrap_again(rank: int) -> None:
 
 def test_a_module_is_wrapped_once() -> None:
     run_ranks(wrap_again, 2)
+
+
+class OfOneMemory(nn.Module):
+    """Two layers of which one was given the data of the other, or a part of one tensor."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 3), nn.Linear(3, 4)
+        whole = torch.rand(4, 6)
+        if kind == "transposed":
+            self.decoder.weight.data = self.encoder.weight.data.T
+        if kind == "buffer":
+            self.register_buffer("start", self.encoder.weight.data)
+        if kind == "rows":
+            self.decoder.weight.data = whole[:, :3]
+            self.encoder.bias.data = whole[1, 2:5]
+        if kind == "columns apart":
+            self.decoder.weight.data = whole[:, :3]
+            self.encoder.weight.data = whole[:, 3:].T
+        if kind == "frozen":
+            self.decoder.weight.data = self.encoder.weight.data.T
+            self.requires_grad_(False)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("kind", ["transposed", "buffer", "rows"])
+def test_parameters_that_share_memory_without_being_one_are_refused(
+    kind: str, device: str
+) -> None:
+    with torch.device(device):
+        module = OfOneMemory(kind)
+    with pytest.raises(ValueError, match="have the same memory"):
+        HetFSDP(module, ALONE)
+
+
+@pytest.mark.parametrize("kind", ["columns apart", "frozen"])
+def test_tensors_in_one_storage_may_be_apart_or_frozen(kind: str) -> None:
+    HetFSDP(OfOneMemory(kind), ALONE)

@@ -1,13 +1,16 @@
 """Checks what HetFSDP is given, before ranks meet; errors name the argument."""
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from itertools import chain, combinations
 from operator import index
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from shardhet.fsdp.microbatch.signature import BatchDims
 from shardhet.fsdp.params.optimizer_gate import are_rows
@@ -44,6 +47,51 @@ def _check_wrapped(module: Any, plan: Any) -> None:
         )
 
 
+def _check_apart(module: nn.Module) -> None:
+    """Raise ``ValueError`` if a trainable parameter has elements that another tensor has, too.
+
+    In one process a step of the one is a step of the other, but rows are copies.
+    """
+    tensors_by_storage = defaultdict[int, list[tuple[str, Tensor]]](list)
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        if tensor.layout is torch.strided and not is_lazy(tensor) and tensor.numel():
+            tensors_by_storage[tensor.untyped_storage()._cdata].append((name, tensor))
+    for tensors in tensors_by_storage.values():
+        tensors.sort(key=lambda each: each[1].storage_offset())
+        for (name, tensor), (other, after) in combinations(tensors, 2):
+            if after.storage_offset() >= _elements(tensor).stop:
+                continue
+            if (tensor.requires_grad or after.requires_grad) and _overlap(tensor, after):
+                raise ValueError(
+                    f"HetFSDP: {name} and {other} have the same memory (.data = ....data, "
+                    "perhaps) but are two tensors, of which a step would change one only. Let "
+                    "them be one parameter (a.weight = b.weight), or compute the one from the "
+                    "other in forward (F.linear(x, a.weight.T))."
+                )
+
+
+def _elements(tensor: Tensor) -> range:
+    """From the first to the last place in its storage."""
+    reach = sum(
+        (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return range(tensor.storage_offset(), tensor.storage_offset() + reach + 1)
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether any place in the storage of both, whose ranges overlap, is one of both."""
+    if all(len(_elements(each)) <= each.numel() for each in (one, other)):
+        return True
+    return bool(torch.isin(_places(one), _places(other)).any())
+
+
+def _places(tensor: Tensor) -> Tensor:
+    """The place in its storage of every element."""
+    offset, numel = tensor.storage_offset(), len(_elements(tensor))
+    places = torch.arange(offset, offset + numel, device="cpu")
+    return places.as_strided(tensor.shape, tensor.stride()).flatten()
+
+
 def check_options(
     module: Any,
     plan: Any,
@@ -54,6 +102,7 @@ def check_options(
 ) -> None:
     """Raise ``TypeError`` or ``ValueError`` for what cannot be wrapped, or in this way."""
     _check_wrapped(module, plan)
+    _check_apart(module)
     for field in fields(precision):
         check_dtype(field.name, getattr(precision, field.name))
     if loss_fn is not None and not callable(loss_fn):
