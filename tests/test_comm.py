@@ -108,3 +108,17 @@ def test_communicators_are_aborted_together_and_what_gloo_has_is_closed(
     end_waits(cast("list[dist.ProcessGroup]", groups))
     assert sorted(world.events) == ["aborted", "closed to 1"]
     assert part.events == ["aborted"]
+
+
+def test_memory_that_no_stream_is_recorded_of_is_the_same_memory() -> None:
+    whole = torch.arange(24.0, dtype=torch.bfloat16)
+    part = whole.view(4, 6)[1:3]
+    alias = devices.unrecorded(part)
+    assert torch.equal(alias, part)
+    assert alias.data_ptr() == part.data_ptr()
+    # What an allocator is told of a storage does not concern that of others.
+    assert alias.untyped_storage()._cdata != part.untyped_storage()._cdata
+    alias.zero_()
+    assert whole.tolist() == [*range(6), *[0] * 12, *range(18, 24)]
+    del whole, part
+    assert alias.sum() == 0  # it keeps the memory

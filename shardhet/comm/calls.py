@@ -176,6 +176,8 @@ class Messages:
     ) -> dist.P2POp:
         peer = self._channel.rank_by_position[position]
         group = self._channel.group
+        if not devices.is_on_host(tensor):
+            tensor = devices.unrecorded(tensor)  # the streams wait, see ``Pending``
         return dist.P2POp(op, tensor, group=group, tag=self._tag, group_peer=peer)
 
     def post(self, *, finish: Callable[[], None] | None = None) -> Pending:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.dlpack import to_dlpack
 
 
 def is_on_host(of: Tensor | torch.device) -> bool:
@@ -42,6 +43,23 @@ def pin(tensor: Tensor, nbytes: int, device: torch.device) -> Callable[[], None]
         runtime.cudaHostUnregister(address)
 
     return unpin
+
+
+def unrecorded(tensor: Tensor) -> Tensor:
+    """The same memory, in a tensor that the allocator of its device does not know.
+
+    Of a tensor that it knows torch records that a message of NCCL uses it (``record_stream``).
+    Its memory, once freed, is then not given out again before the host has seen the end of
+    all messages that were launched until then.  A host that runs ahead does not look at them,
+    and would fill the device (pytorch/pytorch, issue 132292).  Whoever frees the memory of what
+    is returned has to let the stream that it was allocated on wait for the message.
+    """
+    nothing = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    # From its start: the allocator of cudaMallocAsync asks for what it has given out.
+    known = nothing.set_(tensor.untyped_storage())  # type: ignore[arg-type]
+    whole = torch.from_dlpack(to_dlpack(known))
+    start = tensor.storage_offset() * tensor.dtype.itemsize
+    return whole[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 def _forget_last_error(device: torch.device) -> None:

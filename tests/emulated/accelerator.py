@@ -19,6 +19,7 @@ from torch import Tensor, UntypedStorage
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardhet.comm import devices
 from shardhet.fsdp.microbatch.modes import tensors_among
@@ -65,6 +66,7 @@ class Accelerator:
         self.nccl = Nccl(self)
         self.seconds_of: SecondsOf = lambda _what, _reads, _writes: 0.0
         self._held: dict[int, Held] = {}  # by storage
+        self._unrecorded = WeakIdKeyDictionary()  # tensors
         self._copies_to_host = False
         self.refuses_to_pin = False
         self._pinned: set[int] = set()  # storages of the host
@@ -98,6 +100,18 @@ class Accelerator:
 
     def _forget(self, key: int) -> None:
         self.memory.free(self._held.pop(key))
+
+    def unrecorded(self, tensor: Tensor) -> Tensor:
+        """In place of ``devices.unrecorded``."""
+        alias = tensor.view(tensor.shape)
+        self._unrecorded[alias] = True
+        return alias
+
+    def record(self, tensor: Tensor, stream: Stream) -> None:
+        """Tell the allocator that ``stream`` uses the tensor, if it knows it."""
+        held = self.held(tensor)
+        if held is not None and tensor not in self._unrecorded:
+            held.recorded = stream
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Follow ``storage.resize_``, which no mode sees."""
@@ -372,6 +386,7 @@ class Accelerator:
             mock.patch.object(devices, "is_on_host", self.is_on_host),
             mock.patch.object(devices, "module_of", return_value=module),
             mock.patch.object(devices, "pin", self.pin_in_place),
+            mock.patch.object(devices, "unrecorded", self.unrecorded),
             mock.patch.object(torch.UntypedStorage, "resize_", resize_),
             mock.patch.object(torch.autograd, "_engine_run_backward", with_functions),
             self.nccl.installed(),

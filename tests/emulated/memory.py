@@ -33,6 +33,7 @@ class Held:
     follows: Clock  # what is over only now and then in the pool's memory
     accesses: list[Access] = field(default_factory=list)
     is_freed: bool = False
+    recorded: Stream | None = None  # that uses it too, as torch has told the allocator
 
 
 class Memory:
@@ -41,6 +42,8 @@ class Memory:
     Freed memory goes to the pool of the stream that allocated it, at once; the allocator knows
     nothing of other streams.  So whoever touches memory that was allocated from a pool must
     come after everything that was done with what had been freed into it ([Note: Tombstones]).
+    If torch has recorded a stream, the memory is not given out again before the host has waited
+    for what was queued there when it was freed.
 
     [Note: Tombstones]
     It is assumed that any allocation may get any memory that was freed into its pool before:
@@ -50,8 +53,16 @@ class Memory:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._tombs: defaultdict[int, Clock] = defaultdict(Clock)
-        self.allocated_bytes = 0
+        # Freed, but recorded: what the host has to wait for before they are given out again.
+        self._kept: list[tuple[Clock, int]] = []
+        self._held_bytes = 0
         self.peak_bytes = 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What cannot be given out."""
+        self._kept = [each for each in self._kept if self._host.clock.missing(each[0])]
+        return self._held_bytes + sum(nbytes for _, nbytes in self._kept)
 
     def allocate(self, nbytes: int, stream: Stream) -> Held:
         held = Held(nbytes, stream.number, Clock(self._tombs[stream.number]))
@@ -73,6 +84,9 @@ class Memory:
                 tomb.join(Clock({access.moment.stream: access.moment.time}))
             held.is_freed, held.accesses = True, []
             self._count(-held.nbytes)
+            if held.recorded is not None:
+                self._kept.append((Clock(held.recorded.clock), held.nbytes))
+                held.recorded = None
 
     def access(self, held: Held, new: Access, clock: Clock) -> None:
         """Note what an operation does; raise ``RaceError`` if it may come too early."""
@@ -103,7 +117,7 @@ class Memory:
         return self._host.name_by_stream[access.moment.stream]
 
     def _count(self, nbytes: int) -> None:
-        self.allocated_bytes += nbytes
+        self._held_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
 
 

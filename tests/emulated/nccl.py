@@ -3,7 +3,8 @@
 What is not tensors of the device is refused, and so are pieces that are not contiguous.  A
 collective needs all ranks.  With ``async_op`` it runs on a stream of the communicator's own,
 which waits for the launching stream; ``wait()`` makes the current stream wait, never the host,
-and nothing is ever completed when the host asks.  Messages are launched as one group.  Where a
+and nothing is ever completed when the host asks.  Messages are launched as one group, and
+torch tells the allocator of the stream that they use.  Where a
 peer is gone, nothing raises: the device waits, until every communicator is aborted that it
 waits in.
 """
@@ -363,6 +364,8 @@ class Nccl:
             (reads if is_send else writes).append(op.tensor)
             log = communicator.sent if is_send else communicator.received
             log.setdefault(op.group_peer, []).append(op.tensor.numel())
+            assert communicator.stream is not None
+            self._accelerator.record(op.tensor, communicator.stream)
             if not is_send:
                 nbytes = op.tensor.numel() * op.tensor.element_size()
                 communicator.received_bytes += nbytes
