@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardhet.comm import failure
+from shardhet.comm import devices, failure
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
 from shardhet.comm.failure import Lifeline
 from shardhet.comm.groups import (
@@ -387,3 +387,38 @@ def test_alone_an_error_stays_what_it_is_and_says_where() -> None:
     with pytest.raises(ValueError, match="bad input") as caught:
         fail_without_a_group()
     assert caught.value.__notes__ == ["rank 0 failed in starting."]
+
+
+# The device's own failures
+
+
+class Failed:
+    """The module, and a stream, of a device on which a kernel has failed."""
+
+    def current_stream(self, _device: torch.device) -> "Failed":
+        return self
+
+    def query(self) -> bool:
+        raise torch.AcceleratorError("device-side assert triggered")
+
+
+def test_a_failed_device_is_named_if_nccl_meets_its_failure_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone, card = Channel(None, (0,), 0), torch.device("cuda", 0)
+    line = Lifeline(Communicators.over(None, CPU), alone, ["rank 0"], card)
+    monkeypatch.setattr(devices, "module_of", lambda _device: Failed())
+    met = pytest.raises(torch.AcceleratorError, match="assert triggered")
+    with met as caught, line.guard("model.backward"):
+        raise LostPeerError("NCCL error: unhandled cuda error")
+    assert caught.value.__notes__ == ["rank 0 failed in model.backward."]
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_an_exchange_of_a_device_that_fails_loses_no_peer(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "all_gather", mock.Mock(side_effect=kind("out of memory")))
+    two = Channel(mock.Mock(), (0, 1), 0)
+    with pytest.raises(kind):
+        two.gather_rows(torch.zeros(1))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardhet.comm import devices
-from shardhet.comm.calls import ComputingRanks, Levels, Transport
+from shardhet.comm.calls import OF_THIS_DEVICE, ComputingRanks, Levels, Transport
 from shardhet.comm.peers import LostPeerError
 from shardhet.comm.progress import progress
 
@@ -145,6 +145,8 @@ class Channel:
             else:
                 gather = dist.all_gather(gathered, row, group=self.group, async_op=True)
                 gather.wait(timedelta(seconds=within_s))
+        except OF_THIS_DEVICE:
+            raise
         except RuntimeError as error:
             if within_s is not None and time.monotonic() - started_at_s >= within_s:
                 raise TimeoutError(f"for {within_s:g} s") from error

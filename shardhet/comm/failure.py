@@ -127,10 +127,26 @@ class Lifeline:
             yield
             self.doing = "the program around HetFSDP"
         except LostPeerError as error:
+            if (own := self._failure_of_device()) is not None:
+                self._announce(own)
+                raise own from error
             raise RuntimeError(self._hear_the_cause(error)) from error
         except Exception as error:
             self._announce(error)
             raise
+
+    def _failure_of_device(self) -> Exception | None:
+        """What this rank's device has failed with, if NCCL has met it first.
+
+        A failure in a kernel, as of an index out of range, is that of every later call.
+        """
+        if devices.is_on_host(self._device) or progress.verdict is not None:
+            return None
+        try:
+            devices.module_of(self._device).current_stream(self._device).query()
+        except RuntimeError as error:
+            return error
+        return None
 
     def _announce(self, error: Exception) -> None:
         name = self._names[self._channel.position]
