@@ -12,10 +12,17 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from experiments.pipelines.brute_force.instances import drawn
+from shardhet.apps.plan import DOOR as PLAN_DOOR
 from shardhet.apps.plan import main as plan_main
+from shardhet.apps.planning import stages as stages_report
+from shardhet.apps.planning.inputs import load as plan_load
+from shardhet.apps.planning.inputs import read_request
+from shardhet.apps.planning.stages import PipelineReport, show_pipeline
 from shardhet.apps.simulate import main as simulate_main
+from shardhet.config.planning import Inputs, PlannerConf
 from shardhet.planner import Demands, solve
 from shardhet.planner.find import NO_DEMANDS
 from shardhet.planner.present import plan_for
@@ -83,12 +90,15 @@ def derived(cluster: Cluster) -> Setting:
     return Setting(cluster, WORKLOAD, derive_profile(cluster, WORKLOAD))
 
 
-def found_in(setting: Setting, batch: int, max_stages: int = 3) -> PipelineSolution:
+def found_in(
+    setting: Setting, batch: int, max_stages: int = 3, *, needs_all: bool = False
+) -> PipelineSolution:
     found = find_pipeline(
         setting,
         global_batch_size=batch,
         smaller=lambda positions: derived(setting.cluster.only(positions)),
         max_stages=max_stages,
+        needs_all=needs_all,
     )
     assert found is not None
     return found
@@ -687,7 +697,8 @@ def test_a_slow_cable_asks_for_stages(
         "over 3 Gbit/s",
         "Without stages: ",
         "more than",
-        "between stages they alone would be faster",
+        "Gbit/s, in place of 3 between stages, ",
+        " alone would be faster than these stages.",
         f"written to {out}",
     ):
         assert line in text
@@ -702,6 +713,85 @@ def test_a_slow_cable_asks_for_stages(
     plan = Plan.load(out)
     assert plan.stages is not None
     assert len(plan.stages) == 2
+
+
+def three_in_two_regions() -> Setting:
+    """A cable between nodes, and one between regions that is hardly slower."""
+    cluster = cluster_of(CARDS[3:], CARDS[3:], CARDS[3:])
+    regions = ("near", "near", "far")
+    nodes = [
+        replace(node, region=name) for node, name in zip(cluster.nodes, regions, strict=True)
+    ]
+    slower = replace(SLOW, bandwidth_bytes_per_s=0.8 * SLOW.bandwidth_bytes_per_s)
+    return derived(replace(cluster, nodes=tuple(nodes), between_regions=slower))
+
+
+def rivals_of(found: PipelineSolution, setting: Setting, positions: Positions) -> list[str]:
+    part = derived(setting.cluster.only(positions))
+    alone = positions, solve(part, global_batch_size=12), part.workload.param_dtype
+    inputs = Inputs(setting=setting, name="")
+    report = PipelineReport(
+        inputs=inputs, solution=found, settings=(), flat=None, alone=(alone,)
+    )
+    return list(stages_report._rivals(report))
+
+
+def test_the_bandwidth_below_which_a_part_is_faster_is_that_of_the_slowest_link_alone() -> None:
+    setting = three_in_two_regions()
+    found = found_in(setting, 12, needs_all=True)
+    assert {hop.link for hop in found.hops} == set(setting.cluster.links)
+    *_, only, below = rivals_of(found, setting, (0,))
+    told = re.search(r"Below (\S+) Gbit/s, in place of 1.28 between stages, it alone", below)
+    assert told is not None
+    alone_s = float(re.findall(r"(\S+) ms a step", only)[0]) / 1e3
+    far = setting.cluster.between_regions
+    assert far is not None
+    for part, is_slower in ((0.9, True), (1.1, False)):
+        link = replace(far, bandwidth_bytes_per_s=part * float(told[1]) / 8 * 1e9)
+        other = derived(replace(setting.cluster, between_regions=link))
+        price = price_of(
+            found.plan, other, lambda positions, c=other.cluster: derived(c.only(positions))
+        )
+        assert (price.timeline().step_time_s > alone_s) == is_slower
+
+
+def test_nothing_is_said_of_a_link_that_the_part_alone_crosses_too() -> None:
+    setting = three_in_two_regions()
+    found = found_in(setting, 12, needs_all=True)
+    assert any("Below " in line for line in rivals_of(found, setting, (0,)))
+    assert not any("Below " in line for line in rivals_of(found, setting, (0, 2)))
+
+
+def test_what_is_told_beside_stages_is_of_their_memory_and_of_plans_without_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports: list[PipelineReport] = []
+
+    def shown(report: PipelineReport, console: Console) -> None:
+        reports.append(report)
+        show_pipeline(report, console)
+
+    monkeypatch.setattr("shardhet.apps.plan.show_pipeline", shown)
+    keys = ("cluster=lab", "model=gpt_125m", "max_stages=2", "global_batch_size=4")
+    plan_main([*keys, "leave_out=never", "explain=false", "baselines=false"])
+    text = capsys.readouterr().out
+    free = re.search(r"(\S+) GiB of Tesla V100-SXM2-16GB stay free", text)
+    budget = re.search(r"of (\S+) \(16 on", text)
+    assert free is not None
+    assert budget is not None
+    assert float(free[1]) + float(budget[1]) == pytest.approx(16, abs=0.06)
+    assert "0.39 times as long (in bfloat16 instead of float32)." in text
+    in_float16 = re.search(r"Without 3 Tesla V100-SXM2-16GB .* in float16: .* 2 stages", text)
+    assert in_float16 is not None  # three are left out there
+    (report,) = reports
+    conf, inputs = plan_load(PLAN_DOOR, read_request(PLAN_DOOR, keys), PlannerConf)
+    _, flat = conf.without_stages(inputs)
+    assert report.flat is not None
+    for i, rank in enumerate(report.flat.predicted.ranks):
+        assert rank.memory_budget_bytes == flat.setting.cluster.memory_budget_bytes(i)
+    both = [alone for positions, alone, _ in report.alone if positions == (0, 1)]
+    for alone in both:
+        assert alone.predicted.ranks[0].memory_budget_bytes > 35 * 2**30
 
 
 @pytest.mark.campaign  # its slow counterpart stays

@@ -44,6 +44,7 @@ from shardhet.planner.advice.explain import (
     larger_situations,
     without_idle,
 )
+from shardhet.planner.advice.fewer import LEAST_GAIN
 from shardhet.planner.advice.steady import (
     OFF,
     disturbances,
@@ -108,7 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             errors.print(line, markup=False)
         show(conf, inputs, demands, wide_console(), Waiting(errors))
     except PlanError as error:
-        errors.print(f"{error}{on_host_hint(conf, inputs, demands)}", markup=False)
+        hint = on_host_hint(*conf.without_stages(inputs), demands)
+        errors.print(f"{error}{hint}", markup=False)
         raise SystemExit(1) from None
     except ValueError as error:  # a ConfigError, or files that do not match
         errors.print(f"{error}\nNothing was planned.", markup=False)
@@ -120,12 +122,14 @@ def show(
 ) -> None:
     """Plan, show and write the plan at once, then what takes more planning as it comes."""
     answer, without, better = None, None, None
-    if conf.max_stages > 1:
+    asked, whole = conf, inputs
+    conf, inputs = conf.without_stages(inputs)
+    if asked.max_stages > 1:
         with waiting.for_("planning"), suppress(PlanError):
             answer = _answer(conf, inputs, demands)
             better = _without(conf, inputs, demands, answer)
         flat = None if answer is None else answer.solution
-        if _show_faster_pipeline(conf, inputs, demands, flat, better, console, waiting):
+        if _show_faster_pipeline(asked, whole, demands, flat, better, console, waiting):
             return
     with waiting.for_("planning"):
         answer = answer or _answer(conf, inputs, demands)
@@ -144,7 +148,7 @@ def show(
             without=without,
         )
     show_plan(report, console)
-    if conf.max_stages == 1 and conf.objective == "throughput":
+    if asked.max_stages == 1 and conf.objective == "throughput":
         hint = stages_hint(conf, inputs, answer.solution)
         if hint is not None:
             console.print(hint, markup=False, soft_wrap=True)
@@ -206,7 +210,8 @@ def _show_faster_pipeline(
         return False
     show_pipeline(report, console)
     samples_per_s = report.solution.samples_per_s
-    if better is not None and better.fewer.solution.samples_per_s > samples_per_s:
+    enough = LEAST_GAIN * samples_per_s
+    if better is not None and better.fewer.solution.samples_per_s > enough:
         of_stages = replace(better, samples_per_s_with_all=samples_per_s)
         show_without(replace(of_stages, samples_per_s_in_float16=None), console)
     if (half := _in_float16(conf, inputs)) is not None:

@@ -314,6 +314,15 @@ class PlannerConf(InputsConf):
         """Whether pipelines are looked for, whose stages have communicators of their own."""
         return self.max_stages > 1
 
+    def without_stages(self, inputs: Inputs) -> tuple["PlannerConf", Inputs]:
+        """The same for plans without stages, beside which less memory is left free."""
+        if self.max_stages == 1:
+            return self, inputs
+        conf = replace(self, max_stages=1)
+        if conf.measured is not None:
+            return conf, inputs
+        return conf, conf.derived(inputs.setting.cluster, inputs.name)
+
     def refused_beside_stages(self) -> list[str]:
         """What is set that is not planned for together with stages."""
         beside = {

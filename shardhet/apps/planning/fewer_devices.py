@@ -155,11 +155,12 @@ def told_in_run(plan: Plan, setting: Setting, demands: Demands) -> list[str]:
     return [] if found is None else [found.gain_line, *found.launch_lines()]
 
 
-def float16_line(samples_per_s: float, num_stages: int = 1) -> str:
-    """What all devices reach in float16."""
+def float16_line(samples_per_s: float, num_stages: int = 1, left_out: str = "") -> str:
+    """What all devices reach in float16, or those that are not left out."""
     stages = f" in {num_stages} stages" * (num_stages > 1)
+    devices = f"Without {left_out}" if left_out else "With all devices"
     return (
-        f"With all devices in float16: {samples_per_s:,.4g} samples/s{stages} "
+        f"{devices} in float16: {samples_per_s:,.4g} samples/s{stages} "
         "(precision=FP16, which trains with a scaled loss)."
     )
 

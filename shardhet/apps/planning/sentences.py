@@ -1,6 +1,6 @@
 """Sentences about a plan: its form, what was proven of it, and why it was preferred."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from shardhet.apps.cli.quantities import counted
 from shardhet.planner import Demands, PlanSolution
@@ -61,12 +61,15 @@ def form_lines(plan: Plan, workload: Workload) -> Iterator[str]:
         )
 
 
-def margin_line(setting: Setting, plan: Plan | None = None) -> str | None:
+def margin_line(
+    setting: Setting, plan: Plan | None = None, *, stages: Sequence[Setting] = ()
+) -> str | None:
     """What of the devices stays free, and for what; None if nothing is known besides tensors.
 
-    ``plan`` is one without stages, whose communicators are counted; None: one with stages.
+    ``plan`` is one without stages, whose communicators are counted; None: one with ``stages``.
     """
-    text = _margin_text(setting, plan)
+    told = min(stages, key=lambda each: min(_fragmentation(each.cluster)), default=setting)
+    text = _margin_text(told, plan)
     return None if text is None else text + _of_two_vendors(setting.cluster, plan)
 
 
@@ -84,27 +87,32 @@ def _of_two_vendors(cluster: Cluster, plan: Plan | None) -> str:
     )
 
 
+def _fragmentation(cluster: Cluster) -> list[float]:
+    """The part of each device that is left for it."""
+    return [
+        margin_of(cluster, i).fragmentation_bytes / (device.memory_capacity_bytes or 1)
+        for i, device in enumerate(cluster.devices)
+    ]
+
+
 def _margin_text(setting: Setting, plan: Plan | None) -> str | None:
     cluster, profile = setting.cluster, setting.profile
     reserved = max(profile.device(str(each.kind)).reserved_bytes for each in cluster.devices)
     if not reserved:
         return None
-    margins = [margin_of(cluster, i) for i in range(cluster.world_size)]
-    parts = [
-        margin.fragmentation_bytes / (device.memory_capacity_bytes or 1)
-        for margin, device in zip(margins, cluster.devices, strict=True)
-    ]
+    parts = _fragmentation(cluster)
     i = parts.index(min(parts))
-    if margins[i].library_bytes is not None:
+    margin = margin_of(cluster, i)
+    if margin.library_bytes is not None:
         nccl = "NCCL's buffers"
         if plan is not None:
             number = counted(most_communicators(cluster), "communicator")
             nccl += f" of up to {number} (this plan has {num_communicators(plan)})"
         nccl = f"{nccl} and " * (cluster.world_size > 1)
         return (
-            f"{margins[i].total_bytes / GIB:.1f} GiB of {cluster.devices[i].kind} stay free: "
-            f"{(margins[i].library_bytes or 0) / GIB:.1f} for {nccl}workspaces of cuBLAS, "
-            f"{margins[i].fragmentation_bytes / GIB:.1f} for fragmentation. The context of "
+            f"{margin.total_bytes / GIB:.1f} GiB of {cluster.devices[i].kind} stay free: "
+            f"{margin.library_bytes / GIB:.1f} for {nccl}workspaces of cuBLAS, "
+            f"{margin.fragmentation_bytes / GIB:.1f} for fragmentation. The context of "
             f"CUDA, {reserved / GIB:.1f} GiB, is in the memory above."
         )
     free = f"{1 - cluster.usable_memory_fraction:.0%} of each device stays free"

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from math import ceil, inf
 
 from rich.console import Console
 from rich.table import Table
 
-from shardhet.apps.cli.quantities import GIB, counted, duration, unit_of
+from shardhet.apps.cli.quantities import MIB, counted, duration, unit_of
 from shardhet.apps.cli.streamed import figures_table
 from shardhet.apps.planning.fewer_devices import float16_line, named, ranges
 from shardhet.apps.planning.report import (
@@ -28,6 +28,8 @@ from shardhet.planner.search.search import Effort
 from shardhet.planner.stages.find import find_pipeline
 from shardhet.planner.stages.groups import Positions
 from shardhet.planner.stages.solution import PipelineSolution, StageSolution
+from shardhet.pricing.setting import Setting
+from shardhet.records.cluster import Cluster, Link
 
 LEAST_PART = 1e-3  # of a link's bandwidth that is looked at
 
@@ -38,8 +40,10 @@ class PipelineReport:
 
     inputs: Inputs
     solution: PipelineSolution
+    settings: tuple[Setting, ...]  # of its stages
     flat: PlanSolution | None  # of all devices without stages; None: nothing fits
-    alone: tuple[tuple[Positions, PlanSolution], ...]  # parts of which a plan fits
+    # Parts of which a plan fits, in the precision that is its best.
+    alone: tuple[tuple[Positions, PlanSolution, str], ...]
 
 
 def faster_pipeline(
@@ -60,30 +64,43 @@ def faster_pipeline(
     found = _found(conf, inputs, demands, flat_s)
     if found is None:
         return None
-    alone = [] if fewer is None else [(fewer.kept, fewer.solution)]
-    alone_in = conf.part_of(inputs, keeps_precision=False)
+    alone = []
+    if fewer is not None:
+        alone.append((fewer.kept, fewer.solution, fewer.setting.workload.param_dtype))
+    alone_in = replace(conf, max_stages=1).part_of(inputs, keeps_precision=False)
     for positions in found.groups:
         with suppress(PlanError):
+            setting = alone_in(positions)
             solution = solve(
-                alone_in(positions),
+                setting,
                 global_batch_size=conf.global_batch_size,
                 demands=demands.only(positions),
                 effort=effort,
                 is_bounded=False,
             )
-            alone.append((positions, solution))
-    return PipelineReport(inputs=inputs, solution=found, flat=flat, alone=tuple(alone))
+            alone.append((positions, solution, setting.workload.param_dtype))
+    return PipelineReport(
+        inputs=inputs,
+        solution=found,
+        settings=tuple(map(conf.part_of(inputs), found.groups)),
+        flat=flat,
+        alone=tuple(alone),
+    )
 
 
 def float16_in_stages_line(
     conf: PlannerConf, inputs: Inputs, *, demands: Demands, at_most_s: float
 ) -> str | None:
-    """What a pipeline of all devices reaches in float16; None if no step is as short.
+    """What a pipeline reaches in float16; None if no step is as short.
 
     ``conf`` and ``inputs`` are those of float16.
     """
     found = _found(conf, inputs, demands, at_most_s)
-    return None if found is None else float16_line(found.samples_per_s, len(found.stages))
+    if found is None:
+        return None
+    unused = _unused(found, inputs)
+    left_out = named(inputs.setting.cluster, unused) if unused else ""
+    return float16_line(found.samples_per_s, len(found.stages), left_out)
 
 
 def _found(
@@ -115,7 +132,7 @@ def show_pipeline(report: PipelineReport, console: Console) -> None:
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
     console.print(_table(report))
-    if (free := margin_line(setting)) is not None:
+    if (free := margin_line(setting, stages=report.settings)) is not None:
         console.print(free, markup=False, soft_wrap=True)
     said = (_result(report), _on_host(report), _hand_over(found), _rivals(report))
     for line in chain(*said):
@@ -175,21 +192,26 @@ def _result(report: PipelineReport) -> Iterator[str]:
         "until no neighbour was faster; nothing proves that they are the best."
     )
     plan = found.plan
+    shown = " (the table shows one)" * (plan.num_rounds > 1)
     in_flight = ", ".join(str(stage.in_flight) for stage in found.stages)
     seconds = ", ".join(duration(stage.times.round_s) for stage in found.stages)
     yield (
-        f"A step has {plan.num_rounds} rounds of {counted(plan.round_size, 'sample')} (the "
-        f"table shows one). A round takes {seconds}; at most {in_flight} are in flight."
+        f"A step has {counted(plan.num_rounds, 'round')} of "
+        f"{counted(plan.round_size, 'sample')}{shown}. A round takes {seconds}; at most "
+        f"{in_flight} are in flight."
     )
     if not plan.reshard_after_backward:
         yield "Units stay gathered over all rounds (reshard_after_backward=False)."
     if not plan.reduce_each_round:
         yield "Gradients are reduced after the last round (reduce_each_round=False)."
-    used = {i for group in found.groups for i in group}
-    cluster = report.inputs.setting.cluster
-    if unused := [i for i in range(cluster.world_size) if i not in used]:
-        yield f"Left out: {named(cluster, unused)}. Start no ranks there."
+    if unused := _unused(found, report.inputs):
+        yield f"Left out: {named(report.inputs.setting.cluster, unused)}. Start no ranks there."
     yield "shardhet train plan=file runs plans with stages (docs/limits.md)."
+
+
+def _unused(found: PipelineSolution, inputs: Inputs) -> list[int]:
+    used = {i for group in found.groups for i in group}
+    return [i for i in range(inputs.setting.cluster.world_size) if i not in used]
 
 
 def _hand_over(found: PipelineSolution) -> Iterator[str]:
@@ -197,11 +219,13 @@ def _hand_over(found: PipelineSolution) -> Iterator[str]:
     for i, (hop, (one, other)) in enumerate(
         zip(found.hops, pairwise(found.stages), strict=True)
     ):
-        rate = hop.link.bandwidth_bytes_per_s * hop.num_links * 8 / 1e9
+        number = f"{hop.num_links} x " * (hop.num_links > 1)
+        mib = hop.nbytes / MIB
         yield (
-            f"Stage {i} hands stage {i + 1} {hop.nbytes / GIB * 1024:,.0f} MiB a round over "
-            f"{rate:,.4g} Gbit/s, and gets as much back: {duration(hop.seconds)} each, beside "
-            f"rounds of {duration(max(one.times.round_s, other.times.round_s))}."
+            f"Stage {i} hands stage {i + 1} {mib:,.{0 if mib >= 10 else 2}f} MiB a round over "
+            f"{number}{_gbit_per_s(hop.link):,.4g} Gbit/s, and gets as much back: "
+            f"{duration(hop.seconds)} each, beside rounds of "
+            f"{duration(max(one.times.round_s, other.times.round_s))}."
         )
 
 
@@ -217,27 +241,44 @@ def _rivals(report: PipelineReport) -> Iterator[str]:
     if not report.alone:
         yield "No stage's devices alone can train the model."
         return
-    positions, best = min(report.alone, key=lambda each: each[1].predicted.step_time_s)
+    positions, best, dtype = min(report.alone, key=lambda e: e[1].predicted.step_time_s)
     seconds = best.predicted.step_time_s
+    own = report.inputs.setting.workload.param_dtype
+    formats = f" (in {dtype} instead of {own})" * (dtype != own)
     yield (
         f"Only {named(cluster, positions)}: {duration(seconds)} a step, "
-        f"{seconds / step_s:.2f} times as long."
+        f"{seconds / step_s:.2f} times as long{formats}."
     )
-    part = _part_with(found, seconds)
+    slowest = min(found.hops, key=lambda hop: _gbit_per_s(hop.link) * hop.num_links).link
+    if any(_crosses(cluster, group, slowest) for group in (positions, *found.groups)):
+        return  # collectives would take longer, too
+    part = _part_with(found, slowest, seconds)
     if part is not None:
-        slowest = min(hop.link.bandwidth_bytes_per_s * hop.num_links for hop in found.hops)
+        rate, who = _gbit_per_s(slowest), "it" if len(positions) == 1 else "they"
         yield (
-            f"Below {slowest * part * 8 / 1e9:,.2g} Gbit/s between stages they alone would be "
-            "faster than these stages."
+            f"Below {rate * part:,.2g} Gbit/s, in place of {rate:,.4g} between stages, {who} "
+            "alone would be faster than these stages."
         )
 
 
-def _part_with(found: PipelineSolution, seconds: float) -> float | None:
-    """The part of the links' bandwidth at which the pipeline takes so long; None: below all."""
+def _gbit_per_s(link: Link) -> float:
+    return link.bandwidth_bytes_per_s * 8 / 1e9
+
+
+def _crosses(cluster: Cluster, positions: Positions, link: Link) -> bool:
+    """Whether collectives among these devices may cross the link."""
+    with suppress(ValueError):  # not all of their links are stated
+        return link in cluster.only(positions).links
+    return True
+
+
+def _part_with(found: PipelineSolution, link: Link, seconds: float) -> float | None:
+    """The part of the link's bandwidth at which the pipeline takes so long; None: below all."""
     low, high = LEAST_PART, 1.0
-    if not found.step_time_over(high) < seconds < found.step_time_over(low):
+    if not found.step_time_s < seconds < found.step_time_over(link, low):
         return None
     for _ in range(30):
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if found.step_time_over(middle) > seconds else (low, middle)
+        is_longer = found.step_time_over(link, middle) > seconds
+        low, high = (middle, high) if is_longer else (low, middle)
     return high

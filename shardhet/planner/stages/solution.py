@@ -1,9 +1,11 @@
 """A pipeline with its predicted times."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.planner.stages.groups import Positions, Stages
+from shardhet.records.cluster import Link
 from shardhet.records.plan import Plan, PlannedUnit
 from shardhet.records.stages import Stage
 from shardhet.simulator.pipeline import Hop, StageTimes, pipeline_s
@@ -38,13 +40,19 @@ class PipelineSolution:
     @property
     def step_time_s(self) -> float:
         """Predicted seconds of a step."""
-        return self.step_time_over(1.0)
+        return self._step_s([hop.seconds for hop in self.hops])
 
-    def step_time_over(self, part: float) -> float:
-        """Seconds of a step if links between stages had this part of their bandwidth."""
+    def step_time_over(self, link: Link, part: float) -> float:
+        """Seconds of a step if messages over this link had this part of its bandwidth."""
         hops_s = [
-            hop.link.latency_s + (hop.seconds - hop.link.latency_s) / part for hop in self.hops
+            link.latency_s + (hop.seconds - link.latency_s) / part
+            if hop.link == link
+            else hop.seconds
+            for hop in self.hops
         ]
+        return self._step_s(hops_s)
+
+    def _step_s(self, hops_s: Sequence[float]) -> float:
         return pipeline_s(
             [stage.times for stage in self.stages],
             hops_s,
