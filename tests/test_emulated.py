@@ -316,6 +316,7 @@ def test_a_rank_that_only_stores_hands_its_rows_to_one_that_computes() -> None:
     sent = [[peer for each in of.values() for peer in each.sent] for of in launches]
     # Rows to be gathered, and sums of gradients back, all through position 0.
     assert sent == [[1], [0], []]
+    assert all(each.has_priority for of in launches for each in of.values())
 
 
 def _over_gloo(rank: int, wants: tuple[str, ...]) -> tuple[list[Tensor], int]:

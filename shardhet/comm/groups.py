@@ -22,6 +22,9 @@ from shardhet.comm.transport import SWITCH, meet, timeout_of, wants_gloo
 from shardhet.records.nodes import TwoLevels
 
 GROUPS_FOR_ONE = "SHARDHET_GROUPS_FOR_ONE"
+# Read by torch when a communicator is made: messages run on a stream of its own, and would
+# queue behind compute.
+PRIORITY_OF_NCCL = "TORCH_NCCL_HIGH_PRIORITY"
 
 
 @atexit.register
@@ -160,6 +163,8 @@ def new_group(
     It waits as long as ``group`` does with tensors on ``device``.  Every group is made here,
     and nothing but its own ranks has to call: see ``count_alike`` and ``_without_splitting``.
     """
+    if backend == "nccl":
+        os.environ.setdefault(PRIORITY_OF_NCCL, "1")
     world_ranks = dist.get_process_group_ranks(group)
     size = len(world_ranks if ranks is None else ranks)
     with _without_splitting(size), _named_by_count():

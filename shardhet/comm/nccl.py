@@ -18,9 +18,10 @@ Without ``async_op``, NCCL's collectives run on the stream that is current at th
 gather or the reduce stream, which have priority over compute, as in FSDP2.  The host does not
 wait.  What is queued on that stream afterwards comes after the collective, so there is nothing
 to wait for, and memory of that stream's pool may be freed at once.  With ``async_op`` they
-would run on a stream of NCCL's own, without priority.  Point-to-point messages always do; the
-current stream joins it in ``Pending.wait``, before their memory is freed.  So the allocator
-need not be told of that stream, and is not (``devices.unrecorded``).
+would run on a stream of NCCL's own.  Point-to-point messages always do: it is given priority,
+too (``groups.PRIORITY_OF_NCCL``), and the current stream joins it in ``Pending.wait``, before
+their memory is freed.  So the allocator need not be told of that stream, and is not
+(``devices.unrecorded``).
 """
 
 from collections.abc import Callable, Sequence

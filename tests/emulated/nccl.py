@@ -9,6 +9,7 @@ peer is gone, nothing raises: the device waits, until every communicator is abor
 waits in.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -48,6 +49,10 @@ class Communicator:
     sent: dict[int, list[int]] = field(default_factory=dict)
     received: dict[int, list[int]] = field(default_factory=dict)
     received_bytes: int = 0
+    # Whether its stream has priority over compute, which torch asks the environment for.
+    has_priority: bool = field(
+        default_factory=lambda: os.environ.get("TORCH_NCCL_HIGH_PRIORITY") == "1"
+    )
 
 
 class Work:
