@@ -319,6 +319,24 @@ def test_a_rank_that_only_stores_hands_its_rows_to_one_that_computes() -> None:
     assert all(each.has_priority for of in launches for each in of.values())
 
 
+def _short_batches(rank: int) -> list[int]:
+    """Steps and evaluations in which the last ranks have no samples; messages of this rank."""
+    plan = Plan.by_hand(microbatch_sizes=[1, 2, 2], state_shares=[0.25, 0.5, 0.25])
+    with Accelerator().installed() as accelerator:
+        module = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+        model = HetFSDP(module, plan, units=[nn.Linear], device=accelerator.device)
+        for sizes in ([1, 2, 2], [1, 1, 0], [1, 0, 0]):
+            x = torch.ones(sizes[rank], 8).to(accelerator.device)
+            with torch.no_grad():
+                model(x)
+            model.backward(model(x).sum(), sizes[rank])
+        return [len(each.sent) for each in accelerator.nccl.communicators.values()]
+
+
+def test_a_batch_of_fewer_ranks_connects_no_pairs() -> None:
+    assert not any(map(sum, run_ranks(_short_batches, 3)))
+
+
 def _over_gloo(rank: int, wants: tuple[str, ...]) -> tuple[list[Tensor], int]:
     """Gradients of one step, whole, and the number of collectives of NCCL."""
     plan = Plan.by_hand(microbatch_sizes=[1, 0, 2], state_shares=[0.25, 0.5, 0.25])

@@ -65,7 +65,7 @@ class CommContext:
         # Recorded on the compute stream after the last use of freed unsharded memory and after
         # the optimizer's writes; the gather stream waits for it before it writes.
         self.compute_event = self._handle.Event()
-        # The ranks that compute in this step: they receive parameters, contribute gradients.
+        # Those that receive parameters in this step, and contribute gradients.
         self.receivers: tuple[int, ...] = ()
         # Those that compute by the plan, and the units whose frozen rows they keep unsharded.
         self.computing: tuple[int, ...] = ()
@@ -103,6 +103,16 @@ class CommContext:
             in_two_levels(each, geometry, control=control, device=self.device)
             for each in (self.gather_channel, self.reduce_channel)
         ]
+
+    def receivers_for(self, computing: tuple[int, ...]) -> tuple[int, ...]:
+        """Who receives parameters and contributes gradients where ``computing`` have samples.
+
+        With NCCL all that compute by the plan, which have memory for both: it has communicators
+        for them.  Messages between all pairs instead would make it allocate buffers for each
+        (``groups._connect``), in the last batch of an epoch.
+        """
+        is_nccl = self.host_runs_ahead and self.gather_channel.group is not None
+        return self.computing if is_nccl and {*computing} <= {*self.computing} else computing
 
     def computing_of(self, unit_fqn: str) -> tuple[int, ...]:
         """The positions that compute a unit by the plan: in stages, those of one."""

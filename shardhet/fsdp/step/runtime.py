@@ -181,7 +181,7 @@ class Runtime:
                 self.features.is_in_forward = False
                 return None
             index = self._known.latest  # its turns are taken all the same
-        self._comm.receivers = self.step.batch.computing
+        self._comm.receivers = self._comm.receivers_for(self.step.batch.computing)
         if self.rounds.receivers is not None and self.step.has_gradients:
             self._comm.receivers = self.rounds.receivers
         self._comm.mark_compute()  # gathers read shards that the optimizer wrote
