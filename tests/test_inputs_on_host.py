@@ -5,8 +5,8 @@ import gc
 import random
 import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import starmap
 from types import SimpleNamespace
@@ -380,6 +380,30 @@ def test_a_refusal_to_pin_is_not_raised_by_the_next_kernel(
     monkeypatch.setattr(torch, "ones", ones)
     assert devices.pin(tensor, tensor.nbytes, device) is None
     assert launched == [device]
+
+
+def test_memory_is_unpinned_on_the_device_that_it_was_pinned_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, done = [0], []
+
+    @contextmanager
+    def on_device(index: int) -> Iterator[None]:
+        now.append(index)
+        yield
+        now.pop()
+
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda *_: 0,
+        cudaHostUnregister=lambda address: done.append((address, now[-1])),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", on_device)
+    tensor = torch.empty(4)
+    unpin = devices.pin(tensor, tensor.nbytes, torch.device("cuda", 1))
+    assert unpin is not None
+    unpin()
+    assert done == [(tensor.data_ptr(), 1)]
 
 
 def _moves(rank: int, is_emulated: bool) -> None:

@@ -39,8 +39,13 @@ def pin(tensor: Tensor, nbytes: int, device: torch.device) -> Callable[[], None]
         _forget_last_error(device)
         return None
 
+    index = torch.cuda.current_device() if device.index is None else device.index
+
     def unpin() -> None:
-        runtime.cudaHostUnregister(address)
+        # Whichever thread collects garbage: in others than the one that trains the device is
+        # the first, on which CUDA would make a context.
+        with torch.cuda.device(index):
+            runtime.cudaHostUnregister(address)
 
     return unpin
 
