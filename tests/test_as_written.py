@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -400,21 +401,37 @@ def test_a_count_in_a_unit_that_would_depend_on_microbatches_is_refused(make: An
 class KeepsWeight(Net):
     """Has put a parameter aside before wrapping."""
 
-    def __init__(self, *, is_view: bool) -> None:
+    def __init__(self, kept: Callable[[Tensor], Tensor]) -> None:
         super().__init__(linear)
         self.double()
-        weight = self.units[0].weight
-        self.aside = [weight.T if is_view else weight]
+        self.aside = [kept(self.units[0].weight)]
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x @ self.aside[0])
 
 
-@pytest.mark.parametrize("is_view", [False, True])
-def test_a_parameter_that_was_put_aside_before_wrapping_is_refused(is_view: bool) -> None:
-    model = HetFSDP(KeepsWeight(is_view=is_view), ALONE, units=["units.0", "units.1"])
-    with pytest.raises(ValueError, match=r"requires a gradient.*kept from before wrapping"):
+@pytest.mark.parametrize(
+    ("kept", "words"),
+    [
+        (lambda weight: weight, "requires a gradient"),
+        (lambda weight: weight.T, "requires a gradient"),
+        (lambda weight: weight.data, "is the data of one"),
+        (lambda weight: weight.detach().T, "is the data of one"),
+    ],
+)
+def test_a_parameter_that_was_put_aside_before_wrapping_is_refused(
+    kept: Callable[[Tensor], Tensor], words: str
+) -> None:
+    model = HetFSDP(KeepsWeight(kept), ALONE, units=["units.0", "units.1"])
+    with pytest.raises(ValueError, match=f"{words}.*kept from before wrapping"):
         model(draw(5, WIDTH))
+    check(
+        ALONE,
+        KeepsWeight(lambda weight: weight.detach().clone()),
+        [draw(5, WIDTH).double()] * 2,
+        squared,
+        units=["units.0", "units.1"],
+    )
 
 
 class AsksAside(Net):

@@ -1,6 +1,6 @@
 """HetFSDP: the module that users wrap around theirs."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.microbatch.signature import BatchDims
 from shardhet.fsdp.options import batch_dims, check_options, device_for
 from shardhet.fsdp.params import host_step
-from shardhet.fsdp.params.optimizer_gate import know, know_given_up
+from shardhet.fsdp.params.optimizer_gate import ParamsBefore, know
 from shardhet.fsdp.params.param_hooks import ParamHooks
 from shardhet.fsdp.params.row_group import RowGroup
 from shardhet.fsdp.probing.caches import CacheSwitch
@@ -114,7 +114,7 @@ class HetFSDP(ModuleInRounds):
         watch_unless_decided(plan.world_size, device)
         self._control, self._lifeline = members.control, members.lifeline
         self._comm = CommContext(device, members.gather, members.reduce, members.nodes)
-        hooks, before = ParamHooks(module), {f: ref(p) for f, p in module.named_parameters()}
+        hooks, before = ParamHooks(module), ParamsBefore(module)
         with self._lifeline.guard("wrapping the model"):
             self._comm.follow(plan, self._control)
             norms = BatchNorms(module)
@@ -138,7 +138,7 @@ class HetFSDP(ModuleInRounds):
         self.plan = replace(plan, units=planned_units([*built, root]))
         self.position = members.control.position
         self._flats = [flat for unit in (*built, root) for flat in unit.flats]
-        self._param_by_fqn = _in_order(before, self._flats)
+        self._param_by_fqn = _in_order(before.by_fqn, self._flats)
         self._rows = RowGroup(self._comm, members.control, self._lifeline)
         self._know_params(hooks, before)
         self.module = module
@@ -183,14 +183,13 @@ class HetFSDP(ModuleInRounds):
         self._pipeline = Pipeline.of(self._runtime, self._backward, self._run_module)
         intercept(self.module, self._runtime.calls, self._loss.for_plan(plan), self._pieces)
 
-    def _know_params(self, hooks: ParamHooks, before: Mapping[str, ref[nn.Parameter]]) -> None:
+    def _know_params(self, hooks: ParamHooks, before: ParamsBefore) -> None:
         """Let optimizers step rows, and refuse those that hold parameters from ``before``."""
         if not self._rows.is_alone:  # a lone rank stores whole parameters
             places = [(flat, i) for flat in self._flats for i in range(len(flat.slots))]
             know([_with_rows(*place) for place in places], self._lifeline)
         host_step.know(self._param_by_fqn.values(), self._comm, self._lifeline)
-        alive = [(fqn, param) for fqn, at in before.items() if (param := at()) is not None]
-        know_given_up(alive, self._lifeline)
+        before.give_up(self._lifeline)
         hooks.leave_out_present(self._param_by_fqn)
 
     # Training #

@@ -72,10 +72,10 @@ def _check_apart(module: nn.Module) -> None:
 
 def _elements(tensor: Tensor) -> range:
     """From the first to the last place in its storage."""
-    reach = sum(
-        (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    return range(tensor.storage_offset(), tensor.storage_offset() + reach + 1)
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    reach = sum(int(size - 1) * int(step) for size, step in steps)
+    start = int(tensor.storage_offset())
+    return range(start, start + reach + 1)
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
@@ -87,9 +87,9 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 def _places(tensor: Tensor) -> Tensor:
     """The place in its storage of every element."""
-    offset, numel = tensor.storage_offset(), len(_elements(tensor))
-    places = torch.arange(offset, offset + numel, device="cpu")
-    return places.as_strided(tensor.shape, tensor.stride()).flatten()
+    reached = _elements(tensor)
+    places = torch.arange(reached.start, reached.stop, device="cpu")
+    return places.as_strided(tensor.shape, tensor.stride(), 0).flatten()
 
 
 def check_options(

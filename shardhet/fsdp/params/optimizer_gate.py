@@ -21,10 +21,11 @@ import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn, optim
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -75,6 +76,7 @@ ROWS = "shardhet_rows"  # an option of each group of a state dict
 _lifeline_by_param = WeakIdKeyDictionary()  # of parameters of all models
 _rows_by_param = WeakIdKeyDictionary()  # likewise: what returns the rows that are here
 _given_up = WeakIdKeyDictionary()  # parameters from before wrapping: their fqn and lifeline
+_memories: dict[int, StorageWeakRef] = {}  # of such that were trainable, by address
 _params_seen: "WeakKeyDictionary[optim.Optimizer, int]" = WeakKeyDictionary()
 
 
@@ -87,10 +89,23 @@ def know(
         _rows_by_param[param] = rows
 
 
-def know_given_up(params: Iterable[tuple[str, nn.Parameter]], lifeline: Lifeline) -> None:
-    """Register parameters that a HetFSDP has copied: training them has no effect."""
-    for fqn, param in params:
-        _given_up[param] = (fqn, lifeline)
+class ParamsBefore:
+    """The parameters of a plain module, which a HetFSDP then copies; keeps none alive."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.by_fqn = {fqn: ref(param) for fqn, param in module.named_parameters()}
+        of_buffers = {buffer.untyped_storage()._cdata for buffer in module.buffers()}
+        storages = [p.untyped_storage() for p in module.parameters() if p.requires_grad]
+        self._memories = [StorageWeakRef(s) for s in storages if s._cdata not in of_buffers]
+
+    def give_up(self, lifeline: Lifeline) -> None:
+        """Register those that somebody has kept, or their data: training them has no effect."""
+        for fqn, at in self.by_fqn.items():
+            if (param := at()) is not None:
+                _given_up[param] = (fqn, lifeline)
+        alive = [m for m in (*_memories.values(), *self._memories) if not m.expired()]
+        _memories.clear()
+        _memories.update({memory.cdata: memory for memory in alive})
 
 
 def forget_states() -> None:
@@ -107,6 +122,12 @@ def are_rows(tensor: Tensor) -> bool:
 def is_given_up(tensor: Tensor) -> bool:
     """Whether it is a parameter that a HetFSDP has copied."""
     return tensor in _given_up
+
+
+def is_in_memory_given_up(tensor: Tensor) -> bool:
+    """Whether it lies where a trainable parameter was that a HetFSDP has copied."""
+    is_strided = bool(_memories) and tensor.layout is torch.strided
+    return is_strided and tensor.untyped_storage()._cdata in _memories
 
 
 def look_at(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardhet.fsdp.microbatch.modes import OperationMode, tensors_among
-from shardhet.fsdp.params.optimizer_gate import is_given_up
+from shardhet.fsdp.params.optimizer_gate import is_given_up, is_in_memory_given_up
 from shardhet.fsdp.stages.flow import Flow, storage_of
 
 OUTSIDE = 0
@@ -243,7 +243,8 @@ class Watcher(OperationMode):
         self._check_rows(tensor)
         place = self._made_at.get(tensor)
         is_own = id(tensor) in self.params
-        if place is None and tensor.requires_grad and not (is_own or _is_of_others(tensor)):
+        is_foreign = tensor.requires_grad and not (is_own or _is_of_others(tensor))
+        if place is None and (is_foreign or is_in_memory_given_up(tensor)):
             raise Refusal(ValueError(self._where() + _is_from_elsewhere(tensor, used_by)))
         if place is None or place == self._place or _address(tensor) in self._allowed:
             return place
@@ -384,12 +385,14 @@ def _rounded_sum(
 
 
 def _is_from_elsewhere(tensor: Tensor, used_by: str) -> str:
+    is_data = not tensor.requires_grad
+    what = "is the data of one" if is_data else "requires a gradient"
+    why = "it would not be trained" if is_data else "its gradient would be lost"
     return (
-        f" uses a tensor of shape {tuple(tensor.shape)} that requires a gradient (in "
-        f"{used_by}) but is neither a parameter of the model nor one of its arguments: kept "
-        "from before wrapping, or of another model, so that its gradient would be lost. Read "
-        "the parameter from its module in forward (self.layer.weight), or pass the tensor to "
-        "the model."
+        f" uses a tensor of shape {tuple(tensor.shape)} that {what} (in {used_by}) but is "
+        "neither a parameter of the model nor one of its arguments: kept from before wrapping, "
+        f"or of another model, so that {why}. Read the parameter from its module in forward "
+        "(self.layer.weight), or pass the tensor to the model."
     )
 
 
