@@ -440,6 +440,19 @@ def test_what_the_memory_of_hosts_would_give_is_said_where_nothing_fits(
     assert "how much it has is not stated (host_memory_bytes)" in text
 
 
+def test_what_hosts_would_give_is_what_the_plan_with_the_key_reaches(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    limits = [f"limits.{i}.memory_gib=1.5" for i in range(3)]
+    line = ("model=gpt_125m", "global_batch_size=16", "explain=false", "baselines=false")
+    code, text = refused(capsys, *line, *limits)
+    assert code == 1
+    told = re.search(r"a plan fits \(optimizer_on_host=true\): (\S+) samples/s\.", text)
+    assert told is not None
+    text = said(capsys, *line, *limits, "optimizer_on_host=true", "leave_out=never")
+    assert f": {told[1]} samples/s, " in text
+
+
 def test_a_simulated_step_is_shown_and_traced(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

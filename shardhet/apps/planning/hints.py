@@ -45,6 +45,7 @@ def on_host_hint(conf: PlannerConf, inputs: Inputs, demands: Demands) -> str:
                 inputs.setting,
                 global_batch_size=conf.global_batch_size,
                 demands=wider,
+                tolerance=conf.tolerance,
                 is_bounded=False,
             )
         except ValueError:
