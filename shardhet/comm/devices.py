@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.dlpack import to_dlpack
+from torch.utils import dlpack
 
 
 def is_on_host(of: Tensor | torch.device) -> bool:
@@ -61,8 +61,9 @@ def unrecorded(tensor: Tensor) -> Tensor:
     """
     nothing = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     # From its start: the allocator of cudaMallocAsync asks for what it has given out.
-    known = nothing.set_(tensor.untyped_storage())  # type: ignore[arg-type]
-    whole = torch.from_dlpack(to_dlpack(known))
+    known = nothing.set_(tensor.untyped_storage())
+    capsule = dlpack.to_dlpack(known)  # type: ignore[attr-defined]  # re-exported by torch
+    whole = dlpack.from_dlpack(capsule)
     start = tensor.storage_offset() * tensor.dtype.itemsize
     return whole[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
