@@ -458,3 +458,22 @@ def test_a_state_dict_that_does_not_fit_on_one_rank_is_told_everywhere() -> None
     others_hear(
         outcomes, 1, "ValueError: does not fit the model: missing ['layers.1.linear.bias']"
     )
+
+
+def fail_to_gather_on_one_rank(rank: int, moment: str) -> None:
+    model, _, x = wrap(rank)
+    if rank == 1:
+        unit = model._runtime.units[2]
+
+        def fail() -> None:
+            raise torch.OutOfMemoryError("tried to allocate 7 bytes")
+
+        setattr(unit, moment, fail)
+    model(x)
+
+
+@pytest.mark.parametrize("moment", ["unshard", "reshard"])
+def test_a_rank_that_cannot_gather_while_the_model_is_probed_ends_all(moment: str) -> None:
+    # The others wait for its rows then, and not for what it says.
+    outcomes = run_ranks_expecting_failure(fail_to_gather_on_one_rank, 3, moment)
+    others_hear(outcomes, 1, "OutOfMemoryError: tried to allocate 7 bytes")

@@ -21,6 +21,17 @@ class PeerFailed(BaseException):
     """Another rank cannot continue this forward.  The model's ``except`` does not catch it."""
 
 
+class GatherFailed(BaseException):
+    """This rank failed where others wait for its rows, so that they cannot agree on it.
+
+    The model's ``except`` does not catch it.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class OrderFinder:
     """Finds the order of visits of one forward, on which all ranks agree."""
 

@@ -7,7 +7,8 @@ If one rank cannot continue, all ranks learn of it and leave the forward at the 
 import logging
 import pickle
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -34,7 +35,7 @@ from shardhet.fsdp.probing.attempt import (
     possible_axes,
 )
 from shardhet.fsdp.probing.module_state import Filled, Number
-from shardhet.fsdp.probing.order import OrderFinder, PeerFailed
+from shardhet.fsdp.probing.order import GatherFailed, OrderFinder, PeerFailed
 from shardhet.fsdp.probing.probe import CallKey, Probe, ProbedModel, SeenInput
 from shardhet.fsdp.probing.probed_call import ProbedCall
 from shardhet.fsdp.probing.watch import Refusal, StaysUnsharded
@@ -117,6 +118,8 @@ class Prober:
             if call is not None:
                 self._filled.fill(ROOT, self._model.root)
             return self._find(call, run_module, has_gradients=has_gradients, splits=splits)
+        except GatherFailed as failed:
+            raise failed.error from None
         finally:
             self._filled.undo(ROOT)
 
@@ -289,22 +292,23 @@ class Prober:
         return self._probe.call(fqn, function, args, kwargs, is_piece=is_piece)
 
     def _take(self, unit_index: int) -> None:
-        for i, unit in enumerate(self.units):
-            if i not in (unit_index, *self.staying):
-                self._reshard(i, unit)
+        self._reshard_all(but=(unit_index, *self.staying))
         self._unshard(unit_index)
 
     def _unshard(self, unit_index: int) -> None:
         unit = self.units[unit_index]
-        unit.unshard()
-        unit.wait_for_unshard()
-        if self._probe is not None:
-            self._filled.fill(unit_index, unit)
+        with _while_others_wait():
+            unit.unshard()
+            unit.wait_for_unshard()
+            if self._probe is not None:
+                self._filled.fill(unit_index, unit)
 
-    def _reshard(self, unit_index: int, unit: FSDPUnit) -> None:
-        if unit.state is not UnitState.SHARDED:
-            self._filled.undo(unit_index)
-            unit.reshard()
+    def _reshard_all(self, *, but: Iterable[int] = ()) -> None:
+        with _while_others_wait():
+            for i, unit in enumerate(self.units):
+                if i not in but and unit.state is not UnitState.SHARDED:
+                    self._filled.undo(i)
+                    unit.reshard()
 
     def run_once(self, probe: Probe | None, run: Callable[[], Any]) -> tuple[Any, Any]:
         """One forward on all ranks: the result of ``run`` and the segments.  Collective.
@@ -323,15 +327,25 @@ class Prober:
             while (segment := self._finder.follow()) is not None:
                 self._take(segment.unit)
             return None, self._finder.found
-        except (LostPeerError, PeerFailed):
+        except (LostPeerError, PeerFailed, GatherFailed):
             raise
         except (Exception, Refusal, StaysUnsharded):
             self._finder.fail()
             raise
         finally:
             self._probe, self.is_running = None, False
-            for i, unit in enumerate(self.units):
-                self._reshard(i, unit)
+            self._reshard_all()
+
+
+@contextmanager
+def _while_others_wait() -> Iterator[None]:
+    """Context in which this rank's errors, out of memory for one, become ``GatherFailed``."""
+    try:
+        yield
+    except LostPeerError:
+        raise
+    except Exception as error:
+        raise GatherFailed(error) from error
 
 
 def _are_unlike(rows: Sequence[Sequence[float]]) -> bool:
