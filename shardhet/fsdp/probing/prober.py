@@ -140,15 +140,10 @@ class Prober:
             for param, unit in self._model.gathered.items()
             if unit not in self.staying
         }
+        model = replace(self._model, gathered=gathered)
         for i, axes in enumerate(attempts):
             attempt = Attempt(
-                replace(self._model, gathered=gathered),
-                self.run_once,
-                call,
-                axes,
-                run_module,
-                has_gradients,
-                splits,
+                model, self.run_once, call, axes, run_module, has_gradients, splits
             )
             attempt.is_alone = num_computing == 1
             found = attempt.run()
