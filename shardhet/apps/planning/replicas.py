@@ -11,8 +11,8 @@ def told_price(price: ReplicaPrice, step_s: float, every: int) -> str:
     least, most = price.wait_s(step_s, every) / step_s, price.most_s(step_s, every) / step_s
     parts = [
         f"Replicas every {'step' if every == 1 else counted(every, 'step')}: {_sizes(price)} "
-        f"for {NUM_VERSIONS} versions, in host memory or on disk. A step waits "
-        f"{duration(price.pause_s)} for copies to host memory; they are written "
+        f"for {NUM_VERSIONS} versions, in host memory or on disk. For each, a "
+        f"step waits {duration(price.pause_s)} for copies to host memory; they are written "
         f"{duration(price.write_s)} later"
     ]
     if price.num_nodes == 1:
@@ -27,7 +27,7 @@ def told_price(price: ReplicaPrice, step_s: float, every: int) -> str:
             f", and on other nodes after {duration(price.send_s)} more. Steps are {least:.1%} "
             f"slower if links have room for that, {most:.1%} if they have none."
         )
-    if most > CHEAP:
+    if most > CHEAP and price.send_s is not None:
         enough = price.least_every(step_s, CHEAP)
         parts.append(f" With replicas.every={enough} it is {CHEAP:.0%} at most.")
     return "".join(parts)
