@@ -93,5 +93,35 @@ def test_a_device_that_has_nothing_to_compute_is_not_blamed() -> None:
     assert "Every device computes about as long" in text
     half = StepParts(Counter({("forward", "head"): 1.0}))
     text = verdict([("0 fast", works, half), ("1 same", works, works)])
-    assert text.startswith("No device computes 5% longer than predicted. Device 0 fast")
+    assert text.startswith("No device computes 5% longer than predicted, and not all wait")
     assert "1 s a step less (-50%)" in text
+
+
+def parts(computes_s: float, waits_s: float = 0.0) -> StepParts:
+    return StepParts(
+        Counter({("forward", "head"): computes_s, ("wait_gather", "head"): waits_s})
+    )
+
+
+def test_who_is_late_is_told_by_what_it_computes_and_links_by_the_waits_of_all() -> None:
+    """Shares of the device's own time: a second of ten is late, four of a hundred are not."""
+    text = verdict(
+        [("0 slow", parts(100), parts(104)), ("1 fast", parts(10, 90), parts(11, 90))]
+    )
+    assert text.startswith("Device 1 fast computes 1 s a step longer than predicted (+10%). ")
+    assert "wait" not in text  # nobody waits for it
+    late = verdict(
+        [("0 slow", parts(100), parts(150)), ("1 fast", parts(10, 90), parts(10, 140))]
+    )
+    assert "+50%), and others wait up to 50 s longer." in late
+    assert "links" not in late
+    text = verdict(
+        [("0 slow", parts(100), parts(100, 30)), ("1", parts(10, 90), parts(11, 119))]
+    )
+    assert text.startswith("All devices wait at least 29 s a step longer than predicted: links")
+    assert "Device 1 computes 1 s a step longer" in text
+    # The one that the others wait for computes as long as predicted, and they less.
+    text = verdict([("0 slow", parts(10), parts(10)), ("1 fast", parts(8, 2), parts(2, 8))])
+    assert "links" not in text
+    assert "there may be a faster plan" in text
+    assert "wait" not in verdict([("0 alone", parts(10), parts(20, 5))])

@@ -3,7 +3,7 @@
 import argparse
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -56,7 +56,11 @@ class StepParts:
 
     def of_phase(self, phase: str) -> float:
         """Seconds of a phase, of all units."""
-        return sum(value for (each, _), value in self.seconds.items() if each == phase)
+        return self.of_phases((phase,))
+
+    def of_phases(self, phases: Collection[str]) -> float:
+        """Seconds of several phases, of all units."""
+        return sum(value for (each, _), value in self.seconds.items() if each in phases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,33 +207,44 @@ def differences_of(device: str, predicted: StepParts, measured: StepParts) -> li
 
 
 def verdict(pairs: Sequence[tuple[str, StepParts, StepParts]]) -> str:
-    """Where most of the difference is: computing on one device, or waiting everywhere."""
-    longer = []
-    for name, predicted, measured in pairs:
-        predicted_s, measured_s = (
-            sum(parts.of_phase(each) for each in COMPUTING) for parts in (predicted, measured)
+    """Where most of the difference is: computing on one device, or waiting on all of them.
+
+    Where one device is late the others wait, and not itself; for links all of them do.
+    """
+    names = [name for name, _, _ in pairs]
+    computed = [[parts.of_phases(COMPUTING) for parts in each] for _, *each in pairs]
+    waited = [[parts.of_phases(WAITING) for parts in each] for _, *each in pairs]
+    waits_s = [measured_s - predicted_s for predicted_s, measured_s in waited]
+    notable_s = NOTABLE * max(c[0] + w[0] for c, w in zip(computed, waited, strict=True))
+    # Of those that are predicted to compute; one without samples and state does not.
+    longer = [(m - p, p, i) for i, (p, m) in enumerate(computed) if p]
+    found: list[tuple[float, str]] = []
+    if late := [each for each in longer if each[0] > NOTABLE * each[1]]:
+        longer_s, predicted_s, i = max(late)
+        others_s = max((s for j, s in enumerate(waits_s) if j != i), default=0.0)
+        waits = f", and others wait up to {duration(others_s)} longer"
+        text = (
+            f"Device {names[i]} computes {duration(longer_s)} a step longer than predicted "
+            f"({longer_s / predicted_s:+.0%}){waits * (others_s > notable_s)}. Measure again, "
+            "or train with rebalance=true."
         )
-        if predicted_s:  # a device without samples and state computes nothing
-            longer.append((measured_s - predicted_s, predicted_s, name))
-    longer_s, predicted_s, name = max(longer)
-    if longer_s > NOTABLE * predicted_s:
-        return (
-            f"Device {name} computes {duration(longer_s)} a step longer than predicted "
-            f"({longer_s / predicted_s:+.0%}), and the others wait for it. Measure again, or "
-            "train with rebalance=true."
+        found.append((longer_s, text))
+    if len(pairs) > 1 and min(waits_s) > notable_s:
+        text = (
+            f"All devices wait at least {duration(min(waits_s))} a step longer than predicted: "
+            "links are slower or busier than when they were measured."
         )
-    found = "Every device computes about as long as predicted."
-    longer_s, predicted_s, name = min(longer, key=lambda each: each[0] / each[1])
+        found.append((min(waits_s), text))
+    if found:
+        return " ".join(text for _, text in sorted(found, reverse=True))
+    longer_s, predicted_s, i = min(longer, key=lambda each: each[0] / each[1])
     if -longer_s > NOTABLE * predicted_s:
-        found = (
-            f"No device computes {NOTABLE:.0%} longer than predicted. Device {name} computes "
-            f"{duration(-longer_s)} a step less ({longer_s / predicted_s:+.0%}), so measure "
-            "again: there may be a faster plan."
+        return (
+            f"No device computes {NOTABLE:.0%} longer than predicted, and not all wait longer. "
+            f"Device {names[i]} computes {duration(-longer_s)} a step less "
+            f"({longer_s / predicted_s:+.0%}), so measure again: there may be a faster plan."
         )
-    return (
-        f"{found} What is left of the difference is waiting: links that are slower or busier "
-        "than when they were measured."
-    )
+    return "Every device computes about as long as predicted, and not all wait longer."
 
 
 def _table_of_phases(name: str, predicted: StepParts, measured: StepParts) -> Table:
