@@ -4,6 +4,7 @@ import copy
 import gc
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -674,6 +675,14 @@ def test_the_host_reads_no_copy_that_is_on_its_way(accelerator: Accelerator) -> 
         copied.tolist()
     accelerator.module().synchronize()
     assert copied.tolist() == [0.0] * 8
+
+
+def test_backward_runs_in_a_thread_of_its_own(accelerator: Accelerator) -> None:
+    threads = []
+    x = torch.ones(2, device=accelerator.device, requires_grad=True)
+    x.register_hook(lambda _grad: threads.append(threading.current_thread()))
+    x.sum().backward()
+    assert len({*threads, threading.main_thread()}) == 2
 
 
 def test_host_and_device_do_not_compute_together(accelerator: Accelerator) -> None:

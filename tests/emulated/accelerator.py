@@ -25,6 +25,7 @@ from shardhet.comm import devices
 from shardhet.fsdp.microbatch.modes import tensors_among
 from shardhet.fsdp.stages.absent import Absent
 from tests.emulated.clocks import Clock, Event, Host, Stream
+from tests.emulated.device_thread import backward_elsewhere
 from tests.emulated.memory import Access, Held, Memory, RaceError
 from tests.emulated.nccl import Nccl
 
@@ -390,6 +391,7 @@ class Accelerator:
             mock.patch.object(torch.UntypedStorage, "resize_", resize_),
             mock.patch.object(torch.autograd, "_engine_run_backward", with_functions),
             self.nccl.installed(),
+            backward_elsewhere(),
             _Functions(self),
             _Operations(self),
         ):
