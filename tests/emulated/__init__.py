@@ -6,5 +6,6 @@
     accelerator.syncs          # where the host waited for the device
 
 ``clocks`` has streams and events, ``memory`` what a storage was used for and when it may be
-used again, ``accelerator`` the device, ``nccl`` the communicators.
+used again, ``accelerator`` the device, ``nccl`` the communicators, ``device_thread`` where
+backward runs.
 """
