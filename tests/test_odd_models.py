@@ -57,6 +57,24 @@ def test_a_sample_that_depends_on_the_others_is_refused(
     refuses(Mixing(mix), ValueError, "depends for one sample on the other samples")
 
 
+class Segments(nn.Module):
+    """Adds the sum of those rows that lie in the same of some segments."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.linear, self.first = nn.Linear(WIDTH, WIDTH), first
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = (torch.arange(len(x)) >= self.first).double()
+        return self.linear(x + (number[:, None] == number).double() @ x)
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_units_that_mix_the_samples_of_a_segment_are_refused(first: int) -> None:
+    words = "depends for one sample on the other samples of the microbatch"
+    refuses(Net(lambda: Segments(first)), ValueError, words)
+
+
 @pytest.mark.parametrize("dim", [1, 2])
 def test_several_rows_for_each_sample_are_exact(dim: int) -> None:
     module = Mixing(lambda x: x.transpose(0, dim - 1).flatten(0, 1))

@@ -33,6 +33,7 @@ from shardhet.fsdp.probing.comparing import are_close, joined_like
 from shardhet.fsdp.probing.probed_call import CallRunner, ProbedCall, Seen, copied, filled
 from shardhet.fsdp.probing.rules import (
     LARGE,
+    OTHER_PARTS,
     PARTS,
     SIZES,
     SMALL,
@@ -195,6 +196,7 @@ class Examiner:
             ]
             self._check_hooks(kept, calls, inputs, found)
         if pieces:
+            _check_other_parts(self._runner, self._decide, kept, output, rules, found)
             output = joined_outputs(output, parts, found)
         return replace(rules, outputs=tuple(found)), output
 
@@ -299,6 +301,20 @@ class Examiner:
             for each in (whole, *pieces)
         ]
         return join_by_gradients(of_whole, of_pieces) if of_whole.requires_grad else None
+
+
+def _check_other_parts(
+    runner: CallRunner,
+    decide: RuleFinder,
+    call: ProbedCall,
+    output: Any,
+    rules: VisitRules,
+    found: Sequence[Rule],
+) -> None:
+    """Raise if the first sample, and the second with the third, give other results."""
+    pieces = [call.on(cut(call.tensors, rules, span, LARGE)) for span in OTHER_PARTS]
+    parts = [list(map(copied, tensors_in(runner.run(each)))) for each in pieces]
+    decide.check_outputs(call.fqn, tensors_in(output), parts, found)
 
 
 def _means(rules: Sequence[Rule], parts: Sequence[Sequence[Tensor]]) -> list[int]:

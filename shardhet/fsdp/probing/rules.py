@@ -16,6 +16,7 @@ from shardhet.records.layout import Span
 SMALL, LARGE = 2, 3
 SIZES = (SMALL, LARGE)
 PARTS = (Span(0, SMALL), Span(SMALL, LARGE))
+OTHER_PARTS = (Span(0, 1), Span(1, LARGE))
 
 
 class RuleFinder:
@@ -103,18 +104,29 @@ class RuleFinder:
         if fitting:
             return fitting[0]
         if axes:
-            return self._undecidable(
-                f"{what} of shape {tuple(whole.shape)} depends for one sample on the other "
-                "samples of the microbatch, or the batch is in another dimension "
-                "(HetFSDP(batch_dim=...)), so the result would depend on the plan. Let one "
-                "rank compute all samples at once if that is intended."
-            )
+            return self._undecidable(_mixed(what, whole))
         return self._undecidable(
             f"{what} of shape {tuple(whole.shape)} has no dimension for the samples, and for "
             "several microbatches it is neither the same, nor the sum, nor the mean (a "
             "load-balancing loss, perhaps). Return what belongs to each sample, or let one "
             "rank compute all samples at once."
         )
+
+    def check_outputs(
+        self,
+        fqn: str,
+        whole: Sequence[Tensor],
+        parts: Sequence[Sequence[Tensor]],
+        rules: Sequence[Rule],
+    ) -> None:
+        """Raise unless the rules of all results hold for the other parts, too.
+
+        The first two samples may be mixed though the third is apart (``cu_seqlens``).
+        """
+        for i, (each, rule) in enumerate(zip(whole, rules, strict=True)):
+            joined = joined_like(each, [part[i] for part in parts], OTHER_PARTS, rule)
+            if not self.is_unpredictable and not are_close(joined, each, self.eps):
+                self._undecidable(_mixed(f"unit {fqn!r}: output {i}", each))
 
     def _fits(self, whole: Tensor, parts: Sequence[Tensor], rule: Rule) -> bool:
         if self.is_unpredictable:
@@ -128,6 +140,15 @@ class RuleFinder:
         if self._splits:
             raise Refusal(ValueError(message))
         return Join.SHARED  # never used: there is only one microbatch
+
+
+def _mixed(what: str, whole: Tensor) -> str:
+    return (
+        f"{what} of shape {tuple(whole.shape)} depends for one sample on the other samples of "
+        "the microbatch, or the batch is in another dimension (HetFSDP(batch_dim=...)), so the "
+        "result would depend on the plan. Let one rank compute all samples at once if that is "
+        "intended."
+    )
 
 
 def looks_like_mask(tensor: Tensor) -> bool:
