@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardhet.comm import devices, failure
+from shardhet.comm import calls, devices, failure
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
 from shardhet.comm.failure import Lifeline
 from shardhet.comm.groups import (
@@ -412,6 +412,24 @@ def test_a_failed_device_is_named_if_nccl_meets_its_failure_first(
     with met as caught, line.guard("model.backward"):
         raise LostPeerError("NCCL error: unhandled cuda error")
     assert caught.value.__notes__ == ["rank 0 failed in model.backward."]
+
+
+def test_memory_that_nccl_does_not_get_is_that_of_this_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone, card = Channel(None, (0,), 0), torch.device("cuda", 0)
+    line = Lifeline(Communicators.over(None, CPU), alone, ["rank 0"], card)
+    told = "ncclUnhandledCudaError: Call to CUDA function failed. Last error: out of memory"
+    module = mock.Mock(
+        max_memory_allocated=lambda _device: 3 * GIB, memory_reserved=lambda _device: 4 * GIB
+    )
+    monkeypatch.setattr(devices, "module_of", lambda _device: module)
+    met = pytest.raises(dist.DistBackendError, match="out of memory")
+    with met as caught, line.guard("model.backward"), calls.failing_as_peers():
+        raise dist.DistBackendError(told)
+    [note] = caught.value.__notes__
+    assert note.startswith("rank 0 failed in model.backward. At most 3.00 GiB were allocated")
+    assert failure.is_out_of_memory(caught.value)
 
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])

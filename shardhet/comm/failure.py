@@ -23,6 +23,7 @@ SECONDS_BETWEEN_LOOKS = 0.05
 MIB, GIB = 2**20, 2**30
 LIMIT_AFTER_FAILURE = 0.9  # of the memory that was predicted, or had been allocated
 MEND = "All ranks stop. Fix the cause on that rank and start again."
+OF_CUDA = "ncclUnhandledCudaError"  # in torch's error, if a call of CUDA failed in NCCL
 NO_HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # in torch's RuntimeError
 ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)
 BYTES_BY_UNIT = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
@@ -32,8 +33,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether this rank's own memory did not suffice."""
     if isinstance(error.__cause__, LostPeerError):  # which may say it of another rank
         return False
-    is_of_type = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    return is_of_type or NO_HOST_MEMORY in str(error)
+    is_of_host = isinstance(error, MemoryError) or NO_HOST_MEMORY in str(error)
+    return is_of_host or _is_out_of_device_memory(error)
+
+
+def _is_out_of_device_memory(error: BaseException) -> bool:
+    text = str(error)
+    is_of_nccl = OF_CUDA in text and "out of memory" in text
+    return is_of_nccl or isinstance(error, torch.OutOfMemoryError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,30 +134,33 @@ class Lifeline:
             yield
             self.doing = "the program around HetFSDP"
         except LostPeerError as error:
-            if (own := self._failure_of_device()) is not None:
+            if (own := self._failure_of_device(error)) is not None:
                 self._announce(own)
-                raise own from error
+                raise own from None  # it is no consequence, see ``is_out_of_memory``
             raise RuntimeError(self._hear_the_cause(error)) from error
         except Exception as error:
             self._announce(error)
             raise
 
-    def _failure_of_device(self) -> Exception | None:
+    def _failure_of_device(self, error: LostPeerError) -> BaseException | None:
         """What this rank's device has failed with, if NCCL has met it first.
 
-        A failure in a kernel, as of an index out of range, is that of every later call.
+        A failure in a kernel, as of an index out of range, is that of every later call; there
+        may be no memory for a buffer of NCCL.
         """
         if devices.is_on_host(self._device) or progress.verdict is not None:
             return None
+        if OF_CUDA in str(error):
+            return error.__cause__
         try:
             devices.module_of(self._device).current_stream(self._device).query()
-        except RuntimeError as error:
-            return error
+        except RuntimeError as own:
+            return own
         return None
 
-    def _announce(self, error: Exception) -> None:
+    def _announce(self, error: BaseException) -> None:
         name = self._names[self._channel.position]
-        is_short = isinstance(error, torch.OutOfMemoryError)
+        is_short = _is_out_of_device_memory(error)
         memory = self._memory(error) if is_short else ""
         error.add_note(f"{name} failed in {self.doing}.{memory}")
         if self._channel.group is None or self._is_broken:
@@ -162,7 +172,7 @@ class Lifeline:
             self._store.compare_set("shardhet_failure", "", message)
         self._communicators.break_connections()
 
-    def _memory(self, error: Exception) -> str:
+    def _memory(self, error: BaseException) -> str:
         """The memory of this rank's device: used, predicted, and the plan that needs less."""
         if devices.is_on_host(self._device):
             return ""
