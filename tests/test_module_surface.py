@@ -291,6 +291,10 @@ def deep_copy(pair: Pair) -> None:
     copy.deepcopy(pair.model)
 
 
+def copy_head(pair: Pair) -> None:
+    copy.deepcopy(pair.model.module.head)
+
+
 def average(pair: Pair) -> None:
     optim.swa_utils.AveragedModel(pair.model)
 
@@ -357,6 +361,7 @@ FAULTS = [
     (freeze_one, "head.weight: requires_grad was changed"),
     (share, "cannot be shared with other processes"),
     (deep_copy, "it cannot be copied"),
+    (copy_head, "a module inside it cannot be copied"),
     (average, "ema = [p.detach().clone() for p in model.parameters()]"),
     (pickle, "Save model.state_dict() instead"),
     (read, "model.read_head: reads or writes parameters"),

@@ -186,10 +186,32 @@ class ModuleOfRows(nn.Module):
                     )
 
 
+def _refuse_copies(module: nn.Module, lifeline: Lifeline) -> None:
+    """Make deep copies of the wrapped modules raise, as those of HetFSDP do.
+
+    A copy would have only this rank's rows, and compute with the parameters of the model.
+    """
+
+    def refuse(memo: dict[int, Any]) -> NoReturn:
+        with lifeline.guard("the program around HetFSDP"):
+            raise RuntimeError(
+                "HetFSDP: a module inside it cannot be copied, and so not by AveragedModel: "
+                "the copy would compute with the parameters of the model. Copy it before "
+                f"wrapping, or load model.state_dict() into another one. {EMA_BY_HAND}."
+            )
+        raise AssertionError("not reached")
+
+    for inner in module.modules():
+        inner.__dict__["__deepcopy__"] = refuse
+
+
 def guard_root(
     module: nn.Module, root: FSDPUnit, units: Sequence[FSDPUnit], lifeline: Lifeline
 ) -> None:
-    """Make modules with parameters of the root raise outside of HetFSDP's forward."""
+    """Make modules with parameters of the root raise outside of HetFSDP's forward, and copies
+    of any module at all.
+    """
+    _refuse_copies(module, lifeline)
     in_units = {
         inner for unit in units for each in unit.modules for inner in each.module.modules()
     }
