@@ -440,6 +440,29 @@ def test_what_the_memory_of_hosts_would_give_is_said_where_nothing_fits(
     assert "how much it has is not stated (host_memory_bytes)" in text
 
 
+def test_what_fewer_devices_or_float16_would_give_is_what_these_plans_reach(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = ("cluster=two_sites", "model=gpt_125m", "global_batch_size=256", "baselines=false")
+    text = said(capsys, *line, "explain=false")
+    told = re.search(r"Better without region east .*: (\S+) samples/s instead of", text)
+    in_float16 = re.search(r"With all devices in float16: (\S+) samples/s", text)
+    assert told is not None
+    assert in_float16 is not None
+    for key, value in (("leave_out=auto", told[1]), ("precision=FP16", in_float16[1])):
+        text = said(capsys, *line, "explain=false", key)
+        assert f": {value} samples/s, " in text
+
+
+def test_no_throughput_is_told_of_a_device_that_is_better_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = ("cluster=h100_a100_20", "model=gpt_125m", "global_batch_size=256")
+    text = said(capsys, *line, "baselines=false", "leave_out=never")
+    assert re.search(r"NVIDIA H100 80GB HBM3 +. one more +. [\d.,]+ +. \+\d", text)
+    assert re.search(r"NVIDIA A100-SXM4-80GB +. one more +. - +. - ", text)
+
+
 def test_what_hosts_would_give_is_what_the_plan_with_the_key_reaches(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -300,6 +300,7 @@ def _without(
         demands=demands,
         derived=conf.derived if conf.measured is None else None,
         effort=_compared(inputs.setting),
+        tolerance=conf.tolerance,
     )
 
 

@@ -6,16 +6,16 @@ if all devices took part, so sets of them are left out one after the other.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
-from math import inf
 
 from shardhet.config.planning import Inputs
 from shardhet.planner.advice.fewer import Fewer, faster_on_fewer, node_type
-from shardhet.planner.find import least_step_s
+from shardhet.planner.find import solve
 from shardhet.planner.problem.demands import Demands
-from shardhet.planner.problem.solution import PlanSolution
+from shardhet.planner.problem.solution import PlanError, PlanSolution
 from shardhet.planner.search.search import Effort
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.part import MeasuredGroups, part_of
@@ -98,6 +98,7 @@ def better_without(
     derived: Callable[[Cluster, str], Inputs] | None,
     in_float16: Setting | None,
     effort: Effort,
+    tolerance: float | None = None,
 ) -> BetterWithout | None:
     """The devices that are better left out; None if there are none.
 
@@ -112,22 +113,25 @@ def better_without(
             return part_of(setting, positions)
         return derived(setting.cluster.only(positions), inputs.name).setting
 
-    fewer = faster_on_fewer(setting, whole, demands=demands, smaller=smaller, effort=effort)
+    fewer = faster_on_fewer(
+        setting, whole, demands=demands, smaller=smaller, effort=effort, tolerance=tolerance
+    )
     if fewer is None:
         return None
-    half_s = inf
+    half: PlanSolution | None = None
     if in_float16 is not None:
-        half_s = least_step_s(
-            in_float16,
-            global_batch_size=whole.plan.global_batch_size,
-            demands=demands,
-            effort=effort,
-            near=whole.plan.form,
-        )
+        with suppress(PlanError):
+            half = solve(
+                in_float16,
+                global_batch_size=whole.plan.global_batch_size,
+                demands=demands,
+                effort=effort,
+                tolerance=tolerance,
+                is_bounded=False,
+                near=whole.plan.form,
+            )
     return BetterWithout(
-        samples_per_s_in_float16=None
-        if half_s == inf
-        else whole.plan.global_batch_size / half_s,
+        samples_per_s_in_float16=None if half is None else half.samples_per_s,
         whole=setting.cluster,
         fewer=fewer,
         param_dtype=setting.workload.param_dtype,

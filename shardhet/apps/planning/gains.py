@@ -32,7 +32,11 @@ def show_gains(
     table = StreamedTable(console, columns, title=title, num_left=2)
     shown = []
     for subject, gain in zip(subjects, gains, strict=True):
-        table.add_row(subject, gain.amount, f"{gain.value:,.4g}", _relative(gain))
+        relative = f"{gain.relative:+.1%}" if gain.relative > NEGLIGIBLE else "-"
+        # One device more may be one that is better left out.
+        is_worse = relative == "-" and gain.resource is Resource.DEVICES
+        value = "-" if is_worse else f"{gain.value:,.4g}"
+        table.add_row(subject, gain.amount, value, relative)
         shown.append(gain)
     table.end()
     return shown
@@ -42,7 +46,3 @@ def _subject(resource: Resource, kind: str | None) -> str:
     if kind is None:
         return f"all {resource.value}"
     return kind if resource is Resource.DEVICES else f"{resource.value} of {kind}"
-
-
-def _relative(gain: Gain) -> str:
-    return f"{gain.relative:+.1%}" if gain.relative > NEGLIGIBLE else "-"

@@ -57,15 +57,16 @@ def faster_on_fewer(
     demands: Demands,
     smaller: Callable[[Positions], Setting],
     effort: Effort,
+    tolerance: float | None = None,
 ) -> Fewer | None:
     """The fastest part of the cluster that was found; None if no part beats the whole.
 
     ``whole`` is the plan for all devices, and ``smaller`` creates the setting of the devices
-    at some positions.
+    at some positions.  With a ``tolerance``, the plan for them is the preferred one.
     """
     if setting.cluster.world_size == 1:
         return None
-    return _Trials(setting, whole, demands, smaller, effort).run()
+    return _Trials(setting, whole, demands, smaller, effort, tolerance).run()
 
 
 @dataclass
@@ -77,6 +78,7 @@ class _Trials:
     demands: Demands
     smaller: Callable[[Positions], Setting]
     effort: Effort
+    tolerance: float | None = None
     num_searched: int = 0
     # What stays, in the order in which each was found to be faster than all before.
     found: list[tuple[float, Positions, Setting]] = field(default_factory=list)
@@ -158,6 +160,7 @@ class _Trials:
                 global_batch_size=self.whole.plan.global_batch_size,
                 demands=demands,
                 effort=self.effort,
+                tolerance=self.tolerance,
                 is_bounded=False,
                 near=self.whole.plan.form,
             )
