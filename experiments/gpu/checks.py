@@ -146,14 +146,22 @@ def _counting_syncs(job: Job) -> Iterator[list[str]]:
 
 PINS = "pins and segments"
 REFUSED_PIN, GROWING = "a pin that the driver refuses", "segments that grow"
+UNRECORDED = "memory of messages is given out again at once"
 HOST_BYTES = 2**22
+SLEEP_CYCLES = 2 * 10**8  # a tenth of a second
 
 
 def pins(job: Job, record: Recorder) -> None:
-    """A refused pin is told and spoils no later kernel; the allocator's segments can grow."""
+    """A refused pin is told and spoils no later kernel; segments of the allocator can grow, and
+    it keeps nothing of messages.
+    """
     if not job.is_cuda:
         return
-    for case, check in ((REFUSED_PIN, _is_refused_pin_told), (GROWING, _do_segments_grow)):
+    for case, check in (
+        (REFUSED_PIN, _is_refused_pin_told),
+        (GROWING, _do_segments_grow),
+        (UNRECORDED, _is_given_out_again),
+    ):
         with noting_failure(case, record):
             record(case, AS_EXPECTED, check(job.device))
 
@@ -176,6 +184,28 @@ def _do_segments_grow(device: torch.device) -> bool:
         each["address"] <= here < each["address"] + each["total_size"] and each["is_expandable"]
         for each in torch.cuda.memory_snapshot()
     )
+
+
+def _is_given_out_again(device: torch.device) -> bool:
+    """The control: of a tensor that the allocator knows, torch records the stream."""
+    return _kept_bytes(device, devices.unrecorded) == 0 < _kept_bytes(device, torch.detach)
+
+
+def _kept_bytes(device: torch.device, known_as: Callable[[Tensor], Tensor]) -> int:
+    """What is freed and not given out again, while a stream that uses it is busy."""
+
+    def active() -> int:
+        return int(torch.cuda.memory_stats(device)["active_bytes.all.current"])
+
+    torch.cuda.synchronize(device)
+    before, stream = active(), torch.cuda.Stream(device)
+    memory = torch.empty(HOST_BYTES, dtype=torch.uint8, device=device)
+    used = known_as(memory)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+        used.record_stream(stream)
+    del memory, used
+    return active() - before
 
 
 # Losses that are not finite
