@@ -1,0 +1,1 @@
+"""Adapters of quantized models under a plan."""

@@ -1,0 +1,70 @@
+"""Frozen weights of one byte whose scales are attributes of the parameter, with adapters.
+
+So does bitsandbytes keep 8-bit weights.  experiments/quantized tries bitsandbytes itself.
+"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardhet import HetFSDP, Plan
+from tests.worlds import run_ranks
+
+PLAN = {"microbatch_sizes": [2, 1, 0], "rank_batch_sizes": [4, 3, 0]}
+SHARES = [0.5, 0.1, 0.4]
+
+
+class Adapted(nn.Module):
+    """A frozen matrix of int8 and a low-rank one that is trained."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        whole = torch.randn(width, width, dtype=torch.float64)
+        scale = whole.abs().amax(1, keepdim=True) / 127
+        self.weight = nn.Parameter((whole / scale).round().to(torch.int8), requires_grad=False)
+        self.weight.scale = scale  # type: ignore[attr-defined]
+        self.down = nn.Linear(width, 2, bias=False, dtype=torch.float64)
+        self.up = nn.Linear(2, width, bias=False, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = getattr(self.weight, "scale", torch.ones((), dtype=torch.float64))
+        self.weight.num_uses = getattr(self.weight, "num_uses", 0) + 1  # type: ignore
+        return torch.tanh(x @ (self.weight * scale).T + self.up(self.down(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(Adapted(6) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return self.layers(x).square().sum(), len(x)
+
+
+def train_adapters(rank: int, plan: Plan) -> None:
+    x = torch.randn(7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plain, model = Model(), HetFSDP(Model(), plan, units=[Adapted])
+    assert {"scale"} == {name for each in model.parameters() for name in vars(each)}
+    for _ in range(3):
+        for each in (plain, model):
+            trained = [param for param in each.parameters() if param.requires_grad]
+            optimizer = torch.optim.SGD(trained, lr=0.1)
+            if isinstance(each, HetFSDP):
+                each.forward_backward(x[plan.sample_indices(rank)])
+            else:
+                loss_sum, count = each(x)
+                (loss_sum / count).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = model.state_dict()
+        for name, expected in plain.state_dict().items() if rank == 0 else ():
+            torch.testing.assert_close(found[name], expected, rtol=1e-12, atol=1e-12, msg=name)
+        frozen = [each for each in model.parameters() if each.dtype == torch.int8]
+        assert all(vars(each).get("num_uses", 0) > 0 for each in frozen) == (rank != 2), rank
+
+
+@pytest.mark.parametrize("options", [{}, {"resident_units": True}, {"recompute": True}])
+def test_attributes_of_parameters_are_there_inside_of_units(options: dict[str, bool]) -> None:
+    plan = Plan.by_hand(**PLAN, state_shares=SHARES, **options)  # type: ignore[arg-type]
+    run_ranks(train_adapters, 3, plan)
