@@ -131,9 +131,7 @@ def build_units(
                     flat.boxes(flat.flat_shard)[i].copy_(rows)
                 else:
                     flat.store_rows(i, slot.current)
-                shown = flat.sharded_params[i], flat.unsharded_params[i]
-                shown[0].__dict__.update(slot.current.__dict__)
-                shown[1].__dict__ = shown[0].__dict__  # of one parameter
+                flat.sharded_params[i].__dict__.update(slot.current.__dict__)
             flats.append(flat)
             flat.show_shards()  # frees the whole parameters
         unit_modules = [
