@@ -124,6 +124,8 @@ class FlatTensor:
             nn.Parameter(view, requires_grad=self.is_trainable)
             for view in _params_in(self._unsharded.data, layout, slots)
         ]
+        for sharded, whole in zip(self.sharded_params, self.unsharded_params, strict=True):
+            whole.__dict__ = sharded.__dict__  # what a user's attributes say is of both
         if not self._is_shard_itself:
             self._unsharded.untyped_storage().resize_(0)
         self.residence.follow_rows(self.flat_shard)
