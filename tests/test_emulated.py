@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,7 +36,7 @@ from shardhet.records.schedule import GATHER
 from shardhet.training.guard import Guard, OnBadStep
 from tests.emulated.accelerator import Accelerator
 from tests.emulated.memory import RaceError
-from tests.emulated.nccl import Communicator
+from tests.emulated.nccl import Communicator, Launched
 from tests.parity import (
     LOSS_BAR,
     PARAM_BAR,
@@ -336,6 +337,43 @@ def _short_batches(rank: int) -> list[int]:
 
 def test_a_batch_of_fewer_ranks_connects_no_pairs() -> None:
     assert not any(map(sum, run_ranks(_short_batches, 3)))
+
+
+def _launched(rank: int) -> list[Launched]:
+    """All that this rank launches in two steps of two rounds; one rank only stores."""
+    plan = Plan.by_hand(
+        microbatch_sizes=[1, 0, 2, 1],
+        state_shares=[0.25, 0.5, 0, 0.25],
+        recompute=[True, False, False, True],
+        num_rounds=2,
+        reshard_after_forward=False,
+    )
+    with Accelerator().installed() as accelerator:
+        module = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+        model = HetFSDP(module, plan, units=[nn.Linear], device=accelerator.device)
+        for sizes in ([1, 0, 2, 1], [1, 0, 2, 1], [1, 0, 0, 0], [0, 0, 1, 0]):
+            x = torch.ones(sizes[rank], 8).to(accelerator.device)
+            model.backward(model(x).sum(), sizes[rank])
+            model.clip_grad_norm_(1.0)
+        return accelerator.nccl.launched
+
+
+def test_ranks_launch_what_they_share_in_one_order_over_all_communicators() -> None:
+    """Else each of two devices may wait in the kernel that the other has not begun."""
+    launched = run_ranks(_launched, 4)
+    groups = [{each.group for each in of_rank} for of_rank in launched]
+
+    def shared(rank: int, peer: int) -> list[tuple[Any, ...]]:
+        both = groups[rank] & groups[peer]
+        return [
+            each[:3]
+            for each in launched[rank]
+            if each.group in both and each.peer in (None, peer)
+        ]
+
+    for one, other in combinations(range(4), 2):
+        assert len(shared(one, other)) > 20
+        assert shared(one, other) == shared(other, one)
 
 
 def _over_gloo(rank: int, wants: tuple[str, ...]) -> tuple[list[Tensor], int]:

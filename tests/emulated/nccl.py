@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 from weakref import WeakKeyDictionary
 
@@ -55,6 +55,15 @@ class Communicator:
     )
 
 
+class Launched(NamedTuple):
+    """A collective, or a message of this rank, in the order over all communicators."""
+
+    group: str
+    name: str
+    sizes: tuple[int, ...]
+    peer: int | None = None  # of a message, in the world
+
+
 class Work:
     """A launch with ``async_op``; like torch's, it keeps its tensors until it is waited for."""
 
@@ -78,6 +87,7 @@ class Nccl:
     def __init__(self, accelerator: "Accelerator") -> None:
         self._accelerator = accelerator
         self.communicators: dict[dist.ProcessGroup, Communicator] = {}
+        self.launched: list[Launched] = []
         self.blocks_on_loss = False  # as NCCL does, instead of raising what gloo raises
         self.aborts = True  # whether to abort all communicators sets the device free
         self._is_lost = self._is_aborted = False
@@ -302,6 +312,7 @@ class Nccl:
     ) -> Work | None:
         communicator = self._of(group)
         communicator.collectives.append((name, sizes, self._accelerator.current.name))
+        self.launched.append(Launched(group.group_name, name, sizes))
         communicator.received_bytes += num_received * (*writes, *reads)[0].element_size()
         return self._launch(name, group, reads, writes, async_op, move)
 
@@ -369,6 +380,8 @@ class Nccl:
             (reads if is_send else writes).append(op.tensor)
             log = communicator.sent if is_send else communicator.received
             log.setdefault(op.group_peer, []).append(op.tensor.numel())
+            size, peer = op.tensor.numel(), dist.get_global_rank(group, op.group_peer)
+            self.launched.append(Launched(group.group_name, "message", (size,), peer))
             assert communicator.stream is not None
             self._accelerator.record(op.tensor, communicator.stream)
             if not is_send:
