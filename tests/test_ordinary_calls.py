@@ -539,3 +539,38 @@ def backward_from_inside(rank: int) -> None:
 )
 def test_other_orders_are_refused(fault: Callable[..., Any], message: str) -> None:
     says(run_ranks_expecting_failure(fault, 2), message)
+
+
+# Settings of optimizers
+
+
+def step_by_own_loss(rank: int) -> None:
+    """A learning rate that follows the loss of this rank's samples."""
+    pair = Pair(UNEVEN)
+    optimizer = torch.optim.SGD(pair.model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    for step in range(4):
+        pair.model.backward(*pair.model(**pair.mine(pair.batch())))
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step(float(step if rank else -step))
+
+
+def test_ranks_that_step_with_different_settings_are_told() -> None:
+    outcomes = run_ranks_expecting_failure(step_by_own_loss, 2)
+    says(outcomes, "stepped with different settings", "lr=0.0", "ReduceLROnPlateau")
+
+
+def step_where_rows_are(rank: int) -> None:
+    """A rank without rows leaves the step out; another kernel is no other setting."""
+    pair = Pair(Plan.by_hand(microbatch_sizes=[2, 1], state_shares=[0.0, 1.0]))
+    optimizer = torch.optim.AdamW(pair.model.parameters(), lr=0.01, foreach=bool(rank))
+    for _ in range(3):
+        pair.model.backward(*pair.model(**pair.mine(pair.batch())))
+        if rank:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_ranks_without_rows_need_not_step() -> None:
+    run_ranks(step_where_rows_are, 2)

@@ -119,6 +119,13 @@ def are_rows(tensor: Tensor) -> bool:
     return tensor in _lifeline_by_param
 
 
+def lifelines_of(optimizer: optim.Optimizer) -> list[Lifeline]:
+    """Those of the models whose rows it holds."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    known = (_lifeline_by_param[param] for param in params if param in _lifeline_by_param)
+    return list(dict.fromkeys(known))
+
+
 def is_given_up(tensor: Tensor) -> bool:
     """Whether it is a parameter that a HetFSDP has copied."""
     return tensor in _given_up

@@ -30,6 +30,7 @@ from shardhet.fsdp.microbatch.layered import leaves_of
 from shardhet.fsdp.microbatch.loss import Output, check_no_tokens
 from shardhet.fsdp.params.param_hooks import ParamHooks, check_hooks_agree, set_grads_with_hooks
 from shardhet.fsdp.params.row_group import RowGroup
+from shardhet.fsdp.params.step_settings import check_settings_agree, with_settings
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.step.observer import Activity
 from shardhet.fsdp.step.runtime import Runtime
@@ -136,10 +137,10 @@ class MeanBackward:
             self._returned.check_adds_up(loss_sum, num_tokens, found, "model.backward")
 
     def enter(self, call: str, *values: float) -> list[list[float]]:
-        """Enter ``call`` with all ranks, which must have the same hooks on parameters."""
-        fingerprint = self._hooks.fingerprint(self._param_by_fqn)
-        rows = self._control.enter(call, [fingerprint, *values])
-        check_hooks_agree(rows)
+        """Enter ``call`` with all ranks, which have the same hooks and optimizers' settings."""
+        hooks = self._hooks.fingerprint(self._param_by_fqn)
+        entered = self._control.enter(call, [with_settings(hooks, self._lifeline), *values])
+        check_hooks_agree(rows := check_settings_agree(entered, self._lifeline))
         return rows
 
     def end_step(

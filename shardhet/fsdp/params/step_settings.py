@@ -1,0 +1,86 @@
+"""Notices that ranks step with other settings than each other, at the next ``backward``.
+
+A learning rate that follows the loss of one rank's samples (``ReduceLROnPlateau``) differs
+between ranks, so that what a parameter's rows are trained with depends on who stores them.
+Torch calls ``note`` before every step of every optimizer.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+from zlib import crc32
+
+from torch import Tensor, optim
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardhet.comm import devices
+from shardhet.comm.failure import Lifeline
+from shardhet.fsdp.params.optimizer_gate import lifelines_of
+
+NO_STEP = 0  # a rank without rows need not step
+SETTINGS, FINGERPRINTS = 2**31, 2**22  # how many are told apart
+# Of the steps since ``backward``: a number for all, and the text of the last.
+_steps: "WeakKeyDictionary[Lifeline, tuple[int, str]]" = WeakKeyDictionary()
+_last_text: "WeakKeyDictionary[Lifeline, str]" = WeakKeyDictionary()
+
+
+def note(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Keep the settings of a step until the next ``backward``."""
+    lifelines = lifelines_of(optimizer)
+    if not lifelines:
+        return
+    texts = [
+        ", ".join(
+            f"{name}={found}"
+            for name in optimizer.defaults
+            if (found := _numbers_in(group.get(name)))
+        )
+        for group in optimizer.param_groups
+    ]
+    text = "; ".join(dict.fromkeys(texts))
+    for lifeline in lifelines:
+        before, _ = _steps.get(lifeline, (0, ""))
+        _steps[lifeline] = (crc32("/".join([*texts, ""]).encode(), before), text)
+
+
+register_optimizer_step_pre_hook(note)
+
+
+def with_settings(fingerprint: int, lifeline: Lifeline) -> float:
+    """A fingerprint, and the settings of the steps since this was called last, in one number.
+
+    A float64 has 53 bits.
+    """
+    steps, _last_text[lifeline] = _steps.pop(lifeline, (None, "none"))
+    settings = NO_STEP if steps is None else 1 + steps % (SETTINGS - 1)
+    return float(fingerprint % FINGERPRINTS * SETTINGS + settings)
+
+
+def check_settings_agree(
+    rows: Sequence[Sequence[float]], lifeline: Lifeline
+) -> list[list[float]]:
+    """The rows with the fingerprint alone; raises ``ValueError`` if settings differ."""
+    parts = [divmod(int(row[0]), SETTINGS) for row in rows]
+    if len({settings for _, settings in parts} - {NO_STEP}) > 1:
+        raise ValueError(
+            "optimizer.step: ranks have stepped with different settings, or not equally often; "
+            f"this one's last step had {_last_text[lifeline]}. Does the learning "
+            "rate follow the loss of a rank's own samples (ReduceLROnPlateau)? Let it follow "
+            "a number of all ranks: what model.backward returns, or sums by model.exchange."
+        )
+    return [[float(found), *row[1:]] for (found, _), row in zip(parts, rows, strict=True)]
+
+
+def _numbers_in(value: Any) -> str:
+    """The numbers of a setting; none of one that may differ, such as ``fused``."""
+    values = value if isinstance(value, list | tuple) else [value]
+    numbers = [
+        each.item()
+        if isinstance(each, Tensor) and each.numel() == 1 and devices.is_on_host(each)
+        else each
+        for each in values
+    ]
+    are_numbers = all(
+        isinstance(each, int | float) and not isinstance(each, bool) for each in numbers
+    )
+    return " ".join(f"{each:.6g}" for each in numbers) if are_numbers else ""
