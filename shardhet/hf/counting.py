@@ -21,9 +21,17 @@ class InputCounts:
             for fqn, module in model.module.named_modules()
             if isinstance(module, nn.Embedding)
         }
-        slots = [slot for flat in model._flats for slot in flat.slots]
+        held = [
+            (slot, param)
+            for flat in model._flats
+            for slot, param in zip(flat.slots, flat.sharded_params, strict=True)
+        ]
         self._num_multiplied = (
-            sum(slot.shape.numel() for slot in slots if slot.fqn not in looked_up)
+            sum(
+                slot.shape.numel() * _weights_in_one(param)
+                for slot, param in held
+                if slot.fqn not in looked_up
+            )
             if hasattr(model.module, "num_parameters")
             else 0  # transformers counts for its own models alone
         )
@@ -60,3 +68,8 @@ class InputCounts:
             sum(rows for rows, _ in batch) * max(width for _, width in batch)
             for batch in batches
         )
+
+
+def _weights_in_one(param: nn.Parameter) -> int:
+    """How many weights an element holds; bitsandbytes packs two of 4 bits into each byte."""
+    return 2 * param.element_size() if hasattr(param, "quant_storage") else 1
