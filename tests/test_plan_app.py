@@ -454,6 +454,21 @@ def test_what_fewer_devices_or_float16_would_give_is_what_these_plans_reach(
         assert f": {value} samples/s, " in text
 
 
+def test_even_state_is_compared_with_though_a_limit_allows_less(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = said(capsys, "model=gpt_125m", "limits.0.share=0", "explain=false")
+    assert "Compared with (even state is not what limits ask for)" in text
+    assert "does not fit" not in text  # nothing lacks memory
+    text = said(capsys, "model=gpt_125m", "limits.0.share=0.5", "explain=false")
+    assert "is not what limits" not in text
+
+
+def test_devices_that_are_spared_are_told_in_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, *QUICK, "cluster=lab", "objective=least_memory", "spared=['*V100*']")
+    assert "none of devices 2-5 uses more than" in text
+
+
 def test_no_throughput_is_told_of_a_device_that_is_better_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

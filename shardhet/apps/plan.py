@@ -11,7 +11,7 @@ from rich.console import Console
 from shardhet.apps.cli.outputs import check_folder_output, check_outputs
 from shardhet.apps.cli.quantities import of_budget
 from shardhet.apps.cli.streamed import Waiting
-from shardhet.apps.planning.fewer_devices import BetterWithout, better_without
+from shardhet.apps.planning.fewer_devices import BetterWithout, better_without, ranges
 from shardhet.apps.planning.gains import show_gains
 from shardhet.apps.planning.hints import on_host_hint, stages_hint
 from shardhet.apps.planning.inputs import Door, load, read_request
@@ -162,7 +162,8 @@ def show(
             show_without(better, console)
     if conf.baselines:
         alternatives = _alternatives(inputs, demands, report.solution.plan, waiting)
-        show_alternatives(report, alternatives, console, note=_comparison_note(demands))
+        note = _comparison_note(demands, inputs.setting.cluster.world_size)
+        show_alternatives(report, alternatives, console, note=note)
     if conf.explain and answer.objective is not None:
         solution, situation = without_idle(
             answer.solution, Situation(setting=inputs.setting, demands=demands)
@@ -313,7 +314,7 @@ def _in_float16(conf: PlannerConf, inputs: Inputs) -> tuple[PlannerConf, Inputs]
     return half, half.derived(cluster, inputs.name)
 
 
-def _comparison_note(demands: Demands) -> str:
+def _comparison_note(demands: Demands, world_size: int) -> str:
     """Which demands the simpler plans cannot meet."""
     limits = demands.limits.values()
     if not (limits or demands.equal):
@@ -321,8 +322,10 @@ def _comparison_note(demands: Demands) -> str:
     fixed = "even batches are not those that limits fix; " * any(
         each.rank_batch_size is not None for each in limits
     )
-    fixed += "even state is not what limits fix; " * any(
-        each.state_share is not None for each in limits
+    fixed += "even state is not what limits ask for; " * any(
+        each.state_share is not None
+        or (each.max_state_share is not None and each.max_state_share * world_size < 1)
+        for each in limits
     )
     return f" ({fixed.removesuffix('; ')})" if fixed else ""
 
@@ -378,7 +381,7 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
         demands=demands,
         effort=_compared(setting),
     )
-    which = "no device" if not spared else f"none of devices {', '.join(map(str, spared))}"
+    which = "no device" if not spared else f"none of devices {ranges(spared)}"
     if len(spared) == 1:
         which = f"device {spared[0]} never"
     note = (

@@ -30,7 +30,10 @@ def _solve_as(
 ) -> PlanSolution:
     """The best plan of one form that also meets ``demands``; ``near`` as in ``solve``."""
     if form.has_even_state:
-        limits = {i: replace(each, state_share=None) for i, each in demands.limits.items()}
+        limits = {
+            i: replace(each, state_share=None, max_state_share=None)
+            for i, each in demands.limits.items()
+        }
         demands = replace(demands, limits=limits)
     return solve(
         setting,
