@@ -285,11 +285,19 @@ def _hashes(tensors: Iterable[tuple[str, Tensor]]) -> list[Any]:
 
 
 def _check_same_values(of_params: list[Any], module: nn.Module, control: Channel) -> None:
-    check_same_on_all_ranks(
-        of_params + _hashes(module.named_buffers()),
-        what="initial values of the model",
-        channel=control,
-    )
+    """Raise ``ValueError`` on every rank, naming ranks and parameters, if any differ."""
+    everyones = control.exchange_objects(dict(of_params + _hashes(module.named_buffers())))
+    usual = max(everyones, key=everyones.count)
+    odd = [i for i, each in enumerate(everyones) if each != usual]
+    if odd:
+        ranks = [control.rank_by_position[i] for i in odd]
+        named = [fqn for fqn, found in usual.items() if everyones[odd[0]].get(fqn) != found]
+        more = f" and {len(named) - 3} more" if len(named) > 3 else ""
+        raise ValueError(
+            f"initial values of the model: not the same on all ranks. Ranks {ranks} have other "
+            f"ones of {', '.join(named[:3])}{more}. Seed all ranks alike before the model is "
+            "made (torch.manual_seed(0)), or load the same weights on all."
+        )
 
 
 def _warn_of_patterns(plan: Plan, fqns: Sequence[str]) -> None:
