@@ -295,6 +295,14 @@ def copy_head(pair: Pair) -> None:
     copy.deepcopy(pair.model.module.head)
 
 
+def in_ddp(pair: Pair) -> None:
+    nn.parallel.DistributedDataParallel(pair.model)
+
+
+def compiled(pair: Pair) -> None:
+    torch.compile(pair.model)
+
+
 def average(pair: Pair) -> None:
     optim.swa_utils.AveragedModel(pair.model)
 
@@ -361,6 +369,8 @@ FAULTS = [
     (freeze_one, "head.weight: requires_grad was changed"),
     (share, "cannot be shared with other processes"),
     (deep_copy, "it cannot be copied"),
+    (in_ddp, "it cannot be wrapped in DistributedDataParallel"),
+    (compiled, "Compile its units before wrapping"),
     (copy_head, "a module inside it cannot be copied"),
     (average, "ema = [p.detach().clone() for p in model.parameters()]"),
     (pickle, "Save model.state_dict() instead"),

@@ -25,6 +25,20 @@ EMA_BY_HAND = (
 )
 
 
+COMPILE_UNITS = (
+    "it cannot be compiled as a whole. Compile its units before wrapping: "
+    "shardhet.training.compiling.compile_units(module, device)"
+)
+# What torch asks a module for that it is to wrap, and why that is refused.
+WRAPPERS = {
+    "_initialize_hook": COMPILE_UNITS,  # torch.compile(model)
+    "_ddp_params_and_buffers_to_ignore": (
+        "it cannot be wrapped in DistributedDataParallel, which would give all ranks the rows "
+        "of one. It adds up the gradients of all ranks itself: use it as it is"
+    ),
+}
+
+
 class ModuleOfRows(nn.Module):
     """A base of HetFSDP: the methods that torch and users call on any module."""
 
@@ -68,6 +82,8 @@ class ModuleOfRows(nn.Module):
     def __getattr__(self, name: str) -> Any:
         """Look up attributes that HetFSDP does not have in the wrapped module."""
         module = self.__dict__.get("_modules", {}).get("module")
+        if name in WRAPPERS:
+            self._refuse(WRAPPERS[name])
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -140,10 +156,7 @@ class ModuleOfRows(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises ``RuntimeError``: what units wait for cannot be compiled."""
-        self._refuse(
-            "it cannot be compiled as a whole. Compile its units before wrapping: "
-            "shardhet.training.compiling.compile_units(module, device)"
-        )
+        self._refuse(COMPILE_UNITS)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self._refuse(f"it cannot be copied, and so not by AveragedModel. {EMA_BY_HAND}")
