@@ -709,6 +709,7 @@ def test_a_slow_cable_asks_for_stages(
     assert step is not None
     assert f"a step of 16 samples takes {step[1]}, " in simulated
     assert "of it for other stages" in simulated
+    assert "device, in the order of stages" in simulated
     assert picture.stat().st_size
     plan = Plan.load(out)
     assert plan.stages is not None
@@ -763,7 +764,7 @@ def test_nothing_is_said_of_a_link_that_the_part_alone_crosses_too() -> None:
 
 
 def test_what_is_told_beside_stages_is_of_their_memory_and_of_plans_without_them(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     reports: list[PipelineReport] = []
 
@@ -773,13 +774,16 @@ def test_what_is_told_beside_stages_is_of_their_memory_and_of_plans_without_them
 
     monkeypatch.setattr("shardhet.apps.plan.show_pipeline", shown)
     keys = ("cluster=lab", "model=gpt_125m", "max_stages=2", "global_batch_size=4")
-    plan_main([*keys, "leave_out=never", "explain=false", "baselines=false"])
+    out = tmp_path / "plan.json"
+    plan_main([*keys, "leave_out=never", "explain=false", "baselines=false", f"out={out}"])
     text = capsys.readouterr().out
     free = re.search(r"(\S+) GiB of Tesla V100-SXM2-16GB stay free", text)
     budget = re.search(r"of (\S+) \(16 on", text)
     assert free is not None
     assert budget is not None
     assert float(free[1]) + float(budget[1]) == pytest.approx(16, abs=0.06)
+    simulate_main([str(out), *keys[:2]])
+    assert f" of {budget[1]} GiB" in capsys.readouterr().out
     assert "0.39 times as long (in bfloat16 instead of float32)." in text
     in_float16 = re.search(r"Without 3 Tesla V100-SXM2-16GB .* in float16: .* 2 stages", text)
     assert in_float16 is not None  # three are left out there

@@ -39,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         conf, inputs = load(DOOR, request, SimulateConf)
         plan = _load_plan(request.files[0])
         check_outputs(trace=conf.trace, picture=conf.picture)
-        predicted, timeline = price_and_timeline(plan, inputs.setting, conf.part_of(inputs))
+        stage_of = conf.part_of(inputs, has_stages=True)
+        predicted, timeline = price_and_timeline(plan, inputs.setting, stage_of)
     except ValueError as error:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         console.print(f"{error}\nNothing was simulated.", markup=False)
@@ -70,8 +71,10 @@ def _show(
         markup=False,
     )
     console.print(source_line(inputs), markup=False)
+    # Those of a plan with stages are counted along them, as its ranks are.
+    device = "device" + ", in the order of stages" * (plan.stages is not None)
     waits = f"of it for {'links' if plan.stages is None else 'other stages'}"
-    table = figures_table("device", "busy", "waits", waits, "memory peak", wraps=True)
+    table = figures_table(device, "busy", "waits", waits, "memory peak", wraps=True)
     for row in found:
         first = row.positions[0]
         rank = timeline.ranks[first]

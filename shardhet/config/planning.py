@@ -109,10 +109,12 @@ class InputsConf(Checked):
             cluster = described() if path is None else Cluster.load(path)
         return self.derived(_only(self.hosts, self._with_margin(cluster)), model_name)
 
-    def derived(self, cluster: Cluster, model_name: str) -> Inputs:
+    def derived(
+        self, cluster: Cluster, model_name: str, *, has_stages: bool | None = None
+    ) -> Inputs:
         """Workload and profile for this cluster, from specifications.
 
-        If the number format is AUTO, it depends on the devices.
+        If the number format is AUTO, it depends on the devices.  ``has_stages`` None: as asked.
         """
         workload = self.model.to_workload(
             SampleShape(vocab_size=self.vocab_size, seq_len=self.seq_len),
@@ -122,7 +124,8 @@ class InputsConf(Checked):
             workload = workload.with_moments(self.num_moments)
         with config_errors():
             if self._has_default_margin(cluster):
-                cluster = with_libraries(cluster, has_stages=self.has_stages)
+                staged = self.has_stages if has_stages is None else has_stages
+                cluster = with_libraries(cluster, has_stages=staged)
             profile = derive.derive_profile(
                 cluster,
                 workload,
@@ -134,16 +137,18 @@ class InputsConf(Checked):
         return Inputs(setting=Setting(cluster, workload, profile), name=name)
 
     def part_of(
-        self, inputs: Inputs, *, keeps_precision: bool = True
+        self, inputs: Inputs, *, keeps_precision: bool = True, has_stages: bool | None = None
     ) -> Callable[[tuple[int, ...]], Setting]:
-        """The setting of some of the devices of ``inputs``."""
+        """The setting of some of the devices of ``inputs``, as ``derived``."""
         setting, conf = inputs.setting, self
         if self.measured is not None:
             return partial(part_of, setting)
         if keeps_precision:  # else that of these devices alone
             conf = replace(self, precision=PlannedPrecision(setting.workload.param_dtype))
         return lambda positions: (
-            conf.derived(setting.cluster.only(positions), inputs.name).setting
+            conf.derived(
+                setting.cluster.only(positions), inputs.name, has_stages=has_stages
+            ).setting
         )
 
     def _load_measured(self, folder: Path) -> Inputs:
