@@ -57,6 +57,21 @@ def test_a_sample_that_depends_on_the_others_is_refused(
     refuses(Mixing(mix), ValueError, "depends for one sample on the other samples")
 
 
+class WideLoss(Net):
+    """Is in float32, and computes its loss in float64."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (super().forward(x).double() - y).square().sum()
+
+
+def test_a_loss_may_be_wider_than_the_model() -> None:
+    torch.manual_seed(0)
+    reference = WideLoss(linear).float()
+    model = HetFSDP(copy.deepcopy(reference), ALONE, units=UNITS)
+    x, y = draw(5, WIDTH).float(), draw(5, 3)
+    assert model.backward(model(x, y), 5) == pytest.approx(float(reference(x, y) / 5), rel=1e-5)
+
+
 class Segments(nn.Module):
     """Adds the sum of those rows that lie in the same of some segments."""
 

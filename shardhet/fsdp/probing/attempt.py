@@ -339,10 +339,11 @@ class Attempt:
 
     @property
     def _eps(self) -> float:
-        """Epsilon of the narrowest dtype of a loss."""
+        """Epsilon of the narrowest dtype of a loss; float32's if one is computed from that."""
         outputs = [t for t in tensors_in(self._outputs["large"]) if t.dim() == 0]
         dtypes = [t.dtype for t in outputs if t.is_floating_point()]
-        return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+        computed = min(self.probe.eps if self.probe else 0.0, torch.finfo(torch.float32).eps)
+        return max((max(torch.finfo(each).eps, computed) for each in dtypes), default=0.0)
 
     def empty_output(self) -> bytes | None:
         """The output for no samples, on the meta device, pickled; None if it is not known."""
