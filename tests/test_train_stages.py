@@ -1,10 +1,14 @@
 """Training a plan with stages from a command line: curves, checkpoints, traces, refusals."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from shardhet.apps.launch import launch
+from shardhet.config.training import LinkConf
 from tests.programs import run
 from tests.test_train import ALONE, FAILING_RANK, QUICK, losses, metrics
 
@@ -35,6 +39,17 @@ THREE = (
     'plan.stages=[{units:[embedding],num_ranks:1},{units:["blocks.*"],num_ranks:1},'
     "{units:[head],num_ranks:1,in_flight:1}]",
 )
+
+
+def test_a_limited_link_is_said_to_carry_all_over_gloo_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else ranks of one host hand rows over in memory that they share."""
+    made = SimpleNamespace(publish=lambda: None, address="10.0.0.1")
+    monkeypatch.setattr(launch, "emulated_link", lambda *_: nullcontext(made))
+    with launch._joined_by(LinkConf(first_ranks=1, mbit_per_s=20)) as address:
+        assert address == "10.0.0.1"
+    assert "crosses it with transport=gloo only" in capsys.readouterr().out
 
 
 def train(tmp_path: Path, name: str, *keys: str) -> Path:

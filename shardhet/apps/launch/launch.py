@@ -116,7 +116,8 @@ def _joined_by(link: LinkConf | None) -> Iterator[str]:
         made.publish()
         console.print(
             f"the first {link.first_ranks} ranks and the others are joined by "
-            f"{link.mbit_per_s:g} Mbit/s, which the system limits (tc)",
+            f"{link.mbit_per_s:g} Mbit/s, which the system limits (tc); all that they send "
+            "crosses it with transport=gloo only",
             markup=False,
         )
         yield made.address
