@@ -19,6 +19,8 @@ from shardhet.fsdp.state_door import ModuleWithState
 from shardhet.records.codec import meant
 from shardhet.records.plan import Plan
 
+_DISPATCH = torch.Tensor.__torch_dispatch__  # of parameters that are plain memory
+
 
 def _check_wrapped(module: Any, plan: Any) -> None:
     """Raise for what is no module, is wrapped already, or is no plan."""
@@ -37,6 +39,14 @@ def _check_wrapped(module: Any, plan: Any) -> None:
             f"HetFSDP: {sharded[0]} is a DTensor: the module is sharded already, perhaps by "
             "fully_shard. Give the plain module."
         )
+    for fqn, param in module.named_parameters():
+        kind = type(param)
+        if nn.Parameter not in kind.__mro__ or kind.__torch_dispatch__ != _DISPATCH:
+            raise ValueError(
+                f"HetFSDP: {fqn} is a {kind.__name__}, a class of tensors whose meaning rows "
+                "would not have (as torchao's quantized weights are). Make it a plain "
+                "parameter, or one of a subclass of nn.Parameter, before wrapping."
+            )
     if any(isinstance(m, ModuleWithState) for m in module.modules()) or any(
         map(are_rows, module.parameters())
     ):

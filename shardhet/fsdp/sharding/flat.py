@@ -124,8 +124,7 @@ class FlatTensor:
             nn.Parameter(view, requires_grad=self.is_trainable)
             for view in _params_in(self._unsharded.data, layout, slots)
         ]
-        for sharded, whole in zip(self.sharded_params, self.unsharded_params, strict=True):
-            whole.__dict__ = sharded.__dict__  # what a user's attributes say is of both
+        self._keep_what_users_gave()
         if not self._is_shard_itself:
             self._unsharded.untyped_storage().resize_(0)
         self.residence.follow_rows(self.flat_shard)
@@ -136,6 +135,15 @@ class FlatTensor:
 
         self._gather: Pending | None = None
         self._gathered: Any = None  # the event at its end, where streams wait and not the host
+
+    def _keep_what_users_gave(self) -> None:
+        """Attributes and the class of each parameter, of its rows and of the whole."""
+        each = zip(self.slots, self.sharded_params, self.unsharded_params, strict=True)
+        for slot, sharded, whole in each:
+            whole.__dict__ = sharded.__dict__
+            whole.__class__ = type(slot.current)
+            if self.is_trainable:  # frozen rows have one of ours
+                sharded.__class__ = type(slot.current)
 
     # Layout #
 
