@@ -124,7 +124,8 @@ class FlatTensor:
             nn.Parameter(view, requires_grad=self.is_trainable)
             for view in _params_in(self._unsharded.data, layout, slots)
         ]
-        self._keep_what_users_gave()
+        for i, slot in enumerate(slots):
+            _keep_kind(slot.current, self.sharded_params[i], self.unsharded_params[i])
         if not self._is_shard_itself:
             self._unsharded.untyped_storage().resize_(0)
         self.residence.follow_rows(self.flat_shard)
@@ -135,15 +136,6 @@ class FlatTensor:
 
         self._gather: Pending | None = None
         self._gathered: Any = None  # the event at its end, where streams wait and not the host
-
-    def _keep_what_users_gave(self) -> None:
-        """Attributes and the class of each parameter, of its rows and of the whole."""
-        each = zip(self.slots, self.sharded_params, self.unsharded_params, strict=True)
-        for slot, sharded, whole in each:
-            whole.__dict__ = sharded.__dict__
-            whole.__class__ = type(slot.current)
-            if self.is_trainable:  # frozen rows have one of ours
-                sharded.__class__ = type(slot.current)
 
     # Layout #
 
@@ -340,6 +332,14 @@ class FlatTensor:
         """Drop the gradients of an unfinished or invalid step."""
         forget_autograds(self.unsharded_params)
         self.grad.drop()
+
+
+def _keep_kind(given: nn.Parameter, sharded: nn.Parameter, whole: nn.Parameter) -> None:
+    """Let what stands for a parameter have its class, and the same attributes."""
+    whole.__dict__ = sharded.__dict__
+    whole.__class__ = type(given)
+    if sharded.requires_grad:  # frozen rows have a class of ours
+        sharded.__class__ = type(given)
 
 
 def _params_in(whole: Tensor, layout: FlatLayout, slots: Sequence[ParamSlot]) -> list[Tensor]:
