@@ -153,7 +153,7 @@ class Examiner:
             is_differentiable=seen.is_differentiable,
             counts=bool(seen.counted),
         )
-        with self._runner.counting_once(large, seen):
+        with self._runner.counting_once(seen):
             return self._compare(seen, large, rules)
 
     def _compare(
@@ -264,7 +264,7 @@ class Examiner:
 
     def in_parts(self, call: ProbedCall, rules: VisitRules, seen: Seen | None) -> Any:
         """The output of a call with known rules for all samples of the large batch."""
-        with self._runner.counting_once(call, seen):
+        with self._runner.counting_once(seen):
             output = self._runner.run(call)
             if not (self._splits and rules.is_batched):
                 return output

@@ -91,8 +91,9 @@ class CallRunner:
         self._watcher = watcher
         self._device = device
         self._has_gradients = has_gradients
-        # Of the call in progress, if it changes numbers: what they are before every run.
+        # Of the call in progress, if it changes numbers: before every run, and after it.
         self._began_with: Mapping[Number, Any] = {}
+        self._counted: Mapping[Number, Any] = {}
 
     def run(
         self, call: ProbedCall, *, with_graph: bool = False, leaves: Sequence[Tensor] = ()
@@ -134,7 +135,14 @@ class CallRunner:
         ):
             raise Refusal(ValueError(changes_arguments(call.fqn, "a list or dict")))
         _check_plain(call.fqn, output)
+        self._check_counted(call)
         return output
+
+    def _check_counted(self, call: ProbedCall) -> None:
+        now = numbers(self.module_of(call)) if self._counted else {}
+        for key, value in self._counted.items():
+            if now.get(key) != value:
+                raise Refusal(ValueError(_counts(call.fqn, key[1])))
 
     def module_of(self, call: ProbedCall) -> nn.Module:
         """The module that is called."""
@@ -143,23 +151,19 @@ class CallRunner:
         return nn.Module() if is_function else self._module.get_submodule(call.fqn)
 
     @contextmanager
-    def counting_once(self, call: ProbedCall, seen: "Seen | None") -> Iterator[None]:
+    def counting_once(self, seen: "Seen | None") -> Iterator[None]:
         """A context for runs of one call, which all begin with the numbers of a call ``seen``.
 
-        Raises ``Refusal`` if one that counts depends on the samples.
+        Runs raise ``Refusal`` if one that counts depends on the samples.
         """
         if seen is None or not seen.counted:
             yield
             return
-        self._began_with = seen.began_with
+        self._began_with, self._counted = seen.began_with, seen.counted
         try:
             yield
         finally:
-            self._began_with = {}
-        now = numbers(self.module_of(call))
-        for key, value in seen.counted.items():
-            if now.get(key) != value:
-                raise Refusal(ValueError(_counts(call.fqn, key[1])))
+            self._began_with, self._counted = {}, {}
 
     def look(self, call: ProbedCall) -> tuple[Seen, Any]:
         """The call's result, as a record of copies and as it is.
