@@ -18,10 +18,19 @@ MARKS = "not alone and not campaign"
 
 def copy_tree(tree: Path) -> None:
     """Copy what the tests need to ``tree``."""
-    for part in ("shardhet", "tests", "experiments", "conf"):
+    for part in ("shardhet", "tests", "experiments", "conf", "docs"):
         shutil.copytree(REPOSITORY / part, tree / part)
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(REPOSITORY / name, tree)
+
+
+def passes_unchanged(test: str, *, limit_s: float) -> bool:
+    """Whether a test passes on a copy that reads as the tree does."""
+    with TemporaryDirectory() as folder:
+        tree = Path(folder, "tree")
+        copy_tree(tree)
+        done = run_tests(tree, [test], limit_s=limit_s)
+    return done is not None and has_passed(done)
 
 
 @contextmanager
