@@ -607,6 +607,40 @@ def test_what_is_odd_is_as_in_one_process_or_refused(oddity: str, has_stages: bo
 # Checkpoints
 
 
+ORDER = [0, 1, 2, 3]  # of the blocks; nothing that a probe sees
+
+
+class InAnyOrder(Odd):
+    """Its blocks are called in an order that may change."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Any:
+        x = self.embedding(inputs)
+        for i in ORDER:
+            x = self.blocks[i](x)
+        return self.head(x).square().sum() + 0.0 * targets.sum(), len(x)
+
+
+def _calls_others_in_another_order(rank: int, plan: Plan) -> None:
+    torch.manual_seed(0)
+    model = HetFSDP(InAnyOrder().double(), plan)
+    for step in range(2):
+        inputs, targets = batch_of(plan.global_batch_size, step)
+        mine = plan.sample_indices(model.position)
+        if rank == 2 and step:  # blocks of the stages before it, which it only stands in for
+            ORDER[:2] = [1, 0]
+        model.forward_backward(inputs[mine], targets[mine])
+
+
+def test_units_of_other_stages_have_the_order_of_the_first_step() -> None:
+    plan = staged([2, 2, 2], [1, 1, 1])
+    for outcome in run_ranks_expecting_failure(_calls_others_in_another_order, 3, plan):
+        words = "unit 'blocks.1' was called at place 1 of forward, where 'blocks.0' was"
+        assert words in outcome.message
+
+
 def _saved(rank: int, plan: Plan, other: Plan, folder: str) -> None:
     torch.manual_seed(0)
     module = Leaky("late").double()
