@@ -34,6 +34,7 @@ from tests.trainer_options import (  # noqa: E402  # needs transformers
     with_option,
 )
 
+ANSWER = ("start_positions", "end_positions")
 FIRST_CASE_S = 110.0  # every rank imports transformers once, on a busy machine slowly
 TRIED_IN_STAGES = [("long", "float64"), ("padded, tokens seen", "float64")] + [
     ("accumulation", "float64")
@@ -479,6 +480,52 @@ def test_streams_are_refused(kind: Any, tmp_path: Path) -> None:
         trainer.train()
     with pytest.raises(ValueError, match="dataset for evaluation cannot be dealt out"):
         trainer.evaluate(stream)
+
+
+def pad_to_longest(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """As transformers' DataCollatorWithPadding does."""
+    inputs = [row["input_ids"] for row in rows]
+    batch = {name: torch.stack([row[name] for row in rows]) for name in ANSWER}
+    batch["input_ids"] = nn.utils.rnn.pad_sequence(inputs, batch_first=True)
+    return {**batch, "attention_mask": (batch["input_ids"] != 0).long()}
+
+
+def train_on_answers(trainer_class: Any, folder: str, **options: Any) -> Any:
+    """Answers are places among all tokens of a batch, padded ones too."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=VOCAB_SIZE,
+        **TRANSFORMERS_SHAPE,
+        num_hidden_layers=1,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    samples = [
+        {"input_ids": torch.arange(4, 6 + i), **dict.fromkeys(ANSWER, torch.tensor(i % 2))}
+        for i in range(12)
+    ]
+    args = arguments(folder, max_steps=2, logging_steps=1, per_device_eval_batch_size=3)
+    if trainer_class is transformers.Trainer:
+        args.per_device_train_batch_size, args.per_device_eval_batch_size = 7, 9
+    model = transformers.BertForQuestionAnswering(config).double()
+    options |= {"train_dataset": samples, "eval_dataset": samples}
+    trainer = trainer_class(model, args, data_collator=pad_to_longest, **options)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [*losses, trainer.evaluate()["eval_loss"]]
+
+
+def answers_by_plan(rank: int, folder: str) -> Any:
+    from shardhet.hf import HetTrainer
+
+    with as_torchrun_starts(rank, PLAN.world_size):
+        return train_on_answers(HetTrainer, folder, plan=PLAN)
+
+
+def test_batches_are_padded_alike_where_losses_depend_on_it(tmp_path: Path) -> None:
+    found = run_ranks(answers_by_plan, 3, str(tmp_path), timeout_s=FIRST_CASE_S)[0]
+    plain = train_on_answers(transformers.Trainer, str(tmp_path))
+    assert found == pytest.approx(plain, rel=LOGGED_BAR["float64"])
 
 
 def test_answers_outside_of_their_texts_are_refused(tmp_path: Path) -> None:

@@ -1,15 +1,24 @@
 """The data loaders of a HetTrainer: what transformers would load, dealt out by plan."""
 
 import copy
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from accelerate.data_loader import SeedableRandomSampler
+from torch import Tensor
 from torch.utils.data import IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from shardhet.comm import devices
-from shardhet.hf.dealing import PlanLoader, Share
+from shardhet.hf.dealing import PlanLoader, Share, num_rows, rows_of
+from shardhet.hf.losses import LOW_PRECISION_TOLERANCE, TOLERANCE
 from shardhet.hf.view import TrainerView
+from shardhet.records.layout import Span
+from shardhet.training.resuming import random_states, restore_random_states
+
+NUM_LOOKED_AT = 8  # samples whose widths are compared
+logger = logging.getLogger(__name__)
 
 
 def training_loader(trainer: TrainerView) -> PlanLoader:
@@ -77,6 +86,12 @@ def plan_loader(
         dataset = trainer._remove_unused_columns(dataset, description=description)
         collate = trainer.data_collator
     plan, position = trainer.plan, trainer.het.position
+    if trainer.padding_matters is None:
+        states = random_states(trainer.het.device)
+        trainer.padding_matters = _padding_matters(
+            trainer, dataset, collate, is_training=is_training
+        )
+        restore_random_states(states, trainer.het.device)
     if is_training:
         batch_size, share = plan.global_batch_size, Share.of_step(plan, position)
     else:
@@ -90,13 +105,63 @@ def plan_loader(
         share,
         collate_fn=collate,
         drop_last=args.dataloader_drop_last,
-        collates_whole_batch=trainer.collates_whole,
+        collates_whole_batch=trainer.collates_whole or bool(trainer.padding_matters),
         num_workers=args.dataloader_num_workers,
         pin_memory=args.dataloader_pin_memory and not devices.is_on_host(args.device),
         persistent_workers=args.dataloader_persistent_workers,
         prefetch_factor=args.dataloader_prefetch_factor,
         multiprocessing_context=args.dataloader_multiprocessing_context,
     )
+
+
+def _padding_matters(
+    trainer: TrainerView,
+    dataset: Any,
+    collate: Callable[[list[Any]], Any],
+    *,
+    is_training: bool,
+) -> bool | None:
+    """Whether a sample's loss depends on what it is collated with, as the places of answers do
+    among padded tokens; None if no samples of unlike widths were met.  Collective.
+
+    Each rank would pad to its own longest sample, but one process to that of the whole batch.
+    """
+    num = len(dataset)
+    samples = [dataset[i] for i in range(0, num, max(1, num // NUM_LOOKED_AT))][:NUM_LOOKED_AT]
+
+    def collated(*chosen: Any) -> Any:  # of copies: some collators pad samples in place
+        return trainer._prepare_inputs(dict(collate(copy.deepcopy(list(chosen)))))
+
+    widths = [_widths(collated(sample)) for sample in samples]
+    if not widths or min(widths) == max(widths):
+        return None
+    short, wide = (samples[widths.index(each)] for each in (min(widths), max(widths)))
+    alone, beside = collated(short, short), collated(short, short, wide)
+    names = trainer.label_names
+    has_labels = bool(names) and all(alone.get(name) is not None for name in names)
+    if (num_rows(alone), num_rows(beside)) != (2, 3) or not (is_training or has_labels):
+        return None
+    of_rank = Span(0, 2 if trainer.plan.ranks[trainer.het.position].rank_batch_size else 0)
+    losses = [trainer.rank_loss.untrained(rows_of(each, of_rank)) for each in (alone, beside)]
+    tolerance = TOLERANCE.get(losses[0].dtype, LOW_PRECISION_TOLERANCE)
+    if torch.is_autocast_enabled(losses[0].device.type) or trainer.args.bf16:
+        tolerance = LOW_PRECISION_TOLERANCE
+    first, second = map(float, losses)
+    is_other = abs(first - second) > tolerance * max(abs(first), 1e-12)
+    matters = any(row[0] for row in trainer.het.exchange([float(is_other)]))
+    if matters and trainer.het.rank == 0:
+        logger.warning(
+            "HetTrainer: losses depend on how far a batch is padded, so every rank collates "
+            "whole batches. Pad all samples to one length to spare it that."
+        )
+    return matters
+
+
+def _widths(batch: Any) -> list[int]:
+    """The elements of a sample in each tensor of a collated batch."""
+    return [
+        each[0].numel() for each in batch.values() if isinstance(each, Tensor) and each.dim()
+    ]
 
 
 def _seedable(sampler: Any, dataset: Any, data_seed: int | None) -> Any:

@@ -53,6 +53,17 @@ class RankLoss:
                 self._trainer.het, tried, names, loss_of, predicts_next=self.predicts_next
             )
 
+    @torch.no_grad()
+    def untrained(self, inputs: dict[str, Any]) -> Tensor:
+        """What ``compute_loss`` says of samples that are only looked at.  Collective."""
+        trainer = self._trainer
+        was_training = trainer.het.training
+        trainer.het.eval()
+        with trainer.compute_loss_context_manager():
+            loss, _ = self._loss(inputs, with_outputs=False)
+        trainer.het.train(was_training)
+        return loss
+
     @contextmanager
     def _said_to_be(self, number: float) -> Iterator[None]:
         """A context in which a batch is said to have another number of items than one."""

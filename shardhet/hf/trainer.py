@@ -72,7 +72,7 @@ class HetTrainer(TrainerView):
                 ``Plan.by_hand(microbatch_sizes=[2, 2, 15])``.
             collates_whole_batch: let every rank collate the whole global batch and take its
                 rows, so that what a collator draws does not depend on the plan.  None does so
-                if the collator masks at random, and in stages, which pad alike.
+                if it masks at random, if losses depend on padding, and in stages.
             options: options of HetFSDP, for instance ``{"units": [...]}``.
             hang_timeout_s: of ``shardhet.watch_ranks``; None or 0 leaves it out.
             kwargs: further arguments of Trainer.
@@ -89,7 +89,7 @@ class HetTrainer(TrainerView):
         watch_ranks(hang_timeout_s=hang_timeout_s, device=wrapped.device)
         self.het = self.model_wrapped = wrapped
         check_optimizer(self.optimizer, {id(p) for p in wrapped.parameters()})
-        self.collates_whole = _collates_whole(self, collates_whole_batch)
+        _choose_collating(self, collates_whole_batch)
         self._args_as_given = given
         self.rank_loss = (RankLoss if self.plan.stages is None else StagedLoss)(self)
         self.loss_scaler = LossScaler(wrapped.device) if args.fp16 else None
@@ -331,11 +331,16 @@ def _checked_plan(
     return plan if isinstance(plan, Plan) else Plan.by_hand(microbatch_sizes=plan)
 
 
-def _collates_whole(trainer: TrainerView, wanted: bool | None) -> bool:
+def _choose_collating(trainer: TrainerView, wanted: bool | None) -> None:
+    """Set whether ranks collate whole batches; that of padding is found out later if open."""
     if wanted is False:
         trainer.plan.refuse_stages("collates_whole_batch=False", "All stages pad alike")
     is_masking = getattr(trainer.data_collator, "mlm", False)
-    return is_masking or trainer.plan.stages is not None if wanted is None else wanted
+    must = is_masking or trainer.plan.stages is not None
+    trainer.collates_whole = must if wanted is None else wanted
+    num_computing = sum(rank.rank_batch_size > 0 for rank in trainer.plan.ranks)
+    is_open = wanted is None and not trainer.collates_whole and num_computing > 1
+    trainer.padding_matters = None if is_open else False
 
 
 def _wrapped(

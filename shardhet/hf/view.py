@@ -18,7 +18,9 @@ class TrainerView(Trainer):
 
     het: HetFSDP
     plan: Plan
+    rank_loss: Any  # a RankLoss
     collates_whole: bool  # every rank collates the whole batch and takes its rows
+    padding_matters: bool | None  # so that it does so, too; None: not known yet
     loss_scaler: LossScaler | None  # with fp16=True
     train_loader: PlanLoader | None  # of the last or present training
 
