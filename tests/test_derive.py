@@ -143,6 +143,8 @@ def test_only_cards_with_units_for_16_bits_have_tensor_arithmetic() -> None:
     assert arithmetic_of(KIND, "float32") is Arithmetic.PLAIN
     old = replace(KIND, peak_flops_per_s=(("float32", 1e9), ("float16", 1e9)))
     assert arithmetic_of(old, "float16") is Arithmetic.PLAIN
+    least = replace(KIND, peak_flops_per_s=(("float32", 2e9), ("float16", 3e9)))
+    assert arithmetic_of(least, "float16") is Arithmetic.TENSOR
 
 
 def cluster(*counts: int, regions: tuple[str, ...] = (), kind: str = KIND.kind) -> Cluster:

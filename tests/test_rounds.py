@@ -2,6 +2,7 @@
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -266,7 +267,12 @@ def _dropped(rank: int) -> None:
     model, module = make(plan)
     inputs, targets = tokens(plan.global_batch_size)
     run_round(model, 0, inputs, targets)
-    model.drop_rounds()
+    walk = model._runtime._walk
+    in_flight = [unit for units in walk._in_flight.values() for unit in units]
+    assert in_flight
+    with mock.patch.object(walk, "_wait", wraps=walk._wait) as wait:
+        model.drop_rounds()  # what is in flight would write to what is dropped
+    assert [call.args[1] for call in wait.call_args_list] == in_flight
     for _ in range(2):
         own = plan.sample_indices(model.position)
         model.zero_grad()
