@@ -339,3 +339,20 @@ def test_an_adapter_opens_with_peft(tmp_path: Path) -> None:
     torch.manual_seed(1)
     _llama().save_pretrained(tmp_path / "base")
     run_ranks(adapt_and_save, 3, str(tmp_path), timeout_s=FIRST_CASE_S)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks transformers by an old name
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig"])
+def test_a_prompt_opens_with_peft(kind: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from shardhet.hf import save_pretrained
+
+    torch.manual_seed(1)
+    plain = _llama().eval()
+    base = copy.deepcopy(plain)
+    config = getattr(peft, kind)(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(plain, config).eval()
+    words = torch.randint(4, 60, (2, 9))
+    expected = logits(adapted, words)
+    save_pretrained(HetFSDP(adapted, ONE), tmp_path)
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(base, tmp_path), words), expected)

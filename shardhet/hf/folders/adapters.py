@@ -44,6 +44,8 @@ def adapter_state(
     """The part of the model's ``tensors`` that PEFT saves, under PEFT's names."""
     from peft import get_peft_model_state_dict
 
+    if module.peft_config[adapter].is_prompt_learning:
+        return {"prompt_embeddings": _prompt(module, adapter, tensors)}
     saved: dict[str, Tensor] = get_peft_model_state_dict(
         module, state_dict=dict(tensors), adapter_name=adapter, save_embedding_layers=False
     )
@@ -52,6 +54,37 @@ def adapter_state(
 
 def adapter_fqns(module: Any, adapter: str, shapes: Mapping[str, torch.Size]) -> set[str]:
     """The names of the model's tensors that PEFT saves for an adapter."""
+    if module.peft_config[adapter].is_prompt_learning:
+        _check_prompt(module.peft_config[adapter])
+        return {fqn for fqn in shapes if fqn.startswith(_prompt_encoder(adapter))}
     tensors = {fqn: torch.empty(shape, device="meta") for fqn, shape in shapes.items()}
     kept = {id(tensor) for tensor in adapter_state(module, adapter, tensors).values()}
     return {fqn for fqn, tensor in tensors.items() if id(tensor) in kept}
+
+
+def _check_prompt(config: Any) -> None:
+    if config.peft_type not in ("PROMPT_TUNING", "P_TUNING"):
+        raise ValueError(
+            f"save_pretrained: prompts of {config.peft_type.value} are not saved. Use "
+            "model.state_dict(), which is whole on rank zero."
+        )
+
+
+def _prompt_encoder(adapter: str) -> str:
+    return f"prompt_encoder.{adapter}."
+
+
+def _prompt(module: Any, adapter: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The embeddings of a prompt, which PEFT saves in place of what they are computed from."""
+    from peft import PromptEncoder
+
+    config, prefix = module.peft_config[adapter], _prompt_encoder(adapter)
+    own = {fqn.removeprefix(prefix): t for fqn, t in tensors.items() if fqn.startswith(prefix)}
+    if config.peft_type == "PROMPT_TUNING" or config.inference_mode:
+        return own["embedding.weight"]
+    with torch.device("meta"):
+        encoder = PromptEncoder(config)  # HetFSDP's has rows only
+    tokens = module.prompt_tokens[adapter][None].to(own["embedding.weight"].device)
+    with torch.no_grad():
+        found: Tensor = torch.func.functional_call(encoder, own, (tokens,))
+    return found[0]
