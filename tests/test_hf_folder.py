@@ -342,6 +342,30 @@ def test_an_adapter_opens_with_peft(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks transformers by an old name
+def test_embeddings_of_another_size_than_the_base_models_are_saved_with_an_adapter(
+    tmp_path: Path,
+) -> None:
+    peft = pytest.importorskip("peft")
+    from shardhet.hf import save_pretrained
+
+    torch.manual_seed(1)
+    _llama().save_pretrained(tmp_path / "base")
+
+    def resized() -> Any:
+        plain: Any = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
+        plain.resize_token_embeddings(plain.config.vocab_size + 3)
+        return plain
+
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(resized(), config).eval()
+    words = torch.arange(4, adapted.config.vocab_size)[None]
+    expected = logits(adapted, words)
+    save_pretrained(HetFSDP(adapted, ONE), tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(resized(), tmp_path / "adapter").eval()
+    assert torch.equal(logits(again, words), expected)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks transformers by an old name
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig"])
 def test_a_prompt_opens_with_peft(kind: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")

@@ -47,9 +47,27 @@ def adapter_state(
     if module.peft_config[adapter].is_prompt_learning:
         return {"prompt_embeddings": _prompt(module, adapter, tensors)}
     saved: dict[str, Tensor] = get_peft_model_state_dict(
-        module, state_dict=dict(tensors), adapter_name=adapter, save_embedding_layers=False
+        module,
+        state_dict=dict(tensors),
+        adapter_name=adapter,
+        save_embedding_layers=_was_resized(module, adapter),
     )
     return saved
+
+
+def _was_resized(module: Any, adapter: str) -> bool:
+    """Whether embeddings have another number of tokens than the base model on this host has.
+
+    The base model does not hold them then.  PEFT looks for it on the network, too.
+    """
+    base, config = module.peft_config[adapter].base_model_name_or_path, module.config
+    if not base or not hasattr(config, "vocab_size"):
+        return False
+    try:
+        saved = type(config).from_pretrained(base, local_files_only=True)
+    except (OSError, ValueError):
+        return False
+    return bool(saved.vocab_size != config.vocab_size)
 
 
 def adapter_fqns(module: Any, adapter: str, shapes: Mapping[str, torch.Size]) -> set[str]:
