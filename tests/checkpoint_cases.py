@@ -113,6 +113,21 @@ def make_optimizer(model: nn.Module, kind: str) -> optim.Optimizer:
     return optimizer
 
 
+class Together:
+    """Several optimizers that step together."""
+
+    def __init__(self, *each: optim.Optimizer) -> None:
+        self.each = list(each)
+
+    def step(self) -> None:
+        for each in self.each:
+            each.step()
+
+    def zero_grad(self) -> None:
+        for each in self.each:
+            each.zero_grad()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A model, saved under one plan and loaded under another; None is a plain module."""

@@ -17,6 +17,7 @@ from shardhet.checkpoint.format.reading import SavedCheckpoint
 from tests.checkpoint_cases import (
     Odd,
     OddBlock,
+    Together,
     check_same,
     draw_plan,
     make_optimizer,
@@ -223,50 +224,38 @@ def test_groups_may_be_finer_and_else_are_named(tmp_path: Path) -> None:
     assert "holds the state of AdamW, not of SGD" in other
 
 
-class Two:
+def two_of(model: nn.Module, first: Any = optim.AdamW, second: Any = optim.SGD) -> Together:
     """Two optimizers, each of every other parameter."""
-
-    def __init__(
-        self, model: nn.Module, first: Any = optim.AdamW, second: Any = optim.SGD
-    ) -> None:
-        params = [param for param in model.parameters() if param.requires_grad]
-        momentum = {"momentum": 0.9} if second is optim.SGD else {}
-        halves = [{"params": params[1:4:2]}, {"params": params[5::2], "lr": 0.02}]
-        self.each = [first(params[::2], lr=0.01), second(halves, lr=0.01, **momentum)]
-
-    def step(self) -> None:
-        for each in self.each:
-            each.step()
-
-    def zero_grad(self) -> None:
-        for each in self.each:
-            each.zero_grad()
+    params = [param for param in model.parameters() if param.requires_grad]
+    momentum = {"momentum": 0.9} if second is optim.SGD else {}
+    halves = [{"params": params[1:4:2]}, {"params": params[5::2], "lr": 0.02}]
+    return Together(first(params[::2], lr=0.01), second(halves, lr=0.01, **momentum))
 
 
 def keep_two_optimizers(rank: int, folder: Path) -> list[str]:
     model = wrap(Odd().double(), THREE, seed=7)
-    two = Two(model)
+    two = two_of(model)
     train(model, two, range(2))
     save(model, two.each, folder / "saved")
     saved = [whole_state(model, each) for each in two.each]
     expected = train(model, two, range(2, 4))
     again = wrap(Odd().double(), draw_plan(random.Random(1), 3), seed=8)
-    others = Two(again)
+    others = two_of(again)
     load(again, others.each[::-1], folder / "saved")  # each has the states of its parameters
     for each, state in zip(others.each, saved, strict=True):
         check_same(whole_state(again, each), state)
     assert train(again, others, range(2, 4)) == pytest.approx(expected, rel=1e-12)
     plain = Odd().double()
-    load(plain, Two(plain).each, folder / "saved")
+    load(plain, two_of(plain).each, folder / "saved")
     one = optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.01)
     save(model, one, folder / "one")
     load(
-        model, Two(model, second=optim.AdamW).each, folder / "one"
+        model, two_of(model, second=optim.AdamW).each, folder / "one"
     )  # of one class they are one
     return [
         message_of(lambda: load(model, two.each[0], folder / "saved")),
         message_of(
-            lambda: load(model, Two(model, optim.SGD, optim.AdamW).each, folder / "saved")
+            lambda: load(model, two_of(model, optim.SGD, optim.AdamW).each, folder / "saved")
         ),
         message_of(lambda: save(model, [*two.each, one], folder / "others")),
         message_of(lambda: save(model, two.each[: 1 + (rank == 2)], folder / "others")),

@@ -22,6 +22,7 @@ from shardhet.records.plan import PlannedUnit
 from tests.checkpoint_cases import (
     OPTIMIZERS,
     Odd,
+    Together,
     batch_of,
     check_same,
     draw_plan,
@@ -121,29 +122,19 @@ def test_what_cannot_move_is_refused_by_name_on_all_ranks_and_nothing_changes() 
     run_ranks(refuse, 2)
 
 
-class Two:
+def two_of(model: nn.Module) -> Together:
     """Two optimizers, each of every other parameter."""
-
-    def __init__(self, model: nn.Module) -> None:
-        params = list(model.parameters())
-        self.each = [
-            torch.optim.AdamW(params[::2], lr=1e-2),
-            torch.optim.SGD(params[1::2], lr=1e-2, momentum=0.9),
-        ]
-
-    def step(self) -> None:
-        for each in self.each:
-            each.step()
-
-    def zero_grad(self) -> None:
-        for each in self.each:
-            each.zero_grad()
+    params = list(model.parameters())
+    return Together(
+        torch.optim.AdamW(params[::2], lr=1e-2),
+        torch.optim.SGD(params[1::2], lr=1e-2, momentum=0.9),
+    )
 
 
 def move_two_optimizers(rank: int, forgets: bool) -> None:
     rng = random.Random(6)
     plain, model = make(1), wrap(make(1), draw_plan(rng, 2))
-    optimizers: list[Any] = [Two(plain), Two(model)]
+    optimizers: list[Any] = [two_of(plain), two_of(model)]
     for i in range(2):
         train(plain, optimizers[0], range(i, i + 1))
         train(model, optimizers[1], range(i, i + 1))

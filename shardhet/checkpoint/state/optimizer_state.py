@@ -65,6 +65,7 @@ def groups_of(
     """
     known = part_by_param(parts)
     groups: list[dict[str, Any]] = []
+    seen: set[str] = set()
     for number, group in enumerate(g for each in optimizers for g in each.param_groups):
         fqns = []
         for i, param in enumerate(group["params"]):
@@ -74,13 +75,13 @@ def groups_of(
                     "one of the model's. Make the optimizer from model.parameters()."
                 )
             fqns.append(known[param].fqn)
-        twice = {fqn for other in groups for fqn in other["params"]} & set(fqns)
-        if twice:
+        if twice := seen.intersection(fqns):
             raise CheckpointError(
                 f"optimizer: {some(sorted(twice))} are in two optimizers, whose states would "
                 "have one name. Give each parameter to one optimizer, or save with "
                 "optimizer=None."
             )
+        seen.update(fqns)
         options = {
             name: _plain_option(value, f"optimizer: {name} of group {number}")
             for name, value in group.items()

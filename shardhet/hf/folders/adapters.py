@@ -60,7 +60,8 @@ def _was_resized(module: Any, adapter: str) -> bool:
 
     The base model does not hold them then.  PEFT looks for it on the network, too.
     """
-    base, config = module.peft_config[adapter].base_model_name_or_path, module.config
+    base = module.peft_config[adapter].base_model_name_or_path
+    config: Any = getattr(module, "config", None)
     if not base or not hasattr(config, "vocab_size"):
         return False
     try:
