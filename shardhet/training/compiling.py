@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor import config as inductor_config
 from torch.utils._pytree import tree_leaves
@@ -69,9 +70,7 @@ class CompiledForward:
         self._forward = forward
         self._is_eager = False
         self._has_run = False
-        self._compiled = torch.compile(  # type: ignore[call-overload] # recompile_limit
-            forward, backend=backend, recompile_limit=MAX_VARIANTS
-        )
+        self._compiled = torch.compile(forward, backend=backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_eager:
@@ -81,7 +80,10 @@ class CompiledForward:
                 torch._dynamo.maybe_mark_dynamic(leaf, 0)  # microbatches may be ragged
         try:
             # Random numbers as in eager mode, so that recomputation draws the same as forward.
-            with inductor_config.patch(fallback_random=True):
+            with (
+                inductor_config.patch(fallback_random=True),
+                dynamo_config.patch(recompile_limit=MAX_VARIANTS),
+            ):
                 output = self._compiled(*args, **kwargs)
         except TorchDynamoException as error:
             if self._has_run:  # a compiled forward must not be recomputed eagerly
