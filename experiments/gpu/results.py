@@ -1,5 +1,6 @@
 """One number per row, and what parts, tables and the file on disk share of them."""
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,14 +71,16 @@ class Ledger:
     def __init__(self, path: Path | None) -> None:
         self.rows: list[Row] = []
         self._path = path
+        self._lock = threading.Lock()
         if path is not None:
             path.unlink(missing_ok=True)
 
     def add(self, row: Row) -> None:
         """Keep it."""
-        self.rows.append(row)
-        if self._path is not None:
-            write_csv(self._path, self.rows)
+        with self._lock:
+            self.rows.append(row)
+            if self._path is not None:
+                write_csv(self._path, self.rows)
 
 
 def cases_of(rows: Iterable[Row], metric: str | None = None) -> list[str]:
