@@ -125,7 +125,7 @@ def test_what_a_failed_part_had_measured_is_kept(
     report = program.Report(page, ledger, tmp_path)
     job = scale.Job(device=torch.device("cpu"), scale=scale.REHEARSAL, budget_s=1.0)
     [part] = [each for each in program.PARTS if each.name == program.nccl.NAME]
-    report.add(part, job, 10.0)
+    report.add(part, job, report.run(part, job, 10.0))
     report.close()
     readme = (tmp_path / "README.md").read_text()
     for text in ("a machine", "| one rank: gather | 2.00 |", "did not finish", "no luck"):

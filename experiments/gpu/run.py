@@ -79,25 +79,25 @@ PARTS = (
         checks.controls,
         checks.control_tables,
         checks.control_bars,
-        40,
+        110,
         is_timed=False,
     ),
     Part(overlap.NAME, overlap.run, overlap.tables, overlap.bars, 30),
-    Part(checks.READS, checks.reads, checks.read_tables, checks.read_bars, 30, is_timed=False),
-    Part(checks.PINS, checks.pins, checks.pin_tables, checks.pin_bars, 20, is_timed=False),
+    Part(checks.READS, checks.reads, checks.read_tables, checks.read_bars, 60, is_timed=False),
+    Part(checks.PINS, checks.pins, checks.pin_tables, checks.pin_bars, 60, is_timed=False),
     Part(
-        checks.GUARDS, checks.guards, checks.guard_tables, checks.guard_bars, 30, is_timed=False
+        checks.GUARDS, checks.guards, checks.guard_tables, checks.guard_bars, 60, is_timed=False
     ),
     Part(
         checks.FIRST_STEPS,
         checks.first_steps,
         checks.first_tables,
         checks.first_bars,
-        50,
+        110,
         is_timed=False,
     ),
-    Part(streams.NAME, streams.run, streams.tables, streams.bars, 110, is_timed=False),
-    Part(nccl.NAME, nccl.run, nccl.tables, nccl.bars, 65, is_timed=False),
+    Part(streams.NAME, streams.run, streams.tables, streams.bars, 120, is_timed=False),
+    Part(nccl.NAME, nccl.run, nccl.tables, nccl.bars, 120, is_timed=False),
     Part(overlap.TRACE, overlap.trace, overlap.trace_tables, overlap.trace_bars, 30),
     Part(speed.NAME, speed.run, speed.tables, speed.bars, 110),
     Part(memory.NAME, memory.run, memory.tables, memory.bars, 50),
@@ -160,7 +160,8 @@ def run_parts(options: argparse.Namespace, device: torch.device, here: Machine) 
     jobs = [job_of(options, device, scale, limit_s, out) for limit_s in limits_s]
     # Starting takes longer than most of their cases.
     with ThreadPoolExecutor(max(1, len(together))) as pool:
-        outcomes = list(pool.map(report.run, together, jobs, limits_s))
+        num_beside = [len(together) - 1] * len(together)
+        outcomes = list(pool.map(report.run, together, jobs, limits_s, num_beside))
     for part, job, outcome in zip(together, jobs, outcomes, strict=True):
         report.add(part, job, outcome)
     for part in asked:
@@ -259,8 +260,8 @@ class Report:
         self._fails_at = fails_at
         self._bar_cells: list[list[str]] = []
 
-    def run(self, part: Part, job: Job, limit_s: float) -> Outcome:
-        """Run a part; what it records is kept at once."""
+    def run(self, part: Part, job: Job, limit_s: float, num_beside: int = 0) -> Outcome:
+        """Run a part, beside others; what it records is kept at once."""
         console.print(f"{part.name} (at most {limit_s:.0f} s)")
         return run_limited(
             part.run,
@@ -270,6 +271,7 @@ class Report:
             is_cuda=job.is_cuda,
             on_row=self._ledger.add,
             fails_at=self._fails_at,
+            num_beside=num_beside,
         )
 
     def add(self, part: Part, job: Job, outcome: Outcome) -> None:

@@ -18,13 +18,15 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from multiprocessing.queues import SimpleQueue
+from threading import Thread
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from experiments.common.launch import run_ranks
+from experiments.common.launch import SPAWNED, run_ranks
 from experiments.common.results import Bar, Table
 from experiments.common.systems import PLAIN, stock
 from experiments.decoders import CPU, decoder_config, make_decoder
@@ -162,12 +164,21 @@ def run(job: Job, record: Recorder) -> None:
     for world_size in worlds:
         cases = cases_for(world_size)
         cases = cases[::3] if job.is_rehearsal else cases
+        ended: SimpleQueue[tuple[Case, list[float]] | None] = SPAWNED.SimpleQueue()
+
+        def note(ended: Any = ended) -> None:
+            """Each case as it ends: a later one may not, and would take it along."""
+            while (answer := ended.get()) is not None:
+                case, losses = answer
+                of_case = expected[case.num_rounds]
+                record(case.name, DIFFERENCE, largest_difference(losses, of_case))
+
+        noting = Thread(target=note)
+        noting.start()
         with noting_failure(f"{world_size} ranks", record):
-            losses_by_case = run_ranks(train_cases, world_size, job, config, cases)[0]
-            for case, losses in zip(cases, losses_by_case, strict=True):
-                with noting_failure(case.name, record):
-                    of_case = expected[case.num_rounds]
-                    record(case.name, DIFFERENCE, largest_difference(losses, of_case))
+            run_ranks(train_cases, world_size, job, config, cases, ended)
+        ended.put(None)
+        noting.join()
 
 
 def reference_losses(config: DecoderConfig, num_rounds: int = 1) -> list[float]:
@@ -180,9 +191,9 @@ def reference_losses(config: DecoderConfig, num_rounds: int = 1) -> list[float]:
 
 
 def train_cases(
-    _rank: int, job: Job, config: DecoderConfig, cases: Sequence[Case]
+    rank: int, job: Job, config: DecoderConfig, cases: Sequence[Case], ended: Any = None
 ) -> list[list[float]]:
-    """Losses of every case, on a rank of a gloo world."""
+    """Losses of every case, on a rank of a gloo world; the first rank tells ``ended`` each."""
     if job.is_cuda:
         torch.cuda.set_device(job.device)
         # The one kernel for attention that sums as the CPU does, in float32 throughout.
@@ -190,7 +201,12 @@ def train_cases(
         torch.backends.cuda.enable_mem_efficient_sdp(False)
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.backends.cuda.matmul.allow_tf32 = False
-    return [train(job.device, config, case) for case in cases]
+    found = []
+    for case in cases:
+        found.append(train(job.device, config, case))
+        if ended is not None and rank == 0:
+            ended.put((case, found[-1]))
+    return found
 
 
 def train(
