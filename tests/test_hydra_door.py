@@ -21,7 +21,6 @@ ENV = RankEnv(rank=0, world_size=2, local_rank=0, store_host="localhost", store_
     [
         ("seed=1 -m optim.lr=1,2", "-m seed=1 optim.lr=1,2"),
         ("optim=sgd --cfg job ~experiment +x=1", "--cfg job optim=sgd ~experiment +x=1"),
-        ("-sc query=bash", "-sc query=bash"),
         ("seed=1 --config-dir=mine -cn my seed=2", "--config-dir=mine -cn my seed=1 seed=2"),
     ],
 )

@@ -3,8 +3,6 @@
 import sys
 from importlib import import_module
 
-from shardhet.apps.cli.completion import bash_script
-
 # Command -> (module with ``main(arguments)``, what it is for).
 COMMANDS = {
     "doctor": ("shardhet.apps.doctor", "check versions, devices and links for problems"),
@@ -24,10 +22,6 @@ COMMANDS = {
 def main() -> None:
     """Pass the command line to the command's own module."""
     command, *arguments = sys.argv[1:] or ["--help"]
-    script = bash_script(arguments, COMMANDS)
-    if script is not None:
-        sys.stdout.write(script)
-        return
     if command in COMMANDS:
         try:
             import_module(COMMANDS[command][0]).main(arguments)

@@ -1,6 +1,6 @@
 """Schemas of ``model=...`` and ``data=...``.
 
-torch is imported only when a record is created, so that help and completion stay fast.
+torch is imported only when a record is created, so that help stays fast.
 """
 
 from dataclasses import dataclass

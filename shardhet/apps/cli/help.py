@@ -40,7 +40,6 @@ guard.on_bad_step  STOP, SKIP or ROLL_BACK if a loss or gradient norm is not fin
 FLAGS = """\
 --cfg job          show the configuration and stop
 --config-dir DIR   your own files, laid out like conf/, searched first
--sc install=bash   a script for tab completion: eval "$(shardhet train -sc install=bash)"
 --hydra-help       everything else that hydra can do\
 """
 
