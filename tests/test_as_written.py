@@ -87,6 +87,42 @@ def test_hooks_that_the_first_forward_adds_are_there_once() -> None:
     )
 
 
+class Frozen(dict[str, Any]):
+    """A configuration that cannot be written, nor copied, as those of some libraries."""
+
+    def _refuse(self, *_args: Any, **_kwargs: Any) -> Any:
+        raise TypeError("a configuration is frozen")
+
+    __setitem__ = __delitem__ = clear = update = pop = setdefault = __reduce_ex__ = _refuse
+
+    def __deepcopy__(self, _memo: Any) -> "Frozen":
+        return self
+
+
+class Configured(Net):
+    """Reads a frozen configuration, and notes in ordinary containers what it has called."""
+
+    def __init__(self) -> None:
+        super().__init__(linear)
+        self.config = Frozen(scale=0.5)
+        self.called: dict[int, int] = {}
+        for unit in self.units:
+            unit.config = self.config
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.called[len(self.called)] = len(x)
+        return super().forward(x) * self.config["scale"]
+
+
+def test_a_frozen_configuration_is_never_written() -> None:
+    recomputes = plan_for(recomputes=True)
+    samples = [draw(5, WIDTH) for _ in range(2)]
+    for plan in (ALONE, recomputes):
+        model = check(plan, Configured(), samples, squared, units=["units.0", "units.1"])
+        assert model.module.called == {0: 5, 1: 5}
+        assert model.module.config == {"scale": 0.5}
+
+
 class Packs(Net):
     """Keeps packed sequences apart, as positions tell, but not if it is to keep a cache."""
 

@@ -1,6 +1,5 @@
 """Finds and undoes what a forward writes to its model: buffers, attributes, containers."""
 
-import copy
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from shardhet.fsdp.sharding.unit import FSDPUnit
 
 MAX_KEPT_NUMEL = 10_000  # of a tensor that a forward may keep for the next one
 CHOICES = bool | str | Enum | int | float | FunctionType | BuiltinFunctionType | None
-_CONTAINERS = (list, dict, set, deque)
 _OF_MODULES = vars(nn.Module()).keys() - {"training"}  # parameters, buffers, hooks
 
 
@@ -34,10 +32,9 @@ def restored_modules(module: nn.Module) -> Iterator[None]:
     modules = list(module.modules())
     attributes = [dict(each.__dict__) for each in modules]
     contents = [
-        (value, copy.copy(value))
+        (value, _content_of(value))  # of hooks too, which some models add when first called
         for saved in attributes
         for value in saved.values()
-        if isinstance(value, _CONTAINERS)  # hooks too, which some models add when first called
     ]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
     try:
@@ -47,11 +44,18 @@ def restored_modules(module: nn.Module) -> Iterator[None]:
             each.__dict__.clear()
             each.__dict__.update(saved)
         for container, content in contents:
-            _refill(container, content)
+            _put_back(container, content)
         with torch.no_grad():
             for buffer, values in buffers:
                 if not _equal(buffer, values):
                     buffer.copy_(values)
+
+
+def _content_of(value: Any) -> list[Any] | dict[Any, Any] | None:
+    """What a container holds; None of anything else.  No copy: its class may refuse one."""
+    if isinstance(value, dict):
+        return dict(value)
+    return list(value) if isinstance(value, list | set | deque) else None
 
 
 def _items_of(container: Any) -> list[int]:
@@ -60,7 +64,12 @@ def _items_of(container: Any) -> list[int]:
     return list(map(id, (*container, *values)))
 
 
-def _refill(container: Any, content: Any) -> None:
+def _put_back(container: Any, content: list[Any] | dict[Any, Any] | None) -> None:
+    """Let a container hold ``content`` again.  One that nobody has changed is not written, as
+    the frozen configuration of a model.
+    """
+    if content is None or _items_of(container) == _items_of(content):
+        return
     container.clear()
     if isinstance(container, list | deque):
         container.extend(content)
@@ -280,7 +289,7 @@ class AsItWas(Surrounding):
     def _look(self) -> list[dict[str, tuple[Any, Any]]]:
         return [
             {
-                name: (value, copy.copy(value) if isinstance(value, _CONTAINERS) else None)
+                name: (value, _content_of(value))
                 for name, value in vars(each).items()
                 if name not in _OF_MODULES
             }
@@ -294,8 +303,7 @@ class AsItWas(Surrounding):
                 del held[name]
             for name, (value, content) in saved.items():
                 held[name] = value
-                if content is not None and _items_of(value) != _items_of(content):
-                    _refill(value, content)
+                _put_back(value, content)
 
 
 def numbers(module: nn.Module) -> dict[Number, float]:
