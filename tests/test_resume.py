@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -209,6 +210,52 @@ def test_a_run_that_would_not_be_the_same_is_refused(
     )
     for outcome in run_ranks_expecting_failure(train_rank, 2, [path] * 2, within_s=30.0):
         assert said in outcome.message, outcome.traceback
+
+
+def record(folder: Path) -> dict[str, bytes]:
+    """What a run leaves, but for its logs."""
+    files = [each for each in folder.rglob("*") if each.is_file() and each.name != "lock"]
+    return {
+        str(each.relative_to(folder)): each.read_bytes()
+        for each in files
+        if "logs" not in each.parts
+    }
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        (True, "does not fit the model"),
+        (False, "holds a run with another .*model.width but no checkpoint or replica"),
+    ],
+)
+def test_a_refused_start_leaves_the_record_of_the_run_as_it_was(
+    text: Path, undisturbed: Path, tmp_path: Path, kept: bool, said: str
+) -> None:
+    """A start without the options of the run: no default model gets into its folder."""
+    folder = Path(shutil.copytree(undisturbed, tmp_path / "run"))
+    if not kept:
+        shutil.rmtree(RunFolder(folder).checkpoints_dir)
+    before = record(folder)
+    assert {"config.yaml", "run.json", "end.json", "metrics.jsonl"} <= before.keys()
+    others = [each for each in TEXT if not each.startswith("model.width")]
+    path = configure(folder, *others, *UNEVEN, f"data.path={text}", "resume=auto")
+    for outcome in run_ranks_expecting_failure(train_rank, 2, [path] * 2, within_s=60.0):
+        assert re.search(said, outcome.message), outcome.traceback
+    assert record(folder) == before
+
+
+def test_a_run_that_has_ended_does_not_begin_anew(
+    text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(undisturbed, tmp_path / "run"))
+    shutil.rmtree(RunFolder(folder).checkpoints_dir)
+    before = record(folder)
+    more = (f"data.path={text}", "checkpoint.keep_last=0", "resume=auto")
+    path = configure(folder, *TEXT, *UNEVEN, *more)
+    for outcome in run_ranks_expecting_failure(train_rank, 2, [path] * 2, within_s=60.0):
+        assert "holds a run that has ended but no checkpoint" in outcome.message
+    assert record(folder) == before
 
 
 def test_a_path_must_exist(tmp_path: Path) -> None:

@@ -70,6 +70,8 @@ def test_a_run_leaves_one_complete_folder(tmp_path: Path) -> None:
         "plan.json",
         "devices.json",
         "metrics.jsonl",
+        "logs/config.yaml",
+        "logs/run.json",
         *(f"logs/rank{rank}.log" for rank in range(4)),
     }
     assert Plan.load(run_dir / "plan.json").world_size == 4

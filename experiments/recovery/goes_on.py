@@ -20,6 +20,7 @@ from pathlib import Path
 from rich.console import Console
 
 from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.config.compose import load_resolved
 from shardhet.config.training import ClusterConf
 from shardhet.planner import PlanError, find_plan
 from shardhet.pricing.part import part_of
@@ -98,7 +99,7 @@ class Story:
         self._whole, self._stopped, self._goes_on = (
             RunFolder(demo / name) for name in ("run", "stopped", "goes_on")
         )
-        self._conf = self._whole.load_config()
+        self._conf = load_resolved(self._whole.config_path)
 
     def tell(self) -> None:
         """Stop the training half-way, plan for fewer devices, go on, compare."""

@@ -57,8 +57,10 @@ def _measure(cfg: DictConfig) -> None:
     cfg.out = context.runtime.output_dir
     folder = RunFolder(Path(cfg.out))
     try:
-        if (folder.path / PROFILE_NAME).exists():
-            raise ConfigError(f"out: {folder.path} holds a profile already. Name another.")
+        if (folder.path / PROFILE_NAME).exists() or folder.metrics_path.exists():
+            raise ConfigError(
+                f"out: {folder.path} holds a profile already, or a run. Name another."
+            )
         conf = to_checked(cfg, MeasureConf)
         conf.check()
         world_size = conf.world_size(None if env is None else env.world_size)
@@ -68,6 +70,7 @@ def _measure(cfg: DictConfig) -> None:
     if env is None or env.rank == 0:
         cfg.cluster.num_ranks = world_size
         folder.begin(cfg)
+        folder.accept_start()
     if env is None:
         start_ranks(
             folder,

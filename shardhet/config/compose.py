@@ -196,6 +196,11 @@ def portable_values(conf: TrainConf) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in HOSTS_OWN_KEYS}
 
 
+def leaves_of(path: Path) -> dict[str, Any]:
+    """The values of ``save_resolved`` by dotted key; none if there is no such file."""
+    return _leaves(OmegaConf.load(path)) if path.exists() else {}
+
+
 def load_resolved(path: Path) -> TrainConf:
     """The inverse of ``save_resolved``."""
     return load_checked(path, TrainConf)

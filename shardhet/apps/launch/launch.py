@@ -90,7 +90,7 @@ def start_ranks(
                     raise RunFailedExit(1) from None
                 folder.put_failures_aside()
             except SignalException as signalled:
-                if folder.end_path.exists():
+                if folder.has_ended:
                     return
                 raise RunFailedExit(f"stopped by {signalled.sigval.name}") from None
 

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import shardhet
 from shardhet.config.checks import ConfigError
-from shardhet.config.compose import load_resolved, save_resolved
+from shardhet.config.compose import leaves_of, load_resolved, save_resolved
 from shardhet.config.train import TrainConf
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.codec import from_document, read_document, to_document
@@ -33,6 +33,8 @@ PACKAGES = (
 )
 # Prefixes of environment variables that change how a run computes or communicates.
 VARIABLE_PREFIXES = ("CUDA_", "GLOO_", "NCCL_", "OMP_", "MKL_", "TORCH", "PYTORCH_", "SLURM_")
+
+MAY_CHANGE = {"run_dir", "resume", "cluster.num_ranks"}  # where the same run begins anew
 
 
 class _At:
@@ -51,6 +53,8 @@ class RunFolder:
 
     config.yaml          every key with its value
     run.json             versions, commit, environment, command line
+    logs/config.yaml ... both, as the last start had them: only a start that every check has
+                         let through replaces those above, and changes what the run has left
     plan.json            what each device computes and stores
     plan_after_step_7.json ...  the same from then on, if the run was planned anew
     devices.json         the device found for each position of the plan
@@ -69,6 +73,7 @@ class RunFolder:
 
     lock_path = _At("lock")
     config_path = _At("config.yaml")
+    start_config_path = _At("logs/config.yaml")
     plan_path = _At("plan.json")
     devices_path = _At("devices.json")
     metrics_path = _At("metrics.jsonl")
@@ -142,6 +147,27 @@ class RunFolder:
                 "with resume=auto."
             )
 
+    def why_not_anew(self) -> str | None:
+        """Why the last start may not begin at step 0 over what is here; None if it may.
+
+        It may if it is the same run, which was cut off before it had kept anything.
+        """
+        if not self.metrics_path.exists() or not self.metrics_path.stat().st_size:
+            return None
+        before, here = map(leaves_of, (self.config_path, self.start_config_path))
+        changed = sorted(
+            key
+            for key in (before.keys() | here.keys()) - MAY_CHANGE
+            if before.get(key) != here.get(key)
+        )
+        if not changed and not self.end_path.exists():
+            return None
+        of_another = f"a run with another {', '.join(changed[:4])}"
+        return (
+            f"run_dir: {self.path} holds {of_another if changed else 'a run that has ended'} "
+            "but no checkpoint or replica to go on from. Name another folder."
+        )
+
     def remove_if_empty(self) -> None:
         """Remove the folder that Hydra created, if nothing was written to it."""
         with suppress(OSError):  # not empty, or not there
@@ -150,11 +176,23 @@ class RunFolder:
     def begin(self, cfg: DictConfig) -> None:
         """Create the folder and write what is known before any rank starts."""
         self.logs_dir.mkdir(parents=True, exist_ok=True)
-        for path in (self.end_notice_path, self.end_path):  # of the run that goes on
-            path.unlink(missing_ok=True)
+        self.end_notice_path.unlink(missing_ok=True)  # of the run that goes on
         self.put_failures_aside()
-        save_resolved(cfg, self.config_path)
-        _write_json(self.path / "run.json", describe_process())
+        save_resolved(cfg, self.start_config_path)
+        _write_json(self.logs_dir / "run.json", describe_process())
+
+    def accept_start(self) -> None:
+        """Put what ``begin`` wrote in the place of what an earlier start had."""
+        self.end_path.unlink(missing_ok=True)
+        for name in ("config.yaml", "run.json"):
+            write_whole(self.path / name, (self.logs_dir / name).read_text(encoding="utf-8"))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last start has ended in order."""
+        paths = (self.end_path, self.start_config_path)
+        ended_ns, begun_ns = (p.stat().st_mtime_ns if p.exists() else 0 for p in paths)
+        return ended_ns > begun_ns
 
     def put_failures_aside(self) -> None:
         """Those of the ranks' last start are no cause of what comes now."""
@@ -195,7 +233,7 @@ class RunFolder:
 
     def load_config(self) -> TrainConf:
         """The configuration that ``begin`` wrote."""
-        return load_resolved(self.config_path)
+        return load_resolved(self.start_config_path)
 
     def config_values(self) -> dict[str, Any]:
         """The same as plain values, for other programs."""

@@ -9,6 +9,7 @@ import torch
 
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.checkpoint import CheckpointError, Checkpoints, Replicas, Resumed, load
+from shardhet.config.checks import ConfigError
 from shardhet.config.train import AUTO, TrainConf
 from shardhet.training.resuming import (
     Course,
@@ -78,6 +79,8 @@ class RunCheckpoints:
         Raises ``CheckpointError`` or ``ValueError`` on every rank for one that does not fit.
         """
         found = self._load_own() if self._goes_on else None
+        if found is None:
+            self._check_begins_anew()
         if found is None and self._conf.resume not in (None, AUTO):
             found = self._load_from(self._conf.resume)
         if found is not None:
@@ -93,10 +96,16 @@ class RunCheckpoints:
             if (judged_by := found.extra.get("guard")) is not None:
                 self._trainer.guard.load_state_dict(judged_by)
         self._forget_replicas_after(self._model.step)
-        if self._model.rank == 0:
-            self._folder.forget_metrics_after(self._model.step)
-        self._model.exchange([])  # no rank goes on before that
         return found
+
+    def _check_begins_anew(self) -> None:
+        """Raise on every rank if step 1 would destroy what an earlier run has left."""
+        model = self._model
+        for why in model.exchange_objects(
+            self._folder.why_not_anew() if model.rank == 0 else None
+        ):
+            if why is not None:
+                raise ConfigError(why)
 
     def _load_own(self) -> Resumed | None:
         """What this run has kept itself, on its nodes or in its folder."""

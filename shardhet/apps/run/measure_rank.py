@@ -25,7 +25,7 @@ def main() -> None:
     env = RankEnv.from_environment()
     assert env is not None, "the rank is started by shardhet measure"
     folder = RunFolder(Path(sys.argv[1]))
-    conf = MeasureConf.load(folder.config_path)
+    conf = MeasureConf.load(folder.start_config_path)
     try:
         measure_as_rank(conf, folder, env)
     except Exception:

@@ -210,6 +210,8 @@ class Run:
         """Prepare the first step: show the plan, and open the display and the loggers."""
         logger.info("rank %d has position %d of the plan", self._env.rank, self._model.position)
         if self.is_rank_zero:
+            self._folder.accept_start()
+            self._folder.forget_metrics_after(self._model.step)
             self._model.plan.save(self._folder.plan_path)
             self._folder.save_devices(self._built.devices)
             self._log.loggers = open_loggers(
