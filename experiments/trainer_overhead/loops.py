@@ -25,9 +25,7 @@ from shardhet.config.compose import (
     CONFIG_NAME,
     VERSION_BASE,
     conf_dir,
-    load_resolved,
     register_schemas,
-    save_resolved,
 )
 from shardhet.config.train import TrainConf
 from shardhet.training.data import deal
@@ -63,7 +61,7 @@ class StepSample:
 
 def measure(rank: int, folder: str, setting: str, rounds: Rounds) -> list[StepSample]:
     """Steps of both loops; the same list on every rank."""
-    conf = load_resolved(Path(folder) / "config.yaml")
+    conf = RunFolder(Path(folder)).load_config()
     env = RankEnv(
         rank=rank,
         world_size=dist.get_world_size(),
@@ -101,8 +99,9 @@ def write_config(folder: Path, setting: str) -> int:
     overrides = [*OVERRIDES, *OVERRIDES_BY_SETTING[setting], f"run_dir={folder}"]
     with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
         cfg = compose(CONFIG_NAME, overrides)
-    save_resolved(cfg, folder / "config.yaml")
-    return load_resolved(folder / "config.yaml").world_size(None)  # one on a CPU
+    run = RunFolder(folder)
+    run.begin(cfg)
+    return run.load_config().world_size(None)  # one on a CPU
 
 
 class BareLoop:
