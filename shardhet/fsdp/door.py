@@ -5,18 +5,26 @@ stand-ins: of the whole shapes, on the meta device, without values.  So ``num_pa
 counts the whole model.  ``configure_optimizers()`` gets this rank's rows, because stand-ins in
 what a method returns are replaced by rows.  A method that reads or writes values is refused,
 because it would have seen only some rows of each parameter.
+
+Of the modules inside, ``state_dict`` and ``load_state_dict`` run with stand-ins that have the
+whole values, gathered from all ranks.  Methods that save or merge parameters are refused.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
+from types import MappingProxyType
 from typing import Any, NoReturn
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME
+from shardhet.fsdp.params.row_group import RowGroup
+from shardhet.fsdp.params.state import gather_params
 from shardhet.fsdp.sharding.flat import FlatTensor
 
 _RECOMPUTE = (
@@ -49,14 +57,15 @@ REFUSED = {
         "from shardhet.hf import generate; generate(model, **inputs)"
     ),
 }
+REFUSED_INSIDE = ("merge_adapter", "merge_and_unload", "save_pretrained", "push_to_hub")
 
 
 class WrongDoorError(RuntimeError):
     """Raised for a method of the wrapped module that cannot work under HetFSDP."""
 
 
-def refuse(name: str, why: str) -> NoReturn:
-    """Raise ``WrongDoorError`` for the module's method ``name``."""
+def refuse(name: str, why: str, *_: Any, **__: Any) -> NoReturn:
+    """Raise ``WrongDoorError`` for the module's method ``name``, whatever it is called with."""
     raise WrongDoorError(f"model.{name}: cannot be called on a HetFSDP. {why}.")
 
 
@@ -108,15 +117,82 @@ def with_stand_ins(name: str, call: Callable[[], Any], flats: Sequence[FlatTenso
     return _with_rows(name, result, {id(s): rows for s, rows in row_by_stand_in.items()})
 
 
+def watch_inside(root: nn.Module, flats: Sequence[FlatTensor], rows: RowGroup) -> None:
+    """Let no method of the modules inside take rows for the parameters when it saves them."""
+    for fqn, module in root.named_modules():
+        for name in REFUSED_INSIDE:
+            if callable(getattr(module, name, None)):
+                module.__dict__[name] = partial(refuse, name, REFUSED[name])
+        for name in ("state_dict", "load_state_dict"):
+            method = getattr(module, name)
+            module.__dict__[name] = partial(_with_whole, method, name, fqn, flats, rows)
+
+
+def _with_whole(
+    method: Callable[..., Any],
+    name: str,
+    fqn: str,
+    flats: Sequence[FlatTensor],
+    rows: RowGroup,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """The result of ``method`` of the module ``fqn``, with whole parameters.  Collective."""
+    inside = {*method.__self__.modules()}  # type: ignore[attr-defined]
+    there = [
+        flat
+        for flat in flats
+        for slot, param in zip(flat.slots, flat.sharded_params, strict=True)
+        if slot.current is param and any(owner in inside for owner, _ in slot.owners)
+    ]
+    if not there:  # the method of a module around it has gathered them
+        return method(*args, **kwargs)
+    there, comm = list(dict.fromkeys(there)), rows.comm
+    with rows.lifeline.guard(name):
+        keep_out_arguments(kwargs)
+        mine = [1 + crc32(fqn.encode())]  # 0 is that of HetFSDP itself
+        if any(
+            row != mine
+            for row in rows.control.enter(name, mine, within_s=SECONDS_FOR_ALL_TO_COME)
+        ):
+            raise ValueError(
+                f"{name}: this rank called it for the module {fqn!r}, another rank for another "
+                "module. Call it for the same modules in the same order on every rank."
+            )
+        everyone = range(rows.control.world_size)
+        with _stand_ins(there, gather_params(there, comm, receivers=everyone)):
+            result = method(*args, **kwargs)
+            for flat in there if name == "load_state_dict" else ():
+                for i, slot in enumerate(flat.slots):
+                    flat.store_rows(i, slot.current)
+    return result
+
+
+def keep_out_arguments(given: Mapping[str, Any]) -> None:
+    """Raise ``TypeError`` for arguments of torch's state dicts that are not supported."""
+    for name, why in (
+        ("keep_vars", "The tensors are gathered copies, not parameters"),
+        ("assign", "Rows are written in place"),
+    ):
+        if given.get(name):
+            raise TypeError(f"HetFSDP: {name}=True is not possible. {why}. Leave it out.")
+
+
 @contextmanager
-def _stand_ins(flats: Sequence[FlatTensor]) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
-    """A context in which modules hold stand-ins; yields the rows by stand-in."""
+def _stand_ins(
+    flats: Sequence[FlatTensor], whole: Mapping[str, Tensor] = MappingProxyType({})
+) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
+    """A context in which modules hold stand-ins; yields the rows by stand-in.
+
+    Those with a name in ``whole`` have its values; others have none.
+    """
     seen = [(slot, slot.current) for flat in flats for slot in flat.slots]
     rows_by_stand_in: dict[nn.Parameter, nn.Parameter] = {}
     for flat in flats:
         for slot, rows in zip(flat.slots, flat.sharded_params, strict=True):
-            whole = torch.empty(slot.shape, dtype=flat.orig_dtype, device="meta")
-            stand_in = nn.Parameter(whole, requires_grad=rows.requires_grad)
+            empty = torch.empty(slot.shape, dtype=flat.orig_dtype, device="meta")
+            values = whole.get(slot.fqn, empty)
+            stand_in = nn.Parameter(values, requires_grad=rows.requires_grad)
             stand_in.__dict__.update(rows.__dict__)
             rows_by_stand_in[stand_in] = rows
             slot.put(stand_in)

@@ -15,6 +15,7 @@ from shardhet.comm.groups import default_group
 from shardhet.comm.liveness import watch_unless_decided
 from shardhet.comm.members import Members
 from shardhet.comm.progress import progress
+from shardhet.fsdp.door import watch_inside
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.microbatch.signature import BatchDims
@@ -38,7 +39,7 @@ from shardhet.fsdp.step.intercept import intercept
 from shardhet.fsdp.step.mean_backward import MeanBackward, warn_of_large_output
 from shardhet.fsdp.step.observer import Activity, Observer
 from shardhet.fsdp.step.runtime import Runtime
-from shardhet.fsdp.step.unit_by_unit import check_is_not_open, refuse_to_save_rows, unit_by_unit
+from shardhet.fsdp.step.unit_by_unit import check_is_not_open, unit_by_unit
 from shardhet.fsdp.surface import guard_root
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.layout import Span
@@ -166,7 +167,7 @@ class HetFSDP(ModuleInRounds):
         self._pieces = find_pieces(module, modules_of_units, param_dtype)
         self.compute_by(plan, of_units)
         guard_root(module, root, built, self._lifeline)
-        refuse_to_save_rows(module)
+        watch_inside(module, self._flats, self._rows)
         self._is_built = True
 
     def compute_by(self, plan: Plan, of_units: CommContext) -> None:

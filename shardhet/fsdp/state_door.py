@@ -10,6 +10,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME, Channel
 from shardhet.comm.groups import side_channel
 from shardhet.comm.noticeboard import Noticeboard
+from shardhet.fsdp.door import keep_out_arguments
 from shardhet.fsdp.params.state import (
     RowBox,
     gather_params,
@@ -20,7 +21,7 @@ from shardhet.fsdp.params.state import (
 )
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.step.runtime import Runtime
-from shardhet.fsdp.surface import ModuleOfRows, keep_out_arguments
+from shardhet.fsdp.surface import ModuleOfRows
 
 
 class ModuleWithState(ModuleOfRows):
@@ -79,7 +80,8 @@ class ModuleWithState(ModuleOfRows):
             flats = [f for f in unit.flats if any(wanted(slot.fqn) for slot in f.slots)]
             with self._lifeline.guard(f"gathering unit {unit.fqn!r}"):
                 self._control.enter("gather_units")
-                yield gather_params(flats, self._comm)
+                receiver = self._control.rank_by_position.index(0)
+                yield gather_params(flats, self._comm, receivers=[receiver])
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any] | None, strict: bool = True, assign: bool = False

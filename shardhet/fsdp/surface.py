@@ -249,13 +249,3 @@ def _guarded(
         return forward(*args, **kwargs)
 
     return forward_inside
-
-
-def keep_out_arguments(given: Mapping[str, Any]) -> None:
-    """Raise ``TypeError`` for arguments of torch's state dicts that are not supported."""
-    for name, why in (
-        ("keep_vars", "The tensors are gathered copies, not parameters"),
-        ("assign", "Rows are written in place"),
-    ):
-        if given.get(name):
-            raise TypeError(f"HetFSDP: {name}=True is not possible. {why}. Leave it out.")

@@ -32,32 +32,34 @@ def gather_state_dict(
     Gathers one flat tensor after the other, in the dtype that is stored.  Collective.
     """
     devices.give_back_cached(comm.device)  # NCCL connects the receiver with all others
-    whole = gather_params(flats, comm)
-    if comm.gather_channel.position != comm.gather_channel.rank_by_position.index(0):
+    receiver = comm.gather_channel.rank_by_position.index(0)
+    whole = gather_params(flats, comm, receivers=[receiver])
+    if comm.gather_channel.position != receiver:
         return {}
     buffers = {fqn: b.detach().to("cpu", copy=True) for fqn, b in persistent_buffers(module)}
     return {fqn: (whole | buffers)[fqn] for fqn in _names_in_order(module, buffers)}
 
 
 @torch.no_grad()
-def gather_params(flats: Sequence[FlatTensor], comm: CommContext) -> dict[str, Tensor]:
-    """The parameters of ``flats`` by fqn in host memory of rank zero; {} elsewhere.
+def gather_params(
+    flats: Sequence[FlatTensor], comm: CommContext, *, receivers: Sequence[int]
+) -> dict[str, Tensor]:
+    """The parameters of ``flats`` by fqn in host memory of the ``receivers``; {} elsewhere.
 
     They have the dtype that is stored; tied names share a tensor.  Collective.
     """
     channel = comm.gather_channel
-    receiver = channel.rank_by_position.index(0)
     whole: dict[str, Tensor] = {}
     for flat in flats:
         output = None
-        if channel.position == receiver:
+        if channel.position in receivers:
             output = torch.empty(flat.layout.numel, dtype=flat.orig_dtype, device=comm.device)
         all_gather_uneven(
             output,
             flat.placed.on_device(),
             flat.layout.shard_numels,
             channel=channel,
-            receivers=(receiver,),
+            receivers=tuple(receivers),
         ).complete()
         if output is None:
             continue

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.signature import choice_of
 from shardhet.fsdp.microbatch.surroundings import Surrounding
+from shardhet.fsdp.params.state import persistent_buffers
 from shardhet.fsdp.probing.comparing import are_close
 from shardhet.fsdp.probing.watch import Refusal
 from shardhet.fsdp.sharding.unit import FSDPUnit
@@ -101,7 +102,7 @@ class BufferWrites:
         """Raise ``Refusal`` if ranks would come to differ in one, because the model trains."""
         if not self._module.training:
             return
-        persistent = set(self._module.state_dict(keep_vars=True))
+        persistent = dict(persistent_buffers(self._module))
         for fqn, buffer in self.written().items():
             if fqn in persistent or buffer._version:
                 raise Refusal(

@@ -14,10 +14,9 @@ context keeps taking part, without wanting a unit, until all ranks have left.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch import nn
 
 from shardhet.comm.channel import Channel
 from shardhet.comm.failure import Lifeline
@@ -184,20 +183,3 @@ def check_is_not_open(runtime: Runtime) -> None:
             "model(...): called inside unit_by_unit(). Call model.module there, or leave the "
             "context first."
         )
-
-
-def refuse_to_save_rows(root: nn.Module) -> None:
-    """Make ``save_pretrained`` of the wrapped modules raise and name the function to use.
-
-    It would write this rank's rows as if they were the parameters.
-    """
-
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError(
-            "save_pretrained: the module inside HetFSDP holds only this rank's rows. Call "
-            "shardhet.hf.save_pretrained(model, folder) on every rank."
-        )
-
-    for module in root.modules():
-        if callable(getattr(module, "save_pretrained", None)):
-            module.__dict__["save_pretrained"] = refuse
