@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -71,3 +72,35 @@ def test_fused_kernels_do_what_plain_ones_do() -> None:
         one.step()
         other.step()
     torch.testing.assert_close(fused, plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("SGD", {}),
+        ("SGD", {"momentum": 0.9, "nesterov": True}),
+        ("Adam", {"amsgrad": True}),
+        ("AdamW", {"foreach": True}),
+        ("Adagrad", {}),
+    ],
+)
+def test_kernels_are_fused_only_where_they_do_what_plain_ones_do(
+    name: str, arguments: dict[str, Any], dtype: torch.dtype
+) -> None:
+    start = torch.linspace(0.5, 1, 200, dtype=dtype)
+    spec = OptimizerSpec(name=name, learning_rate=0.1, arguments=arguments)
+    chosen, plain = (nn.Parameter(start.clone()) for _ in range(2))
+    optimizer = spec.build([chosen])
+    is_half = dtype.itemsize == 2
+    is_fused = optimizer.param_groups[0].get("fused")
+    assert is_fused or is_half or "foreach" in arguments  # where nothing is wrong they are used
+    other = getattr(torch.optim, name)(
+        [plain], lr=0.1, weight_decay=0, **{**arguments, "foreach": False}
+    )
+    for _ in range(3):
+        chosen.grad, plain.grad = chosen.detach().cos(), plain.detach().cos()
+        optimizer.step()
+        other.step()
+    # Fused ones may compute in float32 what the others round in between.
+    torch.testing.assert_close(chosen, plain, rtol=4 * torch.finfo(dtype).eps, atol=0)

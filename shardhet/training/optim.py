@@ -14,11 +14,12 @@ the peak.  They may end at a ``final_fraction`` instead of zero.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
+
+from shardhet.fsdp.params.host_step import fused
 
 Schedule = Callable[[int], float]  # finished steps -> fraction of the peak
 
@@ -54,7 +55,7 @@ class OptimizerSpec:
     arguments: Mapping[str, Any] = field(default_factory=dict)  # the class's others
 
     def build(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer over this rank's rows; one fused kernel where there is one.
+        """The optimizer over this rank's rows; one fused kernel where there is a right one.
 
         Raises ``ValueError`` for a class that torch does not have, and what the class raises.
         """
@@ -63,12 +64,8 @@ class OptimizerSpec:
         is_optimizer = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
         if not is_optimizer:
             raise ValueError(f"{self.name!r} is no optimizer of torch.optim")
-        arguments = dict(self.arguments)
-        if "fused" in signature(kind).parameters and _can_fuse(params):
-            arguments["fused"] = True
         groups = decay_groups(params, self.weight_decay)
-        optimizer: torch.optim.Optimizer = kind(groups, lr=self.learning_rate, **arguments)
-        return optimizer
+        return fused(kind(groups, lr=self.learning_rate, **self.arguments))
 
     def count_moments(self) -> int:
         """How many tensors as large as a parameter it keeps, counted after one step."""
@@ -87,7 +84,3 @@ def decay_groups(params: Sequence[nn.Parameter], weight_decay: float) -> list[di
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
-
-
-def _can_fuse(params: Sequence[nn.Parameter]) -> bool:
-    return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in params)
