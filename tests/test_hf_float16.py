@@ -230,3 +230,24 @@ def test_gradients_that_are_finite_at_no_scale_stop_all_ranks(tmp_path: Path) ->
     ):
         assert outcome.exception_name == "FloatingPointError", outcome
         assert "Set bf16=True, or leave fp16 out" in outcome.message
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_launchers_precision_is_that_of_training(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`accelerate launch` writes its own and its file's into the environment."""
+    from shardhet.hf import HetTrainer
+
+    found = []
+    for launched, options in ((precision, {}), ("no", {precision: True}), ("no", {})):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")  # as it is without
+        monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+        args = arguments(tmp_path, max_steps=2, logging_steps=1, **options)
+        trainer = HetTrainer(llama().float(), args, plan=[8], train_dataset=texts(8, seed=1))
+        assert trainer.accelerator.mixed_precision == ("bf16" if trainer.args.bf16 else "no")
+        assert (trainer.loss_scaler is not None) == trainer.args.fp16
+        trainer.train()
+        found.append([each["loss"] for each in trainer.state.log_history if "loss" in each])
+    assert found[0] == found[1] != found[2]

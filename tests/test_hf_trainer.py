@@ -236,6 +236,33 @@ def test_what_a_plan_cannot_honour_is_refused_by_name(case: str, tmp_path: Path)
         HetTrainer(llama(), args, plan=ONE, train_dataset=texts(8, seed=1))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("ACCELERATE_MIXED_PRECISION", "fp8", "mixed_precision=fp8 is not supported"),
+        ("ACCELERATE_USE_FSDP", "true", "the plan shards the model"),
+        ("ACCELERATE_USE_DEEPSPEED", "true", "the plan shards the model"),
+        ("ACCELERATE_USE_MEGATRON_LM", "true", "the plan shards the model"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "the plan shards the model"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "compile_units"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "steps=4, which a Trainer does not"),
+    ],
+)
+def test_what_the_launcher_asks_for_and_a_plan_cannot_honour_is_refused_by_name(
+    name: str, value: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shardhet.hf import HetTrainer
+
+    # DeepSpeed, if it is not installed, is refused by transformers when arguments are made.
+    is_read_first = name == "ACCELERATE_MIXED_PRECISION"
+    args = None if is_read_first else arguments(tmp_path)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"accelerate launch: .*{message}"):
+        HetTrainer(
+            llama(), args or arguments(tmp_path), plan=ONE, train_dataset=texts(8, seed=1)
+        )
+
+
 @pytest.mark.parametrize("method", ["get_train_dataloader", "get_eval_dataloader"])
 def test_loaders_that_do_not_deal_by_the_plan_are_refused(method: str, tmp_path: Path) -> None:
     from shardhet.hf import HetTrainer

@@ -1,6 +1,7 @@
 """Check transformers' training arguments; refuse by name those that a plan cannot honour."""
 
 import copy
+import os
 import warnings
 from typing import Any
 
@@ -51,6 +52,15 @@ REFUSED = {
     "ddp_static_graph": "there is no DDP here. Leave it out",
     "debug": "its hooks would watch rows. Leave it out",
 }
+# What `accelerate launch` and its file put into the environment: likewise, unless it is off.
+REFUSED_OF_LAUNCH = {
+    "ACCELERATE_USE_FSDP": REFUSED["fsdp"],
+    "ACCELERATE_USE_DEEPSPEED": REFUSED["deepspeed"],
+    "ACCELERATE_USE_MEGATRON_LM": REFUSED["fsdp"],
+    "ACCELERATE_USE_PARALLELISM_CONFIG": REFUSED["parallelism_config"],
+    "ACCELERATE_DYNAMO_BACKEND": REFUSED["torch_compile"],
+}
+OFF = ("", "0", "false", "no", "off", "none")
 
 
 def checked(args: TrainingArguments, plan: Plan) -> TrainingArguments:
@@ -62,6 +72,7 @@ def checked(args: TrainingArguments, plan: Plan) -> TrainingArguments:
         value = getattr(args, name, None)
         if value not in (None, False, "", [], {}):
             raise ValueError(f"TrainingArguments: {name}={value!r}: {reason}.")
+    _check_launch(args)
     _check_choices(args)
     if args.world_size != plan.world_size:
         raise ValueError(
@@ -88,11 +99,33 @@ def checked(args: TrainingArguments, plan: Plan) -> TrainingArguments:
             "Plan.by_hand(..., recompute=True).",
             stacklevel=3,
         )
+    precision = args.mixed_precision.lower()  # the launcher's unless the arguments have one
+    args.fp16, args.bf16 = precision == "fp16", precision == "bf16"
     # HetTrainer scales the loss itself; accelerate, told of float16, accepts GPUs only.
-    args.mixed_precision = "no" if args.fp16 else args.mixed_precision
+    args.mixed_precision = "no" if args.fp16 else precision
     # The runtime divides by the tokens of all ranks; transformers must count only this rank's.
     args.average_tokens_across_devices = False
     return args
+
+
+def _check_launch(args: TrainingArguments) -> None:
+    """Raise ``ValueError`` for what `accelerate launch` asks for and a plan cannot honour."""
+    for name, reason in REFUSED_OF_LAUNCH.items():
+        value = os.environ.get(name, "")
+        if value.lower() not in OFF:
+            raise ValueError(f"accelerate launch: {name}={value}: {reason}.")
+    if args.mixed_precision.lower() not in ("no", "fp16", "bf16"):
+        raise ValueError(
+            f"accelerate launch: mixed_precision={args.mixed_precision} is not supported. "
+            "Choose bf16, fp16 or no."
+        )
+    num_batches = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if num_batches not in ("1", str(args.gradient_accumulation_steps)):
+        raise ValueError(
+            f"accelerate launch: gradient_accumulation_steps={num_batches}, which a Trainer "
+            f"does not read; it has {args.gradient_accumulation_steps}. Pass it in "
+            "TrainingArguments."
+        )
 
 
 def _check_choices(args: TrainingArguments) -> None:
