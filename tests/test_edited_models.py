@@ -248,8 +248,7 @@ def _hidden_at_first(rank: int, what: str) -> None:
         module.flags.centers = True
     else:
         if what == "samples that are the same":
-            module.act = _centered
-            model.forward_backward(torch.ones_like(x))
+            module.act, x = _centered, torch.ones_like(x)
         else:
             model.forward_backward(x)
         assert not module.gate.numel() or not module.gate.any()  # as it was before the probe

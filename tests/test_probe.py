@@ -764,10 +764,11 @@ def test_samples_that_are_all_the_same_are_warned_of_once(
     )
 
 
-def test_a_mean_over_valid_tokens_is_no_mixture() -> None:
+@pytest.mark.parametrize("first", [[0, 1, 2], [0, 1, -100], [-100] * 3])
+def test_a_mean_over_valid_tokens_is_no_mixture(first: list[int]) -> None:
     reference = Net(Mixer)
     model = HetFSDP(copy.deepcopy(reference), plan_for(recomputes=False))
-    targets = torch.tensor([[0, 1, 2], [-100, 1, -100], [2, 2, -100], [-100] * 3, [0, 1, 1]])
+    targets = torch.tensor([first, [-100, 1, -100], [2, 2, -100], [-100] * 3, [0, 1, 1]])
 
     class WithLoss(nn.Module):
         def __init__(self, net: nn.Module) -> None:
@@ -788,7 +789,7 @@ def test_a_mean_over_valid_tokens_is_no_mixture() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_sums_and_means_over_samples_take_four_runs(
+def test_sums_and_means_over_samples_take_six_runs(
     reduction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs, forward = [], Attempt._forward
@@ -805,7 +806,8 @@ def test_sums_and_means_over_samples_take_four_runs(
     monkeypatch.setattr(Attempt, "_forward", noted)
     model = HetFSDP(WithLoss(Mixer), plan_for(recomputes=False))
     model(draw(NUM_SAMPLES, 3, WIDTH), labels=torch.ones(NUM_SAMPLES, 3, dtype=torch.long))
-    assert runs == ["small", "large", "rest", "swapped"]
+    assert runs[:6] == ["small", "large", "rest", "swapped", "one", "again"]
+    assert all("times" in each for each in runs[6:])  # floating arguments, zero and large
 
 
 # What leaves or enters a unit on other ways

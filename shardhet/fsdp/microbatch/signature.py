@@ -250,25 +250,32 @@ class ModelCall:
         return found
 
     def with_samples(
-        self, axes: Sequence[BatchAxis | None], samples: Sequence[Sequence[int]]
+        self,
+        axes: Sequence[BatchAxis | None],
+        samples: Sequence[Sequence[int]],
+        factor: float = 1.0,
     ) -> Arguments:
         """The arguments with only some of the samples, ``samples`` per leaf.
 
         An index beyond the last sample wraps around and takes that sample rolled along another
-        dimension.
+        dimension.  Floating values of sample 0 are multiplied by ``factor``.
         """
         leaves = [
-            leaf if axis is None else self._selected(leaf, axis, chosen)
+            leaf if axis is None else self._selected(leaf, axis, chosen, factor)
             for leaf, axis, chosen in zip(self.leaves, axes, samples, strict=True)
         ]
         args, kwargs, loss_inputs = unflatten(leaves, self.spec)
         return args, kwargs, loss_inputs
 
-    def _selected(self, leaf: Tensor, axis: BatchAxis, chosen: Sequence[int]) -> Tensor:
+    def _selected(
+        self, leaf: Tensor, axis: BatchAxis, chosen: Sequence[int], factor: float
+    ) -> Tensor:
         parts = leaf.detach().unflatten(axis.dim, (self.num_samples, axis.inner))
         rows = []
         for sample in chosen:
             row = parts.select(axis.dim, sample % self.num_samples)
+            if not sample and factor != 1.0 and row.is_floating_point():
+                row = row * factor
             shift = sample // self.num_samples
             rest = [d for d in range(row.dim()) if d != axis.dim and row.shape[d] > 1]
             rows.append(row.roll(shift, rest[0]) if shift and rest else row)

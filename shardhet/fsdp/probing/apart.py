@@ -18,6 +18,7 @@ from shardhet.fsdp.microbatch.layered import leaves_of, nodes_of, tensors_in
 from shardhet.fsdp.microbatch.modes import FunctionMode
 from shardhet.fsdp.probing.comparing import are_close, joined_like
 from shardhet.fsdp.probing.rules import LARGE, PARTS, SIZES, SMALL
+from shardhet.records.layout import Span
 
 ATTACHED = "AttachedBackward"
 _KNOWN = (ATTACHED, "CheckpointFunctionBackward")  # torch's gives no gradient of one tensor
@@ -66,6 +67,19 @@ def problem_of_order(small: Any, swapped: Any, apart: Apart, eps: float) -> str 
             return _mixed(i, ones[i])
         ordered = [axis.select(others[i], (1, 0), SMALL) for axis in axes]
         if not any(are_close(each, ones[i], eps) for each in ordered):
+            return _mixed(i, ones[i])
+    return None
+
+
+def problem_of_others(large: Any, changed: Any, apart: Apart, eps: float) -> str | None:
+    """What is wrong with outputs if only the first of three samples has been changed."""
+    ones, others = tensors_in(large), tensors_in(changed)
+    for i, axes in apart:
+        pairs = [
+            [axis.narrow(each[i], Span(1, LARGE), LARGE) for each in (others, ones)]
+            for axis in axes
+        ]
+        if not any(are_close(one, other, eps) for one, other in pairs):
             return _mixed(i, ones[i])
     return None
 

@@ -1,15 +1,15 @@
 """All runs of one probe on one rank, under one assumption about the model's arguments."""
 
 import pickle
-from collections.abc import Callable, Hashable, Sequence
-from itertools import combinations
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardhet.comm import devices
 from shardhet.comm.peers import LostPeerError
-from shardhet.fsdp.microbatch.batching import BatchAxis, find_axis, flatten, unflatten
+from shardhet.fsdp.microbatch.batching import BatchAxis, Join, find_axis, flatten, unflatten
 from shardhet.fsdp.microbatch.layered import tensors_in
 from shardhet.fsdp.microbatch.loss import LossUsedError
 from shardhet.fsdp.microbatch.signature import ModelCall, is_plain
@@ -17,76 +17,27 @@ from shardhet.fsdp.probing.apart import (
     Apart,
     outputs_apart,
     problem_of_order,
+    problem_of_others,
     problem_of_outputs,
 )
 from shardhet.fsdp.probing.comparing import (
     are_close,
     are_numbers_equal,
-    do_add_up,
     is_mean_over_some,
+    laws_of,
     not_sums,
 )
 from shardhet.fsdp.probing.host_draws import HIGH, LOW, MIDDLE, HostGenerators
 from shardhet.fsdp.probing.module_state import kept_of_samples
-from shardhet.fsdp.probing.order import PeerFailed
+from shardhet.fsdp.probing.order import GatherFailed, PeerFailed
 from shardhet.fsdp.probing.probe import Probe, ProbedModel
-from shardhet.fsdp.probing.rules import LARGE, SIZES, SMALL
+from shardhet.fsdp.probing.rules import LARGE, SIZES, SMALL, Axes
 from shardhet.fsdp.probing.watch import Refusal, StaysUnsharded
 from shardhet.fsdp.sharding.seeds import restored_random_state
 
-MAX_ATTEMPTS = 8
-
-Axes = tuple[BatchAxis | None, ...]
 # One forward on all ranks: the result of the call on this one, and the segments.
 RunOnce = Callable[[Probe | None, Callable[[], Any]], tuple[Any, Any]]
 RunModule = Callable[[tuple[Any, ...], dict[str, Any], tuple[Any, ...]], Any]
-
-
-class ArgumentsSeen(NamedTuple):
-    """What one rank sees in the arguments of the model, one entry per argument."""
-
-    factors: Sequence[int | None]  # by which an argument is longer than the batch
-    batch_dims: Sequence[int | None]
-    are_named: Sequence[bool]  # whether the user has said which dimension it is
-    digests: Sequence[Hashable]
-
-
-def possible_axes(seen: Sequence[ArgumentsSeen]) -> list[Axes]:
-    """Which arguments may hold samples: first as their lengths suggest, then with one or two of
-    them changed.
-
-    ``seen`` is of the ranks that have samples.
-    """
-    dims, named = seen[0].batch_dims, seen[0].are_named
-    if len({len(each.factors) for each in seen}) > 1:
-        raise ValueError(
-            f"model(...): ranks pass {[len(each.factors) for each in seen]} arguments. Call "
-            "the model in the same way on every rank. Each entry of a list counts as one: pass "
-            "tensors with a row for each sample instead."
-        )
-    # Without samples an argument is the same everywhere.
-    differs = [
-        len(set(column)) > 1 for column in zip(*(each.digests for each in seen), strict=True)
-    ]
-    factors = [set(column) for column in zip(*(each.factors for each in seen), strict=True)]
-    likely = [
-        BatchAxis(dim) if factor == {1} and dim is not None else None
-        for factor, dim in zip(factors, dims, strict=True)
-    ]
-    first = next((i for i, axis in enumerate(likely) if axis is not None), 0)
-    others: list[tuple[int, BatchAxis | None]] = []
-    for i, (axis, dim, factor) in enumerate(zip(likely, dims, factors, strict=True)):
-        if i == first or named[i] or dim is None:
-            continue
-        if axis is not None and not differs[i]:
-            others.append((i, None))
-        elif axis is None and len(factor) == 1 and min(factor) > 1:
-            others.append((i, BatchAxis(dim, 1, min(factor))))
-    changes = [*combinations(others, 1), *combinations(others, 2)][: MAX_ATTEMPTS - 1]
-    return [
-        tuple(dict(change).get(i, axis) for i, axis in enumerate(likely))
-        for change in ((), *changes)
-    ]
 
 
 def _for_no_samples(plain: Any) -> Any:
@@ -143,8 +94,11 @@ class Attempt:
                 self._check_kept()
                 if self._model.caches.is_asked_for:
                     self._raise_together(self._problem_of_caches())
+                laws: Sequence[set[Join]] = ()
                 if self._any_rank(self.splits and bool(self._losses("large"))):
-                    self._check_losses()
+                    laws = self._check_losses()
+                if self._any_rank(bool(laws or self._apart) and self._has_numbers()):
+                    self._try_values(laws)
         except PeerFailed:
             return None
         except StaysUnsharded as found:
@@ -171,10 +125,12 @@ class Attempt:
         main: Sequence[int] | None = None,
         *,
         word: int = LOW,
+        factor: float = 1.0,
     ) -> tuple[Any, Any]:
         """One forward on ``samples``; the first batched argument takes ``main`` if given.
 
-        Generators of the host draw numbers near that of ``word``.
+        Generators of the host draw numbers near that of ``word``, and floating arguments of the
+        first sample are multiplied by ``factor``.
         """
         kind = name if name in ("small", "large", "plain") else "rest"
 
@@ -186,7 +142,7 @@ class Attempt:
                 main if main is not None and i == first else samples
                 for i in range(len(self.axes))
             ]
-            args, kwargs, loss_inputs = self.call.with_samples(self.axes, chosen)
+            args, kwargs, loss_inputs = self.call.with_samples(self.axes, chosen, factor)
             self._generators.begin(word)
             given = tensors_in((args, kwargs, loss_inputs))
             with self.probe.running(kind, given, num_samples=len(samples)):
@@ -291,6 +247,11 @@ class Attempt:
     def _any_rank(self, flag: bool) -> bool:
         return any(row[0] for row in self._model.control.exchange([float(flag)]))
 
+    def _has_numbers(self) -> bool:
+        """Whether any argument holds floating values of samples."""
+        pairs = zip(() if self.call is None else self.call.leaves, self.axes, strict=False)
+        return any(axis is not None and leaf.is_floating_point() for leaf, axis in pairs)
+
     def _losses(self, name: str) -> list[Tensor]:
         """The 0-d tensors among the model's outputs, in float64."""
         if self.call is None:
@@ -298,8 +259,11 @@ class Attempt:
         tensors = tensors_in(self._outputs[name])
         return [t.detach().double() for t in tensors if t.dim() == 0]
 
-    def _check_losses(self) -> None:
-        """Raise if a loss of the rank's batch is no sum or mean of its samples' losses."""
+    def _check_losses(self) -> list[set[Join]]:
+        """Of each loss of the rank's batch, whether it is the sum or the mean of its samples'.
+
+        Raises if one is neither.
+        """
         self._forward("rest", range(SMALL, LARGE))
         if "swapped" not in self._outputs:
             self._forward("swapped", (1, 0))
@@ -307,16 +271,55 @@ class Attempt:
             self.not_sums = not_sums(
                 *(self._outputs[name] for name in ("small", "rest", "large"))
             )
-        runs = ("small", "swapped", "large", "rest")
-        small, swapped, large, rest = map(self._losses, runs)
         # Every other sample would be other samples in another order.
-        pairs = enumerate(zip(small, swapped, strict=True))
+        pairs = enumerate(zip(self._losses("small"), self._losses("swapped"), strict=True))
         odd = [i for i, pair in pairs if not are_numbers_equal(*pair, self._eps)]
         self._raise_together(_NO_SUM.format(odd[0]) if odd else None)
-        parts = enumerate(zip(small, rest, large, strict=True))
-        unclear = [i for i, each in parts if not do_add_up(*each, self._eps)]
+        laws = self._laws("small", "rest", "large")
+        # A sample that is there twice: labels of a probe are often all unlike.
+        again = ("small", "one", "again")
+        self._forward("one", (0,))
+        self._forward("again", (0, 1, 0))
+        if self.call is not None:
+            self.not_sums |= not_sums(*(self._outputs[name] for name in again))
+        laws = [one & other for one, other in zip(laws, self._laws(*again), strict=True)]
+        unclear = [i for i, found in enumerate(laws) if not found]
         if self._any_rank(bool(unclear)):
             self._check_means(unclear)
+        return laws
+
+    def _laws(self, *runs: str, amplified: float = 1.0) -> list[set[Join]]:
+        """Of each loss, which laws it follows in ``runs``: two samples, a third, and all."""
+        losses = zip(*map(self._losses, runs), strict=True)
+        return [laws_of(*each, eps=self._eps * amplified) for each in losses]
+
+    def _try_values(self, laws: Sequence[set[Join]]) -> None:
+        """Raise if samples mix, or losses do not add up, once the first is zero, or large.
+
+        Of a mean, values may choose what it is over.
+        """
+        laws = [law - {Join.MEAN} for law in laws]
+        adds_up = self._any_rank(any(laws))
+        # An accelerator does not outlive a value that is an index and too large.
+        is_on_host = devices.is_on_host(self._model.device)
+        for factor in (0.0, 2.0**10) if is_on_host else (0.0,):
+            runs = (f"small times {factor}", "rest", f"large times {factor}")
+            try:
+                self._forward(runs[2], range(LARGE), factor=factor)
+                if adds_up:
+                    self._forward(runs[0], range(SMALL), factor=factor)
+            except (LostPeerError, GatherFailed):
+                raise
+            except (Exception, Refusal, StaysUnsharded, PeerFailed):
+                continue  # the model does not take such values
+            found = self._laws(*runs, amplified=max(factor, 1.0)) if adds_up else ()
+            pairs = enumerate(zip(laws, found, strict=False))
+            odd = [i for i, (law, other) in pairs if law and not law & other]
+            problem = _NO_SUM.format(odd[0]) if odd else None
+            if problem is None and self.probe is not None:
+                large, changed = self._outputs["large"], self._outputs[runs[2]]
+                problem = problem_of_others(large, changed, self._apart, self.probe.eps)
+            self._raise_together(problem)
 
     def _check_means(self, unclear: Sequence[int]) -> None:
         """Raise if one of these losses is no mean over what counts in each sample."""
@@ -327,15 +330,20 @@ class Attempt:
         for name, mains in (("0", (2, 1, 2)), ("1", (0, 3, 2))):
             self._forward(f"changed large {name}", range(LARGE), mains)
             changed.append(self._losses(f"changed large {name}"))
-        small, large, rest = map(self._losses, ("small", "large", "rest"))
+        for name, mains in (("0", (2, 1, 0)), ("1", (0, 3, 0))):
+            self._forward(f"changed again {name}", (0, 1, 0), mains)
+            changed.append(self._losses(f"changed again {name}"))
         for i in unclear:
-            parts, of_small, of_large = (
-                (small[i], rest[i], large[i]),
-                [each[i] for each in values],
-                [each[i] for each in changed],
-            )
-            if not is_mean_over_some(parts, of_small, of_large, self._eps):
-                raise Refusal(ValueError(_NO_SUM.format(i)))
+            of_small = [each[i] for each in values]
+            for runs, of_large in (
+                (("small", "rest", "large"), changed[:2]),
+                (("small", "one", "again"), changed[2:]),
+            ):
+                a, b, both = (self._losses(name)[i] for name in runs)
+                if not is_mean_over_some(
+                    (a, b, both), of_small, [each[i] for each in of_large], self._eps
+                ):
+                    raise Refusal(ValueError(_NO_SUM.format(i)))
 
     @property
     def _eps(self) -> float:

@@ -120,16 +120,16 @@ def are_numbers_equal(one: Tensor, other: Tensor, eps: float, amplified: float =
     return abs(float(one - other)) <= min(64 * eps * amplified, 1e-2) * scale
 
 
-def do_add_up(ab: Tensor, c: Tensor, abc: Tensor, eps: float) -> bool:
-    """Whether a loss is the sum or the mean of that of two samples and that of a third."""
+def laws_of(ab: Tensor, c: Tensor, abc: Tensor, *, eps: float) -> set[Join]:
+    """Which of the sum and the mean of that of two samples and of a third a loss is."""
+    expected = {Join.SUM: ab + c, Join.MEAN: (2 * ab + c) / 3}
     if not abc.isfinite():
-        return True  # backward will say so
+        return set(expected)  # backward will say so
     if not c.isfinite():  # right for a mean of which all is in the others
-        return are_numbers_equal(ab, abc, eps)
-    if not ab.isfinite():
-        return are_numbers_equal(c, abc, eps)
-    means = (ab + c, (2 * ab + c) / 3)
-    return any(are_numbers_equal(each, abc, eps) for each in means)
+        expected = dict.fromkeys(expected, ab)
+    elif not ab.isfinite():
+        expected = dict.fromkeys(expected, c)
+    return {law for law, each in expected.items() if are_numbers_equal(each, abc, eps)}
 
 
 def not_sums(ab: Any, c: Any, abc: Any) -> frozenset[int]:
@@ -171,6 +171,7 @@ def is_mean_over_some(
         eps: epsilon of the narrowest dtype of a loss.
     """
     ab, c, abc = parts
+    c = c.nan_to_num()  # nothing counts in it
     neither, first, second, both = of_small
     changes = [(first - neither, of_large[0] - abc), (second - neither, of_large[1] - abc)]
     # Of the first sample, unless it does not count, as one without valid tokens

@@ -41,6 +41,7 @@ from shardhet.fsdp.probing.rules import (
     is_same,
     join_by_gradients,
     looks_like_mask,
+    mixed,
     of_some,
     readings,
 )
@@ -184,8 +185,8 @@ class Examiner:
             decided = self._join_of_zeros(i, kept, pieces)
             found[i] = decided or Join.SUM
             self.is_certain &= decided is not None
-        if means := _means(found, parts):
-            _check_means(self._runner, kept, rules, means, eps=self._watcher.eps)
+        if joins := _joins(found, parts):
+            _check_joins(self._runner, kept, rules, joins, eps=self._watcher.eps)
         if (pieces or self._divides_late) and seen.has_own_backward and torch.is_grad_enabled():
             self._check_backward(kept, pieces, replace(rules, outputs=tuple(found)))
         if pieces and torch.is_grad_enabled():
@@ -317,41 +318,56 @@ def _check_other_parts(
     decide.check_outputs(call.fqn, tensors_in(output), parts, found)
 
 
-def _means(rules: Sequence[Rule], parts: Sequence[Sequence[Tensor]]) -> list[int]:
-    """Indices of outputs that are means, and not always the same."""
-    return [
-        i
+def _joins(rules: Sequence[Rule], parts: Sequence[Sequence[Tensor]]) -> dict[int, Join]:
+    """By index, how outputs are joined that are sums or means, and not always the same."""
+    return {
+        i: rule
         for i, rule in enumerate(rules)
-        if rule is Join.MEAN and not is_same([part[i] for part in parts])
-    ]
+        if rule in (Join.SUM, Join.MEAN) and not is_same([part[i] for part in parts])
+    }
 
 
-def _check_means(
-    runner: CallRunner, whole: ProbedCall, rules: VisitRules, means: Sequence[int], eps: float
+def _check_joins(
+    runner: CallRunner,
+    whole: ProbedCall,
+    rules: VisitRules,
+    joins: Mapping[int, Join],
+    eps: float,
 ) -> None:
-    """Raise if a mean leaves out what arguments mark by their values, as zero or NaN."""
+    """Raise if a mean leaves out what arguments mark by their values, as zero or NaN, or if a
+    sum, or a mean, depends on how often the batch has a value.
+    """
     for marked in _marked(whole, rules):
         pieces = [marked.on(cut(marked.tensors, rules, span, LARGE)) for span in PARTS]
         try:
             found = [tensors_in(runner.run(each)) for each in (marked, *pieces)]
         except Exception:
             continue  # it does not take such values
-        for i in means:
-            if not _fits_mean(*(each[i] for each in found), eps=eps):
-                raise Refusal(ValueError(of_some(f"unit {whole.fqn!r}: output {i}")))
+        for i, join in joins.items():
+            if not _fits(*(each[i] for each in found), join=join, eps=eps):
+                what = f"unit {whole.fqn!r}: output {i}"
+                is_mean = join is Join.MEAN
+                raise Refusal(
+                    ValueError(of_some(what) if is_mean else mixed(what, found[0][i]))
+                )
 
 
-def _fits_mean(whole: Tensor, *parts: Tensor, eps: float) -> bool:
+def _fits(whole: Tensor, *parts: Tensor, join: Join, eps: float) -> bool:
     """Whether it is that of its parts, if it has values."""
-    joined = joined_like(whole, parts, PARTS, Join.MEAN)
+    joined = joined_like(whole, parts, PARTS, join)
     has_values = whole.isfinite().all() and joined.isfinite().all()
     return not has_values or are_close(joined, whole, eps)
 
 
 def _marked(call: ProbedCall, rules: VisitRules) -> Iterator[ProbedCall]:
-    """The call with values in its first sample that may say what does not count."""
-    tensors = call.tensors
-    for i, (tensor, rule) in enumerate(zip(tensors, rules.inputs, strict=True)):
+    """The call with its first sample once more in place of the third, and with values in the
+    first that may say what does not count.
+    """
+    tensors, pairs = call.tensors, list(zip(call.tensors, rules.inputs, strict=True))
+    yield call.on(
+        [r.select(t, (0, 1, 0), LARGE) if isinstance(r, BatchAxis) else t for t, r in pairs]
+    )
+    for i, (tensor, rule) in enumerate(pairs):
         if not (isinstance(rule, BatchAxis) and tensor.is_floating_point()):
             continue
         for value, is_half in product((0.0, math.nan, -1.0), (True, False)):

@@ -385,7 +385,7 @@ class Probe:
 
     def _repeated(self, key: CallKey, call: ProbedCall, rules: VisitRules) -> Any:
         flags = rules.is_differentiable
-        if self._num_samples == LARGE:
+        if self._num_samples == LARGE and call.arguments == rules.arguments:
             output = self._examiner.in_parts(call, rules, self._seen.get(key))
         else:
             output = self._runner.run(call)

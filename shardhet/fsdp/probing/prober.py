@@ -26,18 +26,12 @@ from shardhet.fsdp.microbatch.batching import (
 )
 from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
 from shardhet.fsdp.microbatch.signature import ModelCall
-from shardhet.fsdp.probing.attempt import (
-    ArgumentsSeen,
-    Attempt,
-    Axes,
-    RunModule,
-    have_unlike_samples,
-    possible_axes,
-)
+from shardhet.fsdp.probing.attempt import Attempt, RunModule, have_unlike_samples
 from shardhet.fsdp.probing.module_state import Filled, Number
 from shardhet.fsdp.probing.order import GatherFailed, OrderFinder, PeerFailed
 from shardhet.fsdp.probing.probe import CallKey, Probe, ProbedModel, SeenInput
 from shardhet.fsdp.probing.probed_call import ProbedCall
+from shardhet.fsdp.probing.rules import ArgumentsSeen, Axes, possible_axes
 from shardhet.fsdp.probing.watch import Refusal, StaysUnsharded
 from shardhet.fsdp.sharding.seeds import restored_random_state
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule, UnitState

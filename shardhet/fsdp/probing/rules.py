@@ -2,7 +2,9 @@
 for three samples; refuses what they do not determine.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from itertools import combinations
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,56 @@ SMALL, LARGE = 2, 3
 SIZES = (SMALL, LARGE)
 PARTS = (Span(0, SMALL), Span(SMALL, LARGE))
 OTHER_PARTS = (Span(0, 1), Span(1, LARGE))
+MAX_ATTEMPTS = 8
+
+Axes = tuple[BatchAxis | None, ...]
+
+
+class ArgumentsSeen(NamedTuple):
+    """What one rank sees in the arguments of the model, one entry per argument."""
+
+    factors: Sequence[int | None]  # by which an argument is longer than the batch
+    batch_dims: Sequence[int | None]
+    are_named: Sequence[bool]  # whether the user has said which dimension it is
+    digests: Sequence[Hashable]
+
+
+def possible_axes(seen: Sequence[ArgumentsSeen]) -> list[Axes]:
+    """Which arguments may hold samples: first as their lengths suggest, then with one or two of
+    them changed.
+
+    ``seen`` is of the ranks that have samples.
+    """
+    dims, named = seen[0].batch_dims, seen[0].are_named
+    if len({len(each.factors) for each in seen}) > 1:
+        raise ValueError(
+            f"model(...): ranks pass {[len(each.factors) for each in seen]} arguments. Call "
+            "the model in the same way on every rank. Each entry of a list counts as one: pass "
+            "tensors with a row for each sample instead."
+        )
+    # Without samples an argument is the same everywhere.
+    differs = [
+        len(set(column)) > 1 for column in zip(*(each.digests for each in seen), strict=True)
+    ]
+    factors = [set(column) for column in zip(*(each.factors for each in seen), strict=True)]
+    likely = [
+        BatchAxis(dim) if factor == {1} and dim is not None else None
+        for factor, dim in zip(factors, dims, strict=True)
+    ]
+    first = next((i for i, axis in enumerate(likely) if axis is not None), 0)
+    others: list[tuple[int, BatchAxis | None]] = []
+    for i, (axis, dim, factor) in enumerate(zip(likely, dims, factors, strict=True)):
+        if i == first or named[i] or dim is None:
+            continue
+        if axis is not None and not differs[i]:
+            others.append((i, None))
+        elif axis is None and len(factor) == 1 and min(factor) > 1:
+            others.append((i, BatchAxis(dim, 1, min(factor))))
+    changes = [*combinations(others, 1), *combinations(others, 2)][: MAX_ATTEMPTS - 1]
+    return [
+        tuple(dict(change).get(i, axis) for i, axis in enumerate(likely))
+        for change in ((), *changes)
+    ]
 
 
 class RuleFinder:
@@ -104,7 +156,7 @@ class RuleFinder:
         if fitting:
             return fitting[0]
         if axes:
-            return self._undecidable(_mixed(what, whole))
+            return self._undecidable(mixed(what, whole))
         return self._undecidable(
             f"{what} of shape {tuple(whole.shape)} has no dimension for the samples, and for "
             "several microbatches it is neither the same, nor the sum, nor the mean (a "
@@ -126,7 +178,7 @@ class RuleFinder:
         for i, (each, rule) in enumerate(zip(whole, rules, strict=True)):
             joined = joined_like(each, [part[i] for part in parts], OTHER_PARTS, rule)
             if not self.is_unpredictable and not are_close(joined, each, self.eps):
-                self._undecidable(_mixed(f"unit {fqn!r}: output {i}", each))
+                self._undecidable(mixed(f"unit {fqn!r}: output {i}", each))
 
     def _fits(self, whole: Tensor, parts: Sequence[Tensor], rule: Rule) -> bool:
         if self.is_unpredictable:
@@ -142,7 +194,7 @@ class RuleFinder:
         return Join.SHARED  # never used: there is only one microbatch
 
 
-def _mixed(what: str, whole: Tensor) -> str:
+def mixed(what: str, whole: Tensor) -> str:
     return (
         f"{what} of shape {tuple(whole.shape)} depends for one sample on the other samples of "
         "the microbatch, or the batch is in another dimension (HetFSDP(batch_dim=...)), so the "

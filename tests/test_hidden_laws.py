@@ -1,0 +1,94 @@
+"""What the first three samples hide: laws that hold for their values and not for others'."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from shardhet import HetFSDP
+from tests.test_probe import WIDTH, Net, draw, plan_for
+
+ALONE = plan_for(recomputes=False)
+UNITS = ["units.0", "units.1"]
+LABELS = torch.tensor([0, 1, 2, 0, 1])  # those of a probe are all unlike
+OfLabels = Callable[[Tensor, Tensor], Tensor]
+
+
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def by_count(labels: Tensor) -> Tensor:
+    return 1 / torch.bincount(labels, minlength=3).clamp(min=1).double()
+
+
+def summed(logits: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(logits, labels, by_count(labels), reduction="sum")
+
+
+def averaged(logits: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(logits, labels, by_count(labels))
+
+
+def per_label(logits: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(logits, labels, reduction="sum") / len(labels.unique())
+
+
+class Labelled(Net):
+    def __init__(self, loss: OfLabels) -> None:
+        super().__init__(linear)
+        self.loss = loss
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+        return self.loss(super().forward(x), labels), len(labels)
+
+
+@pytest.mark.parametrize("loss", [summed, averaged, per_label])
+def test_a_loss_by_how_often_the_batch_has_a_label_is_refused(loss: OfLabels) -> None:
+    model = HetFSDP(Labelled(loss), ALONE, units=UNITS)
+    with pytest.raises(ValueError, match="scalar output 0, computed outside of units, is no"):
+        model(draw(5, WIDTH), LABELS)
+
+
+@pytest.mark.parametrize("loss", [summed, averaged])
+def test_a_loss_of_a_unit_by_how_often_the_batch_has_a_label_is_refused(
+    loss: OfLabels,
+) -> None:
+    model = HetFSDP(
+        Net(linear),
+        ALONE,
+        units=[*UNITS, "head"],
+        loss_fn=lambda output, labels: (loss(output, labels), torch.tensor(len(labels))),
+    )
+    with pytest.raises(ValueError, match="unit 'head': output 0"):
+        model(draw(5, WIDTH), loss_inputs=LABELS)
+
+
+def by_the_largest(x: Tensor) -> Tensor:
+    return x / (x / 100).abs().max().clamp(min=1)
+
+
+def without_zeros(x: Tensor) -> Tensor:
+    return x * (x.flatten(1).any(1).sum() / len(x))
+
+
+class Bounded(Net):
+    def __init__(self, bound: Callable[[Tensor], Tensor], is_summed: bool) -> None:
+        super().__init__(linear)
+        self.bound, self.is_summed = bound, is_summed
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(self.bound(x))
+        return y.square().sum() if self.is_summed else y
+
+
+@pytest.mark.parametrize("is_summed", [True, False])
+@pytest.mark.parametrize("bound", [by_the_largest, without_zeros])
+def test_what_only_large_or_zero_samples_show_is_refused(
+    bound: Callable[[Tensor], Tensor], is_summed: bool
+) -> None:
+    model = HetFSDP(Bounded(bound, is_summed), ALONE, units=UNITS)
+    with pytest.raises(ValueError, match=r"no sum or mean|depends for one sample on the oth"):
+        model(draw(5, WIDTH))
