@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from shardhet import HetFSDP
+from shardhet import HetFSDP, Plan, Stage
 from tests.test_probe import WIDTH, Net, draw, plan_for
+from tests.worlds import run_ranks_expecting_failure
 
 ALONE = plan_for(recomputes=False)
 UNITS = ["units.0", "units.1"]
@@ -92,3 +93,39 @@ def test_what_only_large_or_zero_samples_show_is_refused(
     model = HetFSDP(Bounded(bound, is_summed), ALONE, units=UNITS)
     with pytest.raises(ValueError, match=r"no sum or mean|depends for one sample on the oth"):
         model(draw(5, WIDTH))
+
+
+class Longest(nn.Module):
+    """Computes as many positions as the longest of its samples has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList([nn.Embedding(5, WIDTH), linear()])
+        self.double()
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        longest = int(mask.sum(1).max())
+        x = self.units[1](self.units[0](tokens[:, :longest]))
+        return (x.square().sum(-1) * mask[:, :longest]).sum(), mask.sum()
+
+
+def _cuts_to_longest(rank: int, is_training: bool) -> None:
+    stages = [Stage(units=(f"units.{i}",), num_ranks=1) for i in range(2)]
+    model = HetFSDP(
+        Longest(), Plan.by_hand(microbatch_sizes=[4, 4], num_rounds=2, stages=stages)
+    )
+    mask = torch.arange(12) < torch.tensor([11, 7, 9, 3, 5, 6, 4, 5])[:, None]
+    batch = torch.randint(5, mask.shape), mask.long()
+    with torch.set_grad_enabled(is_training):
+        model.forward_backward(*batch) if is_training else model(*batch)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_stages_refuse_what_has_another_shape_than_in_an_earlier_round(
+    is_training: bool,
+) -> None:
+    for outcome in run_ranks_expecting_failure(_cuts_to_longest, 2, is_training):
+        assert (
+            "'units.0' hands over a tensor of shape (4, 6, 6), but the next stage expects"
+            in outcome.message
+        ), outcome.message

@@ -115,8 +115,13 @@ class StageCalls(UnitCalls):
         if part.sent:
             _check_known(kind.findings.results[place], output, fqn)
         for value in (each for each in part.sent if each.place == place):
-            self._values[value] = tensors[value.number]
-            self._versions[value] = tensors[value.number]._version
+            tensor = self._values[value] = tensors[value.number]
+            self._versions[value] = tensor._version
+            assert self._step.batch is not None
+            known = kind.findings.results[place].shape(
+                value.number, self._step.batch.num_samples
+            )
+            _check_shape(tensor, known, fqn)
         return output
 
     def visit_piece(
@@ -189,6 +194,17 @@ def _check_known(result: Result, output: Any, fqn: str) -> None:
                 "alone. Return it as a tensor with a row for each sample, or keep it inside "
                 "the unit."
             )
+
+
+def _check_shape(tensor: Tensor, known: tuple[int, ...], fqn: str) -> None:
+    """Raise unless it has the shape that the next stage has made room for."""
+    if tensor.shape != known:
+        raise RuntimeError(
+            f"stages: unit {fqn!r} hands over a tensor of shape {tuple(tensor.shape)}, but the "
+            f"next stage expects {known}, as for the samples that the model was probed with: "
+            "values of samples choose it (x[:, :int(lengths.max())]), perhaps. Cut and pad the "
+            "arguments themselves, alike on all ranks, or give a plan without stages."
+        )
 
 
 def _check_present(tensors: Sequence[Tensor], where: str) -> None:
