@@ -1,10 +1,15 @@
 """What limits a plan is what a little more of would help, found by planning again."""
 
-from dataclasses import replace
+import re
+from pathlib import Path
 
 import pytest
 
+from shardhet.apps.plan import DOOR
+from shardhet.apps.plan import main as plan_main
+from shardhet.apps.planning.inputs import load, read_request
 from shardhet.apps.planning.report import limit_lines
+from shardhet.config.planning import PlannerConf
 from shardhet.planner import Demands, DeviceLimits, PlanSolution, solve
 from shardhet.planner.advice.explain import (
     Explanation,
@@ -14,7 +19,6 @@ from shardhet.planner.advice.explain import (
     larger_situations,
     with_another,
 )
-from shardhet.planner.find import least_step_s
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
@@ -202,17 +206,33 @@ def test_another_measured_device_takes_part_in_collectives() -> None:
     assert [each.positions for each in larger.profile.groups] == [(0, 1, 3)]
 
 
-def test_far_fewer_rounds_are_found_where_much_more_memory_needs_them() -> None:
-    """Steps of 720 samples in 180 rounds, and with eight times the memory in 20."""
-    tight = alone(situation(capacity=1.6))
-    slow_alone = device_profile(
-        "fast", lambda m: (1e-3 * (m + 4), 2e-3 * (m + 4)), sizes=(1, 2, 4)
+@pytest.mark.parametrize(
+    ("line", "of", "amount"),
+    [
+        # In 6 rounds instead of 8.
+        (["model=llama_1b"], "compute of NVIDIA GeForce RTX 3090", "10 % faster"),
+        # The optimizer steps on fewer hosts.
+        (["model=llama_3b", "optimizer_on_host=true"], "all memory", "10 % more"),
+    ],
+)
+def test_what_more_would_give_is_what_the_command_plans_with_more(
+    line: list[str], of: str, amount: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    line += ["baselines=false", "leave_out=never"]
+    plan_main(line)
+    told = re.search(rf"{of} +. {amount} +. +(\S+) . +\+", capsys.readouterr().out)
+    assert told is not None
+    request = read_request(DOOR, line)
+    assert request is not None
+    conf, inputs = load(DOOR, request, PlannerConf)
+    here = Situation(
+        setting=inputs.setting, demands=conf.to_demands(inputs.setting.cluster.devices)
     )
-    tight = tight.with_profile(replace(tight.profile, devices=(slow_alone,)))
-    near = solve(tight.setting, global_batch_size=720).plan.form
-    assert near.num_rounds == 180
-    (roomy,) = (more for _, _, amount, more in larger_situations(tight) if "8" in amount)
-    best = solve(roomy.setting, global_batch_size=720)
-    assert best.plan.num_rounds == 20
-    found_s = least_step_s(roomy.setting, global_batch_size=720, near=near, only_near=True)
-    assert found_s == pytest.approx(best.predicted.step_time_s)
+    (more,) = (
+        more
+        for resource, kind, each, more in larger_situations(here)
+        if each == amount and of in (f"{resource.value} of {kind}", f"all {resource.value}")
+    )
+    more.setting.save(tmp_path)
+    plan_main([f"measured={tmp_path}", *line[1:], "explain=false"])
+    assert f": {told[1]} samples/s" in capsys.readouterr().out

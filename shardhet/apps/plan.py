@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import inf
 from pathlib import Path
 
 from rich.console import Console
@@ -36,6 +35,7 @@ from shardhet.config.planning import LEAST_THROUGHPUT, Inputs, PlannedPrecision,
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
 from shardhet.planner.advice.explain import (
     MANY_KINDS,
+    NEGLIGIBLE,
     Gain,
     Objective,
     Situation,
@@ -51,7 +51,6 @@ from shardhet.planner.advice.steady import (
     loss_of,
 )
 from shardhet.planner.baselines import compute_only, even, memory_only, one_round
-from shardhet.planner.find import least_step_s
 from shardhet.planner.misses import even_shortfall
 from shardhet.planner.objectives import largest_batch, largest_batch_size, least_memory
 from shardhet.planner.search.search import Effort
@@ -351,25 +350,18 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
     best = solve(setting, global_batch_size=batch, demands=demands, tolerance=conf.tolerance)
     if conf.objective == "throughput":
 
-        def step_s(situation: Situation, at_most_s: float) -> float:
-            return least_step_s(
+        def samples_per_s(situation: Situation) -> float:
+            """What the plan of a situation reaches; ``PlanError`` if that is no more."""
+            return solve(
                 situation.setting,
                 global_batch_size=batch,
                 demands=situation.demands,
                 effort=_compared(setting),
-                at_most_s=at_most_s,
+                tolerance=conf.tolerance,
+                is_bounded=False,
                 near=best.plan.form,
-                only_near=True,
-            )
-
-        here_s: list[float] = []  # computed when it is first needed
-
-        def samples_per_s(situation: Situation) -> float:
-            """What the plan would reach, by what the search finds here and there."""
-            if not here_s:
-                _, here = without_idle(best, Situation(setting=setting, demands=demands))
-                here_s.append(step_s(here, inf))
-            return best.samples_per_s * here_s[0] / step_s(situation, here_s[0])
+                at_most_s=best.predicted.step_time_s / (1 + NEGLIGIBLE),
+            ).samples_per_s
 
         return _Answer(best, best.samples_per_s, samples_per_s)
     wanted = conf.min_samples_per_s or LEAST_THROUGHPUT * best.samples_per_s

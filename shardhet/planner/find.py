@@ -13,7 +13,7 @@ from itertools import product
 from math import inf
 
 from shardhet.planner.candidates.candidates import LeastCompute
-from shardhet.planner.forms import BatchRounds, beside, near_rounds, rounds_of
+from shardhet.planner.forms import BatchRounds, rounds_of
 from shardhet.planner.idle import active_positions, with_idle
 from shardhet.planner.preference import TOLERANCE, preferred, preferred_to_idle
 from shardhet.planner.problem.demands import Demands
@@ -22,10 +22,10 @@ from shardhet.planner.receivers import depends_on_shares
 from shardhet.planner.residents import with_residents
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
 from shardhet.planner.task import (
+    TOO_SLOW,
     FormTask,
     endless_memory_bound_s,
     least_step_of_rounds_s,
-    search_table,
     solve_form,
     spared_s,
 )
@@ -68,6 +68,7 @@ def solve(
     tolerance: float | None = None,
     is_bounded: bool = True,
     near: StepForm | None = None,
+    at_most_s: float = inf,
 ) -> PlanSolution:
     """The fastest plan that fits every budget, with a bound on what any plan can reach.
 
@@ -75,7 +76,8 @@ def solve(
     (``shardhet.planner.preference``).  Unless ``is_bounded``, the bound holds only for plans
     that meet demanded shares to the element, which takes a search less.  Plans of the form
     ``near`` are looked at first, as probably the best.  Raises ``PlanError`` with the nearest
-    miss if nothing fits.
+    miss if nothing fits, or if no step is as short as ``at_most_s``, which is seen sooner than
+    how long the best takes.
     """
     global_batch_size = whole("global_batch_size", global_batch_size)
     if global_batch_size < 1:
@@ -86,7 +88,7 @@ def solve(
     demands.check(setting.cluster.world_size)
     demands.check_batches(setting.cluster.world_size, global_batch_size)
     prices = _priced(setting, demands)
-    asked = _Asked(prices, global_batch_size, demands, effort, is_bounded, near)
+    asked = _Asked(prices, global_batch_size, demands, effort, is_bounded, near, at_most_s)
     found = _of_part(asked, demands.not_idle(setting.cluster.world_size), tolerance)
     return found or _of_all(asked, tolerance)
 
@@ -110,6 +112,7 @@ def _of_part(
             tolerance=tolerance,
             is_bounded=asked.is_bounded,
             near=asked.near,
+            at_most_s=asked.at_most_s,
         )
     except ValueError:  # nothing fits, or demands need the other devices
         return None
@@ -156,7 +159,7 @@ def _states_memory(setting: Setting) -> bool:
 
 def _solve(asked: "_Asked", tolerance: float | None) -> PlanSolution:
     """``solve``, of demands that were checked."""
-    met = _Met(tolerance or 0.0)
+    met = _Met(tolerance or 0.0, asked.at_most_s)
     for task in (*asked.of_demanded_form(), *asked.of_near()):
         met.search(task, 0.0 if task.rounds.are_equal else asked.bound_s(task))
     for i, task in enumerate(asked.of_one_round()):
@@ -179,6 +182,8 @@ def _solve(asked: "_Asked", tolerance: float | None) -> PlanSolution:
             )
         met.missed.lower_bound_s = min(met.bounds_s + met.unproven_s)
         raise met.missed
+    if met.best_s > asked.at_most_s:
+        raise PlanError(TOO_SLOW)
     bound_s = min(met.best_s, *(met.bounds_s or met.unproven_s))
     best = replace(met.best, lower_bound_s=bound_s)
     fewer = _of_part(asked, active_positions(best), tolerance)
@@ -219,6 +224,7 @@ class _Asked:
     effort: Effort
     is_bounded: bool
     near: StepForm | None = None  # of several rounds, looked at first
+    at_most_s: float = inf  # slower plans are not asked for
 
     @property
     def setting(self) -> Setting:
@@ -301,6 +307,7 @@ class _Met:
     """What was found so far, and bounds on everything that was looked at."""
 
     tolerance: float  # a plan may be preferred to one that is faster by this part
+    at_most_s: float  # slower plans are not asked for
     best: PlanSolution | None = None
     # In which plans were found, with bounds on them.
     tasks: list[tuple[float, FormTask]] = field(default_factory=list)
@@ -313,8 +320,8 @@ class _Met:
 
     @property
     def best_s(self) -> float:
-        """Seconds of the step of the best plan; inf if there is none."""
-        return inf if self.best is None else self.best.predicted.step_time_s
+        """Seconds of the step of the best plan, or of the slowest that is asked for."""
+        return self.at_most_s if self.best is None else self.best.predicted.step_time_s
 
     @property
     def limit_s(self) -> float:
@@ -331,7 +338,8 @@ class _Met:
         if _is_exact(task):
             task = replace(task, at_most_s=self.limit_s, is_only_faster=True)
         else:
-            task = replace(task, at_most_s=at_most_s)
+            slowest_s = (1 + self.tolerance) * self.at_most_s
+            task = replace(task, at_most_s=min(at_most_s, slowest_s))
         solutions, bound_s, error = solve_form(task)
         bound_s = max(bound_s, known_bound_s) if task.rounds.are_equal else known_bound_s
         (self.bounds_s if task.rounds.are_equal else self.unproven_s).append(bound_s)
@@ -383,66 +391,3 @@ def _check_size(setting: Setting) -> None:
                 f"plan: {number:,} {what} but plans are searched for up to {most:,}. Plan for "
                 "a part of them."
             )
-
-
-def least_step_s(
-    setting: Setting,
-    *,
-    global_batch_size: int,
-    demands: Demands = NO_DEMANDS,
-    effort: Effort = DEFAULT_EFFORT,
-    at_most_s: float = inf,
-    near: StepForm | None = None,
-    only_near: bool = False,
-) -> float:
-    """The step time of the best plan before its shares are rounded to rows, without the plan.
-
-    Communication is as with even shares.  Returns ``at_most_s`` if nothing is faster, which
-    saves candidates that compute longer than that.  Plans of the form ``near`` are looked at
-    first, as probably the best.  With ``only_near``, of several rounds only those are looked at
-    that have about as many or a half, a quarter, ... of them, and those beside the best.  Forms
-    that gain less than the gap of the effort may be passed over.
-    """
-    demands.check(setting.cluster.world_size)
-    prices = _priced(setting, demands)
-    asked = _Asked(prices, global_batch_size, demands, effort, is_bounded=False)
-    first = [*asked.of_demanded_form(), *asked.of_one_round()]
-    tasks = [*first, *asked.of_fewer_residents(), *asked.of_several_rounds()]
-    if not tasks:
-        return at_most_s
-    # Of plans of any form: it needs least memory.
-    least = replace(tasks[0], model=prices[-1].in_form(tasks[0].model.form))
-    compute = least.builder().least_compute()
-    numbers = sorted({task.rounds.number for task in tasks})
-    wanted = set(numbers)
-    if only_near and near is not None:
-        wanted = {1, *near_rounds(numbers, near.num_rounds)}
-    best, left = near, tasks
-    while some := [task for task in left if task.rounds.number in wanted]:
-        left = [task for task in left if task.rounds.number not in wanted]
-        bounded = [
-            (task.model.form != near, asked.bound_s(task, compute), i)
-            for i, task in enumerate(some)
-        ]
-        for _, bound_s, i in sorted(bounded):
-            shorter_s = at_most_s / (1 + effort.relative_gap)
-            if bound_s < shorter_s:
-                found_s = _least_of_form_s(replace(some[i], at_most_s=shorter_s))
-                if found_s < at_most_s:
-                    at_most_s, best = found_s, some[i].model.form
-        wanted = set(beside(numbers, best.num_rounds)) if best else set()
-    return at_most_s
-
-
-def _least_of_form_s(task: FormTask) -> float:
-    """The least step of a form; inf if there is none as short as the task asks for."""
-    if not task.rounds.are_equal:  # what the search says of it is not exact
-        solutions, _, _ = solve_form(task)
-        return min((each.predicted.step_time_s for each in solutions), default=inf)
-    try:
-        _, found, _ = search_table(
-            task.builder(), task.effort, task.at_most_s, is_only_faster=True
-        )
-    except PlanError:
-        return inf
-    return found.value.objective_s

@@ -7,7 +7,7 @@ use, per round or per step and reduced per round or per step; one round leaves o
 are gathered again for backward.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardhet.records.schedule import StepForm
@@ -78,20 +78,6 @@ def rounds_of(global_batch_size: int, max_rounds: int | None = None) -> list[Bat
         if each.has_last and each.round_size <= MOST_SAMPLES:
             found.append(each)
     return found
-
-
-def beside(numbers: Sequence[int], number: int) -> list[int]:
-    """The next fewer and the next more of these numbers of rounds."""
-    fewer = [each for each in numbers if each < number]
-    more = [each for each in numbers if each > number]
-    return [*fewer[-1:], *more[:1]]
-
-
-def near_rounds(numbers: Sequence[int], number: int) -> list[int]:
-    """Of these numbers of rounds, those closest to one, to a half of it, to a quarter, ..."""
-    halves = [number >> i for i in range(number.bit_length())]
-    closest = [min(numbers, key=lambda each: abs(each - half)) for half in halves]
-    return [*closest, *beside(numbers, number)]
 
 
 def _divisors_and_small(batch: int, most: int) -> list[int]:

@@ -29,7 +29,7 @@ MORE = 0.1  # of compute, memory or links
 EIGHTFOLD, EIGHTFOLD_NAME = 8.0, "8 times as much"
 MAX_KINDS = 8  # that are asked about one by one
 MANY_KINDS = 32
-NEGLIGIBLE = 1e-3  # a relative gain below this counts as none
+NEGLIGIBLE = 3e-3  # a relative gain below this counts as none
 SLOWEST_MARGIN = 0.02  # devices this close to the slowest also count as slowest
 GIB = 2**30
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardhet.planner.candidates.role_times import MAX_MICROBATCH_SIZE
-from shardhet.planner.find import least_step_s, solve
+from shardhet.planner.find import solve
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.planner.residents import with_all_resident
@@ -138,17 +138,18 @@ class _Trials:
         return bool(faster)
 
     def _step_s(self, part: Positions, setting: Setting, at_most_s: float) -> float:
-        """The least step on a part, before rounding to rows; ``at_most_s`` if not below it."""
+        """The least step on a part; ``at_most_s`` if not below it."""
         try:
-            return least_step_s(
+            return solve(
                 setting,
                 global_batch_size=self.whole.plan.global_batch_size,
                 demands=self.demands.only(part),
                 effort=self.effort,
-                at_most_s=at_most_s,
+                is_bounded=False,
                 near=self.whole.plan.form,
-            )
-        except ValueError:  # the demands need the devices that are left out
+                at_most_s=at_most_s,
+            ).predicted.step_time_s
+        except ValueError:  # or the demands need the devices that are left out
             return at_most_s
 
     def _planned(self, part: Positions, setting: Setting) -> Fewer | None:

@@ -10,11 +10,13 @@ Memory does not depend on speed, so a plan that fits fits under every disturbanc
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from shardhet.planner.advice.explain import Situation, at_other_speed
-from shardhet.planner.find import least_step_s
+from shardhet.planner.find import solve
 from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.solution import PlanError
 from shardhet.planner.search.search import Effort
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
@@ -72,16 +74,19 @@ def loss_of(
         step_s = CostModel(each.setting).predict(plan).step_time_s
         # Only a larger loss than the worst so far matters.
         at_most_s = step_s / (1 + worst.relative)
-        best_s = least_step_s(
-            each.setting,
-            global_batch_size=plan.global_batch_size,
-            demands=demands,
-            effort=effort,
-            at_most_s=at_most_s,
-            near=plan.form,
-        )
-        if best_s < at_most_s:
+        with suppress(PlanError):  # if it is no larger
+            best = solve(
+                each.setting,
+                global_batch_size=plan.global_batch_size,
+                demands=demands,
+                effort=effort,
+                is_bounded=False,
+                near=plan.form,
+                at_most_s=at_most_s,
+            )
             worst = Loss(
-                relative=step_s / best_s - 1, device_kind=each.device_kind, speed=each.speed
+                relative=step_s / best.predicted.step_time_s - 1,
+                device_kind=each.device_kind,
+                speed=each.speed,
             )
     return worst
