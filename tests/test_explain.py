@@ -9,6 +9,7 @@ from shardhet.apps.plan import DOOR
 from shardhet.apps.plan import main as plan_main
 from shardhet.apps.planning.inputs import load, read_request
 from shardhet.apps.planning.report import limit_lines
+from shardhet.apps.planning.sentences import form_lines
 from shardhet.config.planning import PlannerConf
 from shardhet.planner import Demands, DeviceLimits, PlanSolution, solve
 from shardhet.planner.advice.explain import (
@@ -16,6 +17,7 @@ from shardhet.planner.advice.explain import (
     Resource,
     Situation,
     explain,
+    full_kind,
     larger_situations,
     with_another,
 )
@@ -236,3 +238,26 @@ def test_what_more_would_give_is_what_the_command_plans_with_more(
     more.setting.save(tmp_path)
     plan_main([f"measured={tmp_path}", *line[1:], "explain=false"])
     assert f": {told[1]} samples/s" in capsys.readouterr().out
+
+
+def test_rounds_are_for_the_device_whose_memory_is_full_not_for_that_with_most_samples() -> (
+    None
+):
+    of = situation(bytes_per_s=1e9)
+    tight = Demands(limits={2: DeviceLimits(memory_budget_bytes=int(0.4 * STATE_BYTES))})
+    of = of.with_cluster(of.cluster, tight)
+    solution = solve(of.setting, global_batch_size=240, demands=of.demands)
+    batches = [rank.rank_batch_size for rank in solution.plan.ranks]
+    assert solution.plan.num_rounds > 1
+    assert batches[2] < min(batches[:2])
+
+    def samples_per_s(each: Situation) -> float:
+        return solve(each.setting, global_batch_size=240, demands=each.demands).samples_per_s
+
+    value = solution.samples_per_s
+    full = full_kind(solution, of, value=value, objective=samples_per_s)
+    assert full == "slow"
+    said = next(form_lines(solution.plan, WORKLOAD, full))
+    assert "because slow would otherwise hold" in said
+    assert said.endswith(f"it holds those of {batches[2]}.")
+    assert "because" not in next(form_lines(solution.plan, WORKLOAD))

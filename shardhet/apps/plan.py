@@ -40,6 +40,7 @@ from shardhet.planner.advice.explain import (
     Objective,
     Situation,
     explained,
+    full_kind,
     gain_of,
     larger_situations,
     without_idle,
@@ -138,12 +139,21 @@ def show(
             inputs = replace(inputs, setting=without.fewer.setting)
             demands = without.fewer.demands
             answer = _answer(conf, inputs, demands)
+        solution, situation = without_idle(
+            answer.solution, Situation(setting=inputs.setting, demands=demands)
+        )
+        full = None
+        if solution.plan.num_rounds > 1 and answer.objective is not None:
+            full = full_kind(
+                solution, situation, value=answer.value, objective=answer.objective
+            )
         report = PlanReport(
             inputs=inputs,
             demands=demands,
             solution=answer.solution,
             times=simulate(answer.solution.plan, inputs.setting),
             note=answer.note,
+            full_kind=full,
             without=without,
         )
     show_plan(report, console)
@@ -164,9 +174,6 @@ def show(
         note = _comparison_note(demands, inputs.setting.cluster.world_size)
         show_alternatives(report, alternatives, console, note=note)
     if conf.explain and answer.objective is not None:
-        solution, situation = without_idle(
-            answer.solution, Situation(setting=inputs.setting, demands=demands)
-        )
         unit = "samples" if conf.objective == "largest_batch" else "samples/s"
         alone = replace(answer, solution=solution)
         _show_explanation(

@@ -182,8 +182,6 @@ def _solve(asked: "_Asked", tolerance: float | None) -> PlanSolution:
             )
         met.missed.lower_bound_s = min(met.bounds_s + met.unproven_s)
         raise met.missed
-    if met.best_s > asked.at_most_s:
-        raise PlanError(TOO_SLOW)
     bound_s = min(met.best_s, *(met.bounds_s or met.unproven_s))
     best = replace(met.best, lower_bound_s=bound_s)
     fewer = _of_part(asked, active_positions(best), tolerance)
@@ -192,6 +190,8 @@ def _solve(asked: "_Asked", tolerance: float | None) -> PlanSolution:
         if tolerance is None:
             return best
         return preferred_to_idle(best, (met.tasks, met.slower), tolerance)
+    if met.best_s > asked.at_most_s:
+        raise PlanError(TOO_SLOW)
     return best if tolerance is None else preferred(best, (met.tasks, met.slower), tolerance)
 
 

@@ -65,6 +65,7 @@ class PlanReport:
     solution: PlanSolution
     times: Timeline  # simulated
     note: str  # on the objective
+    full_kind: str | None  # whose memory a step has several rounds for
     without: BetterWithout | None = None  # devices that the plan leaves out
 
 
@@ -288,7 +289,7 @@ def _result(report: PlanReport) -> Iterator[str]:
     if not report.note:
         yield proven_line(solution, report.demands, workload)
         yield from preferred_lines(solution)
-    yield from form_lines(solution.plan, workload)
+    yield from form_lines(solution.plan, workload, report.full_kind)
     yield from _on_host_lines(report)
     active = set(active_positions(solution))
     unused = [i for i in range(solution.plan.world_size) if i not in active]

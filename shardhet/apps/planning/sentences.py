@@ -21,19 +21,22 @@ GIB = 2**30
 NVIDIA = ("NVIDIA ", "Tesla ", "Quadro ")  # how its kinds are named
 
 
-def form_lines(plan: Plan, workload: Workload) -> Iterator[str]:
-    """Why there are so many rounds, and how often units are gathered and reduced."""
+def form_lines(plan: Plan, workload: Workload, full_kind: str | None = None) -> Iterator[str]:
+    """Why there are so many rounds, and how often units are gathered and reduced.
+
+    ``full_kind`` is the kind of device whose memory they are for, if one is.
+    """
     kept = "each is gathered once instead of twice"
     if plan.num_rounds > 1:
-        full = [rank for rank in plan.ranks if rank.rank_batch_size]
-        most = max(full, key=lambda rank: rank.rank_batch_size)
-        whole = most.rank_batch_size * plan.global_batch_size / plan.round_size
+        full = [rank.rank_batch_size for rank in plan.ranks if rank.device.kind == full_kind]
+        most = max(full, default=0)
+        whole = most * plan.global_batch_size / plan.round_size
         last = "" if plan.last_round_size is None else f", the last of {plan.last_round_size:,}"
         yield (
             f"A step has {plan.num_rounds} rounds of {counted(plan.round_size, 'sample')}{last}"
-            f" (num_rounds={plan.num_rounds}; the table shows one), because {most.device.kind} "
-            f"would otherwise hold the activations of {whole:,.0f} samples at once; it holds "
-            f"those of {most.rank_batch_size:,}."
+            f" (num_rounds={plan.num_rounds}; the table shows one)"
+            + f", because {full_kind} would otherwise hold the activations of {whole:,.0f} "
+            f"samples at once; it holds those of {most:,}" * bool(most) + "."
         )
         kept = "each is gathered once a round instead of twice"
     if not plan.reshard_after_backward:

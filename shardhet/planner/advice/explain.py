@@ -28,6 +28,7 @@ MORE = 0.1  # of compute, memory or links
 # nothing although much more would help a lot.
 EIGHTFOLD, EIGHTFOLD_NAME = 8.0, "8 times as much"
 MAX_KINDS = 8  # that are asked about one by one
+MAX_FULL_KINDS = 3  # that are asked which of them is full
 MANY_KINDS = 32
 NEGLIGIBLE = 3e-3  # a relative gain below this counts as none
 SLOWEST_MARGIN = 0.02  # devices this close to the slowest also count as slowest
@@ -176,6 +177,28 @@ def _reached(objective: Objective, situation: Situation, value: float) -> float:
         return max(value, objective(situation))
     except PlanError:
         return value
+
+
+def full_kind(
+    solution: PlanSolution, situation: Situation, *, value: float, objective: Objective
+) -> str | None:
+    """The kind of device whose memory a step has several rounds for.
+
+    Of those that are fullest, the first of which more memory would help; None if it would of
+    none alone.
+    """
+    ranks = zip(solution.plan.ranks, solution.predicted.ranks, strict=True)
+    filled = [
+        (cost.memory.total_bytes / max(1, cost.memory_budget_bytes), str(rank.device.kind))
+        for rank, cost in ranks
+        if rank.rank_batch_size
+    ]
+    kinds = list(dict.fromkeys(kind for _, kind in sorted(filled, reverse=True)))
+    for kind in kinds[:MAX_FULL_KINDS]:
+        more = _roomier(situation, frozenset({kind}), EIGHTFOLD)
+        if _reached(objective, more, value) > value:
+            return kind
+    return None
 
 
 Larger = tuple[Resource, str | None, str, Situation]
