@@ -257,7 +257,7 @@ def _rivals(report: PipelineReport) -> Iterator[str]:
         rate, who = _gbit_per_s(slowest), "it" if len(positions) == 1 else "they"
         yield (
             f"Below {rate * part:,.2g} Gbit/s, in place of {rate:,.4g} between stages, {who} "
-            "alone would be faster than these stages."
+            "alone would be faster than this cut in these rounds; another may be faster still."
         )
 
 
