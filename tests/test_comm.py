@@ -1,5 +1,6 @@
 """Which stream waits for what is in flight, and what ends waits; on a CPU streams are names."""
 
+import json
 from threading import Barrier
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from shardhet.comm.calls import Pending, wait_all
 from shardhet.comm.channel import Channel
 from shardhet.comm.peers import LostPeerError, end_waits
 from shardhet.fsdp.sharding.comm import MAX_UNSENT_GATHERS, CommContext
+from tests.worlds import run_ranks
 
 
 class Sending:
@@ -122,3 +124,15 @@ def test_memory_that_no_stream_is_recorded_of_is_the_same_memory() -> None:
     assert whole.tolist() == [*range(6), *[0] * 12, *range(18, 24)]
     del whole, part
     assert alias.sum() == 0  # it keeps the memory
+
+
+def num_recorded(rank: int) -> int:
+    """Of the collectives of this process, after 150."""
+    for _ in range(150):
+        dist.all_reduce(torch.zeros(1))
+    record: bytes = torch._C._distributed_c10d._dump_fr_trace_json(True, False)
+    return len(json.loads(record).get("entries", ()))
+
+
+def test_torch_keeps_no_record_that_grows_for_thousands_of_steps() -> None:
+    assert max(run_ranks(num_recorded, 2)) <= 100

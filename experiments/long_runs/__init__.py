@@ -1,0 +1,1 @@
+"""Does a process grow from step to step?"""
