@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 from unittest import mock
@@ -94,6 +95,33 @@ def test_a_rank_that_dies_while_the_order_is_found_is_named_by_all_others() -> N
 def test_a_rank_that_only_stores_is_missed_when_it_dies(place: Any) -> None:
     misdeed = Misdeed(deed="kill", place=place, rank=2)
     check_death(run_ranks_expecting_failure(train_until, 3, misdeed, PLAN), misdeed)
+
+
+def die_while_wrapping(rank: int, place: str) -> None:
+    def spring(*_: Any, **__: Any) -> None:
+        commit("kill")
+
+    with mock.patch(place, spring) if rank == 1 else nullcontext():
+        wrap(rank)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "fsdp.module.check_options",
+        "comm.groups.count_alike",
+        "comm.groups.meet",
+        "comm.members.match_devices",
+        "fsdp.module.build_units",
+    ],
+)
+def test_a_rank_that_dies_while_it_wraps_the_model_is_named_by_all_others(place: str) -> None:
+    outcomes = run_ranks_expecting_failure(die_while_wrapping, 3, f"shardhet.{place}")
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.exception_name == "RuntimeError", outcome.traceback
+        assert outcome.message.startswith("rank 1"), outcome.message
+        assert "the model" in outcome.message or "meeting the other ranks" in outcome.message
+        assert outcome.is_within(WITHIN_S)
 
 
 def leave_early(rank: int) -> None:

@@ -249,7 +249,9 @@ class Lifeline:
         """
         ended, unknown = [], []
         for position in silent:
-            host, pid = json.loads(self._store.get(f"shardhet_process_{position}"))
+            key = f"shardhet_process_{position}"  # of those that have come so far
+            here = self._store.check([key])
+            host, pid = json.loads(self._store.get(key)) if here else (None, 0)
             if host != socket.gethostname():
                 unknown.append(self._names[position])
             elif not is_running(pid):

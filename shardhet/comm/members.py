@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardhet.comm import devices
+from shardhet.comm.calls import failing_as_peers
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
 from shardhet.comm.failure import Lifeline
 from shardhet.comm.groups import Communicators
@@ -42,11 +43,14 @@ class Members:
 
         Raises ``ValueError`` on every rank if the plans differ or the devices do not fit.
         """
-        communicators = Communicators.over(group, device)
         ranks = tuple(range(1 if group is None else group.size()))
-        rank = 0 if group is None else group.rank()
+        rank, names = 0 if group is None else group.rank(), [f"rank {r}" for r in ranks]
+        given, channel = Communicators(None, None, group), Channel(group, ranks, rank)
+        met = Lifeline(given, channel, names, device).guard("meeting the other ranks")
+        with met, failing_as_peers():
+            communicators = Communicators.over(group, device)
         *_, hello = communicators.channels(ranks, rank)
-        with Lifeline(communicators, hello, [f"rank {r}" for r in ranks], device).guard():
+        with Lifeline(communicators, hello, names, device).guard("meeting the other ranks"):
             announced = hello.exchange_objects(device_spec or local_device_spec(device))
             check_same_on_all_ranks(plan.to_json(), what="plan", channel=hello)
             seats = match_devices([each.device for each in plan.ranks], announced)
