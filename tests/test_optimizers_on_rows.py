@@ -1,7 +1,9 @@
 """Optimizers on rows train what they train on whole parameters, or are refused by name."""
 
 import warnings
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -94,16 +96,68 @@ class Lookahead(optim.Optimizer):
 
 
 class WithClosure(Lion):
-    """Cannot be tried without its closure."""
+    """Computes gradients itself, twice."""
 
     def step(self, closure: Any = None) -> None:
         if closure is None:
             raise TypeError("give a closure")
-        super().step()
+        for _ in range(2):
+            with torch.enable_grad():
+                closure()
+            super().step()
+
+
+class LambWithClosure(WithClosure, Lamb):
+    """And steps as long as the parameter is."""
+
+
+class LambWithSecret(Lamb):
+    """Looks at whole parameters where it has a closure only."""
+
+    def step(self, closure: Any = None) -> None:
+        (Lion if closure is None else Lamb).step(self)
+
+
+class WithLock(Lion):
+    """Cannot be copied."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3) -> None:
+        super().__init__(params, lr)
+        self.lock = Lock()
+
+
+class BareLookahead(optim.Optimizer):
+    """As timm's: around another one, whose groups and hooks it has without ``__init__``."""
+
+    def __init__(self, base: optim.Optimizer, k: int = 2, alpha: float = 0.5) -> None:
+        self._optimizer_step_pre_hooks: Any = OrderedDict()
+        self._optimizer_step_post_hooks: Any = OrderedDict()
+        self._base, self.k, self.alpha, self.count = base, k, alpha, 0
+        self.param_groups, self.defaults = base.param_groups, base.defaults
+        self.state = defaultdict(dict)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self._base.step(closure)
+        self.count += 1
+        for param in (p for group in self.param_groups for p in group["params"]):
+            slow = self._base.state[param].setdefault("slow", param.clone())
+            if self.count % self.k == 0:
+                param.copy_(slow.lerp_(param, self.alpha))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._base.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._base.load_state_dict(state_dict)
 
 
 def muon(params: list[nn.Parameter]) -> optim.Optimizer:
     return optim.Muon([param for param in params if param.dim() == 2])
+
+
+def bare_around_sgd(params: list[nn.Parameter]) -> optim.Optimizer:
+    return BareLookahead(optim.SGD(params, lr=0.01, momentum=0.9))
 
 
 def around_sgd(params: list[nn.Parameter]) -> optim.Optimizer:
@@ -179,7 +233,7 @@ def train_quietly(rank: int, plan: Plan, make: Callable[..., optim.Optimizer]) -
 
 @pytest.mark.sampled
 @every_plan
-@pytest.mark.parametrize("make", [Lion, RowWise, around_sgd])
+@pytest.mark.parametrize("make", [Lion, RowWise, around_sgd, bare_around_sgd])
 def test_unknown_optimizers_that_rows_suffice_for_are_tried_and_pass(
     plan: Plan, make: Callable[..., optim.Optimizer]
 ) -> None:
@@ -207,6 +261,10 @@ def step_once(rank: int, make: Callable[..., optim.Optimizer]) -> None:
         (Lamb, "optimizer Lamb updates rows of a parameter differently"),
         (AfterWarmUp, "optimizer AfterWarmUp updates rows of a parameter differently"),
         (Factored, "optimizer Factored updates rows of a parameter differently"),
+        (
+            WithLock,
+            r"optimizer WithLock could not be tried on a copy (TypeError: cannot pickle",
+        ),
     ],
 )
 def test_optimizers_that_need_whole_parameters_are_refused(
@@ -231,22 +289,46 @@ def test_a_refusal_on_one_rank_is_heard_on_all() -> None:
         assert outcome.is_within(WITHIN_S)
 
 
-def warnings_of(rank: int) -> list[str]:
+def step_with_closure(rank: int, kind: Callable[..., optim.Optimizer]) -> None:
     pair = Pair(UNEVEN)
-    optimizer = WithClosure(pair.model.parameters())
+    mine, plain = (kind(list(m.parameters())) for m in (pair.model, pair.plain))
+    batch = pair.batch()
+
+    def of_model() -> Any:
+        mine.zero_grad()
+        return pair.model.backward(*pair.model(**pair.mine(batch)))
+
+    def of_plain() -> Any:
+        plain.zero_grad()
+        loss_sum, num = pair.plain(**batch)
+        (loss_sum / num).backward()
+
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            mine.step(of_model)
+        plain.step(of_plain)
+        pair.same_params(1e-12)
+
+
+def test_one_that_needs_its_closure_is_tried_with_one() -> None:
+    run_ranks(step_with_closure, 2, WithClosure)
+    for outcome in run_ranks_expecting_failure(step_with_closure, 2, LambWithClosure):
+        assert "LambWithClosure updates rows of a parameter differently" in outcome.message
+        assert outcome.is_within(WITHIN_S)
+
+
+def step_with_and_without(rank: int) -> None:
+    pair = Pair(UNEVEN)
+    optimizer = LambWithSecret(pair.model.parameters())
     pair.backward()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            optimizer.step(lambda: None)
-    return [str(each.message) for each in caught]
+    optimizer.step()
+    optimizer.step(lambda: None)  # type: ignore[arg-type, return-value]  # gradients are there
 
 
-def test_one_that_cannot_be_tried_is_warned_of_once() -> None:
-    for messages in run_ranks(warnings_of, 2):
-        assert len(messages) == 1
-        assert "WithClosure could not be tried" in messages[0]
-        assert "depends on the plan" in messages[0]
+def test_a_closure_that_is_given_later_is_tried_too() -> None:
+    for outcome in run_ranks_expecting_failure(step_with_and_without, 2):
+        assert "LambWithSecret updates rows of a parameter differently" in outcome.message
 
 
 class MadeBefore(Pair):

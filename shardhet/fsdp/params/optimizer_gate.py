@@ -8,6 +8,7 @@ holds parameters of a HetFSDP is checked once:
     torch's that are known to need more        are refused
     any other class                            is tried on a small problem with a copy, whole
                                                and cut into rows; refused if results differ
+                                               or if it cannot be copied
 
 An optimizer that holds parameters from before wrapping is refused: it would train nothing.
 
@@ -17,7 +18,6 @@ refused, when it is loaded or at the first step after it.
 
 import copy
 import math
-import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -70,14 +70,15 @@ TRIAL_CUT = 37  # rows of the first of two parts
 TRIAL_STEPS = 30  # some look at whole matrices only then and when, or after a warm-up
 TRIAL_BAR = 1e3  # in epsilons of the dtype, relative to the largest element or update
 
-NOT_SEEN = -1  # in place of a number of parameters
+NOT_SEEN = -1, False  # in place of what was seen
 ROWS = "shardhet_rows"  # an option of each group of a state dict
 
 _lifeline_by_param = WeakIdKeyDictionary()  # of parameters of all models
 _rows_by_param = WeakIdKeyDictionary()  # likewise: what returns the rows that are here
 _given_up = WeakIdKeyDictionary()  # parameters from before wrapping: their fqn and lifeline
 _memories: dict[int, StorageWeakRef] = {}  # of such that were trainable, by address
-_params_seen: "WeakKeyDictionary[optim.Optimizer, int]" = WeakKeyDictionary()
+# How many, and whether the step got a closure.
+_params_seen: "WeakKeyDictionary[optim.Optimizer, tuple[int, bool]]" = WeakKeyDictionary()
 
 
 def know(
@@ -139,10 +140,10 @@ def is_in_memory_given_up(tensor: Tensor) -> bool:
 
 def look_at(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raise on every rank if ``optimizer`` cannot train the HetFSDP whose rows it holds."""
-    num_params = sum(len(group["params"]) for group in optimizer.param_groups)
-    if _params_seen.get(optimizer) == num_params:
-        return
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    has_closure = any(map(callable, (*args[1:], *kwargs.values())))
+    if _params_seen.get(optimizer) == (len(params), has_closure):
+        return
     for param in params:
         if param in _given_up:
             fqn, lifeline = _given_up[param]
@@ -156,11 +157,13 @@ def look_at(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     if known:
         with known[0].guard("optimizer.step"):
             _check_rows(optimizer)
-            _check(optimizer)
+            _check(optimizer, has_closure=has_closure)
         if optimizer not in _params_seen:
+            if "_optimizer_state_dict_post_hooks" not in vars(optimizer):
+                optim.Optimizer.__setstate__(optimizer, {})  # without `__init__` of torch
             optimizer.register_state_dict_post_hook(_mark_rows)
             optimizer.register_load_state_dict_post_hook(_check_loaded)
-    _params_seen[optimizer] = num_params
+    _params_seen[optimizer] = len(params), has_closure
 
 
 register_optimizer_step_pre_hook(look_at)
@@ -179,7 +182,7 @@ def count_moments(optimizer: optim.Optimizer) -> int:
         return 0
 
 
-def _check(optimizer: optim.Optimizer) -> None:
+def _check(optimizer: optim.Optimizer, *, has_closure: bool) -> None:
     if type(optimizer) in ELEMENT_WISE:
         _check_state(optimizer)
         return
@@ -188,15 +191,13 @@ def _check(optimizer: optim.Optimizer) -> None:
             _refuse(optimizer, NEEDS_MORE[kind.__name__])
     try:
         with restored_random_state(optimizer.param_groups[0]["params"][0].device):
-            error = _Trial(optimizer).error()
+            error = _Trial(optimizer, has_closure=has_closure).error()
     except Exception as problem:
-        warnings.warn(
-            f"{_name(optimizer)} could not be tried on a copy ({type(problem).__name__}: "
-            f"{problem}). If its step uses anything but single elements or rows of a parameter "
-            "(a norm of it, a mean over it), what it trains depends on the plan.",
-            stacklevel=4,
+        _refuse(
+            optimizer,
+            f"could not be tried on a copy ({type(problem).__name__}: {problem}), which would "
+            "show whether it needs more than rows",
         )
-        return
     if error > 1.0:
         _refuse(optimizer, "updates rows of a parameter differently than the whole parameter")
 
@@ -254,8 +255,9 @@ def _refuse(optimizer: optim.Optimizer, why: str) -> NoReturn:
 class _Trial:
     """A few steps of copies of an optimizer on small parameters, whole and cut into rows."""
 
-    def __init__(self, optimizer: optim.Optimizer) -> None:
+    def __init__(self, optimizer: optim.Optimizer, *, has_closure: bool = False) -> None:
         self._optimizer = optimizer
+        self._has_closure = has_closure
         first = optimizer.param_groups[0]["params"][0]
         is_double = first.dtype == torch.float64
         self._dtype = torch.float64 if is_double else torch.float32
@@ -314,10 +316,16 @@ class _Trial:
         params = [nn.Parameter(value) for value in self._values(rows, 0)]
         optimizer = self._copy_for(params)
         for step in range(1, TRIAL_STEPS + 1):
-            for param, grad in zip(params, self._values(rows, step), strict=True):
-                param.grad = grad
+            values = self._values(rows, step)
+
+            def closure(values: list[Tensor] = values) -> Tensor:
+                for param, value in zip(params, values, strict=True):
+                    param.grad = value + param.detach() / 8  # another after it has moved
+                return params[0].new_ones(())  # one for all ranks, as a loss is
+
+            closure()
             torch.manual_seed(step)
-            optimizer.step()
+            optimizer.step(closure if self._has_closure else None)  # type: ignore[arg-type]
             yield [param.detach() for param in params]
 
     def _copy_for(self, params: Sequence[nn.Parameter]) -> optim.Optimizer:
@@ -328,6 +336,9 @@ class _Trial:
             param_by_dim = {dim: next(left) for dim in dims}
             for param in group["params"]:
                 memo[id(param)] = param_by_dim[max(1, param.dim())]
+        for each in vars(self._optimizer).values():
+            if isinstance(each, optim.Optimizer):  # around which it is; without its state too
+                memo[id(each.state)] = defaultdict(dict)
         twin: optim.Optimizer = object.__new__(type(self._optimizer))
         left_out = ("state", "step")  # a scheduler binds `step` to the optimizer on trial
         for name, value in vars(self._optimizer).items():
