@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardhet import HetFSDP, Plan
+from shardhet.fsdp.probing.caches import tell_of_caches
 from tests.selection import one_in
 from tests.test_probe import WIDTH, Net, check, compare_grads, draw, plan_for, squared
 from tests.worlds import run_ranks, run_ranks_expecting_failure
@@ -146,6 +147,36 @@ def test_a_cache_that_changes_the_result_is_refused() -> None:
         HetFSDP(Packs(use_cache=True), ALONE, units=units)(x, positions)
     HetFSDP(Packs(use_cache=True), ALONE, units=units)(x)
     check(ALONE, Packs(use_cache=False), [x], lambda m, x: squared(m, x), units=units)
+
+
+class Marks(Net):
+    """Reads its argument once more after a unit has had it; a part asks for a cache."""
+
+    def __init__(self, part: Any) -> None:
+        super().__init__(linear)
+        self.config = SimpleNamespace(text_config=part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).masked_fill(x[:, :1] == 0, 0.0)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    use_cache: bool = True
+
+
+def test_caches_that_change_nothing_are_off_and_said_to_be_so(caplog: Any) -> None:
+    units, samples = ["units.0", "units.1"], [draw(5, WIDTH) for _ in range(2)]
+    tell_of_caches.cache_clear()
+    for _ in range(2):
+        model = check(
+            ALONE, Marks(SimpleNamespace(use_cache=True)), samples, squared, units=units
+        )
+        assert model.module.config.text_config.use_cache
+    assert len([each for each in caplog.records if "without KV caches" in each.message]) == 1
+    with pytest.raises(ValueError, match=r"Fixed.use_cache is True and cannot be set"):
+        HetFSDP(Marks(Fixed()), ALONE, units=units)
+    HetFSDP(Marks(Fixed(use_cache=False)), ALONE, units=units)(samples[0])
 
 
 class Normalised(Net):

@@ -20,6 +20,7 @@ from shardhet.fsdp.probing.apart import (
     problem_of_others,
     problem_of_outputs,
 )
+from shardhet.fsdp.probing.caches import tell_of_caches
 from shardhet.fsdp.probing.comparing import (
     are_close,
     are_numbers_equal,
@@ -94,6 +95,7 @@ class Attempt:
                 self._check_kept()
                 if self._model.caches.is_asked_for:
                     self._raise_together(self._problem_of_caches())
+                    tell_of_caches()
                 laws: Sequence[set[Join]] = ()
                 if self._any_rank(self.splits and bool(self._losses("large"))):
                     laws = self._check_losses()

@@ -7,12 +7,16 @@ cache than without (some tell packed sequences by their positions only without) 
 Their checkpointing would call units once more in backward; the plan says what is recomputed.
 """
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from torch import nn
+
+logger = logging.getLogger(__name__)
 
 
 class CacheSwitch:
@@ -34,6 +38,11 @@ class CacheSwitch:
                 "each rank recomputes: Plan.by_hand(..., recompute=True).",
                 stacklevel=3,
             )
+        for config in (each for each in self._configs if each.use_cache):
+            try:
+                config.use_cache = True
+            except Exception as error:  # a frozen class raises anything
+                raise ValueError(_FROZEN.format(type(config).__name__)) from error
         self._stays_on = False
 
     @property
@@ -65,6 +74,21 @@ class CacheSwitch:
                 config.use_cache = True
             for each in self._checkpointing:
                 each.gradient_checkpointing = True
+
+
+@cache
+def tell_of_caches() -> None:
+    """Say once that they are off."""
+    logger.warning(
+        "model(...): config.use_cache is True, but HetFSDP trains without KV caches, as "
+        "transformers' Trainer does. This model computes the same without one."
+    )
+
+
+_FROZEN = (
+    "{}.use_cache is True and cannot be set, but HetFSDP trains without KV caches. Make the "
+    "configuration with use_cache=False."
+)
 
 
 def _configs(config: Any) -> list[Any]:

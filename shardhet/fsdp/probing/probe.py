@@ -371,8 +371,9 @@ class Probe:
 
     def _run_plain(self, key: CallKey, call: ProbedCall) -> Any:
         """As it is, with a cache that it changes, for a comparison of outputs alone."""
-        args, kwargs = unflatten(list(call.leaves), call.arguments.spec)
-        with self._watcher.call(call.fqn, call.tensors), torch.no_grad():
+        given = [each.detach() for each in call.tensors]  # only in the call they are its own
+        args, kwargs = unflatten(filled(call.leaves, given), call.arguments.spec)
+        with self._watcher.call(call.fqn, given), torch.no_grad():
             output = call.function(*args, **kwargs)
         tensors = tensors_in(output)
         return self._returned(output, tensors, [False] * len(tensors))

@@ -264,8 +264,8 @@ class Watcher(OperationMode):
                 f"unit {maker!r}: a tensor of shape {tuple(tensor.shape)} that it made but "
                 f"did not return is used outside of it (in {used_by}), where only that of one "
                 "microbatch is seen and no gradient flows back. Return it from the unit's "
-                "forward instead of keeping it in an attribute or a hook, or leave it out "
-                "(output_attentions=False)."
+                "forward instead of keeping it in an attribute, a KV cache or a hook, or leave "
+                "it out (output_attentions=False, config.use_cache=False)."
             )
         )
 
