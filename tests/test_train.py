@@ -246,6 +246,29 @@ def test_the_root_cause_is_what_is_seen_last(tmp_path: Path) -> None:
     assert "these samples are bad" in log
 
 
+FULL_DISK = """\
+import pathlib
+write_text = pathlib.Path.write_text
+def on_full_disk(path, *args, **kwargs):
+    if "logs" in path.parts:
+        path.touch()
+        path = pathlib.Path("/dev/full")
+    return write_text(path, *args, **kwargs)
+pathlib.Path.write_text = on_full_disk
+raise ValueError("these samples are bad")"""
+
+
+def test_the_root_cause_is_named_where_the_disk_takes_no_file_of_it(tmp_path: Path) -> None:
+    failure = FULL_DISK.replace("\n", "\n" + 12 * " ")
+    (tmp_path / "sitecustomize.py").write_text(FAILING_RANK.format(failure=failure))
+    done = run([*ALONE, *SMALL, "cluster.num_ranks=3"], tmp_path)
+    assert done.returncode == 1
+    panel = done.stderr.splitlines()[-6:]
+    assert "the run failed" in panel[0]
+    assert "rank  1 (cpu" in panel[1]
+    assert "ValueError: these samples are bad" in panel[2]
+
+
 @pytest.mark.campaign  # tests of stillness have it without a launch
 @pytest.mark.parametrize(
     ("failure", "said"),

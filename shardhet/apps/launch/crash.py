@@ -6,10 +6,12 @@ a peer is gone; the root cause is the first that does not.
 
 import json
 import logging
+import os
 import signal
 import time
 import traceback
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,12 +21,14 @@ from rich.panel import Panel
 from rich.text import Text
 
 from shardhet.apps.launch.memory_limits import PlansAgainError
-from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.apps.launch.run_folder import RunFolder, write_whole
+from shardhet.comm.liveness.ending import OF_THIS_RANK
 from shardhet.comm.peers import LostPeerError
 from shardhet.comm.progress import progress
 
 logger = logging.getLogger(__name__)
 
+KEY = "shardhet"  # of a failure, in what torch's launcher reads of a rank
 OUTPUT_CLOSED = 128 + signal.SIGPIPE  # as shells report a program killed by SIGPIPE
 
 
@@ -78,10 +82,19 @@ class Failure:
         )
 
     def save(self, folder: RunFolder) -> None:
-        """Write the failure to where the launcher looks for it."""
+        """Write the failure to where the launcher looks for it.
+
+        Where the run folder takes no file, as on a full disk, that is the launcher's own.
+        """
         path = folder.failure_path(self.rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(asdict(self), indent=1) + "\n")
+        except OSError as error:
+            logger.warning("%s: %s", path, error)
+            document = {"message": self.exception, "timestamp": self.at_s, KEY: asdict(self)}
+            with suppress(KeyError, OSError):  # what has failed counts, not this
+                Path(os.environ[OF_THIS_RANK]).write_text(json.dumps(document))
 
 
 def _place(error: BaseException) -> str:
@@ -98,6 +111,12 @@ def read_failures(folder: RunFolder) -> list[Failure]:
     """The failures that the ranks have written."""
     paths = sorted(folder.logs_dir.glob("rank*.failure.json"))
     return [_read(path) for path in paths]
+
+
+def read_failures_of_launch(log_dir: Path) -> list[Failure]:
+    """Those that the run folder did not take, from what torch's launcher keeps of each rank."""
+    documents = [json.loads(path.read_text()) for path in log_dir.rglob("error.json")]
+    return [Failure(**each[KEY]) for each in documents if KEY in each]
 
 
 def _read(path: Path) -> Failure:

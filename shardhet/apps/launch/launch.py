@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import uuid4
@@ -19,10 +20,11 @@ from shardhet.apps.launch.crash import (
     Failure,
     crash_panel,
     read_failures,
+    read_failures_of_launch,
     root_cause,
 )
 from shardhet.apps.launch.emulated_link import emulated_link
-from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.apps.launch.run_folder import IN_MEMORY, RunFolder
 from shardhet.config.training import LinkConf
 
 FILE_WIDTH = 200  # columns, so that paths are not wrapped if the output is a file
@@ -58,7 +60,8 @@ def start_ranks(
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before a rank imports torch
     with (
         _joined_by(link) as address,
-        TemporaryDirectory() as log_dir,  # the launcher's own; ranks log into the run folder
+        # The launcher's own; ranks log into the run folder, unless its disk is full.
+        TemporaryDirectory(dir=IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else None) as log_dir,
     ):
         config = partial(
             LaunchConfig,
@@ -84,7 +87,7 @@ def start_ranks(
             except ChildFailedError as error:
                 if any(each.exitcode == OUTPUT_CLOSED for each in error.failures.values()):
                     raise RunFailedExit(OUTPUT_CLOSED) from None
-                cause = _cause(folder, error.failures)
+                cause = _cause(folder, Path(log_dir), error.failures)
                 if not cause.plans_again:
                     _show(cause, folder)
                     raise RunFailedExit(1) from None
@@ -123,7 +126,7 @@ def _joined_by(link: LinkConf | None) -> Iterator[str]:
         yield made.address
 
 
-def _cause(folder: RunFolder, failures: Mapping[int, Any]) -> Failure:
+def _cause(folder: RunFolder, log_dir: Path, failures: Mapping[int, Any]) -> Failure:
     """The root cause, from what the ranks wrote and how the launcher saw each rank end."""
     ended = sorted(failures.items(), key=lambda item: item[1].timestamp)
     silent = [
@@ -137,7 +140,8 @@ def _cause(folder: RunFolder, failures: Mapping[int, Any]) -> Failure:
         )
         for rank, failure in ended
     ]
-    cause = root_cause(read_failures(folder), silent)
+    said = [*read_failures(folder), *read_failures_of_launch(log_dir)]
+    cause = root_cause(said, silent)
     assert cause is not None
     return cause
 

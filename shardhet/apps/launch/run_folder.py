@@ -34,6 +34,7 @@ PACKAGES = (
 # Prefixes of environment variables that change how a run computes or communicates.
 VARIABLE_PREFIXES = ("CUDA_", "GLOO_", "NCCL_", "OMP_", "MKL_", "TORCH", "PYTORCH_", "SLURM_")
 
+IN_MEMORY = Path("/dev/shm")  # a file system that Linux has
 MAY_CHANGE = {"run_dir", "resume", "cluster.num_ranks"}  # where the same run begins anew
 
 
@@ -305,5 +306,9 @@ def _write_json(path: Path, document: Any) -> None:
 def write_whole(path: Path, text: str) -> None:
     """All of it or nothing, whenever this process is killed."""
     unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.apps.launch.run_folder import IN_MEMORY, RunFolder
 from shardhet.checkpoint import CheckpointError, Checkpoints, Replicas, Resumed, load
 from shardhet.config.checks import ConfigError
 from shardhet.config.train import AUTO, TrainConf
@@ -21,8 +21,6 @@ from shardhet.training.resuming import (
     state_of,
 )
 from shardhet.training.trainer import Trainer
-
-IN_MEMORY = Path("/dev/shm")  # a file system that Linux has
 
 
 class RunCheckpoints:
