@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -121,6 +122,28 @@ def test_a_rank_that_dies_while_it_wraps_the_model_is_named_by_all_others(place:
         assert outcome.exception_name == "RuntimeError", outcome.traceback
         assert outcome.message.startswith("rank 1"), outcome.message
         assert "the model" in outcome.message or "meeting the other ranks" in outcome.message
+        assert outcome.is_within(WITHIN_S)
+
+
+def raise_in_the_loader(rank: int) -> None:
+    model, _, x = wrap(rank)
+    for step in range(3):
+        if rank == 1 and step == 2:
+            try:
+                commit("raise")
+            except KeyError as error:  # as the interpreter does with it
+                sys.excepthook(type(error), error, error.__traceback__)
+                os._exit(1)
+        model.backward(*model(x))
+
+
+def test_what_the_program_around_the_model_raises_is_told_everywhere() -> None:
+    outcomes = run_ranks_expecting_failure(raise_in_the_loader, 3)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.message.startswith(
+            f"rank 1 (any device on {HOSTS[1]}) failed in the program around HetFSDP: "
+            "KeyError: 'sample 17 is missing'"
+        )
         assert outcome.is_within(WITHIN_S)
 
 

@@ -4,11 +4,13 @@ import json
 import os
 import re
 import socket
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Self
+from weakref import WeakSet
 
 import torch
 
@@ -115,6 +117,10 @@ class Lifeline:
         if channel.group is not None:
             process = json.dumps([socket.gethostname(), os.getpid()])
             self._store.set(f"shardhet_process_{channel.position}", process)
+            _lifelines.add(self)
+            if not _hooks_before:
+                _hooks_before.append(sys.excepthook)
+                sys.excepthook = _tell_before_the_end
 
     @property
     def doing(self) -> str:
@@ -141,6 +147,11 @@ class Lifeline:
         except Exception as error:
             self._announce(error)
             raise
+
+    def tell(self, error: BaseException) -> None:
+        """Announce an error that ends this process outside of ``guard``, unless others have."""
+        if not self._is_broken and progress.verdict is None:
+            self._announce(error)
 
     def _failure_of_device(self, error: LostPeerError) -> BaseException | None:
         """What this rank's device has failed with, if NCCL has met it first.
@@ -262,3 +273,16 @@ class Lifeline:
     def _store(self) -> Any:  # a rendezvous store; torch does not export its type
         assert self._channel.group is not None
         return self._channel.group.get_group_store()
+
+
+_lifelines: WeakSet[Lifeline] = WeakSet()
+_hooks_before: list[Callable[..., Any]] = []  # at most one
+
+
+def _tell_before_the_end(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """In the place of ``sys.excepthook``: others hear what the program around models raises."""
+    try:
+        for each in list(_lifelines):
+            each.tell(error)
+    finally:
+        _hooks_before[0](kind, error, trace)
