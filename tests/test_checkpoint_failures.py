@@ -95,6 +95,41 @@ def test_a_full_disk_keeps_the_previous_checkpoint(
     assert name in messages[0]
 
 
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.ENOSPC, "No space left on device. Free space or choose another disk;"),
+        (errno.EROFS, "Read-only file system. Choose a folder that this user may write to;"),
+        (errno.EACCES, "Permission denied. Choose a folder that this user may write to;"),
+        (errno.ENOENT, "No such file or directory. Choose a folder that all ranks share,"),
+        (errno.EIO, "Input/output error. See whether that disk works,"),
+    ],
+)
+def test_the_remedy_is_that_of_what_the_system_says(
+    number: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path) -> IO[bytes]:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(files, "open_new", refused)
+    module = nn.Linear(2, 2)
+    assert said in message_of(lambda: save(module, None, tmp_path / "checkpoint"))
+
+
+def test_arguments_in_the_place_of_others_are_named(tmp_path: Path) -> None:
+    module: Any = nn.Linear(2, 2)
+    optimizer: Any = optim.SGD(module.parameters())
+    path: Any = tmp_path / "checkpoint"
+    orders = [(path, module, optimizer), (module, path, optimizer), (optimizer, module, path)]
+    for call, name in ((save, "save"), (save_async, "save"), (load, "load")):
+        for order in orders:
+            with pytest.raises(
+                TypeError, match=rf"checkpoint.{name}\(model, optimizer, path\)"
+            ):
+                call(*order)
+    assert not path.exists()
+
+
 def save_into_a_file(rank: int, folder: Path) -> str:
     model, optimizer = trained()
     (folder / "file").touch()

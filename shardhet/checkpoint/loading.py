@@ -45,7 +45,7 @@ from shardhet.checkpoint.state.optimizer_state import (
     trained_params,
 )
 from shardhet.checkpoint.state.parts import ModelPart, parts_of
-from shardhet.checkpoint.state.ranks import Ranks
+from shardhet.checkpoint.state.ranks import Ranks, check_order
 from shardhet.checkpoint.state.sources import CheckpointSource, FolderSource
 from shardhet.comm.progress import phase
 from shardhet.fsdp import HetFSDP
@@ -74,6 +74,7 @@ def load(model: nn.Module, optimizer: Optimizers, path: str | Path) -> Any:
     Raises ``CheckpointError`` on every rank if a file is damaged or missing, or listing names
     and shapes that do not fit; model and optimizer are then untouched.
     """
+    check_order(CALL, model, path)
     return load_from(model, optimizer, FolderSource(Path(path).absolute()))
 
 

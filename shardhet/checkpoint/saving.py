@@ -31,7 +31,7 @@ from shardhet.checkpoint.format.entries import Holding, check_agree
 from shardhet.checkpoint.state.held import Held
 from shardhet.checkpoint.state.job import Job
 from shardhet.checkpoint.state.optimizer_state import Optimizers
-from shardhet.checkpoint.state.ranks import Ranks
+from shardhet.checkpoint.state.ranks import Ranks, check_order
 from shardhet.comm.progress import phase
 
 CALL = "checkpoint.save"
@@ -62,7 +62,7 @@ def save(
     Raises ``CheckpointError`` on every rank, for what cannot be saved before anything is
     written; ``path`` is then as it was.
     """
-    _start(model, optimizer, Path(path), extra, is_async=False).wait()
+    _start(model, optimizer, path, extra, is_async=False).wait()
 
 
 @phase(CALL)
@@ -79,7 +79,7 @@ def save_async(
     load of ``model`` waits for this one, and raises if it has failed.  Wait for the last one
     before the program ends.
     """
-    return _start(model, optimizer, Path(path), extra, is_async=True)
+    return _start(model, optimizer, path, extra, is_async=True)
 
 
 class PendingSave:
@@ -128,14 +128,15 @@ def wait_for_pending(model: nn.Module) -> None:
 def _start(
     model: nn.Module,
     optimizer: Optimizers,
-    path: Path,
+    path: str | Path,
     extra: Any,
     *,
     is_async: bool,
 ) -> PendingSave:
+    check_order(CALL, model, path)
     wait_for_pending(model)
     ranks = Ranks(model)
-    path = path.absolute()
+    path = Path(path).absolute()
     ranks.meet(CALL)
     held = Held(ranks)
     holdings = ranks.agree(lambda: held.collect(model, optimizer, path, extra), call=CALL)

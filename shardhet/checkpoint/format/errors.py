@@ -1,8 +1,21 @@
 """CheckpointError, raised on every rank with one message."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+_FULL = "Free space or choose another disk"
+_CLOSED = "Choose a folder that this user may write to"
+REMEDIES = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EROFS: _CLOSED,
+    errno.EACCES: _CLOSED,
+    errno.EPERM: _CLOSED,
+    errno.ENOENT: "Choose a folder that all ranks share, and that nobody removes meanwhile",
+    errno.ENOTDIR: "Choose a folder: a part of this path is a file",
+}
 
 
 class CheckpointError(RuntimeError):
@@ -36,8 +49,8 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def unwritable(path: Path, error: OSError) -> CheckpointError:
-    """The error for a file that the system does not take."""
+    """The error for a file or folder that the system does not take."""
+    remedy = REMEDIES.get(error.errno or 0, "See whether that disk works, or choose another")
     return CheckpointError(
-        f"{path}: {error.strerror or error}. Free space or choose another disk; earlier "
-        "checkpoints are as they were."
+        f"{path}: {error.strerror or error}. {remedy}; earlier checkpoints are as they were."
     )

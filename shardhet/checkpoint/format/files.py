@@ -184,7 +184,10 @@ def begin(path: Path) -> Path:
     shutil.rmtree(unfinished, ignore_errors=True)
     shutil.rmtree(_replaced_path(path), ignore_errors=True)
     new_parents = [parent for parent in path.parents if not parent.exists()]
-    unfinished.mkdir(parents=True)
+    try:
+        unfinished.mkdir(parents=True)
+    except OSError as error:
+        raise unwritable(unfinished, error) from None
     for parent in new_parents:
         sync_folder(parent.parent)
     return unfinished

@@ -1,5 +1,6 @@
 """The processes that save or load one model together, and how they agree on failures."""
 
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,6 +21,16 @@ def step_of(model: nn.Module, step: int | None) -> int:
     if not isinstance(model, HetFSDP):
         raise ValueError("step: a plain module does not count steps. Pass step.")
     return model.step
+
+
+def check_order(call: str, model: object, path: object) -> None:
+    """Raise ``TypeError`` where arguments are in the place of others."""
+    if not isinstance(model, nn.Module) or not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"{call}: model is a {type(model).__name__} and path a {type(path).__name__}, but "
+            f"a module and the path of a folder are needed. Write {call}(model, optimizer, "
+            "path)."
+        )
 
 
 class Ranks:
