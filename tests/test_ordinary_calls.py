@@ -7,6 +7,7 @@ import copy
 import io
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -427,8 +428,9 @@ def accumulate(rank: int, plan: Plan, set_to_none: bool) -> None:
     ]
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in optimizers]
     for _ in range(3):
-        for _ in range(2):
-            pair.backward()
+        for context in (pair.model.no_sync(), nullcontext()):
+            with context:
+                pair.backward()
             with torch.no_grad():
                 pair.model(**pair.mine(pair.batch()))
         pair.same_grads()

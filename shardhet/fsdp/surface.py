@@ -6,6 +6,7 @@ copy or rewrite parameters are refused by name, and everything else goes to the 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, NoReturn, Self
 
@@ -143,6 +144,12 @@ class ModuleOfRows(nn.Module):
                     "wrapping it, or use param_dtype"
                 )
         return self
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context that changes nothing: every backward adds the sum over all ranks to
+        ``.grad``, which is what accumulating without synchronization and then with it gives.
+        """
+        return nullcontext()
 
     def share_memory(self) -> NoReturn:
         """Raises ``RuntimeError``: every rank has its own rows."""
