@@ -528,9 +528,23 @@ def backward_from_inside(rank: int) -> None:
     seen[-1].sum().backward()
 
 
+class Transforming(Pair):
+    """A model that calls a unit through torch.func."""
+
+    def prepare(self, module: Net) -> None:
+        block = module.blocks[0]
+        block.inner.register_forward_pre_hook(lambda _, args: torch.vmap(torch.sin)(*args))
+        module.norm.register_forward_pre_hook(lambda _, args: torch.vmap(block)(*args))
+
+
+def transform_a_unit(rank: int) -> None:
+    Transforming(UNEVEN).backward()
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
+        (transform_a_unit, "unit 'blocks.0' was called inside a transform of torch.func"),
         (one_backward_for_two, "for the output of an earlier model(...)"),
         (backward_of_the_first, "for the output of an earlier model(...)"),
         (backward_by_torch, "Call model.backward(loss_sum, num_tokens)"),

@@ -168,6 +168,13 @@ class UnitCalls:
             self._visiting = ""
 
     def _check_is_inside(self, unit_fqn: str) -> None:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise RuntimeError(
+                f"unit {unit_fqn!r} was called inside a transform of torch.func (vmap, grad, "
+                "jvp, ...), but its parameters are gathered and its batch is cut around its "
+                "calls. Call it on the whole batch: unit(x.flatten(0, 1)).unflatten(0, "
+                "x.shape[:2]) instead of torch.vmap(unit)(x), and transform what is inside it."
+            )
         if self._step.is_in_autograd:
             raise RuntimeError(
                 f"unit {unit_fqn!r} was called during backward, perhaps by gradient "
