@@ -8,8 +8,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader
 
+from shardhet.hf.epoch_order import EpochOrder
 from shardhet.records.layout import Span
 from shardhet.records.plan import Plan
 
@@ -89,48 +90,34 @@ class PlanBatchSampler(BatchSampler):
     the rank ever has samples, so that the collator shows what tensors without rows look like.
     """
 
-    def __init__(
-        self,
-        sampler: Sampler[int],
-        batch_size: int,
-        share: Share,
-        *,
-        drop_last: bool,
-        whole: bool,
-    ) -> None:
+    def __init__(self, order: EpochOrder, share: Share, *, whole: bool) -> None:
         """``share`` are this rank's samples of a full batch; the last batch may have fewer.
 
         If ``whole``, every rank gets all indices and takes its rows after collating.
         """
-        super().__init__(sampler, batch_size, drop_last)
+        super().__init__(order.sampler, order.batch_size, order.drop_last)
+        self.order = order
         self._share = share
         self._whole = whole
-        # torch's generator when the order of the epoch in progress was drawn
-        self.began_with: Tensor | None = None
-        self._going_on: tuple[int, Tensor | None, Callable[[], None]] | None = None
+        self._going_on: tuple[list[list[Any]], int, Callable[[], None]] | None = None
 
     def go_on(
-        self, num_batches: int, began_with: Tensor | None, restore: Callable[[], None]
+        self, batches: list[list[Any]], num_trained: int, restore: Callable[[], None]
     ) -> None:
-        """Let the next epoch be the rest of one whose first ``num_batches`` were trained.
+        """Let the next epoch be the rest of ``batches``, of which the first were trained.
 
-        Its order is drawn with the generator's state ``began_with``; ``restore`` is called
-        before the first batch that comes next.
+        ``restore`` is called before the first batch that comes next.
         """
-        self._going_on = (num_batches, began_with, restore)
+        self._going_on = (batches, num_trained, restore)
 
     def set_epoch(self, epoch: int) -> None:
         """Let a seeded sampler draw the epoch's order."""
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
+        self.order.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
         going_on, self._going_on = self._going_on, None
-        if going_on is not None and going_on[1] is not None:
-            torch.set_rng_state(going_on[1])
-        self.began_with = torch.get_rng_state()
-        for i, batch in enumerate(super().__iter__()):
-            if going_on is not None and going_on[0] == i:
+        for i, batch in enumerate(self.order if going_on is None else going_on[0]):
+            if going_on is not None and going_on[1] == i:
                 going_on[2]()
             if self._whole:
                 yield batch
@@ -170,20 +157,16 @@ class PlanLoader(DataLoader[Any]):
     def __init__(
         self,
         dataset: Any,
-        sampler: Sampler[int],
-        batch_size: int,
+        order: EpochOrder,
         share: Share,
         *,
         collate_fn: Callable[[list[Any]], Any],
-        drop_last: bool,
         collates_whole_batch: bool,
         **options: Any,
     ) -> None:
         """``share`` are this rank's samples of a batch; ``options`` are the DataLoader's."""
         whole = collates_whole_batch
-        self.batches = PlanBatchSampler(
-            sampler, batch_size, share, drop_last=drop_last, whole=whole
-        )
+        self.batches = PlanBatchSampler(order, share, whole=whole)
         collator = DealtCollator(collate_fn, share, whole=whole)
         super().__init__(dataset, batch_sampler=self.batches, collate_fn=collator, **options)
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch import Tensor
-from torch.utils.data import IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
 from shardhet.comm import devices
 from shardhet.hf.dealing import PlanLoader, Share, num_rows, rows_of
+from shardhet.hf.epoch_order import EpochOrder
 from shardhet.hf.losses import LOW_PRECISION_TOLERANCE, TOLERANCE
 from shardhet.hf.view import TrainerView
 from shardhet.records.layout import Span
@@ -27,9 +28,6 @@ def training_loader(trainer: TrainerView) -> PlanLoader:
     if dataset is None:
         raise ValueError("Trainer: training requires a train_dataset.")
     sampler = trainer._get_train_sampler(dataset) if hasattr(dataset, "__len__") else None
-    sampler = _seedable(sampler, dataset, trainer.args.data_seed)
-    if sampler is not None:
-        _check_same_order(trainer, dataset, sampler)
     return plan_loader(trainer, dataset, sampler, "Training", is_training=True)
 
 
@@ -50,10 +48,9 @@ def evaluation_sampler(trainer: TrainerView, dataset: Any) -> Any:
     trainer.args = copy.copy(args)
     trainer.args.per_device_eval_batch_size *= args.world_size
     try:
-        sampler = trainer._get_eval_sampler(dataset)
+        return trainer._get_eval_sampler(dataset)
     finally:
         trainer.args = args
-    return SequentialSampler(dataset) if sampler is None else sampler
 
 
 def check_deals(loader: Any, method: str) -> None:
@@ -69,18 +66,19 @@ def check_deals(loader: Any, method: str) -> None:
 def plan_loader(
     trainer: TrainerView,
     dataset: Any,
-    sampler: Sampler[int],
+    sampler: Any,
     description: str,
     *,
     is_training: bool = False,
 ) -> PlanLoader:
-    """This rank's samples of ``dataset``, in the order of ``sampler``."""
+    """This rank's samples of ``dataset``, in the order of ``sampler``; None: in its own."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ValueError(
             f"HetTrainer: the dataset for {description.lower()} cannot be dealt out, because "
             "it gives its samples in one order only. Use one with __len__ and __getitem__."
         )
     args = trainer.args
+    sampler = _as_prepared(trainer, sampler, dataset)
     collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description)
     if hasattr(dataset, "column_names"):  # from the datasets library
         dataset = trainer._remove_unused_columns(dataset, description=description)
@@ -98,14 +96,21 @@ def plan_loader(
         batch_size = args.per_device_eval_batch_size * args.world_size
         share_of = Share.in_stages if plan.stages else Share.in_proportion
         share = share_of(plan, position, batch_size)
-    return PlanLoader(
+    whole = trainer.collates_whole or bool(trainer.padding_matters)
+    order = EpochOrder(
         dataset,
         sampler,
         batch_size,
+        drop_last=args.dataloader_drop_last,
+        collates_whole_batch=whole,
+        het=trainer.het,
+    )
+    return PlanLoader(
+        dataset,
+        order,
         share,
         collate_fn=collate,
-        drop_last=args.dataloader_drop_last,
-        collates_whole_batch=trainer.collates_whole or bool(trainer.padding_matters),
+        collates_whole_batch=whole,
         num_workers=args.dataloader_num_workers,
         pin_memory=args.dataloader_pin_memory and not devices.is_on_host(args.device),
         persistent_workers=args.dataloader_persistent_workers,
@@ -164,22 +169,24 @@ def _widths(batch: Any) -> list[int]:
     ]
 
 
-def _seedable(sampler: Any, dataset: Any, data_seed: int | None) -> Any:
-    """The sampler as accelerate makes it for a plain Trainer, so that orders are the same."""
-    if not isinstance(sampler, RandomSampler):
+def _as_prepared(trainer: TrainerView, sampler: Any, dataset: Any) -> Any:
+    """The sampler that a plain Trainer iterates, whose accelerator seeds a random one anew."""
+    if sampler is None:
+        return SequentialSampler(dataset)
+    name = type(sampler).__name__
+    if not hasattr(sampler, "__len__"):
+        raise ValueError(f"{name}: it has no __len__ but an epoch needs a length. Give it one.")
+    if not isinstance(sampler, RandomSampler) or not trainer.accelerator.use_seedable_sampler:
         return sampler
-    seed = torch.random.initial_seed() if data_seed is None else data_seed
-    return SeedableRandomSampler(dataset, data_seed=seed)
-
-
-def _check_same_order(trainer: TrainerView, dataset: Any, sampler: Any) -> None:
-    """Check that ranks draw the same batches, and the same random numbers to collate."""
-    mine = [len(dataset), getattr(sampler, "initial_seed", None)]
-    if mine[1] is None or trainer.collates_whole:
-        mine.append(int(torch.hash_tensor(torch.get_rng_state())))
-    found = trainer.het.exchange_objects(mine)
-    if any(each != mine for each in found):
+    if type(sampler) is not RandomSampler or sampler.generator is not None:
         raise ValueError(
-            f"train_dataset: ranks have {found} as its length, seed and generator, in plan "
-            "order. Give all ranks the same data, and draw random numbers alike on all."
+            f"{name}: it draws in its own way, or from its own generator, but accelerate draws "
+            "a random order from data_seed alone. Set data_seed=, or keep the sampler with "
+            'accelerator_config={"use_seedable_sampler": False}.'
         )
+    return SeedableRandomSampler(
+        sampler.data_source,
+        sampler.replacement,
+        sampler.num_samples,
+        data_seed=trainer.args.data_seed,
+    )

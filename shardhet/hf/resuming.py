@@ -60,14 +60,12 @@ class WholeState:
         het = trainer.het
         if het.rank == 0:  # of an earlier checkpoint with this name
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
-        mine = (random_states(het.device), self._loader.batches.began_with)
-        by_position = het.exchange_objects(mine)
         extra = {
             "writer": type(trainer).__name__,
             "facts": self._facts(),
             "scheduler": _plain(self._scheduler.state_dict()),
-            "random_states": [each for each, _ in by_position],
-            "epochs_began_with": [each for _, each in by_position],
+            "random_states": het.exchange_objects(random_states(het.device)),
+            "epoch_began_with": self._loader.batches.order.began_with,
         }
         if trainer.loss_scaler is not None:
             extra["loss_scaler"] = trainer.loss_scaler.state_dict()
@@ -77,10 +75,11 @@ class WholeState:
         """Put parameters, optimizer and scheduler back.  Collective."""
         trainer = self._trainer
         extra = load(trainer.het, inner(trainer.optimizer), folder / STATE_DIR)
-        if not isinstance(extra, dict) or "facts" not in extra:
+        if not isinstance(extra, dict) or "epoch_began_with" not in extra:
             raise ValueError(
-                f"HetTrainer.train: {folder / STATE_DIR} was not written by HetTrainer, so it "
-                "does not say which samples come next. Load it with shardhet.checkpoint.load."
+                f"HetTrainer.train: {folder / STATE_DIR} was not written by HetTrainer, or by "
+                "an older one, so it does not say which samples come next. Load it with "
+                "shardhet.checkpoint.load."
             )
         source = f"HetTrainer.train: {folder}"
         check_unchanged(extra["facts"], self._facts(), REMEDIES, source=source)
@@ -90,31 +89,31 @@ class WholeState:
         self._loaded = extra
 
     def begin_epoch(self, num_batches: int) -> None:
-        """Let the epoch go on after its first ``num_batches``, if it has been resumed."""
-        if self._loaded is None or not num_batches:
+        """Let the epoch go on after its first ``num_batches``, if it has been resumed.
+
+        With none of them it begins anew, after the one in which the checkpoint was written.
+        """
+        if self._loaded is None:
             return
         trainer, loader = self._trainer, self._loader
-        if loader.num_workers and trainer.collates_whole:
+        if num_batches and loader.num_workers and trainer.collates_whole:
             raise ValueError(
                 f"TrainingArguments: dataloader_num_workers={loader.num_workers}, so what the "
                 "collator would have drawn next, in the middle of an epoch, is not known. Set "
                 "it to 0, before the checkpoint too."
             )
         loaded, self._loaded = self._loaded, None
-        began_with = _of_position(loaded["epochs_began_with"], trainer.het.position)
         states = _of_position(loaded["random_states"], trainer.het.position)
-        device = trainer.het.device
-        loader.batches.go_on(
-            num_batches, began_with, lambda: restore_random_states(states, device)
-        )
 
-    def restore_random_states(self) -> None:
-        """Put random states back before an epoch that begins anew."""
-        if self._loaded is not None:
-            loaded, self._loaded = self._loaded, None
-            het = self._trainer.het
-            states = _of_position(loaded["random_states"], het.position)
-            restore_random_states(states, het.device)
+        def restore() -> None:
+            restore_random_states(states, trainer.het.device)
+
+        # A sampler's own generator is then as it was, also where the next epoch begins anew.
+        batches = loader.batches.order.draw_again(loaded["epoch_began_with"])
+        if num_batches:
+            loader.batches.go_on(batches, num_batches, restore)
+        else:
+            restore()
 
     def load_best(self) -> None:
         """Load the parameters of the best checkpoint so far.  Collective."""

@@ -143,9 +143,6 @@ class HetTrainer(TrainerView):
         if checkpoint is not None:
             self._whole_state.load(Path(checkpoint))
 
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        self._whole_state.restore_random_states()
-
     def _run_epoch(self, *args: Any, **given: Any) -> None:
         check_deals(given["train_dataloader"], "get_train_dataloader")
         if given["epoch"] == given["epochs_trained"]:

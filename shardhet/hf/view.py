@@ -35,6 +35,9 @@ class TrainerView(Trainer):
     def _save_scaler(self, output_dir: str) -> None:
         """Do nothing: the scale is part of the whole state."""
 
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Do nothing: random states are part of the whole state."""
+
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Do nothing: it is loaded with the optimizer's state."""
 

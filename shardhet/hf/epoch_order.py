@@ -1,0 +1,112 @@
+"""Who gets which sample: the order of each epoch, one for all ranks.
+
+A sampler is iterated as its author wrote it, on every rank, so that generators which are alike
+stay alike.  They do not where a dataset or a collator draws for a rank's samples; what the
+first position has drawn counts.
+"""
+
+from collections.abc import Iterator
+from hashlib import sha256
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, Sampler
+
+from shardhet.fsdp import HetFSDP
+from shardhet.training.resuming import random_states, restore_random_states
+
+HOST = torch.device("cpu")  # samplers draw there
+
+
+class EpochOrder(BatchSampler):
+    """The indices of every global batch of an epoch.  Iterating is collective.
+
+    They are drawn before the first of them is used, so before anything is drawn for samples.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: Sampler[Any],
+        batch_size: int,
+        *,
+        drop_last: bool,
+        collates_whole_batch: bool,
+        het: HetFSDP,
+    ) -> None:
+        """If ``collates_whole_batch``, ranks begin an epoch with the same random states."""
+        super().__init__(sampler, batch_size, drop_last)
+        self._dataset = dataset
+        self._has_one_state = collates_whole_batch
+        self._het = het
+        self._epoch = 0
+        # What the order of the epoch in progress was drawn with, and its digest
+        self.began_with: dict[str, Any] = {}
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the sampler and the dataset, if they ask for it."""
+        self._epoch = epoch
+        for each in (self.sampler, self._dataset):
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return iter(self._draw())
+
+    def draw_again(self, began_with: dict[str, Any]) -> list[list[Any]]:
+        """The batches of an epoch that another process has begun with this."""
+        self.set_epoch(began_with["epoch"])
+        self._put(began_with)
+        batches = self._draw()
+        if self.began_with["digest"] != began_with["digest"]:
+            raise ValueError(
+                f"{self._name}: it draws another order than before the checkpoint, but the "
+                "epoch must go on as it began. Let it draw from a torch.Generator that it "
+                "holds, or from the global one of torch, NumPy or Python."
+            )
+        return batches
+
+    def _draw(self) -> list[list[Any]]:
+        is_first = not self.began_with
+        self.began_with = self._het.exchange_objects(self._states())[0]
+        if self._has_one_state:
+            self._put(self.began_with)
+        batches = list(islice(super().__iter__(), len(self)))  # of samplers without an end too
+        if batches and isinstance(batches[0][0], list):
+            raise ValueError(
+                f"{self._name}: it gives batches but the plan deals out batches of "
+                f"{self.batch_size} samples. Give one index at a time."
+            )
+        mine = len(self._dataset), sha256(repr(batches).encode()).hexdigest()
+        sent = batches if self._het.position == 0 else None
+        found = self._het.exchange_objects((mine, sent))
+        if is_first and len({each for each, _ in found}) > 1:
+            raise ValueError(
+                f"{self._name}: ranks draw unlike orders, of datasets of "
+                f"{[num_samples for (num_samples, _), _ in found]} samples in plan order, but "
+                "the plan deals out one order. Give all ranks the same data and the same seed, "
+                "and use a sampler of the whole dataset."
+            )
+        (_, self.began_with["digest"]), batches = found[0]
+        return batches
+
+    def _states(self) -> dict[str, Any]:
+        generators = [each.get_state() for each in _generators(self.sampler)]
+        return {"epoch": self._epoch, "global": random_states(HOST), "own": generators}
+
+    def _put(self, states: dict[str, Any]) -> None:
+        restore_random_states(states["global"], HOST)
+        for generator, state in zip(_generators(self.sampler), states["own"], strict=False):
+            generator.set_state(state)
+
+    @property
+    def _name(self) -> str:
+        return type(self.sampler).__name__
+
+
+def _generators(sampler: Any) -> list[torch.Generator]:
+    """Those that a sampler holds, and those of samplers that it holds."""
+    held = list(getattr(sampler, "__dict__", {}).values())
+    inner = [_generators(each) for each in held if isinstance(each, Sampler)]
+    return sum(inner, [each for each in held if isinstance(each, torch.Generator)])
