@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections import namedtuple
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -241,6 +242,70 @@ def _empty_rows(rank: int, kind: str) -> float | None:
             model(x)
         model.train()
     return means[-1]
+
+
+class Gives(Net):
+    """Returns something around its last layer's outputs."""
+
+    def __init__(self, give: Callable[[Tensor], Any]) -> None:
+        super().__init__(linear)
+        self.give = give
+
+    def forward(self, x: Tensor) -> Any:
+        return self.give(super().forward(x))
+
+
+def _local(logits: Tensor) -> Any:
+    @dataclass
+    class Local:
+        logits: Tensor
+
+    return Local(logits)
+
+
+GIVEN: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor], str]] = {
+    "object": (
+        lambda logits: torch.distributions.Categorical(logits=logits),
+        lambda out: out.logits.square().sum(),
+        "returns a Categorical, which cannot be made without",
+    ),
+    "local": (_local, lambda out: out.logits.sum(), "returns a Local, which cannot be made"),
+    "unpacked": (
+        lambda logits: namedtuple("Pair", "logits")(logits),
+        lambda out: out[0].sum(),
+        "returns a Pair, which cannot be made",
+    ),
+}
+
+
+def _gives(rank: int, kind: str) -> None:
+    give, loss_of, words = GIVEN[kind]
+    model = HetFSDP(Gives(give), WITHOUT_SAMPLES, units=["units.0", "units.1"])
+    size = WITHOUT_SAMPLES.ranks[model.position].rank_batch_size
+    output = model(draw(size, WIDTH))
+    with nullcontext() if size else pytest.raises(AttributeError, match=words):
+        loss_of(output)
+
+
+@pytest.mark.parametrize("kind", GIVEN)
+def test_an_output_that_cannot_be_made_without_samples_is_named(kind: str) -> None:
+    run_ranks(_gives, 3, kind)
+
+
+def test_an_output_without_samples_may_hold_an_object_and_needs_gradients() -> None:
+    run_ranks(_gives_both, 3)
+
+
+def _gives_both(rank: int) -> None:
+    def give(logits: Tensor) -> Any:
+        return {"of": torch.distributions.Categorical(logits=logits), "loss": logits.sum()}
+
+    model = HetFSDP(Gives(give), WITHOUT_SAMPLES, units=["units.0", "units.1"])
+    size = WITHOUT_SAMPLES.ranks[model.position].rank_batch_size
+    for _ in range(2):
+        loss = model(draw(size, WIDTH))["loss"]
+        assert loss.requires_grad
+        model.backward(loss, size)
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,27 @@ class Output:
             )
 
 
+class Unmade:
+    """In place of a result that a rank without samples cannot make: to look into it raises."""
+
+    _kind = ""  # the name of its class
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"model(...): this rank has no samples, and the model returns a {self._kind}, "
+            f"which cannot be made without (its {name!r} is asked for). Return tensors, in "
+            "tuples, dicts or dataclasses of a module, and make the object after model(...)."
+        )
+
+    def _refuse(self, *_args: Any) -> Any:
+        return self.entries
+
+    __iter__ = __len__ = __getitem__ = __call__ = _refuse
+
+
 def _is_it(num_tokens: Any, leaf: Any, *, follows_loss: bool) -> bool:
     """Whether a leaf is the number of tokens: plain numbers are known by value and place."""
     if isinstance(num_tokens, Tensor):

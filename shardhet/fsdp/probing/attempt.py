@@ -11,7 +11,7 @@ from shardhet.comm import devices
 from shardhet.comm.peers import LostPeerError
 from shardhet.fsdp.microbatch.batching import BatchAxis, Join, find_axis, flatten, unflatten
 from shardhet.fsdp.microbatch.layered import tensors_in
-from shardhet.fsdp.microbatch.loss import LossUsedError
+from shardhet.fsdp.microbatch.loss import LossUsedError, Unmade
 from shardhet.fsdp.microbatch.signature import ModelCall, is_plain
 from shardhet.fsdp.probing.apart import (
     Apart,
@@ -49,7 +49,7 @@ def _for_no_samples(plain: Any) -> Any:
     """
     if type(plain) in (int, float):
         return type(plain)(0)
-    return plain if is_plain(plain) else None
+    return plain if is_plain(plain) else Unmade(type(plain).__name__)
 
 
 class Attempt:
@@ -379,7 +379,7 @@ def have_unlike_samples(call: ModelCall | None, axes: Axes) -> bool:
     )
 
 
-def _empty_output(for_small: Any, for_large: Any) -> bytes | None:
+def _empty_output(for_small: Any, for_large: Any) -> bytes:
     small, spec = flatten(for_small)
     large, _ = flatten(for_large)
     leaves: list[Any] = []
@@ -392,11 +392,12 @@ def _empty_output(for_small: Any, for_large: Any) -> bytes | None:
         except ValueError:  # several dimensions depend on the number of samples
             axes = [BatchAxis(0)]
         shape = axes[0].shape(one.shape, 0) if axes else tuple(one.shape)
-        leaves.append(torch.empty(shape, dtype=one.dtype, device="meta"))
+        flag = one.requires_grad
+        leaves.append(torch.empty(shape, dtype=one.dtype, device="meta", requires_grad=flag))
     try:
         return pickle.dumps(unflatten(leaves, spec))
-    except (pickle.PicklingError, AttributeError, TypeError):
-        return None
+    except (pickle.PicklingError, AttributeError, TypeError):  # a class of a function
+        return pickle.dumps(Unmade(type(for_small).__name__))
 
 
 def _are_same(one: Any, other: Any, eps: float) -> bool:

@@ -65,16 +65,17 @@ class Findings:
     reached: tuple[frozenset[Returned], ...] = ()
     altered: frozenset[Returned] = frozenset()  # on this rank, by code outside of units
 
-    def make_empty_output(self, device: torch.device) -> Any:
-        """The model's output for no samples, with its tensors as zeros on ``device``."""
+    def make_empty_output(self, anchor: Tensor) -> Any:
+        """The model's output for no samples, with its tensors as zeros where ``anchor`` is.
+
+        It needs gradients where other ranks' does, and is told by the same sentences.
+        """
         leaves, spec = flatten(self.empty_output)
-        made = [
-            torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
-            if isinstance(leaf, Tensor)
-            else leaf
-            for leaf in leaves
-        ]
-        return unflatten(made, spec)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                made = torch.zeros(leaf.shape, dtype=leaf.dtype, device=anchor.device)
+                leaves[i] = made.add_(anchor) if leaf.requires_grad else made
+        return unflatten(leaves, spec)
 
 
 class Prober:

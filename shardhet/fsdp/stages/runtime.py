@@ -183,7 +183,7 @@ class StageRuntime(Runtime):
 
     def empty_output(self, index: int) -> Any:
         """What the model returns on a rank without samples."""
-        return self._kinds[index].findings.make_empty_output(self.root_comm.device)
+        return self._kinds[index].findings.make_empty_output(self.calls.anchor)
 
     def _key_of(self, call: ModelCall, *, is_training: bool) -> Any:
         """What calls have in common that the same findings are for, shapes included."""

@@ -212,7 +212,7 @@ class Runtime:
             self._walk.end_forward()
         else:
             self._walk.pass_forward()
-            output = findings.make_empty_output(self._comm.device)
+            output = findings.make_empty_output(self.calls.anchor)
         self._count_everywhere(findings)
         self._end_forward(is_training)
         return output
