@@ -175,10 +175,10 @@ class UnitCalls:
                 "calls. Call it on the whole batch: unit(x.flatten(0, 1)).unflatten(0, "
                 "x.shape[:2]) instead of torch.vmap(unit)(x), and transform what is inside it."
             )
-        if self._step.is_in_autograd:
+        if self._step.is_in_autograd or is_checkpointed(grad_enabled=False):
             raise RuntimeError(
-                f"unit {unit_fqn!r} was called during backward, perhaps by gradient "
-                "checkpointing around it. Switch that off: the plan decides which units are "
+                f"unit {unit_fqn!r} was called under gradient checkpointing, or during "
+                "backward. Switch that off: the plan decides which units are "
                 "recomputed (Plan.by_hand(recompute=True))."
             )
         if self._visiting:
