@@ -18,7 +18,11 @@ import torch
 
 import shardhet
 from shardhet.comm import devices
-from shardhet.comm.liveness.connections import Connections
+from shardhet.comm.liveness.connections import (
+    GREETING_WITHIN_S,
+    MOST_GREETING,
+    Connections,
+)
 from shardhet.comm.liveness.ending import (
     EXIT_STATUS,
     OF_THIS_RANK,
@@ -158,6 +162,60 @@ def test_in_a_long_phase_signs_may_be_missing_unless_the_process_is_stopped() ->
     assert fault(seen(1, silent_s=LONG_S, is_long=True), own=own) == (Fault.SILENT, (1,))
 
 
+def test_a_host_that_does_not_answer_has_no_longer_patience_in_a_long_phase() -> None:
+    """As where the last sign came out of ``checkpoint.save``."""
+    cut = seen(1, silent_s=LONGER_S, is_long=True, process=ProcessState.CUT)
+    assert fault(cut) == (Fault.SILENT, (1,))
+    assert fault(replace(cut, process=ProcessState.UNKNOWN)) is None
+    assert fault(replace(cut, silent_s=PATIENCE_S - 1)) is None
+
+
+def test_a_connection_that_times_out_is_one_to_a_host_that_does_not_answer() -> None:
+    hub, (ours, theirs) = Connections(0, listens=False), socket.socketpair()
+    ours.setblocking(False)
+    hub._of_rank[1] = ours
+    hub.look()
+    assert hub.ended == {}
+
+    class Cut:
+        def recv(self, num_bytes: int) -> bytes:
+            raise TimeoutError
+
+        def close(self) -> None:
+            """Nothing to do."""
+
+    hub._of_rank[1] = Cut()  # type: ignore[assignment]
+    hub.look()
+    assert (hub.ended, hub._of_rank) == ({1: ProcessState.CUT}, {})
+    ours.close()
+    theirs.close()
+
+
+def test_silent_connections_take_few_files_and_not_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hub, peer = Connections(0, listens=True), Connections(1, listens=False)
+    port = int(hub.address.split()[0])
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
+    hub.look()
+    assert len(hub._greeting) <= MOST_GREETING
+    peer.connect(0, ["127.0.0.1"], hub.address)
+
+    def is_connected() -> bool:
+        hub.look()
+        return bool(peer._of_rank)
+
+    wait_until(is_connected, seconds=10)
+    later_s = time.monotonic() + GREETING_WITHIN_S
+    monkeypatch.setattr(time, "monotonic", lambda: later_s)
+    hub.look()
+    assert not hub._greeting
+    for each in silent:
+        each.close()
+    hub.close()
+    peer.close()
+
+
 def test_a_process_that_is_gone_is_named_soon() -> None:
     own = replace(WAITING, still_s=SECONDS_FOR_THE_GONE)
     gone = seen(1, process=ProcessState.GONE, silent_s=SILENCE_OF_THE_GONE_S)
@@ -191,7 +249,7 @@ def test_without_ipv6_a_rank_listens_all_the_same(monkeypatch: pytest.MonkeyPatc
 
 def after_a_look(connections: Connections) -> set[int]:
     connections.look()
-    return connections.gone
+    return {rank for rank, state in connections.ended.items() if state is ProcessState.GONE}
 
 
 def test_a_connection_tells_of_the_end_of_a_process_on_another_host() -> None:

@@ -8,7 +8,8 @@ process ends, its system closes its connections, whatever it ended of.
     sees all of these end          sees rank 0 end
 
 Who sees it tells all others (``judge``).  A host that loses its power or its network closes
-nothing: that is noticed by the patience, as is everything where no connection can be made.
+nothing: that is noticed by the patience, as is everything where no connection can be made; but
+a host that does not answer is told from a process that does not get to run.
 """
 
 import logging
@@ -16,6 +17,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,7 +28,10 @@ logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 GREETING_BYTES = 64  # of a greeting, at most: the secret, a space, the rank, a new line
-KEEP_ALIVE_S = 60
+# The system asks the other end after so long without a word, and so often until it counts as
+# cut: 40 s, within the usual patience.  A host answers for processes that do not get to run.
+KEEP_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+MOST_GREETING, GREETING_WITHIN_S = 64, 10.0  # of connections that have not said who they are
 ACCEPTED = b"+"
 
 
@@ -35,10 +40,10 @@ class Connections:
 
     def __init__(self, rank: int, *, listens: bool) -> None:
         """With ``listens``, others can connect to this rank."""
-        self.gone: set[int] = set()  # ranks whose processes have closed their connections
+        self.ended: dict[int, ProcessState] = {}  # by rank: GONE if its process has closed it
         self._rank = rank
         self._of_rank: dict[int, socket.socket] = {}
-        self._greeting: list[socket.socket] = []  # accepted, and nothing came yet
+        self._greeting: dict[socket.socket, float] = {}  # nothing came yet: accepted when
         self._connecting: threading.Thread | None = None
         self._listener: socket.socket | None = None
         self._secret = secrets.token_hex(8)
@@ -73,8 +78,7 @@ class Connections:
                 continue
             del self._of_rank[rank]
             connection.close()
-            if state is ProcessState.GONE:
-                self.gone.add(rank)
+            self.ended[rank] = state
 
     def close(self) -> None:
         """Close all of them."""
@@ -88,27 +92,38 @@ class Connections:
     def _accept(self) -> None:
         if self._listener is None:
             return
+        now_s = time.monotonic()
+        for connection, since_s in list(self._greeting.items()):
+            self._greet(connection, is_late=now_s - since_s >= GREETING_WITHIN_S)
         with suppress(OSError):  # nobody is waiting; or no file descriptor is left
             while True:
-                self._greeting.append(self._listener.accept()[0])
-                self._greeting[-1].setblocking(False)
-        for connection in list(self._greeting):
-            try:
-                greeting = connection.recv(GREETING_BYTES)
-            except BlockingIOError:
-                continue
-            except OSError:
-                greeting = b""
-            self._greeting.remove(connection)
-            secret, _, rank = greeting.strip().partition(b" ")
-            is_known = secrets.compare_digest(secret, self._secret.encode())
-            if not (is_known and rank.isdigit()):
-                connection.close()
-                continue
-            with suppress(OSError):
-                connection.send(ACCEPTED)
-            _keep_alive(connection)
-            self._of_rank[int(rank)] = connection
+                connection, _ = self._listener.accept()
+                connection.setblocking(False)
+                self._greeting[connection] = now_s
+                self._greet(connection)
+                if len(self._greeting) > MOST_GREETING:
+                    self._greet(next(iter(self._greeting)), is_late=True)
+
+    def _greet(self, connection: socket.socket, *, is_late: bool = False) -> None:
+        """Read who it is; whoever is ``is_late``, or nobody that is known, is turned away."""
+        try:
+            greeting = connection.recv(GREETING_BYTES)
+        except BlockingIOError:
+            if not is_late:
+                return
+            greeting = b""
+        except OSError:
+            greeting = b""
+        del self._greeting[connection]
+        secret, _, rank = greeting.strip().partition(b" ")
+        is_known = secrets.compare_digest(secret, self._secret.encode())
+        if not (is_known and rank.isdigit()):
+            connection.close()
+            return
+        with suppress(OSError):
+            connection.send(ACCEPTED)
+        _keep_alive(connection)
+        self._of_rank[int(rank)] = connection
 
     def _connect(self, rank: int, hosts: Sequence[str], address: str) -> None:
         port, _, secret = address.partition(" ")
@@ -151,10 +166,11 @@ def _listener() -> socket.socket | None:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Let no firewall forget a connection over which nothing is sent."""
+    """Let no firewall forget a connection over which nothing is sent, and notice a cut one."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_KEEPIDLE"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEP_ALIVE_S)
+    for name, value in KEEP_ALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _state_behind(connection: socket.socket) -> ProcessState:
@@ -165,8 +181,8 @@ def _state_behind(connection: socket.socket) -> ProcessState:
         return ProcessState.RUNNING
     except ConnectionResetError:
         return ProcessState.GONE
-    except OSError:  # no answer: that is no word on the process
-        return ProcessState.UNKNOWN
+    except OSError:  # no answer, as of a host without power or network
+        return ProcessState.CUT
 
 
 _all: weakref.WeakSet[Connections] = weakref.WeakSet()

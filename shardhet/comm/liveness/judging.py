@@ -206,6 +206,7 @@ def has_ended(sign: Sign, process: ProcessState) -> bool:
 _STATES = {
     ProcessState.GONE: "its process is gone",
     ProcessState.STOPPED: "its process is stopped (SIGSTOP)",
+    ProcessState.CUT: "its host does not answer (it is down, or the network to it is cut)",
     ProcessState.RUNNING: "its process exists but does not get to run Python code",
 }
 
@@ -214,8 +215,9 @@ def _is_silent(each: SeenPeer, patience_s: float) -> bool:
     if each.sign.has_left or each.process is ProcessState.TRACED:
         return False
     # Code that holds the interpreter's lock for long, as reading a large file may, also keeps
-    # the rank from giving signs.
-    is_excused = each.sign.is_long and each.process is not ProcessState.STOPPED
+    # the rank from giving signs.  Its host answers all the same.
+    without_excuse = (ProcessState.STOPPED, ProcessState.CUT)
+    is_excused = each.sign.is_long and each.process not in without_excuse
     return each.silent_s >= patience_s * (LONG_FACTOR if is_excused else 1.0)
 
 

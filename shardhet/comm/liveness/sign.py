@@ -53,6 +53,7 @@ class ProcessState(Enum):
     STOPPED = "stopped"  # by SIGSTOP
     TRACED = "traced"  # by a debugger
     GONE = "gone"
+    CUT = "cut"  # its host, another one, answers no more
     UNKNOWN = "unknown"  # it is on another host, and nothing has been heard of its end
 
     @classmethod

@@ -283,8 +283,7 @@ class Watch:
     def _state_of(self, sign: Sign) -> ProcessState:
         if sign.host == self._here.host:
             return ProcessState.of(sign.pid)
-        is_gone = sign.rank in self._connections.gone
-        return ProcessState.GONE if is_gone else ProcessState.UNKNOWN
+        return self._connections.ended.get(sign.rank, ProcessState.UNKNOWN)
 
     def _decide(self, own: Sign, passed_s: float) -> None:
         if self._ending is not None:
