@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from shardhet.apps.plan import DOOR
 from shardhet.apps.plan import main as plan_main
 from shardhet.apps.planning.fewer_devices import (
     BetterWithout,
@@ -13,6 +14,8 @@ from shardhet.apps.planning.fewer_devices import (
     ranges,
     whole_hosts,
 )
+from shardhet.apps.planning.inputs import load, read_request
+from shardhet.config.planning import PlannerConf
 from shardhet.planner import Demands, DeviceLimits, PlanSolution, solve
 from shardhet.planner.advice.fewer import MAX_KINDS, Fewer, Positions, _Trials, faster_on_fewer
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
@@ -394,3 +397,42 @@ def test_what_all_devices_reach_in_float16_is_said_beside_those_left_out(
     assert "Better without the 16 Tesla T4 (devices 8-23): 24." in text
     assert "With all devices in float16: 31." in text
     assert "(precision=FP16, which trains with a scaled loss)." in text
+
+
+def test_of_many_devices_the_best_kinds_of_the_best_region_are_kept(tmp_path: Path) -> None:
+    """540 devices of three kinds, in 20 nodes of two regions."""
+    kinds = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "Tesla T4")
+    lines = [
+        "version: 1",
+        "between_nodes: {latency_s: 0.00005, bandwidth_bytes_per_s: 12000000000.0}",
+        "between_regions: {latency_s: 0.001, bandwidth_bytes_per_s: 1000000000.0}",
+        "nodes:",
+    ]
+    lines += [
+        f"- {{host: n{i}, region: r{i // 10}, devices: [{{kind: {kinds[i % 3]}, count: 27}}], "
+        "link: {latency_s: 0.00002, bandwidth_bytes_per_s: 300000000000.0}}"
+        for i in range(20)
+    ]
+    (tmp_path / "cards.yaml").write_text("\n".join(lines))
+    line = [f"cluster={tmp_path / 'cards.yaml'}", "model=llama_7b", "global_batch_size=1024"]
+    request = read_request(DOOR, line)
+    assert request is not None
+    conf, inputs = load(DOOR, request, PlannerConf)
+    effort, cluster = Effort(relative_gap=1e-3), inputs.setting.cluster
+
+    def smaller(part: Positions) -> Setting:
+        return conf.derived(cluster.only(part), "").setting
+
+    whole = solve(inputs.setting, global_batch_size=1024, effort=effort, is_bounded=False)
+    fewer = faster_on_fewer(
+        inputs.setting, whole, demands=Demands(), smaller=smaller, effort=effort
+    )
+    assert fewer is not None
+    for some in (kinds[:1], kinds[:2]):
+        part = tuple(
+            i
+            for i, node in enumerate(cluster.node_of)
+            if node.region == "r0" and cluster.devices[i].kind in some
+        )
+        other = solve(smaller(part), global_batch_size=1024, effort=effort, is_bounded=False)
+        assert fewer.solution.samples_per_s > 0.95 * other.samples_per_s

@@ -3,14 +3,16 @@
 A collective over all devices is as slow as the slowest link that it crosses, and one kind of
 device without bfloat16 forces all to float32, whatever the plan gives them to do.  The search
 for a plan does not ask which devices are better left idle.  So sets of them are left out one
-after the other: kinds, types of nodes, nodes, regions, the slowest kinds together, one device
-of those that are alike, and those that do nothing.  First, each set is also tried alone,
-without all others.  In every round the set whose removal helps most goes, until none helps.
+after the other: kinds, types of nodes, nodes, regions, the devices of a kind in a region, the
+slowest kinds together, one device of those that are alike, and those that do nothing.  First,
+each set is also tried alone, without all others; later, beside those that stay.  In every round
+the set whose removal or return helps most goes or comes back, until none helps.
 
 A set is searched for only if its bound allows a gain: no step is shorter than all its
-communication, or than the batch divided by the sum of what the devices compute per second.  So
-many sets cost little, and at most ``MAX_SEARCHES`` searches are made, those with the least
-bounds (``MAX_SEARCHES_IF_LARGE`` for a cluster of many devices or kinds).
+communication, or than the batch divided by the sum of what the devices compute per second, and
+none fits that has no room for the state.  So many sets cost little, and at most
+``MAX_SEARCHES`` searches are made, those with the least bounds (``MAX_SEARCHES_IF_UNLIKE`` for
+a cluster of many kinds).
 """
 
 from collections import Counter
@@ -31,11 +33,10 @@ from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Node
 
 LEAST_GAIN = 1.02  # smaller gains are within the error of any prediction
-MAX_SEARCHES = 12
-MAX_SEARCHES_IF_LARGE = 3
-LARGE = 512  # devices
+MAX_SEARCHES = 48
+MAX_SEARCHES_IF_UNLIKE = 3
 MAX_KINDS = 16  # of which each is left out alone; of more, only the slowest
-MAX_NODES = 16  # likewise
+MAX_SETS = 64  # of nodes, regions and others that are each left out
 Positions = tuple[int, ...]
 
 
@@ -87,11 +88,12 @@ class _Trials:
 
     def run(self) -> Fewer | None:
         """Leave out what helps, and plan for the rest."""
-        kept = tuple(range(self.setting.cluster.world_size))
-        parts = list(self._parts(kept, is_first=True))
+        every = tuple(range(self.setting.cluster.world_size))
+        self._seen.add(every)
+        parts = list(self._parts(every, every))
         while self._try(parts):
             _, kept, _ = self.found[-1]
-            parts = list(self._parts(kept, is_first=False))
+            parts = list(self._parts(kept, every))
         for _, part, setting in reversed(self.found):
             fewer = self._planned(part, setting)
             if fewer is not None:
@@ -105,28 +107,28 @@ class _Trials:
 
     @property
     def _max_searches(self) -> int:
-        cluster = self.setting.cluster
-        num_kinds = len({device.kind for device in cluster.devices})
-        is_large = cluster.world_size > LARGE or num_kinds > MAX_KINDS
-        return MAX_SEARCHES_IF_LARGE if is_large else MAX_SEARCHES
+        num_kinds = len({device.kind for device in self.setting.cluster.devices})
+        return MAX_SEARCHES_IF_UNLIKE if num_kinds > MAX_KINDS else MAX_SEARCHES
 
     def _try(self, parts: Sequence[Positions]) -> bool:
         """Search the most promising of these parts; returns whether one is the best yet."""
         bounded = []
+        needed = {i for i, _ in enumerate(self.whole.plan.ranks) if self.demands.needs(i)}
         for part in dict.fromkeys(parts):
-            if part and part not in self._seen:
+            if part and part not in self._seen and needed.issubset(part):
                 self._seen.add(part)
                 setting = self.smaller(part)
-                bounded.append((self._least_step_s(setting), part, setting))
+                if self._has_room(part, setting):
+                    bounded.append((self._least_step_s(setting), part, setting))
         bounded.sort(key=lambda each: each[0])
         target_s = self.found[-1][0] / LEAST_GAIN if self.found else self._most_s
         faster: list[tuple[float, Positions, Setting]] = []
         for bound_s, part, setting in bounded:
-            if bound_s >= target_s or self.num_searched >= self._max_searches:
-                break
-            self.num_searched += 1
             # Only those that are nearly as fast as the fastest matter.
             at_most_s = min([target_s, *(LEAST_GAIN * step_s for step_s, _, _ in faster)])
+            if bound_s >= at_most_s or self.num_searched >= self._max_searches:
+                break
+            self.num_searched += 1
             step_s = self._step_s(part, setting, at_most_s)
             if step_s < at_most_s:
                 faster.append((step_s, part, setting))
@@ -179,14 +181,16 @@ class _Trials:
             solution=solution,
         )
 
-    def _parts(self, kept: Positions, *, is_first: bool) -> Iterator[Positions]:
-        """What stays of ``kept`` without each of its sets, and each set alone."""
-        needed = {i for i in kept if self.demands.needs(i)}
+    def _parts(self, kept: Positions, every: Positions) -> Iterator[Positions]:
+        """What stays of ``kept`` without each of its sets, and with each set of ``every``.
+
+        If all are kept, each set alone.
+        """
+        inside = frozenset() if kept == every else frozenset(kept)
         for members in self._sets(kept):
-            if not needed & members:
-                yield tuple(i for i in kept if i not in members)
-            if is_first and needed <= members:
-                yield tuple(sorted(members))
+            yield tuple(i for i in kept if i not in members)
+        for members in self._sets(every):
+            yield tuple(sorted(inside | members))
 
     def _sets(self, kept: Positions) -> Iterator[frozenset[int]]:
         """Sets of devices that may be better left out together."""
@@ -195,6 +199,7 @@ class _Trials:
         types: dict[str, set[int]] = {}
         nodes: dict[str, set[int]] = {}
         regions: dict[str, set[int]] = {}
+        cells: dict[tuple[str, str], set[int]] = {}
         alike: dict[tuple[str, str | None], int] = {}
         inside = set(kept)
         for i, node in enumerate(cluster.node_of):
@@ -204,6 +209,7 @@ class _Trials:
                 types.setdefault(node_type(node), set()).add(i)
                 nodes.setdefault(node.host, set()).add(i)
                 regions.setdefault(node.region, set()).add(i)
+                cells.setdefault((node.region, str(kind)), set()).add(i)
                 alike[node_type(node), kind] = i
         slowest = sorted(kinds, key=lambda kind: -self._pace_s(self.setting, kind))
         together: set[int] = set()
@@ -213,8 +219,8 @@ class _Trials:
                 yield frozenset(kinds[kind])
             if number & (number - 1) == 0:  # 1, 2, 4, ... kinds
                 yield frozenset(together)
-        for sets in (types, nodes, regions):
-            if len(sets) <= MAX_NODES:
+        for sets in (types, nodes, regions, cells):
+            if len(sets) <= MAX_SETS:
                 yield from map(frozenset, sets.values())
         if len(alike) <= MAX_KINDS:
             yield from (frozenset({i}) for i in alike.values())
@@ -223,6 +229,13 @@ class _Trials:
         yield frozenset(
             i for i in kept if not (ranks[i].rank_batch_size or ranks[i].state_share)
         )
+
+    def _has_room(self, part: Positions, setting: Setting) -> bool:
+        """Whether the state may fit on a part, unless the memory of hosts may hold it."""
+        demands, cluster = self.demands.only(part), setting.cluster
+        budgets = (demands.budget_bytes(cluster, i) for i in range(cluster.world_size))
+        stored = CostModel(setting).bytes_per_stored_numel * setting.workload.numel
+        return demands.may_keep_optimizer_on_host or sum(budgets) >= stored
 
     def _least_step_s(self, setting: Setting) -> float:
         """A bound on the step: all communication, or all compute spread perfectly."""
