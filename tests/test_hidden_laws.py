@@ -1,5 +1,6 @@
 """What the first three samples hide: laws that hold for their values and not for others'."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -187,3 +188,50 @@ def test_a_mean_is_multiplied_by_what_it_was_divided_by(name: str, is_inside: bo
     if name != "plain":
         for each in run_ranks_expecting_failure(_gives_mean, 2, name, is_inside, True):
             assert "losses are sums over samples times" in each.message, each.message
+
+
+# What a forward keeps once a value is large
+
+
+class Grows(Net):
+    """Computes with the longest position so far, or keeps a table that is long enough."""
+
+    def __init__(self, *, is_table: bool) -> None:
+        super().__init__(linear)
+        self.is_table, self.longest = is_table, 8
+        self.register_buffer("kept", self.made(8), persistent=False)
+
+    def made(self, longest: int) -> Tensor:
+        positions = torch.arange(longest, dtype=torch.float64)
+        return positions.cos() if self.is_table else torch.full((1,), 8 / longest).double()
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        if positions.max() + 1 > self.longest:
+            self.longest = int(positions.max()) + 1
+            self.register_buffer("kept", self.made(self.longest), persistent=False)
+        return super().forward(x) * (self.kept[positions, None] if self.is_table else self.kept)
+
+
+def _grows(rank: int, is_table: bool) -> None:
+    torch.manual_seed(0)
+    reference, x = Grows(is_table=is_table), draw(8, WIDTH)
+    model = HetFSDP(copy.deepcopy(reference), Plan.by_hand(microbatch_sizes=[4, 4]))
+    mine = model.plan.sample_indices(model.position)
+    for positions in (
+        torch.tensor([3, 5, 7, 6, 4, 2, 5, 1]),
+        torch.tensor([3, 5, 7, 6, 4, 2, 5, 20]),
+    ):
+        for each in (model, reference):
+            each.zero_grad()
+        model.backward(model(x[mine], positions[mine]).square().sum(), len(mine))
+        (reference(x, positions).square().sum() / len(x)).backward()
+        compare_grads(model, reference)
+
+
+def test_a_buffer_that_follows_the_largest_value_so_far_is_refused() -> None:
+    for each in run_ranks_expecting_failure(_grows, 2, False):
+        assert "a buffer that this forward has replaced" in each.message, each.message
+
+
+def test_a_table_that_becomes_longer_on_one_rank_is_right() -> None:
+    run_ranks(_grows, 2, True)

@@ -11,7 +11,12 @@ from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.batching import BatchAxis, Layout, VisitRules, flatten
 from shardhet.fsdp.microbatch.signature import ModelCall, choice_of
 from shardhet.fsdp.probing.attempt import RunModule
-from shardhet.fsdp.probing.module_state import Edits, choosing_attributes
+from shardhet.fsdp.probing.module_state import (
+    BufferWrites,
+    Edits,
+    choosing_attributes,
+    digest_of,
+)
 from shardhet.fsdp.probing.probe import CallKey
 from shardhet.fsdp.probing.prober import Findings, Prober
 from shardhet.fsdp.sharding.unit import UnitModule
@@ -29,6 +34,8 @@ class KnownCalls:
         self._index_by_key: dict[Hashable, int] = {}
         self._choices = choosing_attributes(prober.module)
         self._edits = Edits(prober.module)
+
+        self.kept = 0.0  # a number for buffers that the last forward has replaced, unforeseen
 
         # Of the forward in progress
         self._index = UNKNOWN
@@ -92,11 +99,16 @@ class KnownCalls:
             call.cut_from.check_cut(self.current.are_batched)
         self._num_samples = call.num_samples
         self._num_calls.clear()
+        self._writes = BufferWrites(self._prober.module)
         return self.current
 
     def end_forward(self) -> None:
-        """End the forward, which may have changed modules and their hooks."""
+        """End the forward, which may have changed modules, their hooks and buffers."""
         self._edits.end_forward()
+        found = self._writes.replaced()
+        self.kept = digest_of(
+            {k: v for k, v in found.items() if k not in self.current.replaced}
+        )
 
     def count(self, module: UnitModule) -> int:
         """The number of earlier calls of the module in this forward."""

@@ -1,5 +1,6 @@
 """Finds and undoes what a forward writes to its model: buffers, attributes, containers."""
 
+import zlib
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -98,6 +99,18 @@ class BufferWrites:
                 found[fqn] = buffer
         return found
 
+    def replaced(self) -> dict[str, Tensor]:
+        """Buffers by fqn that are others since, apart from tables that have become longer."""
+        pairs = {
+            fqn: (self._before.get(fqn, (each,))[0], each)
+            for fqn, each in self.written().items()
+        }
+        return {
+            fqn: now
+            for fqn, (before, now) in pairs.items()
+            if before is not now and not _is_longer(now, before)
+        }
+
     def check(self) -> None:
         """Raise ``Refusal`` if ranks would come to differ in one, because the model trains."""
         if not self._module.training:
@@ -113,6 +126,23 @@ class BufferWrites:
                         "batch norm's running statistics are kept equal)."
                     )
                 )
+
+
+def _is_longer(tensor: Tensor, before: Tensor) -> bool:
+    """Whether a tensor begins with all of another."""
+    if tensor.dim() != before.dim() or not before.numel():
+        return False
+    return torch.equal(tensor[tuple(map(slice, before.shape))], before)
+
+
+def digest_of(buffers: Mapping[str, Tensor]) -> float:
+    """A number for the values of buffers; 0 for none."""
+    found = [
+        (fqn, each.shape, each.dtype, torch.hash_tensor(each.contiguous()).tolist())
+        for fqn, each in sorted(buffers.items())
+        if each.numel() and not each.is_complex()
+    ]
+    return float(zlib.crc32(repr(found).encode())) if found else 0.0
 
 
 def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:

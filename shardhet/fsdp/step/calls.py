@@ -84,6 +84,11 @@ class UnitCalls:
         """Leaves of the last output that are numbers and do not add up over samples."""
         return self._known.current.not_sums
 
+    @property
+    def kept(self) -> float:
+        """A number for buffers that the last forward has replaced, and no probe before it."""
+        return self._known.kept
+
     def follow(self, visits: Visits, prober: Prober, known: KnownCalls) -> None:
         """Run calls as these say from the next forward on."""
         self._visits = visits

@@ -104,7 +104,10 @@ class MeanBackward:
             several = self._runtime.rounds.number > 1
             self.check_leaves(loss_sum, divides_late=several and divisor is None)
             with self._runtime.observers.watch("", Activity.AGREE):
-                rows = self.enter("model.backward", divisor or 0.0, num_samples)
+                kept = self._runtime.calls.kept
+                rows = self.enter("model.backward", divisor or 0.0, num_samples, kept)
+                if len({row[3] for row in rows if row[2]}) > 1:
+                    raise ValueError(_KEEPS)
                 self._check_divisor(divisor, {row[1] for row in rows})
                 # Read after backward is launched: the host then waits only for the end of
                 # forward, while the device, which still has backward queued, is not idle.
@@ -301,6 +304,13 @@ class MeanBackward:
             shared = comm.record_event(comm.reduce_scatter_stream)
         comm.current_stream().wait_event(shared)
         return on_host, total
+
+
+_KEEPS = (
+    "model.backward: a buffer that this forward has replaced is another one on some ranks: it "
+    "follows the largest value of the samples so far (rope_type='dynamic'), perhaps, and each "
+    "rank has its own. Compute it from all samples before the step, or from each sample."
+)
 
 
 def _arrived_late(*, of_earlier: bool) -> str:
