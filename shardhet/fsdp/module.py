@@ -1,6 +1,6 @@
 """HetFSDP: the module that users wrap around theirs."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ from shardhet.comm.progress import progress
 from shardhet.fsdp.door import watch_inside
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.loss import FusedLoss
+from shardhet.fsdp.microbatch.ragged import CountRows, known_ragged
 from shardhet.fsdp.microbatch.signature import BatchDims
 from shardhet.fsdp.options import batch_dims, check_options, device_for
 from shardhet.fsdp.params import host_step
@@ -80,6 +81,7 @@ class HetFSDP(ModuleInRounds):
         batch_dim: the dimension of the model's arguments that holds the samples: 1 for
             sequence-first models; or one per argument, ``{"src": 1, "table": None}``, with
             None for an argument without samples; arguments that are not named have 0.
+        ragged: how many rows samples have, if not one each: ``{"patches": lambda batch: ...}``.
         seed: for dropout and for the initialisation of meta parameters.
         device_spec: the device that this rank reports to the others; None asks the driver.
         init_fn: initialises what was on the meta device, module by module; None calls each
@@ -101,6 +103,7 @@ class HetFSDP(ModuleInRounds):
         reduce_dtype: torch.dtype | None = None,
         loss_fn: Callable[..., tuple[Tensor, Tensor]] | None = None,
         batch_dim: BatchDims = 0,
+        ragged: Mapping[str, CountRows] | None = None,
         seed: int = 0,
         device_spec: DeviceSpec | None = None,
         init_fn: Callable[[nn.Module], None] | None = None,
@@ -137,12 +140,11 @@ class HetFSDP(ModuleInRounds):
                 row_source=row_source,
             )
         self.plan = replace(plan, units=planned_units([*built, root]))
-        self.position = members.control.position
         self._flats = [flat for unit in (*built, root) for flat in unit.flats]
         self._param_by_fqn = _in_order(before.by_fqn, self._flats)
         self._rows = RowGroup(self._comm, members.control, self._lifeline)
         self._know_params(hooks, before)
-        self.module = module
+        self.module, self._ragged = module, known_ragged(module, ragged)
         self._loss, self._caches = FusedLoss(loss_fn), CacheSwitch(module)
         self._batch_dim, self._forward = batch_dims(batch_dim, module.forward), module.forward
         self._make_runtime = partial(
@@ -168,7 +170,7 @@ class HetFSDP(ModuleInRounds):
         self.compute_by(plan, of_units)
         guard_root(module, root, built, self._lifeline)
         watch_inside(module, self._flats, self._rows)
-        self._is_built = True
+        self.position, self._is_built = members.control.position, True
 
     def compute_by(self, plan: Plan, of_units: CommContext) -> None:
         """Take steps as ``plan`` says, with units gathered over ``of_units``.  Collective."""

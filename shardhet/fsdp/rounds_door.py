@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardhet.fsdp.microbatch.loss import FusedLoss, loss_pair
+from shardhet.fsdp.microbatch.ragged import CountRows
 from shardhet.fsdp.microbatch.signature import Arguments, BatchDims, ModelCall
 from shardhet.fsdp.probing.module_state import choices_of
 from shardhet.fsdp.stages.runtime import StageRuntime
@@ -26,6 +27,7 @@ class ModuleInRounds(ModuleWithState):
     _backward: MeanBackward
     _forward: Callable[..., Any]  # of the wrapped module
     _batch_dim: BatchDims
+    _ragged: Mapping[str, CountRows]
     _pipeline: Pipeline | None = None  # of a plan with stages
     _loss: FusedLoss
     _function: Callable[..., Any] | None = None  # called with the module instead of it
@@ -141,7 +143,13 @@ class ModuleInRounds(ModuleWithState):
         of_loss = loss_inputs if isinstance(loss_inputs, tuple) else (loss_inputs,)
         planned = self._runtime.rounds.number * self.plan.ranks[self.position].rank_batch_size
         call = ModelCall.of(
-            self._forward, args, kwargs, of_loss, self._batch_dim, planned=planned
+            self._forward,
+            args,
+            kwargs,
+            of_loss,
+            self._batch_dim,
+            ragged=self._ragged,
+            planned=planned,
         )
         return replace(call, of_loss=choices_of(self._loss.loss_fn))
 
@@ -151,7 +159,15 @@ class ModuleInRounds(ModuleWithState):
 
     def _call_of_round(self, part: Arguments, whole: ModelCall | None = None) -> ModelCall:
         own = self.plan.ranks[self.position].rank_batch_size
-        call = ModelCall.of(self._forward, *part, self._batch_dim, planned=own)
+        call = ModelCall.of(
+            self._forward, *part, self._batch_dim, ragged=self._ragged, planned=own
+        )
+        if self._pipeline is not None and call.has_rows:
+            raise ValueError(
+                "model(...): the plan has stages, but rows of a ragged argument "
+                f"({', '.join(self._ragged)}) are as many in each round as its samples have, "
+                "and stages hand over tensors of one shape. Give a plan without stages."
+            )
         cut_from = whole if self._runtime.rounds.number > 1 else None
         return replace(call, cut_from=cut_from, of_loss=choices_of(self._loss.loss_fn))
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
 from shardhet.comm.host_copy import to_device
-from shardhet.fsdp.microbatch.batching import BatchAxis, flatten, unflatten
+from shardhet.fsdp.microbatch.batching import flatten, unflatten
+from shardhet.fsdp.microbatch.ragged import CountRows, Rows, rows_by_leaf
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
 BatchDims = int | Mapping[str, int | None]
@@ -59,6 +60,9 @@ class ModelCall:
     batch_dims: tuple[int | None, ...]  # by leaf: the dimension that holds the batch, if any
     are_named: tuple[bool, ...]  # by leaf: whether the user named its argument in batch_dim
     num_samples: int
+    rows: tuple[Rows | None, ...]  # by leaf: those of each sample, if it is ragged
+    is_ragged: bool = False  # whether the model has ragged arguments
+    is_behind: bool = False  # whether other ranks have rows of ragged ones, and this one none
     cut_from: "ModelCall | None" = None  # by ``in_rounds``
     of_loss: tuple[Hashable, ...] = ()  # what may choose what ``loss_fn`` does
 
@@ -71,16 +75,18 @@ class ModelCall:
         loss_inputs: tuple[Any, ...],
         batch_dim: BatchDims,
         *,
+        ragged: Mapping[str, CountRows],
         planned: int,
     ) -> "ModelCall":
         """The call of ``forward``; its first tensor determines the number of samples.
 
-        Tensors without rows mean that there are no samples.  ``planned`` is what the plan gives
-        this rank.  Raises ``ValueError`` if only some have no rows and it is not clear.
+        Tensors without rows mean that there are no samples, unless they are ``ragged``.
+        ``planned`` is what the plan gives this rank.  Raises ``ValueError`` if only some have
+        no rows and it is not clear.
         """
         leaves, spec = flatten((args, dict(kwargs), loss_inputs))
         names = _names(forward, args, kwargs, loss_inputs)
-        dims = [_dim_of(name, batch_dim) for name in names]
+        dims = [None if name in ragged else _dim_of(name, batch_dim) for name in names]
         lengths = [
             (name, leaf.shape[dim])
             for name, leaf, dim in zip(names, leaves, dims, strict=True)
@@ -110,13 +116,29 @@ class ModelCall:
                 "dicts or plain dataclasses of them."
             )
         named = [isinstance(batch_dim, Mapping) and name in batch_dim for name in names]
-        return cls(tuple(leaves), spec, tuple(names), tuple(dims), tuple(named), num_samples)
+        rows = rows_by_leaf(ragged, names, leaves, num_samples)
+        return cls(
+            tuple(leaves),
+            spec,
+            tuple(names),
+            tuple(dims),
+            tuple(named),
+            num_samples,
+            tuple(rows),
+            bool(ragged),
+        )
 
     @property
     def key(self) -> Hashable:
         """Equal for calls of one kind, whatever the lengths of their tensors."""
         looks = map(self._look, self.leaves, self.batch_dims)
-        return (str(self.spec), *looks, self.of_loss)
+        ragged = tuple(each and any(each) for each in self.rows)
+        return (str(self.spec), *looks, self.of_loss, ragged, self.is_behind)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether any sample has rows of a ragged argument."""
+        return any(map(any, filter(None, self.rows)))
 
     @property
     def lengths(self) -> tuple[Any, ...]:
@@ -186,8 +208,18 @@ class ModelCall:
         ]
 
     def with_all(self) -> Arguments:
-        """The arguments as given."""
-        args, kwargs, loss_inputs = unflatten(self.leaves, self.spec)
+        """The arguments as given, or as ``passed`` says."""
+        return self.passed(self.leaves)
+
+    def passed(self, leaves: Sequence[Any]) -> Arguments:
+        """The arguments, given their leaves.  A ragged one in floating point without rows is
+        None, as transformers' processors have it, so that what computes with it is not called.
+        """
+        passed = [
+            None if rows is not None and leaf.is_floating_point() and not len(leaf) else leaf
+            for leaf, rows in zip(leaves, self.rows, strict=True)
+        ]
+        args, kwargs, loss_inputs = unflatten(passed, self.spec)
         return args, kwargs, loss_inputs
 
     def in_rounds(self, num_rounds: int, planned: int, *, caller: str) -> list[Arguments]:
@@ -198,7 +230,8 @@ class ModelCall:
         name it.
         """
         if num_rounds == 1 or not self.num_samples:
-            return [self.with_all()] * num_rounds
+            args, kwargs, loss_inputs = unflatten(self.leaves, self.spec)
+            return [(args, kwargs, loss_inputs)] * num_rounds
         if self.num_samples > num_rounds * planned:
             raise ValueError(
                 f"{caller}: this rank got {self.num_samples} samples but has "
@@ -220,6 +253,9 @@ class ModelCall:
                 leaf.narrow(dim, start * factor, (stop - start) * factor) if factor else leaf
                 for leaf, dim, factor in zip(self.leaves, self.batch_dims, factors, strict=True)
             ]
+            for i, rows in enumerate(self.rows):
+                if rows:
+                    leaves[i] = leaves[i][sum(rows[:start]) : sum(rows[:stop])]
             args, kwargs, loss_inputs = unflatten(leaves, self.spec)
             rounds.append((args, kwargs, loss_inputs))
         return rounds
@@ -248,38 +284,6 @@ class ModelCall:
             factor, rest = divmod(leaf.shape[dim], self.num_samples) if fits else (0, 0)
             found.append(0 if rest else factor)
         return found
-
-    def with_samples(
-        self,
-        axes: Sequence[BatchAxis | None],
-        samples: Sequence[Sequence[int]],
-        factor: float = 1.0,
-    ) -> Arguments:
-        """The arguments with only some of the samples, ``samples`` per leaf.
-
-        An index beyond the last sample wraps around and takes that sample rolled along another
-        dimension.  Floating values of sample 0 are multiplied by ``factor``.
-        """
-        leaves = [
-            leaf if axis is None else self._selected(leaf, axis, chosen, factor)
-            for leaf, axis, chosen in zip(self.leaves, axes, samples, strict=True)
-        ]
-        args, kwargs, loss_inputs = unflatten(leaves, self.spec)
-        return args, kwargs, loss_inputs
-
-    def _selected(
-        self, leaf: Tensor, axis: BatchAxis, chosen: Sequence[int], factor: float
-    ) -> Tensor:
-        parts = leaf.detach().unflatten(axis.dim, (self.num_samples, axis.inner))
-        rows = []
-        for sample in chosen:
-            row = parts.select(axis.dim, sample % self.num_samples)
-            if not sample and factor != 1.0 and row.is_floating_point():
-                row = row * factor
-            shift = sample // self.num_samples
-            rest = [d for d in range(row.dim()) if d != axis.dim and row.shape[d] > 1]
-            rows.append(row.roll(shift, rest[0]) if shift and rest else row)
-        return torch.cat(rows, axis.dim).requires_grad_(leaf.requires_grad)
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -52,11 +52,7 @@ def problem_of_outputs(
     for i, (one, other) in enumerate(zip(ones, others, strict=False)):
         if len(_growing(one, other)) > 1 and not is_alone:
             return _pairs(i, one, other)
-    for i, axes in apart:
-        first = [axis.narrow(others[i], PARTS[0], LARGE) for axis in axes]
-        if not any(are_close(each, ones[i], eps) for each in first):
-            return _mixed(i, others[i])
-    return None
+    return problem_of_some(small, large, apart, PARTS[0], eps)
 
 
 def problem_of_order(small: Any, swapped: Any, apart: Apart, eps: float) -> str | None:
@@ -81,6 +77,16 @@ def problem_of_others(large: Any, changed: Any, apart: Apart, eps: float) -> str
         ]
         if not any(are_close(one, other, eps) for one, other in pairs):
             return _mixed(i, ones[i])
+    return None
+
+
+def problem_of_some(some: Any, large: Any, apart: Apart, span: Span, eps: float) -> str | None:
+    """What is wrong with outputs for three samples, and for those of ``span`` alone."""
+    ones, others = tensors_in(some), tensors_in(large)
+    for i, axes in apart:
+        pieces = [axis.narrow(others[i], span, LARGE) for axis in axes]
+        if not any(are_close(each, ones[i], eps) for each in pieces):
+            return _mixed(i, others[i])
     return None
 
 

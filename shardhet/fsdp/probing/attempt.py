@@ -10,6 +10,7 @@ from torch import Tensor
 from shardhet.comm import devices
 from shardhet.comm.peers import LostPeerError
 from shardhet.fsdp.microbatch.batching import BatchAxis, Join, find_axis, flatten, unflatten
+from shardhet.fsdp.microbatch.chosen import rows_in, with_samples
 from shardhet.fsdp.microbatch.layered import tensors_in
 from shardhet.fsdp.microbatch.loss import LossUsedError, Unmade
 from shardhet.fsdp.microbatch.signature import ModelCall, is_plain
@@ -19,6 +20,7 @@ from shardhet.fsdp.probing.apart import (
     problem_of_order,
     problem_of_others,
     problem_of_outputs,
+    problem_of_some,
 )
 from shardhet.fsdp.probing.caches import tell_of_caches
 from shardhet.fsdp.probing.comparing import (
@@ -35,6 +37,7 @@ from shardhet.fsdp.probing.probe import Probe, ProbedModel
 from shardhet.fsdp.probing.rules import LARGE, SIZES, SMALL, Axes
 from shardhet.fsdp.probing.watch import Refusal, StaysUnsharded
 from shardhet.fsdp.sharding.seeds import restored_random_state
+from shardhet.records.layout import Span
 
 # One forward on all ranks: the result of the call on this one, and the segments.
 RunOnce = Callable[[Probe | None, Callable[[], Any]], tuple[Any, Any]]
@@ -83,6 +86,7 @@ class Attempt:
         self._generators = HostGenerators()
         if call is not None:
             self.probe = Probe(model, has_gradients=has_gradients, splits=splits)
+            self.probe.is_behind = call.is_behind
 
     def run(self) -> Exception | None:
         """The error found on this rank; None if there is none here.  Collective."""
@@ -139,14 +143,11 @@ class Attempt:
         def run() -> Any:
             assert self.call is not None
             assert self.probe is not None
-            first = next((i for i, axis in enumerate(self.axes) if axis is not None), -1)
-            chosen = [
-                main if main is not None and i == first else samples
-                for i in range(len(self.axes))
-            ]
-            args, kwargs, loss_inputs = self.call.with_samples(self.axes, chosen, factor)
+            args, kwargs, loss_inputs = with_samples(
+                self.call, self.axes, samples, main, factor
+            )
             self._generators.begin(word)
-            given = tensors_in((args, kwargs, loss_inputs))
+            given = rows_in(self.call, self.axes, (args, kwargs, loss_inputs))
             with self.probe.running(kind, given, num_samples=len(samples)):
                 output = self._run_module(args, kwargs, loss_inputs)
                 if kind != "plain":
@@ -197,6 +198,10 @@ class Attempt:
         self._raise_together(problem)
         if not self._any_rank(bool(self._apart)):
             return
+        if self._any_rank(self.call is not None and self.call.has_rows):
+            eps = 0.0 if self.probe is None else self.probe.eps
+            outputs = self._outputs["large"]
+            self._raise_together(_problem_alone(self._forward, outputs, self._apart, eps))
         # The first two samples of large are those of small, in the same places.
         self._forward("swapped", (1, 0))
         if self.call is not None and self.probe is not None:
@@ -362,21 +367,15 @@ class Attempt:
         return _empty_output(self._outputs["small"], self._outputs["large"])
 
 
-def have_unlike_samples(call: ModelCall | None, axes: Axes) -> bool:
-    """Whether the samples of probes are not all the same, which would hide that they are mixed.
-
-    So they are, too, if no others can be made of a single one that has one element.
-    """
-    if call is None:
-        return False
-    samples = [tensors_in(call.with_samples(axes, [[i]] * len(axes))) for i in range(LARGE)]
-    if call.num_samples == 1 and all(each.numel() < 2 for each in samples[0]):
-        return True
-    return any(
-        one.layout is not torch.strided or not torch.equal(one, each)
-        for one, *others in zip(*samples, strict=True)
-        for each in others
-    )
+def _problem_alone(
+    forward: Callable[[str, range], tuple[Any, Any]], large: Any, apart: Apart, eps: float
+) -> str | None:
+    """What is wrong with outputs of samples alone: rows of ragged arguments that others see."""
+    problem = None
+    for span in (Span(0, 1), Span(SMALL, LARGE)):
+        alone, _ = forward(f"alone {span.start}", range(span.start, span.stop))
+        problem = problem or problem_of_some(alone, large, apart, span, eps)
+    return problem
 
 
 def _empty_output(for_small: Any, for_large: Any) -> bytes:

@@ -71,20 +71,20 @@ class Examiner:
         self.is_certain = True  # False if a zero output may be a sum or a mean
         self.aliased: frozenset[int] = frozenset()  # outputs of the last call, see _aliased
         self._divides_late = divides_late
-        self._runner = runner
-        self._watcher = watcher
+        self._runner, self._watcher = runner, watcher
         self._tell = tell
         self._splits = splits
         self._decide = RuleFinder(splits=splits)
 
     def rules_of(self, seen: Seen, large: ProbedCall) -> tuple[VisitRules, Any]:
         """The rules of a call that was seen with fewer samples, and the output of ``large``."""
+        if self._watcher.made_rows.has_ragged(large.tensors):
+            run = partial(self._run_whole, large, seen)
+            return _at_once(seen, self._runner, self._watcher, run)
         self._decide.eps = self._watcher.eps
-        names, before = large.tensor_by_name, seen.call.tensors
-        inputs = tuple(
-            self._decide.of_input(large.fqn, name, small, tensor)
-            for (name, tensor), small in zip(names.items(), before, strict=True)
-        )
+        pairs = zip(large.tensor_by_name.items(), seen.call.tensors, strict=True)
+        find = partial(self._decide.of_input, large.fqn)
+        inputs = tuple(find(name, small, tensor) for (name, tensor), small in pairs)
         return self._examine(seen, large, inputs)
 
     def known_from(self, seen: Seen, call: ProbedCall) -> dict[str, Rule]:
@@ -302,6 +302,36 @@ class Examiner:
             for each in (whole, *pieces)
         ]
         return join_by_gradients(of_whole, of_pieces) if of_whole.requires_grad else None
+
+
+def _at_once(
+    seen: Seen,
+    runner: CallRunner,
+    watcher: Watcher,
+    run: Callable[[tuple[Rule, ...]], Any],
+) -> tuple[VisitRules, Any]:
+    """As ``rules_of``, for a call that is never cut: its rows are ragged."""
+    rules = VisitRules(
+        arguments=seen.call.arguments,
+        inputs=(Join.SHARED,) * len(seen.call.tensors),
+        results=seen.results,
+        outputs=(Join.SHARED,) * len(seen.outputs),
+        is_differentiable=seen.is_differentiable,
+        counts=bool(seen.counted),
+    )
+    watcher.draws = False
+    with runner.counting_once(seen):
+        output = run(rules.inputs)
+    if watcher.draws or seen.has_own_backward:
+        raise Refusal(ValueError(_ONLY_AT_ONCE.format(seen.call.fqn)))
+    return rules, output
+
+
+_ONLY_AT_ONCE = (
+    "unit {!r}: it computes rows of a ragged argument (HetFSDP(ragged=...)), those of all "
+    "samples of a rank at once, and has dropout, draws random numbers or has a backward of its "
+    "own, so the result would depend on the plan. Leave that out (attention_dropout=0.0)."
+)
 
 
 def _check_other_parts(

@@ -35,50 +35,63 @@ class GatherFailed(BaseException):
 class OrderFinder:
     """Finds the order of visits of one forward, on which all ranks agree."""
 
-    def __init__(self, unit_fqns: Sequence[str], control: Channel) -> None:
+    def __init__(
+        self, unit_fqns: Sequence[str], control: Channel, *, is_behind: bool = False
+    ) -> None:
+        """A rank that ``is_behind`` follows visits of others that it does not make itself."""
         self.found: list[Segment] = []
+        self._is_behind = is_behind
         self._fqns = tuple(unit_fqns)
         self._control = control
 
     def visit(self, unit: int, needs_backward: bool) -> Segment:
-        """Agree with all ranks that this visit comes next.  Collective."""
+        """Agree with all ranks that this visit comes next, or another one before it.
+
+        Collective.
+        """
         segment = self._agree(unit, needs_backward)
         self.found.append(segment)
         return segment
 
-    def follow(self) -> Segment | None:
+    def follow(self, place: int = NOT_VISITING) -> Segment | None:
         """The next visit of the other ranks, for one without samples; None at the end.
 
         Collective.
         """
-        segment = self._agree(NOT_VISITING, False)
+        segment = self._agree(place, False)
         if segment.unit == END_OF_FORWARD:
             return None
         self.found.append(segment)
         return segment
 
-    def end(self) -> None:
-        """Report that this computing rank has left the module's forward.  Collective."""
-        self._agree(END_OF_FORWARD, False)
+    def end(self) -> Segment | None:
+        """Report that this computing rank has left the module's forward; the next visit of
+        other ranks if it is behind.  Collective.
+        """
+        return self.follow(END_OF_FORWARD)
 
     def fail(self) -> None:
         """Report that this rank cannot continue; others raise ``PeerFailed``.  Collective."""
-        self._control.exchange([FAILED, False])
+        self._control.exchange([FAILED, False, False])
 
     def _agree(self, unit: int, needs_backward: bool) -> Segment:
-        rows = self._control.exchange([unit, needs_backward])
-        visited = {int(u) for u, _ in rows if int(u) != NOT_VISITING}
-        if FAILED in visited:
+        rows = self._control.exchange([unit, needs_backward, self._is_behind])
+        visiting = [row for row in rows if int(row[0]) != NOT_VISITING]
+        if any(int(row[0]) == FAILED for row in visiting):
             raise PeerFailed
+        visited = {int(u) for u, _, is_behind in visiting if not is_behind}
+        if END_OF_FORWARD in visited:  # where those that are behind have to be, too
+            visited = {int(row[0]) for row in visiting}
         if len(visited) > 1:
-            names = [_name(self._fqns, int(u)) for u, _ in rows]
+            names = [_name(self._fqns, int(row[0])) for row in rows]
             raise RuntimeError(
                 f"model(...): ranks visit different units at place {len(self.found)} of "
                 f"forward: {names} in plan order. The order of units must not depend on the "
                 "samples."
             )
         # A visit that needs a backward on one rank has one on all.
-        return Segment(visited.pop(), any(bool(needs) for _, needs in rows))
+        (found,) = visited
+        return Segment(found, any(bool(row[1]) for row in visiting if int(row[0]) == found))
 
 
 class VisitOrder:

@@ -54,6 +54,7 @@ from shardhet.fsdp.probing.examine import Examiner
 from shardhet.fsdp.probing.module_state import (
     BufferWrites,
     Number,
+    check_params,
     numbers,
     restored_modules,
     set_numbers,
@@ -174,7 +175,7 @@ class Probe:
         self._seen: dict[CallKey, Seen] = {}
         self._module = model.module
         self._recomputed = model.recomputed
-        self._norms = model.norms
+        self.is_behind, self._norms = False, model.norms  # for the first see ``ModelCall``
         self._is_followed, self._divides_late = model.is_followed, model.divides_late
         self.flow: Flow | None = None  # of the large run
         self._has_gradients = has_gradients
@@ -217,10 +218,10 @@ class Probe:
 
     @contextmanager
     def running(
-        self, name: str, inputs: Sequence[Tensor], *, num_samples: int
+        self, name: str, inputs: Sequence[tuple[Tensor, bool | None]], *, num_samples: int
     ) -> Iterator[None]:
-        """A context for one forward on ``inputs``; ``name`` is that of a row of the table
-        above, or "plain".
+        """A context for one forward on ``inputs`` (``rows_in``); ``name`` is that of a row of
+        the table above, or "plain".
         """
         self._run = getattr(Probe, f"_run_{name}")
         self._num_samples = num_samples
@@ -228,9 +229,11 @@ class Probe:
         with self._isolated():
             set_numbers(self._module, self.begins_with)
             writes, before = BufferWrites(self._module), numbers(self._module)
-            self._watcher.give(inputs)
+            given = [tensor for tensor, _ in inputs]
+            self._watcher.give(given)
+            self._watcher.made_rows.begin(inputs)
             follows = self._is_followed and name == "large"
-            self._watcher.flow = Flow(inputs) if follows else None
+            self._watcher.flow = Flow(given) if follows else None
             self.flow = self._watcher.flow or self.flow
             watcher = self._watcher
             reads = Reads(watcher.read, watcher.hook) if follows else nullcontext()
@@ -242,7 +245,7 @@ class Probe:
             self.values[name] = values_of(self._module)
             self.replaced |= writes.replaced().keys()
             writes.check()
-            _check_params(self._module, self._watcher.storages)
+            check_params(self._module, self._watcher.storages)
 
     def unwatched(self) -> AbstractContextManager[None]:
         """A context for what HetFSDP does between calls, such as a gather."""
@@ -295,6 +298,7 @@ class Probe:
         with self._watcher.paused():
             call = ProbedCall(fqn, function, leaves, Layout.of(leaves, spec))
             output = self._run(self, key, call)
+        self._watcher.made_rows.pass_through(tensors_in(leaves), tensors_in(output))
         if flow is not None and is_piece:
             flow.drop(tensors_in(leaves), tensors_in(output))
         elif flow is not None:
@@ -377,6 +381,7 @@ class Probe:
         args, kwargs = unflatten(filled(call.leaves, given), call.arguments.spec)
         with self._watcher.call(call.fqn, given), torch.no_grad():
             output = call.function(*args, **kwargs)
+        self._watcher.give(call.tensors)  # they were made outside, and may be used there
         tensors = tensors_in(output)
         return self._returned(output, tensors, [False] * len(tensors))
 
@@ -409,18 +414,6 @@ class Probe:
         ]
         self._watcher.give(given)
         return unflatten(filled(outputs, given), spec)
-
-
-def _check_params(module: nn.Module, storages: Container[int]) -> None:
-    for fqn, param in module.named_parameters():
-        if param.untyped_storage()._cdata not in storages:
-            raise Refusal(
-                RuntimeError(
-                    f"{fqn}: the model's forward has replaced it, or its data, by another "
-                    "tensor, which no rank would keep. Write this rank's rows between steps "
-                    "instead (with torch.no_grad(): for param in model.parameters(): ...)."
-                )
-            )
 
 
 def _refuse_random(operation: str) -> None:

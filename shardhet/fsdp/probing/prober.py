@@ -24,14 +24,15 @@ from shardhet.fsdp.microbatch.batching import (
     known_rules,
     unflatten,
 )
+from shardhet.fsdp.microbatch.chosen import has_unlike_samples
 from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
 from shardhet.fsdp.microbatch.signature import ModelCall
-from shardhet.fsdp.probing.attempt import Attempt, RunModule, have_unlike_samples
+from shardhet.fsdp.probing.attempt import Attempt, RunModule
 from shardhet.fsdp.probing.module_state import Filled, Number
 from shardhet.fsdp.probing.order import GatherFailed, OrderFinder, PeerFailed
 from shardhet.fsdp.probing.probe import CallKey, Probe, ProbedModel, SeenInput
 from shardhet.fsdp.probing.probed_call import ProbedCall
-from shardhet.fsdp.probing.rules import ArgumentsSeen, Axes, possible_axes
+from shardhet.fsdp.probing.rules import LARGE, ArgumentsSeen, Axes, possible_axes
 from shardhet.fsdp.probing.watch import Refusal, StaysUnsharded
 from shardhet.fsdp.sharding.seeds import restored_random_state
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule, UnitState
@@ -169,13 +170,7 @@ class Prober:
 
     def _attempts(self, call: ModelCall | None) -> list[Axes]:
         """Which arguments may hold samples.  Collective."""
-        mine = (
-            None
-            if call is None
-            else ArgumentsSeen(
-                call.candidates(), call.batch_dims, call.are_named, call.digests()
-            )
-        )
+        mine = None if call is None else ArgumentsSeen.of(call)
         on_ranks = self._control.exchange_objects(mine)
         return possible_axes([each for each in on_ranks if each is not None])
 
@@ -192,7 +187,7 @@ class Prober:
         rules = {} if probe is None else probe.rules
         self._check_agreement(rules)
         is_certain = probe is None or probe.is_certain
-        are_unlike = have_unlike_samples(attempt.call, attempt.axes)
+        are_unlike = has_unlike_samples(attempt.call, attempt.axes, LARGE)
         rows = self._control.exchange([float(is_certain), float(are_unlike)])
         is_certain = all(row[0] for row in rows) and _are_unlike(rows)
         flow = None if probe is None else probe.flow
@@ -269,7 +264,9 @@ class Prober:
         """Agree that the unit is called next, and unshard it.  Collective."""
         assert self._probe is not None
         with self._probe.unwatched():
-            self._take(self._finder.visit(unit_index, needs_backward).unit)
+            while (unit := self._finder.visit(unit_index, needs_backward).unit) != unit_index:
+                self._take(unit)
+            self._take(unit)
 
     def call(
         self,
@@ -308,14 +305,17 @@ class Prober:
 
         Raises the error of this rank, or ``PeerFailed`` if another rank failed.
         """
-        self._finder = OrderFinder([unit.fqn for unit in self.units], self._control)
+        is_behind = probe is not None and probe.is_behind
+        names = [unit.fqn for unit in self.units]
+        self._finder = OrderFinder(names, self._control, is_behind=is_behind)
         self._probe, self.is_running = probe, True
         try:
             for index in sorted(self.staying):
                 self._unshard(index)
             if probe is not None:
                 output = run()
-                self._finder.end()
+                while (segment := self._finder.end()) is not None:
+                    self._take(segment.unit)
                 return output, self._finder.found
             while (segment := self._finder.follow()) is not None:
                 self._take(segment.unit)

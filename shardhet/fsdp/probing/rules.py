@@ -4,13 +4,14 @@ for three samples; refuses what they do not determine.
 
 from collections.abc import Hashable, Sequence
 from itertools import combinations
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from shardhet.fsdp.microbatch.batching import BatchAxis, Join, Rule, find_axis
 from shardhet.fsdp.microbatch.layered import leaves_of
+from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.comparing import are_close, joined_like
 from shardhet.fsdp.probing.watch import Refusal
 from shardhet.records.layout import Span
@@ -31,6 +32,14 @@ class ArgumentsSeen(NamedTuple):
     batch_dims: Sequence[int | None]
     are_named: Sequence[bool]  # whether the user has said which dimension it is
     digests: Sequence[Hashable]
+    are_ragged: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, call: ModelCall) -> Self:
+        """What is seen in those of ``call``."""
+        are_ragged = tuple(each is not None for each in call.rows)
+        factors = call.candidates()
+        return cls(factors, call.batch_dims, call.are_named, call.digests(), are_ragged)
 
 
 def possible_axes(seen: Sequence[ArgumentsSeen]) -> list[Axes]:
@@ -40,6 +49,11 @@ def possible_axes(seen: Sequence[ArgumentsSeen]) -> list[Axes]:
     ``seen`` is of the ranks that have samples.
     """
     dims, named = seen[0].batch_dims, seen[0].are_named
+    if len({each.are_ragged for each in seen}) > 1:
+        raise ValueError(
+            "model(...): some ranks pass a ragged argument (HetFSDP(ragged=...)) and others do "
+            "not. Pass one without rows where no sample has any: pixel_values[:0]."
+        )
     if len({len(each.factors) for each in seen}) > 1:
         raise ValueError(
             f"model(...): ranks pass {[len(each.factors) for each in seen]} arguments. Call "

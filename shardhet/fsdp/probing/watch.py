@@ -12,7 +12,7 @@ An operation that uses a tensor of another place would see only one microbatch o
 the whole batch, or would lose its gradient; it is refused.
 """
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -69,6 +69,42 @@ class StaysUnsharded(BaseException):
         self.unit = unit
 
 
+class MadeRows:
+    """Tensors that were made from arguments with rows, of one sample each or ragged."""
+
+    def __init__(self) -> None:
+        self._of_samples = WeakIdKeyDictionary()  # tensor -> whether from any of the former
+
+    def begin(self, inputs: Sequence[tuple[Tensor, bool | None]]) -> None:
+        """Begin a forward with these, as ``give`` says of each."""
+        for tensor, of_samples in inputs:
+            self.give([tensor], of_samples=of_samples)
+
+    def give(self, tensors: Iterable[Tensor], *, of_samples: bool | None) -> None:
+        """Note that these have rows of samples, or else only ragged ones; None for neither."""
+        for each in tensors if of_samples is not None else ():
+            self._of_samples[each] = of_samples
+            if each._base is not None:  # may have been written through a view
+                self._of_samples[each._base] = of_samples
+
+    def has_ragged(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether any of them was made from ragged arguments alone."""
+        return any(self._of_samples.get(each) is False for each in tensors)
+
+    def pass_on(self, given: Any, made: Any) -> None:
+        """Note that an operation made these from what it was given."""
+        found = [self._of_samples[x] for x in tensors_among(given) if x in self._of_samples]
+        if found:
+            self.give(tensors_among(made), of_samples=any(found))
+
+    def pass_through(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """Note that a unit made these: ragged rows if any that it was given are."""
+        if self.has_ragged(given):
+            self.give(made, of_samples=False)
+        else:
+            self.pass_on(given, made)
+
+
 class Watcher(OperationMode):
     """Tracks where tensors are made while it is active; replaces random numbers."""
 
@@ -77,6 +113,7 @@ class Watcher(OperationMode):
         self._is_cut = is_cut  # whether a batch with gradients is cut at all
         self.on_random_outside: Callable[[str], None] = lambda op: None
         self.is_unpredictable = False  # random numbers were drawn that cannot be fixed
+        self.draws = False  # whether a call has drawn random numbers, or dropped any
         self.drawn = ""  # where and how, whenever it was
         self.eps = 0.0  # of the narrowest dtype that anything was computed in
         self.rows: Mapping[int, int] = {}  # indices of units, by id of a sharded parameter
@@ -91,6 +128,7 @@ class Watcher(OperationMode):
         self._unit_fqn = ""
         self._is_paused = False
         self._made_at = WeakIdKeyDictionary()  # tensor -> place
+        self.made_rows = MadeRows()
         self._dice = WeakIdKeyDictionary()  # single random numbers drawn outside of units
         self._bounded = WeakIdKeyDictionary()  # single numbers with a least or largest value
         self._fqn_by_place = {OUTSIDE: ""}
@@ -171,6 +209,7 @@ class Watcher(OperationMode):
                 if self._dice and each in self._dice:
                     self._check_die(name, args)
         result = self._predictably(func, name, args, kwargs)
+        self.made_rows.pass_on((args, kwargs), result)
         if self.flow is not None and self._place == OUTSIDE and name not in FACTORIES:
             self.flow.note(func, (args, kwargs), result)
         if depends:
@@ -282,6 +321,7 @@ class Watcher(OperationMode):
         schema = [argument.name for argument in arguments]
         if any(each in schema for each in _DROPPING):
             return self._without_dropout(func, schema, args, kwargs)
+        self.draws = True
         if self._place == OUTSIDE and name == "rand" and not args[0]:
             die = torch.full((), 0.5)
             self._dice[die] = True
@@ -309,6 +349,7 @@ class Watcher(OperationMode):
     ) -> Any:
         index = next(schema.index(name) for name in _DROPPING if name in schema)
         given = args[index] if index < len(args) else kwargs.get(schema[index], 0.0)
+        self.draws |= bool(given)
         if given and self._place == OUTSIDE:
             self.on_random_outside(func.__name__)
         if index < len(args):

@@ -1,11 +1,12 @@
 """The part of the global batch that each rank computes in a step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from shardhet.comm.channel import Channel
+from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.known_calls import UNKNOWN
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.residence import forget_changed
@@ -27,6 +28,14 @@ class RankBatch:
     def num_samples(self) -> int:
         """The number of samples of this rank."""
         return sum(self.microbatch_sizes)
+
+
+def beside_others(call: ModelCall, control: Channel) -> tuple[ModelCall, bool]:
+    """The call, knowing whether others have rows of ragged arguments; whether any rank has."""
+    if not call.is_ragged:
+        return call, False
+    has_any = any(row[0] for row in control.enter("model(...)", [call.has_rows]))
+    return replace(call, is_behind=has_any and not call.has_rows), has_any
 
 
 def agree_on_batch(

@@ -28,7 +28,7 @@ from shardhet.fsdp.step.calls import StepInProgress, UnitCalls
 from shardhet.fsdp.step.features import FeatureGathers
 from shardhet.fsdp.step.host_slabs import HostSlabs
 from shardhet.fsdp.step.observer import Activity, Observers
-from shardhet.fsdp.step.rank_batch import agree_on_batch
+from shardhet.fsdp.step.rank_batch import agree_on_batch, beside_others
 from shardhet.fsdp.step.rounds import Rounds
 from shardhet.fsdp.step.turn_walk import TurnWalk
 from shardhet.records.plan import Plan
@@ -160,9 +160,9 @@ class Runtime:
             self.abandon()
             self._comm.mark_rows_changed()
         self.features.begin()
-        splits = self.rounds.is_cut or (
-            call.num_samples > max(self._rank_plan.microbatch_sizes, default=0)
-        )
+        call, is_ragged = beside_others(call, self._control)
+        most = max(self._rank_plan.microbatch_sizes, default=0)
+        splits = is_ragged or self.rounds.is_cut or call.num_samples > most
         index = self._known.index_of(call, is_training=is_training, splits=splits)
         with self.observers.watch("", Activity.AGREE):
             self.step.batch, index = agree_on_batch(
@@ -198,6 +198,7 @@ class Runtime:
         if index == UNKNOWN and self.step.has_gradients:
             self._slabs.reserve(findings.inputs)
         self.step.num_visits.clear()
+        self._walk.is_behind = call.is_behind
         self._walk.begin(findings.schedule, self.rounds.moment.round, findings.staying)
         output = None
         if is_training:

@@ -3,7 +3,8 @@
 [Note: Turns without compute]
 Every rank takes every turn of the schedule and launches the same collectives.  A rank without
 samples does nothing else in a turn.  A computing rank does nothing else in the backward turn
-of a unit that autograd skipped because none of the unit's outputs were used.
+of a unit that autograd skipped because none of the unit's outputs were used, and in turns of
+units for ragged arguments of which it has no rows.
 """
 
 from collections import defaultdict, deque
@@ -48,6 +49,7 @@ class TurnWalk:
         self._order = VisitOrder([unit.fqn for unit in units])
         self._base: Schedule | None = None  # that the round in progress follows
         self._first = 0  # the first turn of the round
+        self.is_behind = False  # it passes over turns of forward in which it calls nothing
         self._end = 0  # where the backward in progress ends
         self._cursor = 0  # the turn in progress, or the next one
         self._last_launched = -1  # the latest turn for which it has launched
@@ -87,11 +89,17 @@ class TurnWalk:
 
         Raises ``RuntimeError`` if the schedule has a different visit at this place.
         """
+        segments = self._order.schedule.segments
+        stop = self._first + len(segments)
+        while self.is_behind and self._cursor < stop and self._turn.unit != unit_index:
+            self._pass_until(self._cursor + 1)
         segment = self._cursor - self._first
         return segment, self._order.expect(segment, unit_index, needs_backward)
 
     def end_forward(self) -> None:
         """Raise ``RuntimeError`` if a computing rank has left out visits."""
+        if self.is_behind:
+            self.pass_forward()
         self._order.end_visits(self._cursor - self._first)
 
     def pass_forward(self) -> None:

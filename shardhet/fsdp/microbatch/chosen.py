@@ -1,0 +1,112 @@
+"""Calls of a model with some of their samples, as probes make them.
+
+Places are those in the order of probes: samples that have rows of all ragged arguments.  One
+beyond the last one wraps around and takes that sample rolled along another dimension; if there
+are ragged arguments, only these, so that they go on to fit.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardhet.fsdp.microbatch.batching import BatchAxis, flatten
+from shardhet.fsdp.microbatch.ragged import Rows
+from shardhet.fsdp.microbatch.signature import Arguments, ModelCall
+
+Axes = Sequence[BatchAxis | None]  # by leaf of the arguments
+
+
+def with_samples(
+    call: ModelCall,
+    axes: Axes,
+    places: Sequence[int],
+    main: Sequence[int] | None = None,
+    factor: float = 1.0,
+) -> Arguments:
+    """The arguments with the samples at ``places``; floating values of that at 0 are multiplied
+    by ``factor``.
+
+    If ``main`` is given, the first batched argument takes these instead; if there are ragged
+    ones, they take other rows where it differs.
+    """
+    order = _order(call)
+    changed: Sequence[int] = places if main is None else main
+    if main is not None and call.has_rows:
+        pairs = zip(places, main, strict=True)
+        changed = [place + (place != other) * len(order) for place, other in pairs]
+    first = next((i for i, axis in enumerate(axes) if axis is not None), -1)
+    leaves = []
+    for i, (leaf, axis, rows) in enumerate(zip(call.leaves, axes, call.rows, strict=True)):
+        is_changed = bool(rows) if call.has_rows else i == first
+        chosen = changed if is_changed else places
+        is_whole = axis is None and rows is None
+        if is_whole:
+            leaves.append(leaf)
+            continue
+        pieces = _pieces(call, leaf, axis, rows, chosen, order)
+        if factor != 1.0 and leaf.is_floating_point():
+            pieces = [
+                piece if place else piece * factor
+                for piece, place in zip(pieces, chosen, strict=True)
+            ]
+        joined = torch.cat(pieces, 0 if axis is None else axis.dim)
+        leaves.append(joined.requires_grad_(leaf.requires_grad))
+    return call.passed(leaves)
+
+
+def rows_in(
+    call: ModelCall, axes: Axes, arguments: Arguments
+) -> list[tuple[Tensor, bool | None]]:
+    """The tensors of such arguments; whether they have rows of samples each, or ragged ones."""
+    leaves, _ = flatten(arguments)
+    return [
+        (leaf, True if axis is not None else False if rows else None)
+        for leaf, axis, rows in zip(leaves, axes, call.rows, strict=True)
+        if isinstance(leaf, Tensor)
+    ]
+
+
+def has_unlike_samples(call: ModelCall | None, axes: Axes, number: int) -> bool:
+    """Whether the first ``number`` samples are not all the same, which would hide that they are
+    mixed.
+
+    So they are, too, if no others can be made of a single one that has one element.
+    """
+    if call is None:
+        return False
+    of_one = [flatten(with_samples(call, axes, [i]))[0] for i in range(number)]
+    samples = [[leaf for leaf in each if isinstance(leaf, Tensor)] for each in of_one]
+    if call.num_samples == 1 and all(each.numel() < 2 for each in samples[0]):
+        return True
+    return any(
+        one.layout is not torch.strided or not torch.equal(one, each)
+        for one, *others in zip(*samples, strict=True)
+        for each in others
+    )
+
+
+def _order(call: ModelCall) -> list[int]:
+    ragged = [each for each in call.rows if each and any(each)]
+    every = range(call.num_samples)
+    return [i for i in every if all(rows[i] for rows in ragged)] or list(every)
+
+
+def _pieces(
+    call: ModelCall,
+    leaf: Tensor,
+    axis: BatchAxis | None,
+    rows: Rows | None,
+    places: Sequence[int],
+    order: Sequence[int],
+) -> list[Tensor]:
+    dim, whole = 0 if axis is None else axis.dim, leaf.detach()
+    parts = whole.tensor_split(call.num_samples, dim) if rows is None else whole.split(rows)
+    rolls = not call.has_rows or (rows is not None and leaf.is_floating_point())
+    pieces = []
+    for place in places:
+        piece = parts[order[place % len(order)]]
+        shift = place // len(order)
+        rest = [d for d in range(piece.dim()) if d != dim and piece.shape[d] > 1]
+        pieces.append(piece.roll(shift, rest[0]) if shift and rest and rolls else piece)
+    return pieces
