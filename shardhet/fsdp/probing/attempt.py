@@ -98,13 +98,13 @@ class Attempt:
                 self._check_outputs()
                 self._check_kept()
                 if self._model.caches.is_asked_for:
-                    self._raise_together(self._problem_of_caches())
+                    self._raise_together(_problem_of_caches(self))
                     tell_of_caches()
                 laws: Sequence[set[Join]] = ()
                 if self._any_rank(self.splits and bool(self._losses("large"))):
                     laws = self._check_losses()
                 if self._any_rank(bool(laws or self._apart) and self._has_numbers()):
-                    self._try_values(laws)
+                    _try_values(self, laws)
         except PeerFailed:
             return None
         except StaysUnsharded as found:
@@ -227,30 +227,6 @@ class Attempt:
                 problem = _KEPT.format(", ".join(".".join(filter(None, key)) for key in kept))
         self._raise_together(problem)
 
-    def _problem_of_caches(self) -> str | None:
-        """Whether the model computes something else with the caches that are switched off.
-
-        It is called with samples rolled along their other dimension: positions that begin anew
-        within a row are among them if positions are passed at all.
-        """
-        first = 0 if self.call is None else self.call.num_samples
-        rolled = range(first, first + SMALL)
-        self._forward("rolled", rolled)
-        with self._model.caches.on():
-            self._forward("plain", rolled)
-        if self.call is None or self.probe is None:
-            return None
-        without, with_caches = (
-            [each for each in tensors_in(self._outputs[name]) if each.is_floating_point()]
-            for name in ("rolled", "plain")
-        )
-        remaining = iter(with_caches)  # among them the cache's own, if the model returns it
-        for one in without:
-            other = next((each for each in remaining if each.shape == one.shape), None)
-            if other is None or not are_close(one, other, self.probe.eps):
-                return _CACHED
-        return None
-
     def _any_rank(self, flag: bool) -> bool:
         return any(row[0] for row in self._model.control.exchange([float(flag)]))
 
@@ -292,65 +268,13 @@ class Attempt:
         laws = [one & other for one, other in zip(laws, self._laws(*again), strict=True)]
         unclear = [i for i, found in enumerate(laws) if not found]
         if self._any_rank(bool(unclear)):
-            self._check_means(unclear)
+            _check_means(self, unclear)
         return laws
 
     def _laws(self, *runs: str, amplified: float = 1.0) -> list[set[Join]]:
         """Of each loss, which laws it follows in ``runs``: two samples, a third, and all."""
         losses = zip(*map(self._losses, runs), strict=True)
         return [laws_of(*each, eps=self._eps * amplified) for each in losses]
-
-    def _try_values(self, laws: Sequence[set[Join]]) -> None:
-        """Raise if samples mix, or losses do not add up, once the first is zero, or large.
-
-        Of a mean, values may choose what it is over.
-        """
-        laws = [law - {Join.MEAN} for law in laws]
-        adds_up = self._any_rank(any(laws))
-        # An accelerator does not outlive a value that is an index and too large.
-        is_on_host = devices.is_on_host(self._model.device)
-        for factor in (0.0, 2.0**10) if is_on_host else (0.0,):
-            runs = (f"small times {factor}", "rest", f"large times {factor}")
-            try:
-                self._forward(runs[2], range(LARGE), factor=factor)
-                if adds_up:
-                    self._forward(runs[0], range(SMALL), factor=factor)
-            except (LostPeerError, GatherFailed):
-                raise
-            except (Exception, Refusal, StaysUnsharded, PeerFailed):
-                continue  # the model does not take such values
-            found = self._laws(*runs, amplified=max(factor, 1.0)) if adds_up else ()
-            pairs = enumerate(zip(laws, found, strict=False))
-            odd = [i for i, (law, other) in pairs if law and not law & other]
-            problem = _NO_SUM.format(odd[0]) if odd else None
-            if problem is None and self.probe is not None:
-                large, changed = self._outputs["large"], self._outputs[runs[2]]
-                problem = problem_of_others(large, changed, self._apart, self.probe.eps)
-            self._raise_together(problem)
-
-    def _check_means(self, unclear: Sequence[int]) -> None:
-        """Raise if one of these losses is no mean over what counts in each sample."""
-        values, changed = [], []
-        for name, main in (("", (0, 1)), ("0", (2, 1)), ("1", (0, 3)), ("01", (2, 3))):
-            self._forward(f"changed {name}", range(SMALL), main)
-            values.append(self._losses(f"changed {name}"))
-        for name, mains in (("0", (2, 1, 2)), ("1", (0, 3, 2))):
-            self._forward(f"changed large {name}", range(LARGE), mains)
-            changed.append(self._losses(f"changed large {name}"))
-        for name, mains in (("0", (2, 1, 0)), ("1", (0, 3, 0))):
-            self._forward(f"changed again {name}", (0, 1, 0), mains)
-            changed.append(self._losses(f"changed again {name}"))
-        for i in unclear:
-            of_small = [each[i] for each in values]
-            for runs, of_large in (
-                (("small", "rest", "large"), changed[:2]),
-                (("small", "one", "again"), changed[2:]),
-            ):
-                a, b, both = (self._losses(name)[i] for name in runs)
-                if not is_mean_over_some(
-                    (a, b, both), of_small, [each[i] for each in of_large], self._eps
-                ):
-                    raise Refusal(ValueError(_NO_SUM.format(i)))
 
     @property
     def _eps(self) -> float:
@@ -365,6 +289,85 @@ class Attempt:
         if self.probe is None:
             return None
         return _empty_output(self._outputs["small"], self._outputs["large"])
+
+
+def _problem_of_caches(attempt: Attempt) -> str | None:
+    """Whether the model computes something else with the caches that are switched off.
+
+    It is called with samples rolled along their other dimension: positions that begin anew
+    within a row are among them if positions are passed at all.
+    """
+    first = 0 if attempt.call is None else attempt.call.num_samples
+    rolled = range(first, first + SMALL)
+    attempt._forward("rolled", rolled)
+    with attempt._model.caches.on():
+        attempt._forward("plain", rolled)
+    if attempt.call is None or attempt.probe is None:
+        return None
+    without, with_caches = (
+        [each for each in tensors_in(attempt._outputs[name]) if each.is_floating_point()]
+        for name in ("rolled", "plain")
+    )
+    remaining = iter(with_caches)  # among them the cache's own, if the model returns it
+    for one in without:
+        other = next((each for each in remaining if each.shape == one.shape), None)
+        if other is None or not are_close(one, other, attempt.probe.eps):
+            return _CACHED
+    return None
+
+
+def _try_values(attempt: Attempt, laws: Sequence[set[Join]]) -> None:
+    """Raise if samples mix, or losses do not add up, once the first is zero, or large.
+
+    Of a mean, values may choose what it is over.
+    """
+    laws = [law - {Join.MEAN} for law in laws]
+    adds_up = attempt._any_rank(any(laws))
+    # An accelerator does not outlive a value that is an index and too large.
+    is_on_host = devices.is_on_host(attempt._model.device)
+    for factor in (0.0, 2.0**10) if is_on_host else (0.0,):
+        runs = (f"small times {factor}", "rest", f"large times {factor}")
+        try:
+            attempt._forward(runs[2], range(LARGE), factor=factor)
+            if adds_up:
+                attempt._forward(runs[0], range(SMALL), factor=factor)
+        except (LostPeerError, GatherFailed):
+            raise
+        except (Exception, Refusal, StaysUnsharded, PeerFailed):
+            continue  # the model does not take such values
+        found = attempt._laws(*runs, amplified=max(factor, 1.0)) if adds_up else ()
+        pairs = enumerate(zip(laws, found, strict=False))
+        odd = [i for i, (law, other) in pairs if law and not law & other]
+        problem = _NO_SUM.format(odd[0]) if odd else None
+        if problem is None and attempt.probe is not None:
+            large, changed = attempt._outputs["large"], attempt._outputs[runs[2]]
+            problem = problem_of_others(large, changed, attempt._apart, attempt.probe.eps)
+        attempt._raise_together(problem)
+
+
+def _check_means(attempt: Attempt, unclear: Sequence[int]) -> None:
+    """Raise if one of these losses is no mean over what counts in each sample."""
+    values, changed = [], []
+    for name, main in (("", (0, 1)), ("0", (2, 1)), ("1", (0, 3)), ("01", (2, 3))):
+        attempt._forward(f"changed {name}", range(SMALL), main)
+        values.append(attempt._losses(f"changed {name}"))
+    for name, mains in (("0", (2, 1, 2)), ("1", (0, 3, 2))):
+        attempt._forward(f"changed large {name}", range(LARGE), mains)
+        changed.append(attempt._losses(f"changed large {name}"))
+    for name, mains in (("0", (2, 1, 0)), ("1", (0, 3, 0))):
+        attempt._forward(f"changed again {name}", (0, 1, 0), mains)
+        changed.append(attempt._losses(f"changed again {name}"))
+    for i in unclear:
+        of_small = [each[i] for each in values]
+        for runs, of_large in (
+            (("small", "rest", "large"), changed[:2]),
+            (("small", "one", "again"), changed[2:]),
+        ):
+            a, b, both = (attempt._losses(name)[i] for name in runs)
+            if not is_mean_over_some(
+                (a, b, both), of_small, [each[i] for each in of_large], attempt._eps
+            ):
+                raise Refusal(ValueError(_NO_SUM.format(i)))
 
 
 def _problem_alone(

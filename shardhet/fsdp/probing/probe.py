@@ -226,7 +226,7 @@ class Probe:
         self._run = getattr(Probe, f"_run_{name}")
         self._num_samples = num_samples
         self._num_calls.clear()
-        with self._isolated():
+        with _isolated(self._module, self._norms):
             set_numbers(self._module, self.begins_with)
             writes, before = BufferWrites(self._module), numbers(self._module)
             given = [tensor for tensor, _ in inputs]
@@ -250,16 +250,6 @@ class Probe:
     def unwatched(self) -> AbstractContextManager[None]:
         """A context for what HetFSDP does between calls, such as a gather."""
         return self._watcher.paused()
-
-    @contextmanager
-    def _isolated(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(restored_modules(self._module))
-            stack.enter_context(self._norms.frozen())
-            # If it is not imported, nothing is compiled; importing it takes seconds.
-            if "torch._dynamo" in sys.modules:
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            yield
 
     def check_output(self, output: Any) -> None:
         """Raise if the model returns a tensor that a unit has made but not returned."""
@@ -312,7 +302,7 @@ class Probe:
 
         ``known`` are rules of some of its arguments, by name.
         """
-        with self._isolated(), self._watcher, self._watcher.paused():
+        with _isolated(self._module, self._norms), self._watcher, self._watcher.paused():
             return self._examiner.infer(call, num_samples, known)
 
     # One call in each run
@@ -414,6 +404,15 @@ class Probe:
         ]
         self._watcher.give(given)
         return unflatten(filled(outputs, given), spec)
+
+
+@contextmanager
+def _isolated(module: nn.Module, norms: BatchNorms) -> Iterator[None]:
+    with restored_modules(module), norms.frozen(), ExitStack() as stack:
+        # If it is not imported, nothing is compiled; importing it takes seconds.
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
 
 
 def _refuse_random(operation: str) -> None:

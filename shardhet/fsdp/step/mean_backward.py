@@ -253,11 +253,7 @@ class MeanBackward:
                 return
             with self._lifeline.guard():
                 if torch.is_grad_enabled():  # only under create_graph=True
-                    raise RuntimeError(
-                        "gradients of gradients (create_graph=True, as for a gradient penalty) "
-                        "are not computed through a HetFSDP model, whose backward has no "
-                        "graph. Leave the penalty out, or train this model with plain PyTorch."
-                    )
+                    raise RuntimeError(_CREATES_GRAPH)
                 raise RuntimeError(_arrived_late(of_earlier=self._is_in_backward))
 
         self._returned = Output(output)
@@ -270,16 +266,10 @@ class MeanBackward:
         where it is divided after backward only, on anything else that gets a gradient.
         """
         anchors = {id(each.anchor) for each in (self._runtime.calls, self._runtime.features)}
-        for variable in leaves_of(loss_sum):
-            if id(variable) in self._own | anchors:
-                continue
+        others = (each for each in leaves_of(loss_sum) if id(each) not in self._own | anchors)
+        for variable in others:
             if isinstance(variable, nn.Parameter) and not self._rows.is_alone:
-                raise ValueError(
-                    "model.backward: the loss depends on a parameter of shape "
-                    f"{tuple(variable.shape)} that is not one of the model's (of a criterion, "
-                    "perhaps), so its gradient would be that of this rank's samples only. Put "
-                    "it into the module that HetFSDP wraps, or use it detached."
-                )
+                raise ValueError(_OF_OTHERS.format(tuple(variable.shape)))
             if divides_late:
                 raise ValueError(wants_gradient("model.backward", variable))
 
@@ -310,6 +300,18 @@ _KEEPS = (
     "model.backward: a buffer that this forward has replaced is another one on some ranks: it "
     "follows the largest value of the samples so far (rope_type='dynamic'), perhaps, and each "
     "rank has its own. Compute it from all samples before the step, or from each sample."
+)
+
+
+_OF_OTHERS = (
+    "model.backward: the loss depends on a parameter of shape {} that is not one of the "
+    "model's (of a criterion, perhaps), so its gradient would be that of this rank's samples "
+    "only. Put it into the module that HetFSDP wraps, or use it detached."
+)
+_CREATES_GRAPH = (
+    "gradients of gradients (create_graph=True, as for a gradient penalty) are not computed "
+    "through a HetFSDP model, whose backward has no graph. Leave the penalty out, or train "
+    "this model with plain PyTorch."
 )
 
 
