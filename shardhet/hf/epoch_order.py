@@ -79,16 +79,18 @@ class EpochOrder(BatchSampler):
                 f"{self.batch_size} samples. Give one index at a time."
             )
         mine = len(self._dataset), sha256(repr(batches).encode()).hexdigest()
-        sent = batches if self._het.position == 0 else None
-        found = self._het.exchange_objects((mine, sent))
-        if is_first and len({each for each, _ in found}) > 1:
+        found = self._het.exchange_objects(mine)
+        if is_first and len(set(found)) > 1:
             raise ValueError(
                 f"{self._name}: ranks draw unlike orders, of datasets of "
-                f"{[num_samples for (num_samples, _), _ in found]} samples in plan order, but "
+                f"{[num_samples for num_samples, _ in found]} samples in plan order, but "
                 "the plan deals out one order. Give all ranks the same data and the same seed, "
                 "and use a sampler of the whole dataset."
             )
-        (_, self.began_with["digest"]), batches = found[0]
+        self.began_with["digest"] = found[0][1]
+        if len(set(found)) > 1:  # as large as the dataset is long
+            sent = batches if self._het.position == 0 else None
+            batches = self._het.exchange_objects(sent)[0]
         return batches
 
     def _states(self) -> dict[str, Any]:
