@@ -132,64 +132,6 @@ def test_stages_refuse_what_has_another_shape_than_in_an_earlier_round(
         ), outcome.message
 
 
-# Means that the program makes of what a model returns
-
-
-WEIGHTS = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
-
-
-def weighted(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    return cross_entropy(logits, labels, WEIGHTS), WEIGHTS[labels].sum()
-
-
-def valid(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    return cross_entropy(logits, labels, ignore_index=1), (labels != 1).sum()
-
-
-def by_hand(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    losses, weights = cross_entropy(logits, labels, reduction="none"), WEIGHTS[labels]
-    return (losses * weights).sum() / weights.sum(), weights.sum()
-
-
-def plain(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    return cross_entropy(logits, labels), torch.tensor(len(labels))
-
-
-class WithMean(Net):
-    def __init__(self, mean: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
-        super().__init__(linear)
-        self.mean = mean
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return self.mean(super().forward(x), labels)[0]
-
-
-def _gives_mean(rank: int, name: str, is_inside: bool, counts_samples: bool) -> None:
-    mean = globals()[name]
-    torch.manual_seed(0)
-    x, labels = draw(8, WIDTH), torch.tensor([0, 1, 2, 0, 1, 2, 2, 2])
-    reference = WithMean(mean)
-    module = WithMean(mean) if is_inside else Net(linear)
-    module.load_state_dict(reference.state_dict())
-    model = HetFSDP(module, Plan.by_hand(microbatch_sizes=[2, 2], rank_batch_sizes=[5, 3]))
-    mine = model.plan.sample_indices(model.position)
-    number = mean(draw(len(mine), 3), labels[mine])[1]
-    loss = model(x[mine], labels[mine]) if is_inside else mean(model(x[mine]), labels[mine])[0]
-    number = len(mine) if counts_samples else number
-    model.backward(loss * number, number)
-    reference(x, labels).backward()
-    compare_grads(model, reference)
-
-
-@pytest.mark.parametrize("is_inside", [True, False], ids=["inside", "outside"])
-@pytest.mark.parametrize("name", ["weighted", "valid", "by_hand", "plain"])
-def test_a_mean_is_multiplied_by_what_it_was_divided_by(name: str, is_inside: bool) -> None:
-    run_ranks(_gives_mean, 2, name, is_inside, name == "plain")
-    if name != "plain":
-        for each in run_ranks_expecting_failure(_gives_mean, 2, name, is_inside, True):
-            assert "losses are sums over samples times" in each.message, each.message
-
-
 # What a forward keeps once a value is large
 
 

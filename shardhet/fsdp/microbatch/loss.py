@@ -1,6 +1,5 @@
 """Applies ``loss_fn`` to the output of the last unit, microbatch by microbatch."""
 
-import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +21,6 @@ INSIDE = (
     "Stages have no model.backward: wrap a module of your own around the model, whose forward "
     "returns (loss_sum, num_tokens), and call model.forward_backward"
 )
-NO_ROUNDING = 1e-3  # by so much of the largest, factors of losses differ by no rounding
 LossFn = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -200,58 +198,6 @@ def _is_it(num_tokens: Any, leaf: Any, *, follows_loss: bool) -> bool:
     if isinstance(num_tokens, Tensor):
         return num_tokens is leaf
     return follows_loss and type(num_tokens) is type(leaf) and bool(num_tokens == leaf)
-
-
-# These hand on the gradient of a number as it is.
-_PASSING = ("ToCopyBackward0", "CloneBackward0", "AliasBackward0", "ViewBackward0",
-            "SqueezeBackward0")  # fmt: skip
-
-
-def factor_of(loss: Tensor) -> Tensor | float:
-    """By what a loss multiplies the sum that it is of, as its graph tells; 0.0 if it does not.
-
-    A mean divides by how many numbers it has, or by the weights of its labels.
-    """
-    waiting: list[tuple[Any, Any, bool]] = [(loss.grad_fn, 1.0, False)]
-    while waiting:
-        node, factor, is_term = waiting.pop()
-        name = type(node).__name__
-        inputs = [each for each, _ in getattr(node, "next_functions", ()) if each is not None]
-        if name in ("NllLossBackward0", "NllLoss2DBackward0") and node._saved_reduction:
-            is_mean = node._saved_reduction == 1
-            return factor / node._saved_total_weight if is_mean else factor
-        # What is added may be a term of parameters alone.
-        if name == "SumBackward0" and not is_term:
-            return factor
-        if name == "MeanBackward0" and not is_term:
-            return factor / math.prod(node._saved_self_sym_sizes)
-        if name in ("AddBackward0", "SubBackward0"):
-            waiting += [(each, factor, True) for each in inputs]
-        elif len(inputs) == 1 and name in _PASSING:
-            waiting.append((inputs[0], factor, is_term))
-        elif len(inputs) == 1 and name.rstrip("01") in ("MulBackward", "DivBackward"):
-            is_first = node.next_functions[0][0] is not None
-            by = node._saved_other if is_first else node._saved_self
-            by = by.detach() if isinstance(by, Tensor) else by
-            is_divided = name.startswith("Div")
-            if (isinstance(by, Tensor) and by.dim()) or (is_divided and not is_first):
-                continue
-            waiting.append((inputs[0], factor / by if is_divided else factor * by, is_term))
-    return 0.0
-
-
-def check_factors(factors: Sequence[float]) -> list[float]:
-    """Those that are known; raises ``ValueError`` unless they are equal."""
-    known = [each for each in factors if each and math.isfinite(each)]
-    if known and max(known) - min(known) > NO_ROUNDING * max(map(abs, known)):
-        raise ValueError(
-            f"model.backward: losses are sums over samples times {min(known):g} on one rank, "
-            f"or in one round, and times {max(known):g} on another. A mean over weights, or "
-            "over labels that are not ignored, is multiplied by something else, perhaps (loss "
-            "* len(labels)). Give the sum, and by what all sums are to be divided: "
-            "cross_entropy(..., reduction='sum'), weight[labels].sum()."
-        )
-    return known
 
 
 def check_no_tokens(num_tokens: Sequence[float], num_samples: Sequence[float]) -> None:

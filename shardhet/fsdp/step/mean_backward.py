@@ -27,12 +27,7 @@ from shardhet.comm import devices
 from shardhet.comm.host_copy import HostCopy
 from shardhet.comm.progress import progress
 from shardhet.fsdp.microbatch.layered import leaves_of
-from shardhet.fsdp.microbatch.loss import (
-    Output,
-    check_factors,
-    check_no_tokens,
-    factor_of,
-)
+from shardhet.fsdp.microbatch.loss import Output, check_no_tokens
 from shardhet.fsdp.params.param_hooks import ParamHooks, check_hooks_agree, set_grads_with_hooks
 from shardhet.fsdp.params.row_group import RowGroup
 from shardhet.fsdp.params.step_settings import check_settings_agree, with_settings
@@ -77,7 +72,6 @@ class MeanBackward:
         self._is_in_backward = False
         self._is_divided = False  # the loss, by what ``backward`` is told
         # Of the rounds of the step so far
-        self._factors: Sequence[float] = ()  # of their losses, see ``factor_of``
         self._sums: Tensor | None = None  # losses and tokens of every rank, [world_size, 2]
         self._power = torch.ones(())  # by which losses are multiplied, on the device
         self._scale_on_host: HostCopy | None = None  # the same; None in a step of one round
@@ -125,9 +119,7 @@ class MeanBackward:
             finally:
                 self._is_in_backward = False
             has_grad = self.agree_on_grads() if is_last else {}
-            of_round, factors = rows_on_host.read().split([2, 1], 1)
-            earlier = [] if self._sums is None else self._factors
-            self._factors = check_factors([*earlier, *factors.flatten().tolist()])
+            of_round = rows_on_host.read()
             if divisor is None:
                 check_no_tokens(of_round[:, 1].tolist(), [row[2] for row in rows])
             _warn_of_bounded(of_round.tolist(), self._sums)
@@ -274,15 +266,12 @@ class MeanBackward:
                 raise ValueError(wants_gradient("model.backward", variable))
 
     def _share(self, loss_sum: Tensor, num_tokens: Tensor | int) -> tuple[HostCopy, Tensor]:
-        """Loss, tokens, and the loss's ``factor_of``, of every rank, [world_size, 3] in plan
-        order, and all tokens.
-        """
+        """Loss and tokens of every rank, [world_size, 2] in plan order, and all tokens."""
         comm = self._comm
-        mine = torch.zeros(3, dtype=torch.float64, device=comm.device)
+        mine = torch.zeros(2, dtype=torch.float64, device=comm.device)
         batch = self._runtime.step.batch
         if batch is not None and batch.num_samples:
             mine[0] = loss_sum.detach()  # without samples it may be 0 / 0
-            mine[2].add_(factor_of(loss_sum))
         mine[1].add_(_number(num_tokens))
         # On the stream of its communicator; the divisor is what the compute stream waits for.
         comm.reduce_scatter_stream.wait_stream(comm.current_stream())
