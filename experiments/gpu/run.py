@@ -1,7 +1,7 @@
 """What can be said of shardhet on one GPU: speed, memory, predictions, streams, NCCL.
 
 python -m experiments.gpu.run --out FOLDER  under nine minutes, one GPU
-python -m experiments.gpu.run --quick       about a minute, one GPU
+python -m experiments.gpu.run --quick       small and short, one GPU
 python -m experiments.gpu.run --rehearse    a few minutes, no GPU: every part
                                                             on a CPU, to see that it runs
 python -m experiments.gpu.run --only memory --only reads
@@ -108,7 +108,7 @@ PARTS = (
 
 
 def main() -> int:
-    """Run the parts one after the other, whatever becomes of each; returns the exit code."""
+    """Run the parts, whatever becomes of each; returns the exit code."""
     options = parse()
     # Leaving ends the running part too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
