@@ -23,7 +23,6 @@ from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.launch.sole_writer import sole_writer
 from shardhet.apps.run.plan_here import _Asked, _planned, unlike_measured
-from shardhet.apps.run.start_clock import StartClock
 from shardhet.apps.train import checked_world_size
 from shardhet.comm.channel import Channel
 from shardhet.config.checks import ConfigError
@@ -202,6 +201,7 @@ def test_devices_that_are_new_are_measured_once_and_then_known(tmp_path: Path) -
         path = configure(folder, *small, f"cluster.kinds=[{','.join(kinds)}]")
         run_ranks(train_rank, len(kinds), [path] * len(kinds))
         found = sorted((folder / "measured").glob("*"))
+        (folder / "metrics.jsonl").unlink()  # nothing of a run is written over
         return [" ".join(each.kind for each in Setting.load(f).cluster.devices) for f in found]
 
     assert start("a", "b") == ["a b"]
@@ -297,18 +297,6 @@ def test_a_folder_that_cannot_be_locked_is_written_to_with_a_warning(
     monkeypatch.setattr(fcntl, "lockf", refuse)
     with sole_writer(RunFolder(tmp_path), rank=0):
         assert "cannot be locked" in caplog.text
-
-
-def test_parts_of_a_start_add_up() -> None:
-    clock = StartClock()
-    clock.end("plan")
-    clock.end("take a step")
-    values = clock.values
-    assert set(values) == {
-        f"went_on/{each}_s" for each in ("total", "start_the_process", "plan", "take_a_step")
-    }
-    assert values["went_on/total_s"] == pytest.approx(sum(list(values.values())[1:]))
-    assert "to plan" in clock.text
 
 
 @pytest.mark.campaign  # a minute, most of which is spent on starts

@@ -1,23 +1,14 @@
 """Collectives in two levels: results, bits, and that rows cross between nodes once per node."""
 
-import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardhet import Cluster, DeviceSpec, HetFSDP, Plan, Workload, find_plan
-from shardhet.comm.buffers import BufferPool
-from shardhet.comm.calls import Levels
-from shardhet.comm.channel import Channel
-from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
@@ -25,10 +16,8 @@ from shardhet.records.nodes import Nodes, TwoLevels
 from shardhet.records.stages import Stage
 from shardhet.simulator.simulation import simulate
 from tests.emulated.accelerator import Accelerator
-from tests.hosts import on_different_hosts
 from tests.worlds import run_ranks
 
-NUM_CASES = 40
 WORLD_SIZE = 4
 
 
@@ -52,109 +41,6 @@ def test_a_level_inside_has_to_have_somebody() -> None:
     assert TwoLevels.among(Nodes((0, 1, 2)), [True] * 3) is None  # rings cross no more often
     assert TwoLevels.among(Nodes((0, 0, 1)), [True, True, False]) is None
     assert TwoLevels.among(Nodes((0, 0, 1)), [True, True, True]) is not None
-
-
-@contextmanager
-def counted(seats: Sequence[int], nodes: Nodes) -> Iterator[list[int]]:
-    """The elements of each message that goes from this process to another node."""
-    crossing: list[int] = []
-    post = dist.batch_isend_irecv
-    node_of_rank = {rank: nodes.node_by_position[i] for i, rank in enumerate(seats)}
-    mine = node_of_rank[dist.get_rank()]
-
-    def noted(ops: list[dist.P2POp]) -> Any:
-        crossing.extend(
-            op.tensor.numel()
-            for op in ops
-            if op.op is dist.isend and node_of_rank[op.group_peer] != mine
-        )
-        return post(ops)
-
-    with mock.patch.object(dist, "batch_isend_irecv", noted):
-        yield crossing
-
-
-def _collectives(rank: int, seed: int) -> None:
-    rng = random.Random(seed)
-    for number in range(NUM_CASES):
-        seats = rng.sample(range(WORLD_SIZE), WORLD_SIZE)
-        nodes = Nodes.of([rng.choice("ab") for _ in seats])
-        computes = [rng.random() < 0.8 for _ in seats]
-        splits = [rng.choice([0, 1, rng.randint(2, 9), 1000]) for _ in seats]
-        geometry = TwoLevels.among(nodes, computes)
-        if geometry is None:
-            continue
-        channel = Channel(
-            dist.group.WORLD, tuple(seats), seats.index(rank), levels=Levels(geometry)
-        )
-        position = channel.position
-        computing, total = geometry.positions, sum(splits)
-        contents = [
-            torch.randn(total, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
-            for i in range(WORLD_SIZE)
-        ]
-        pieces = [each.split(splits) for each in contents]
-        with counted(seats, nodes) as crossing:
-            # Two of each are launched before the first is waited for.
-            outputs = [torch.full((total,), 7.0, dtype=torch.float64) for _ in range(2)]
-            gathers = [
-                all_gather_uneven(
-                    output if computes[position] else None,
-                    (k + 1) * pieces[position][position],
-                    splits,
-                    channel=channel,
-                    receivers=computing,
-                )
-                for k, output in enumerate(outputs)
-            ]
-            for each in gathers:
-                each.wait()
-                each.wait_sent()
-            gathered = channel_sum(crossing)
-            sums, scratch = (
-                [torch.full((splits[position],), 7.0).double() for _ in "ab"],
-                BufferPool(),
-            )
-            reductions = [
-                reduce_scatter_uneven(
-                    output,
-                    (k + 1) * contents[position] if computes[position] else None,
-                    splits,
-                    channel=channel,
-                    contributors=computing,
-                    scratch=scratch,
-                )
-                for k, output in enumerate(sums)
-            ]
-            for each in reductions:
-                each.wait()
-                each.wait_sent()
-            reduced = channel_sum(crossing) - gathered
-        whole = torch.cat([pieces[i][i] for i in range(WORLD_SIZE)])
-        if computes[position]:
-            for k, output in enumerate(outputs):
-                assert torch.equal(output, (k + 1) * whole), (seed, number)
-        expected = torch.stack([pieces[i][position] for i in computing]).sum(0)
-        torch.testing.assert_close(sums[0], expected, rtol=1e-14, atol=1e-14)
-        assert torch.equal(sums[1], 2 * sums[0]), (seed, number)  # the same order, doubled
-        once = sum(
-            n * len(set(map(nodes.node_by_position.__getitem__, takers)) - {node})
-            for n, takers, node in zip(
-                splits, geometry.takers, nodes.node_by_position, strict=True
-            )
-        )
-        assert gathered == reduced == 2 * once, (seed, number)
-
-
-def channel_sum(crossing: Sequence[int]) -> int:
-    """Of all processes."""
-    total = torch.tensor(sum(crossing))
-    dist.all_reduce(total)
-    return int(total)
-
-
-def test_over_messages_each_row_crosses_once_and_sums_are_the_same_each_time() -> None:
-    run_ranks(_collectives, WORLD_SIZE, 3)
 
 
 HOSTS = ("a", "b", "b", "b")
@@ -182,14 +68,12 @@ def _model() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(7, 7, dtype=torch.float64) for _ in range(4)))
 
 
-def _gradients(
-    rank: int, name: str, hosts: Sequence[str], is_emulated: bool
-) -> list[list[Tensor]]:
+def _gradients(rank: int, name: str, hosts: Sequence[str]) -> list[list[Tensor]]:
     """Of two steps on the same samples, whole."""
     plan = PLANS[name]
     accelerator = Accelerator()
-    with accelerator.installed() if is_emulated else on_different_hosts():
-        device = accelerator.device if is_emulated else torch.device("cpu")
+    with accelerator.installed():
+        device = accelerator.device
         spec = DeviceSpec(host=hosts[rank])
         model = HetFSDP(_model(), plan, units=[nn.Linear], device=device, device_spec=spec)
         samples = torch.randn(
@@ -207,11 +91,10 @@ def _gradients(
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("is_emulated", [False, True], ids=["messages", "nccl"])
 @pytest.mark.parametrize("name", PLANS)
-def test_gradients_are_those_of_one_process(name: str, is_emulated: bool) -> None:
+def test_gradients_are_those_of_one_process(name: str) -> None:
     plan = PLANS[name]
-    ranks = run_ranks(_gradients, WORLD_SIZE, name, HOSTS, is_emulated)
+    ranks = run_ranks(_gradients, WORLD_SIZE, name, HOSTS)
     alone = _model()
     samples = torch.randn(
         plan.global_batch_size, 7, generator=torch.Generator().manual_seed(1)

@@ -113,7 +113,7 @@ class Levels:
     """Collectives in two levels, and a communicator of the computing ranks of this node."""
 
     geometry: TwoLevels
-    # With NCCL; None where a rank does not compute, or is the only one of its node that does.
+    # None where a rank does not compute, or is the only one of its node that does.
     group: dist.ProcessGroup | None = None
 
 
@@ -149,12 +149,11 @@ class Messages:
     """Point-to-point messages to post together.
 
     Empty messages and messages to this rank itself are left out.  Between two ranks, messages
-    with the same ``tag`` arrive in the order in which they were posted; NCCL has one tag.
+    arrive in the order in which they were posted.
     """
 
-    def __init__(self, channel: Seats, *, tag: int = 0) -> None:
+    def __init__(self, channel: Seats) -> None:
         self._channel = channel
-        self._tag = tag
         self._receives: list[dist.P2POp] = []
         self._sends: list[tuple[int, dist.P2POp]] = []
 
@@ -178,7 +177,7 @@ class Messages:
         group = self._channel.group
         if not devices.is_on_host(tensor):
             tensor = devices.unrecorded(tensor)  # the streams wait, see ``Pending``
-        return dist.P2POp(op, tensor, group=group, tag=self._tag, group_peer=peer)
+        return dist.P2POp(op, tensor, group=group, group_peer=peer)
 
     def post(self, *, finish: Callable[[], None] | None = None) -> Pending:
         """Post the messages; ``finish`` runs when all receives have completed."""

@@ -9,8 +9,7 @@ padded, and only a rank's own part is copied.
 measured (``experiments/uneven_collectives``).  If the channel has a ``Transport``, the
 transport carries the collectives.  Between hosts, point-to-point messages between all pairs
 are faster than gloo's own collectives; they run on gloo's transport thread while the caller
-computes, and ranks need not take part.  A channel with ``levels`` sends rows between nodes once
-per node.  The other algorithms have not been compared.
+computes, and ranks need not take part.  The other algorithms have not been compared.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +33,6 @@ from shardhet.comm.calls import (
     sum_into,
 )
 from shardhet.comm.channel import Channel
-from shardhet.comm.levels import over_messages
 
 
 def all_gather_uneven(
@@ -52,7 +50,7 @@ def all_gather_uneven(
     call = Gathering(output, shard, split_numels, channel, receivers)
     if channel.transport is not None and devices.is_on_host(shard):
         return channel.transport.gather(call)
-    return _algorithms(channel, shard.device, receivers).gather(call)
+    return _algorithms(channel, shard.device).gather(call)
 
 
 def whole_of(shard: Tensor, split_numels: Sequence[int], channel: Channel) -> Tensor:
@@ -82,7 +80,7 @@ def reduce_scatter_uneven(
     call = Reduction(output, full, split_numels, channel, contributors, scratch)
     if channel.transport is not None and devices.is_on_host(output):
         return channel.transport.reduce(call)
-    return _algorithms(channel, output.device, contributors).reduce(call)
+    return _algorithms(channel, output.device).reduce(call)
 
 
 def _gather_by_send_recv(call: Gathering) -> Pending:
@@ -188,12 +186,9 @@ _ALGORITHMS = {  # by backend, and whether tensors are on the host
         partial(nccl.reduce, otherwise=_reduce_by_send_recv),
     ),
 }
-_IN_LEVELS = {("gloo", True): _Algorithms(over_messages.gather, over_messages.reduce)}
 
 
-def _algorithms(
-    channel: Channel, device: torch.device, computing: Sequence[int]
-) -> _Algorithms:
+def _algorithms(channel: Channel, device: torch.device) -> _Algorithms:
     if channel.group is None:
         return _SEND_RECV  # there is nobody to send to
     key = (devices.backend_of(channel.group, device), devices.is_on_host(device))
@@ -202,7 +197,4 @@ def _algorithms(
             f"No uneven collectives for backend {key[0]!r} with tensors on {device.type!r}. "
             "Initialise the process group with gloo, or on GPUs with cpu:gloo,cuda:nccl."
         )
-    levels = channel.levels
-    if levels is not None and tuple(computing) == levels.geometry.positions:
-        return _IN_LEVELS.get(key, _ALGORITHMS[key])
     return _ALGORITHMS[key]

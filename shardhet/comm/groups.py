@@ -331,16 +331,13 @@ def among_computing(
 def in_two_levels(
     channel: Channel, geometry: TwoLevels | None, *, control: Channel, device: torch.device
 ) -> Channel:
-    """``channel`` for collectives in two levels, with NCCL on a communicator for each node.
+    """``channel`` for collectives in two levels, on a communicator of NCCL for each node.
 
-    Collective.  Without ``geometry``, or with tensors that gloo moves on an accelerator, it has
-    one level.
+    Collective.  Without ``geometry``, or over gloo, it has one level.
     """
     group = channel.group
-    if geometry is None or group is None:
+    if geometry is None or group is None or devices.backend_of(group, device) != "nccl":
         return replace(channel, levels=None)
-    if devices.backend_of(group, device) != "nccl":
-        return replace(channel, levels=Levels(geometry))
     nodes = {
         tuple(sorted(channel.rank_by_position[i] for i in geometry.mates(position)))
         for position in geometry.positions

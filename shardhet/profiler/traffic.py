@@ -62,16 +62,14 @@ class Channels(Members):
     def in_two_levels(self, device: torch.device) -> Self | None:
         """The same, in which every row crosses between nodes once per node.  Collective.
 
-        None where rows cross no more often as it is.
+        None where rows cross no more often as it is, and over gloo.
         """
         geometry = TwoLevels.among(self.nodes, [True] * self.world_size)
-        if geometry is None:
-            return None
         gather, reduce = (
             in_two_levels(each, geometry, control=self.control, device=device)
             for each in (self.gather, self.reduce)
         )
-        return replace(self, gather=gather, reduce=reduce)
+        return None if gather.levels is None else replace(self, gather=gather, reduce=reduce)
 
     @property
     def world_size(self) -> int:

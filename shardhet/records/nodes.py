@@ -94,20 +94,6 @@ class TwoLevels:
         node = self.nodes.node_by_position[position]
         return tuple(i for i in self.nodes.positions(node) if self.computes[i])
 
-    def are_together(self, one: int, other: int) -> bool:
-        """Whether two positions are on one node."""
-        return self.nodes.node_by_position[one] == self.nodes.node_by_position[other]
-
-    def first_receivers(self, owner: int) -> tuple[int, ...]:
-        """Who gets the rows of ``owner`` from itself, where messages go to each alone."""
-        far = [i for i in self.takers[owner] if not self.are_together(owner, i)]
-        return (*self.mates(owner), *far)
-
-    def taker(self, owner: int, position: int) -> int:
-        """Who takes the rows of ``owner`` on the node of ``position``, which computes."""
-        [found] = set(self.takers[owner]) & set(self.mates(position))
-        return found
-
 
 def keepers(
     nodes: Nodes, num_bytes: Sequence[int], free_bytes: Sequence[int]

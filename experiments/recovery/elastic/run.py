@@ -44,9 +44,6 @@ HEADER = [
     "times",
     "s from deed to step",
     "of it from the start of the processes",
-    "to start and meet",
-    "to plan",
-    "to load",
     "steps lost, most",
 ]
 
@@ -62,10 +59,7 @@ class Recovery:
     last_step: int  # that was recorded before
     went_on_with: int  # the first step after it
     seconds: float  # from the deed to the end of that step
-    restart_s: float  # of it from the start of the first process, as it says itself
-    start_s: float  # interpreter, imports, configuration, joining the others
-    plan_s: float
-    load_s: float  # wrapping the model, and the checkpoint
+    restart_s: float  # of it from the start of the first process
 
     @property
     def steps_lost(self) -> int:
@@ -112,6 +106,7 @@ class Nodes:
             "NODE_SPEED": str(SPEEDS[node]),
             "NODE_NOTICE": str(self._notice(node)),
             "NODE_REPLICAS": str(self.replicas(node)),
+            "NODE_STARTED": str(self._started(node)),
             "OMP_NUM_THREADS": "1",
             # Without it torch (2.13) leaves a node that joins later waiting for the others.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -142,6 +137,14 @@ class Nodes:
     def replicas(self, node: int) -> Path:
         """The folder of the node's own."""
         return IN_MEMORY / f"shardhet_{os.getpid()}_{self.folder.parent.name}_node{node}"
+
+    @property
+    def started_s(self) -> float:
+        """When the newest process of the first node, which is never lost, was started."""
+        return float(self._started(0).read_text(encoding="ascii"))
+
+    def _started(self, node: int) -> Path:
+        return self.folder.parent / f"started{node}"
 
     def _notice(self, node: int) -> Path:
         return self.folder.parent / f"notice{node}"
@@ -194,12 +197,12 @@ class Metrics:
     @property
     def times_gone_on(self) -> int:
         """How many times the run has gone on from a checkpoint."""
-        return sum("went_on/total_s" in each for each in self.entries())
+        return sum("went_on" in each for each in self.entries())
 
     def wait_until_it_goes_on(self, times: int) -> dict[str, Any]:
         """What is recorded once the run has gone on so many times."""
         _until(lambda: self.times_gone_on >= times, "going on")
-        return next(each for each in reversed(self.entries()) if "went_on/total_s" in each)
+        return next(each for each in reversed(self.entries()) if "went_on" in each)
 
     def wait_until_all_take_part(self, number: int) -> None:
         """Until the plan in the run folder is for so many devices."""
@@ -270,41 +273,25 @@ def disturb(run: int, measured: Path, folder: Path) -> list[Recovery]:
             do(node)
             last_step = max(metrics.losses())
             went_on = metrics.wait_until_it_goes_on(times + 1)
-            seconds = time.monotonic() - deed_s
+            end_s = time.monotonic()
             num_devices += 1 if deed == JOINS else -1
-            found.append(_recovery(run, deed, node, num_devices, last_step, went_on, seconds))
+            found.append(
+                Recovery(
+                    run=run,
+                    deed=deed,
+                    node=node,
+                    num_devices=num_devices,
+                    last_step=last_step,
+                    went_on_with=went_on["step"],
+                    seconds=round(end_s - deed_s, 2),
+                    restart_s=round(end_s - nodes.started_s, 2),
+                )
+            )
             print(found[-1], flush=True)
         metrics.wait_for_steps(STEPS_BETWEEN)
     finally:
         nodes.end()
     return found
-
-
-def _recovery(
-    run: int,
-    deed: str,
-    node: int,
-    num_devices: int,
-    last_step: int,
-    went_on: dict[str, Any],
-    seconds: float,
-) -> Recovery:
-    def part(*names: str) -> float:
-        return round(sum(went_on[f"went_on/{name}_s"] for name in names), 2)
-
-    return Recovery(
-        run=run,
-        deed=deed,
-        node=node,
-        num_devices=num_devices,
-        last_step=last_step,
-        went_on_with=went_on["step"],
-        seconds=round(seconds, 2),
-        restart_s=part("total"),
-        start_s=part("start_the_process", "join_the_others"),
-        plan_s=part("plan"),
-        load_s=part("wrap_the_model", "load_the_checkpoint"),
-    )
 
 
 def report(found: Sequence[Recovery], errors: Sequence[float], page: Page) -> None:
@@ -314,7 +301,7 @@ def report(found: Sequence[Recovery], errors: Sequence[float], page: Page) -> No
         of_deed = [each for each in found if each.deed == deed]
         if not of_deed:
             continue
-        columns = ("seconds", "restart_s", "start_s", "plan_s", "load_s")
+        columns = ("seconds", "restart_s")
         cells = [Spread.of([getattr(e, name) for e in of_deed]).cell(1) for name in columns]
         lost = max(each.steps_lost for each in of_deed)
         rows.append([deed, str(len(of_deed)), *cells, str(lost)])

@@ -12,7 +12,6 @@ from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.run.checkpointing import RunCheckpoints
 from shardhet.apps.run.plan_here import plan_here
 from shardhet.apps.run.prediction import Prediction
-from shardhet.apps.run.start_clock import StartClock
 from shardhet.apps.run.task import PARAM_DTYPE_BY_PRECISION, Task, make_files, make_task
 from shardhet.checkpoint import Resumed
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
@@ -45,12 +44,10 @@ class Built:
     why_eager: str | None  # why this rank's units are not compiled, if they were to be
 
 
-def build(
-    conf: TrainConf, folder: RunFolder, env: RankEnv, device: torch.device, clock: StartClock
-) -> Built:
+def build(conf: TrainConf, folder: RunFolder, env: RankEnv, device: torch.device) -> Built:
     """Plan, model, optimizer, trainer, and the state of the checkpoint to go on from.
 
-    Collective.  ``clock`` is told when each part has ended.  Raises on every rank if the ranks
+    Collective.  Raises on every rank if the ranks
     were given different configurations or data, if there is no plan, or if plan, model and
     checkpoint do not belong together.
     """
@@ -58,7 +55,6 @@ def build(
     check_same_on_all_ranks(portable_values(conf), what="configuration", channel=everyone)
     spec = announced_device(conf.cluster, env, device)
     here = plan_here(conf, spec, everyone, folder=folder, env=env, device=device)
-    clock.end("plan")
     task = _task(conf, here.plan, folder, env, everyone)
     why_eager = compile_units(task.module, device) if conf.compile else None
     trainer, peak_memory = _trainer(conf, here.plan, task, env, spec, device)
@@ -70,9 +66,7 @@ def build(
         device=device,
         may_go_on=env.may_go_on or folder.memory_limits_dir.exists(),
     )
-    clock.end("wrap the model")
     resumed = checkpoints.resume()
-    clock.end("load the checkpoint")
     trainer.forget_peak_memory()
     rebalancer = None
     devices = found_devices(trainer.model, spec)

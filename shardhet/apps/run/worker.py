@@ -31,7 +31,6 @@ from shardhet.apps.run.building import build
 from shardhet.apps.run.loggers import open_loggers
 from shardhet.apps.run.prediction import Prediction
 from shardhet.apps.run.run_log import RunLog
-from shardhet.apps.run.start_clock import StartClock
 from shardhet.apps.run.task import Task
 from shardhet.apps.run.tracing import Tracer
 from shardhet.checkpoint import Resumed
@@ -73,7 +72,6 @@ def run_rank(
 
     ``begin`` is called on rank zero once the folder is this run's alone.
     """
-    clock = StartClock()
     joins = joined(
         conf.cluster,
         folder,
@@ -86,8 +84,7 @@ def run_rank(
     with joins as device, sole_writer(folder, env.rank):
         if env.rank == 0:
             begin()
-        clock.end("join the others")
-        run = Run(conf, folder, env, device, clock)
+        run = Run(conf, folder, env, device)
         with run.replanning():
             run.train()
         logger.info("rank %d has finished %d steps", env.rank, run.model.step)
@@ -104,19 +101,17 @@ class Run:
         folder: RunFolder,
         env: RankEnv,
         device: torch.device,
-        clock: StartClock | None = None,
     ) -> None:
-        """Build everything.  Collective.  ``clock`` has timed the start so far."""
-        clock = clock or StartClock()
+        """Build everything.  Collective."""
         self._conf = conf
         self._folder = folder
         self._env = env
         self._device = device
-        self._built = built = build(conf, folder, env, device, clock)
+        self._built = built = build(conf, folder, env, device)
         self.trainer = built.trainer
         self._model = built.trainer.model
         self._checkpoints = built.checkpoints
-        self._clock = None if built.resumed is None else clock
+        self._goes_on = built.resumed is not None  # its next step is the first that does
         self._log = RunLog(built.prediction, self._model.position)
         self.was_told: str | None = None  # to end before the last step, and how
         self.goes_on_without_some = False  # without the ranks that were told to end
@@ -246,8 +241,8 @@ class Run:
         if makes_use or self._model.is_asked_to_end or devices.is_on_host(self._device):
             self.trainer.settle()
         self._checkpoints.before_record(step)
-        if self._clock is not None:
-            self._went_on(step, self._clock, display)
+        if self._goes_on:
+            self._went_on(step, display)
         if self._tracer is not None and self._tracer.after_step(step):
             if self.is_rank_zero and self._log.prediction is not None:
                 self._log.prediction.timeline.save_chrome_trace(
@@ -285,13 +280,11 @@ class Run:
         if metrics is not None and self.is_rank_zero:
             display.show_step(metrics)
 
-    def _went_on(self, step: int, clock: StartClock, display: Display) -> None:
-        """Say how long it took to go on, after the first step that did."""
-        self._clock = None
-        clock.end("take a step")
-        said = f"resumed with step {step} on {counted(self._env.world_size, 'device')} after "
-        self._log.log(step, clock.values)
-        _tell(said + clock.text, display)
+    def _went_on(self, step: int, display: Display) -> None:
+        """Say that the run goes on, after the first step that did."""
+        self._goes_on = False
+        self._log.log(step, {"went_on": 1.0})
+        _tell(f"resumed with step {step} on {counted(self._env.world_size, 'device')}", display)
 
     def _skip(self, metrics: StepMetrics, display: Display) -> bool:
         """Record a step that changed nothing; whether it has taken the run back."""

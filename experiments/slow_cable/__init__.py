@@ -1,1 +1,0 @@
-"""Collectives in two levels over a slow cable; see README.md."""

@@ -1,1 +1,0 @@
-"""Collectives in two levels: rows cross between nodes once per node."""
