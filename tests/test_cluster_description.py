@@ -1,5 +1,6 @@
 """How a cluster is described: nodes, links, kinds of devices; short in YAML, whole in JSON."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from shardhet.planner import Demands, solve
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
-from shardhet.records.cluster import Cluster
+from shardhet.records.cluster import Cluster, Link
 from shardhet.records.kinds import built_in_kinds
 from shardhet.records.workload import Workload
 from tests.selection import one_in
@@ -133,16 +134,23 @@ def test_own_kinds_stand_beside_those_that_come_along(tmp_path: Path) -> None:
     assert Cluster.from_json(cluster.to_json()) == cluster
 
 
-def test_an_unknown_kind_is_told_of_the_nearest_and_of_four_lines(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"devices\[1\]: kind 'RTX 3060' is not known") as told:
-        described(tmp_path, OWN_KINDS.replace("NVIDIA GeForce RTX 3060", "RTX 3060"))
-    assert "'NVIDIA GeForce RTX 3060', 'NVIDIA GeForce RTX 3060 Ti'" in str(told.value)
+def test_an_unknown_kind_is_told_of_the_nearest_and_of_four_lines_to_fill_in(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ValueError, match=r"devices\[1\]: kind 'RTX 3065 Ti' is not") as told:
+        described(tmp_path, OWN_KINDS.replace("NVIDIA GeForce RTX 3060", "RTX 3065 Ti"))
+    assert "'NVIDIA GeForce RTX 3060 Ti' (8 GB)" in str(told.value)
     lines = str(told.value).partition("\n")[2]
     assert len(lines.splitlines()) == 4
-    cluster = described(
-        tmp_path, f"{lines}\nversion: 1\nnodes: [{{host: a, devices: [{{kind: RTX 3060}}]}}]"
-    )
-    assert cluster.kinds[0].source == "where from"
+    node = "\nversion: 1\nnodes: [{host: a, devices: [{kind: RTX 3065 Ti}]}]"
+    with pytest.raises(ValueError, match=r"memory_capacity_bytes is '\.\.\. GiB' but must be"):
+        described(tmp_path, lines + node)  # as it is, it is of no card
+    filled = lines.replace("... GiB", "12 GiB").replace("... GB/s", "360 GB/s")
+    cluster = described(tmp_path, filled.replace("... TFLOP/s", "12.7 TFLOP/s") + node)
+    [kind] = cluster.kinds
+    assert kind.memory_capacity_bytes == 12 * 2**30
+    assert kind.memory_bandwidth_bytes_per_s == 360e9
+    assert kind.peak("bfloat16") == 12.7e12
 
 
 def test_every_kind_that_comes_along_has_a_source_and_can_be_trained_on() -> None:
@@ -160,7 +168,112 @@ def test_kinds_of_another_file_are_looked_for_beside_the_description(tmp_path: P
         described(tmp_path, text)
 
 
-def test_a_link_that_is_missing_is_named_when_it_is_needed(tmp_path: Path) -> None:
-    lines = [line for line in TEXT.splitlines() if not line.startswith("between_nodes")]
-    with pytest.raises(ValueError, match="cluster: between_nodes, is not stated"):
-        _ = described(tmp_path, "\n".join(lines)).links
+def test_a_link_that_is_missing_is_assumed_and_said_or_named(tmp_path: Path) -> None:
+    def without(*keys: str) -> Cluster:
+        lines = [line for line in TEXT.splitlines() if not line.strip().startswith(keys)]
+        return described(tmp_path, "\n".join(lines))
+
+    assert not described(tmp_path, TEXT).assumed
+    cluster = without("between_nodes", "link")
+    assert [link.bandwidth_bytes_per_s for link in cluster.links] == [12e9, 125e6, 1e8]
+    assert cluster.assumed == "Links that are not stated are assumed: PCIe 3 x16, 1 GbE."
+    assert cluster.nodes[2].link is None  # of a single device
+    assert Cluster.from_json(cluster.to_json()) == cluster
+    with pytest.raises(ValueError, match="between_regions, is not stated"):
+        _ = without("between_regions").links
+
+
+@pytest.mark.parametrize(
+    ("written", "bytes_per_s", "latency_s"),
+    [
+        ("PCIe 4 x8", 12e9, 2e-5),
+        ("PCIe 4.0 x16", 24e9, 2e-5),
+        ("nvlink 3", 300e9, 1e-5),
+        ("InfiniBand HDR", 25e9, 2e-5),
+        ("10 GbE", 1.25e9, 5e-5),
+        ("2.5gbe", 0.3125e9, 5e-5),
+        ("40 Gbit/s Ethernet", 5e9, 5e-5),
+        ("12 GB/s", 12e9, 5e-5),
+        ("1 GiB/s", 2.0**30, 5e-5),
+    ],
+)
+def test_links_are_stated_by_name(
+    written: str, bytes_per_s: float, latency_s: float, tmp_path: Path
+) -> None:
+    stated = (
+        "between_nodes: {latency_s: 1.0e-4, bandwidth_bytes_per_s: 1.0e+9, source: measured}"
+    )
+    link = described(tmp_path, TEXT.replace(stated, f"between_nodes: {written}")).between_nodes
+    assert link == Link(latency_s=latency_s, bandwidth_bytes_per_s=bytes_per_s, source=written)
+
+
+@pytest.mark.parametrize("written", ["fast", "PCIe 4", "PCIe 4 x7", "NVLink 9", "10", "10 GbH"])
+def test_what_names_no_link_is_refused_with_names(written: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"nodes\[1\]: link is .* Write PCIe 4 x8, NVLink 3, 10"
+    ):
+        described(tmp_path, TEXT.replace("region: far", f"region: far, link: '{written}'"))
+
+
+def test_quantities_may_have_units(tmp_path: Path) -> None:
+    text = TEXT.replace("memory_capacity_bytes: 1000", "memory_capacity_bytes: 24 GB")
+    text = text.replace("region: far", "region: far, host_memory_bytes: 64.0e+9")
+    text = text.replace("bandwidth_bytes_per_s: 3.0e+11", "bandwidth_bytes_per_s: 300 GB/s")
+    text = text.replace("memory_capacity_bytes: 70", "memory_capacity_bytes: 7 GiB")
+    cluster = described(tmp_path, text)
+    assert cluster.devices[0].memory_capacity_bytes == 24_000_000_000
+    assert cluster.devices[3].memory_capacity_bytes == 7 * 2**30
+    assert cluster.nodes[2].host_memory_bytes == 64_000_000_000
+    assert cluster.kinds[0].memory_bandwidth_bytes_per_s == 3e11
+    with pytest.raises(ValueError, match="memory_capacity_bytes is '24 Gbit' but must be"):
+        described(tmp_path, text.replace("24 GB", "24 Gbit"))
+
+
+GEFORCE = "NVIDIA GeForce RTX"
+
+
+@pytest.mark.parametrize(
+    ("cards", "kinds"),
+    [
+        (
+            "4090+A6000 | 3090x2",
+            [[f"{GEFORCE} 4090", "NVIDIA RTX A6000"], [f"{GEFORCE} 3090"] * 2],
+        ),
+        ("2x 4090 + 3 x 3090", [[f"{GEFORCE} 4090"] * 2 + [f"{GEFORCE} 3090"] * 3]),
+        ("RTX4090x1|rtx 3090ti", [[f"{GEFORCE} 4090"], [f"{GEFORCE} 3090 Ti"]]),
+        ("7900XTX x2", [["AMD Radeon RX 7900 XTX"] * 2]),
+        ("V100 SXM2 32GB|T4 16GB", [["Tesla V100-SXM2-32GB"], ["Tesla T4"]]),
+        ("NVIDIA H100 80GB HBM3x8", [["NVIDIA H100 80GB HBM3"] * 8]),
+    ],
+)
+def test_a_cluster_is_written_in_one_line(cards: str, kinds: list[list[str]]) -> None:
+    cluster = Cluster.of_cards(cards, network="10 GbE")
+    assert [[each.kind for each in node.devices] for node in cluster.nodes] == kinds
+    assert {each.host for each in cluster.devices} == {None}  # any that has such cards
+    assert cluster.between_nodes is None or cluster.between_nodes.source == "10 GbE"
+    cluster.check_described()
+
+
+def test_hosts_of_one_line_may_be_named() -> None:
+    cluster = Cluster.named("tower: 4090 | old: 3090x2")
+    assert [device.host for device in cluster.devices] == ["tower", "old", "old"]
+
+
+@pytest.mark.parametrize(
+    ("cards", "words"),
+    [
+        ("V100", "cards: kind 'V100' may be 'Tesla V100-SXM2-16GB' or 'Tesla V100-PCIE-16GB'"),
+        (
+            "RTX 6000",
+            "may be 'NVIDIA RTX 6000 Ada Generation' or 'Quadro RTX 6000'. Write more",
+        ),
+        ("4090 | ", "cards: ' ' but a host has cards, as in '4090"),
+        ("a: 4090 | 3090", "names some hosts. Name all, or none."),
+        ("4090x0", "cards: '4090x0' but a host has cards"),
+        ("RTX", "cards: kind 'RTX' is not known"),
+        ("a: 4090 | a: 3090", "cards: cluster: hosts ['a'] appear twice"),
+    ],
+)
+def test_cards_that_are_no_cards_or_several_are_refused(cards: str, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        Cluster.of_cards(cards)

@@ -296,6 +296,9 @@ def test_float16_is_planned_for_where_every_device_has_it(
 
 
 REFUSALS = {
+    "network=10GbE": "network: it has no effect without cards. Drop it, or give cards.",
+    "cards=4090 cluster=office": "cluster: it has no effect beside cards. Drop one of them.",
+    "cards=4090|3090 network=fast": "between_nodes is 'fast' but must be the name of a link",
     "globl_batch_size=3": "Did you mean global_batch_size?",
     "global_batch_size=0": "global_batch_size: 0 but it must be at least 1",
     "global_batch_size=abc": "'abc' of type 'str' could not be converted to Integer",
@@ -662,15 +665,10 @@ LINK = "latency_s: 2.0e-5, bandwidth_bytes_per_s: 12.0e+9"
     one_in(
         4,
         [
-            ("NVIDIA L4", "NVIDIA L5", "is not known; the nearest are 'NVIDIA L4', "),
-            (
-                f"    link: {{{LINK}}}\n",
-                "",
-                "nodes[0].link, between the devices of 'a', is not",
-            ),
+            ("NVIDIA L4", "NVIDIA L5", "is not known; the nearest are 'NVIDIA L4' (22 GB), "),
             ("2.0e-5", "20", "link: latency_s is 20.0 but must be"),
             ("12.0e+9", "12", "link: bandwidth_bytes_per_s is 12.0 but must be"),
-            ("12.0e+9", "12e9", "is '12e9' but must be of type float. Write 12000000000.0."),
+            ("12.0e+9", "12eGB", "bandwidth_bytes_per_s is '12eGB' but must be a number"),
             ("bandwidth_bytes", "bandwith_bytes", "did you mean 'bandwidth_bytes_per_s'?"),
             ("count: 2", "count: two", "devices[0]: count is 'two' but must be of type int"),
         ],
@@ -690,6 +688,30 @@ def test_a_mistake_in_a_cluster_file_is_answered_by_its_place(
     assert right in text
     path.write_text(text.replace(right, wrong))
     assert words in refused(capsys, f"cluster={path}", *QUICK)[1]
+
+
+@pytest.mark.parametrize(
+    "cards",
+    ["cards=4090 + 3060x2 | 3090", 'cards="4090 + 3060x2 | 3090"', "cards='4090+3060x2|3090'"],
+)
+def test_cards_are_typed_as_a_shell_hands_them_over(
+    cards: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = said(capsys, cards, "network=10 GbE", "leave_out=never", *QUICK)
+    assert "4 devices of 3 kinds" in text
+    assert "Links that are not stated are assumed: PCIe 3 x16." in text
+
+
+def test_the_cluster_is_checked_before_the_model_is_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "far.yaml"
+    path.write_text(
+        "version: 1\nnodes:\n- {host: a, region: x, devices: [{kind: NVIDIA L4}]}\n"
+        "- {host: b, region: y, devices: [{kind: NVIDIA L4}]}\n"
+    )
+    _, text = refused(capsys, f"cluster={path}", "model=hf", "model.path=/nowhere")
+    assert "between_regions, is not stated" in text
 
 
 def test_a_peak_in_teraflops_is_told_from_flops(

@@ -74,6 +74,8 @@ class InputsConf(Checked):
 
     cluster: dict[str, Any] = MISSING  # a description; its files are in cluster/described
     cluster_file: str | None = None  # your own description instead
+    cards: str | None = None  # or these cards: 4090+A6000 | 3090x2
+    network: str | None = None  # between their hosts: 10 GbE; null: 1 GbE
     hosts: list[str] = field(default_factory=list)  # host patterns; empty: all hosts
     measured: str | None = None  # a folder with cluster.json, workload.json and profile.json
     model: ModelConf = MISSING
@@ -105,8 +107,15 @@ class InputsConf(Checked):
         path = None if self.cluster_file is None else Path(self.cluster_file)
         if path is not None:
             _check_file("cluster_file", path)
+        if self.network is not None and self.cards is None:
+            raise ConfigError(
+                "network: it has no effect without cards. Drop it, or give cards."
+            )
         with config_errors():
-            cluster = described() if path is None else Cluster.load(path)
+            if self.cards is not None:
+                cluster = Cluster.of_cards(self.cards, network=self.network)
+            else:
+                cluster = described() if path is None else Cluster.load(path)
         return self.derived(_only(self.hosts, self._with_margin(cluster)), model_name)
 
     def derived(
@@ -116,6 +125,8 @@ class InputsConf(Checked):
 
         If the number format is AUTO, it depends on the devices.  ``has_stages`` None: as asked.
         """
+        with config_errors():
+            cluster.check_described()  # the model may take long to read
         workload = self.model.to_workload(
             SampleShape(vocab_size=self.vocab_size, seq_len=self.seq_len),
             param_dtype=self._dtype(cluster),

@@ -3,6 +3,7 @@
 ``plan_for`` goes on from there to a plan for hardware that need not be at hand.
 """
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from shardhet.records.workload import Unit, UnitKind, Workload
 
 Example = ExampleBatch | Mapping[str, Any] | Sequence[Any] | Tensor
 ADAM_MOMENTS = 2
+logger = logging.getLogger(__name__)
 
 # The cost of a sample is the difference between these two batch sizes.  They are so large that
 # gradients of parameters, which do not grow with the batch, never set the peak memory.
@@ -98,6 +100,9 @@ def plan_for(
 ) -> Plan:
     """The plan to prefer for training ``model`` on ``cluster``, which need not be at hand.
 
+    ``cluster`` is a ``Cluster``, the path of a description, or the cards of each host, as
+    ``4090+A6000 | 3090x2``.
+
         with torch.device("meta"):
             model = MyModel()
         plan = plan_for(model, (images, labels), "my_cluster.yaml", global_batch_size=64)
@@ -112,7 +117,11 @@ def plan_for(
     from shardhet.planner import find_plan  # imports numpy
 
     if not isinstance(cluster, Cluster):
-        cluster = Cluster.load(cluster)
+        cluster = Cluster.named(cluster)
+    if profile is None:
+        cluster.check_described()
+    if cluster.assumed:
+        logger.warning("plan_for: %s", cluster.assumed)
     workload = describe(model, batch, units=units, loss_fn=loss_fn, param_dtype=param_dtype)
     _check_can_be_planned(model, workload)
     setting = Setting(cluster, workload, profile or derive_profile(cluster, workload))

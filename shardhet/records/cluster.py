@@ -1,6 +1,7 @@
 """What hardware there is: one record per device, and the nodes and links between them."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, chain, islice
@@ -16,9 +17,23 @@ from shardhet.records.codec import (
     read_document,
     repeated,
 )
-from shardhet.records.kinds import DeviceKind, built_in_kinds, unknown_kind
+from shardhet.records.kinds import (
+    DeviceKind,
+    built_in_kinds,
+    name_by_driver,
+    named_kind,
+    unknown_kind,
+)
+from shardhet.records.written import (
+    ASSUMED,
+    DEFAULT_LINKS,
+    cards_document,
+    link_named,
+    spelled_out,
+)
 
 MAX_COUNT = 100_000  # nodes or devices in one entry of a description
+DESCRIPTIONS = (".yaml", ".yml", ".json")  # ends of names of files
 USABLE_MEMORY_FRACTION = 0.9  # of the capacity; shardhet.records.margin says what the rest is
 # Of the capacity, for fragmentation, where it is known what libraries take: an assumption.
 # Without expandable segments 11 % were lost in one training (NovaSky-AI/SkyRL, pull 1470).
@@ -42,7 +57,7 @@ class DeviceSpec:
         wanted_bytes = self.memory_capacity_bytes or 0
         return (
             self.host in (None, found.host)
-            and self.kind in (None, found.kind)
+            and (self.kind is None or name_by_driver(self.kind) == found.kind)
             and self.uuid in (None, found.uuid)
             and (found.memory_capacity_bytes or 0) >= (1 - MEMORY_TOLERANCE) * wanted_bytes
         )
@@ -179,8 +194,22 @@ class Cluster(Document):
                 "the cluster in a file, for Cluster.load, or give Cluster(kinds=...) what "
                 "shardhet.records.kinds.built_in_kinds() has of it."
             )
-        known = dict.fromkeys([*(kind.kind for kind in self.kinds), *built_in_kinds()])
+        known = {**built_in_kinds(), **{kind.kind: kind for kind in self.kinds}}
         raise ValueError(f"cluster: {unknown_kind(str(name), known)}")
+
+    def check_described(self) -> None:
+        """Raise ``ValueError`` if what times follow from is missing."""
+        for name in dict.fromkeys(device.kind for device in self.devices):
+            self.kind(name)
+        _ = self.links
+
+    @property
+    def assumed(self) -> str:
+        """A sentence on the links that are assumed, because the description states none."""
+        found = [node.link for node in self.nodes] + [self.between_nodes]
+        sources = dict.fromkeys(link.source for link in found if link is not None)
+        names = [each.removesuffix(ASSUMED) for each in sources if each.endswith(ASSUMED)]
+        return f"Links that are not stated are assumed: {', '.join(names)}." if names else ""
 
     @cached_property
     def links(self) -> tuple[Link, ...]:
@@ -198,8 +227,8 @@ class Cluster(Document):
         missing = [where for where, link in crossed.items() if link is None]
         if missing:
             raise ValueError(
-                f"cluster: {missing[0]}, is not stated. Add latency_s and "
-                "bandwidth_bytes_per_s there, or measure the cluster."
+                f"cluster: {missing[0]}, is not stated. Write what it is, as 10 GbE, or "
+                "measure the cluster."
             )
         return tuple(dict.fromkeys(links))
 
@@ -212,7 +241,7 @@ class Cluster(Document):
                 nodes.append(replace(node, devices=devices))
         return replace(self, nodes=tuple(nodes))
 
-    def with_devices(self, devices: Iterable[DeviceSpec]) -> "Cluster":
+    def with_devices(self, devices: Iterable[DeviceSpec]) -> Self:
         """The cluster with other devices in the places of its own, in plan order."""
         each = iter(devices)
         nodes = (
@@ -230,6 +259,26 @@ class Cluster(Document):
         return cls.from_description(document, source=source, folder=Path())
 
     @classmethod
+    def of_cards(cls, cards: str, *, network: str | None = None) -> Self:
+        """The cluster of these cards: ``4090+A6000 | 3090x2`` has two in each of two hosts.
+
+        Hosts may be named, as in ``tower: 4090 | old: 3090x2``.  ``network`` is the link
+        between them, as ``10 GbE``.
+        """
+        with _at("cards"):
+            document = cards_document(cards, network, built_in_kinds())
+        found = cls.from_description(document, source="cards", folder=Path())
+        if ":" in cards:
+            return found
+        return found.with_devices(replace(device, host=None) for device in found.devices)
+
+    @classmethod
+    def named(cls, name: str | Path) -> Self:
+        """The cluster of a description's path, or of cards as in ``of_cards``."""
+        is_path = isinstance(name, Path) or name.endswith(DESCRIPTIONS) or Path(name).is_file()
+        return cls.load(name) if is_path else cls.of_cards(str(name))
+
+    @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read what ``save`` wrote, or a shorter description in YAML.
 
@@ -243,6 +292,7 @@ class Cluster(Document):
     @classmethod
     def from_description(cls, document: Any, *, source: str, folder: Path) -> Self:
         """Build a cluster from a parsed description; ``folder`` holds the files it names."""
+        document = spelled_out(document, source)
         listed = document.get("kinds") if isinstance(document, dict) else None
         kinds: tuple[DeviceKind, ...] = ()
         if isinstance(listed, str):
@@ -252,9 +302,8 @@ class Cluster(Document):
                     f"{source}: kinds names {path}, which does not exist. Fix the path."
                 )
             document = {**document, "kinds": []}
-            kinds = from_document(
-                _Kinds, {"kinds": read_document(path)}, source=str(path)
-            ).kinds
+            listed_there = spelled_out(read_document(path), str(path))
+            kinds = from_document(_Kinds, {"kinds": listed_there}, source=str(path)).kinds
         description = from_document(
             _Description,
             document,
@@ -264,11 +313,19 @@ class Cluster(Document):
         described = {kind.kind: kind for kind in (*kinds, *description.kinds)}
         if listed != []:  # a cluster that was measured and saved has an empty list
             described = {**built_in_kinds(), **described}
-        _check_described(description, described, source=source)
-        try:
-            return cls(**description.expanded(described))
-        except ValueError as error:
-            raise ValueError(f"{source}: {error}") from None
+        named = _named(description, described, source=source)
+        with _at(source):
+            found = cls(**named.expanded(described))
+        return found if listed == [] else found._with_default_links()
+
+    def _with_default_links(self) -> Self:
+        inside, between = (Link(**link_named(name, key)) for key, name in DEFAULT_LINKS.items())
+        nodes = (
+            replace(node, link=node.link or inside) if len(node.devices) > 1 else node
+            for node in self.nodes
+        )
+        joins = self.between_nodes or (between if len(self.nodes) > 1 else None)
+        return replace(self, nodes=tuple(nodes), between_nodes=joins)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,16 +382,31 @@ class _Description:
         return {**own, "nodes": nodes, "kinds": kinds}
 
 
-def _check_described(
+def _named(
     description: _Description, described: dict[str, DeviceKind], *, source: str
-) -> None:
-    """Refuse a device that neither states its memory nor is of a described kind, if any is."""
+) -> _Description:
+    """The description with whole names of kinds.
+
+    Refuses a device that neither states its memory nor is of a described kind, if any is.
+    """
+    nodes = []
     for i, node in enumerate(description.nodes):
-        for j, device in enumerate(node.devices):
-            is_known = device.kind in described or device.memory_capacity_bytes is not None
-            if described and device.kind is not None and not is_known:
-                unknown = unknown_kind(device.kind, described)
-                raise ValueError(f"{source}: nodes[{i}]: devices[{j}]: {unknown}")
+        devices = list(node.devices)
+        for j, device in enumerate(devices):
+            if described and device.kind is not None and device.memory_capacity_bytes is None:
+                with _at(f"{source}: nodes[{i}]: devices[{j}]"):
+                    devices[j] = replace(device, kind=named_kind(device.kind, described))
+        nodes.append(replace(node, devices=tuple(devices)))
+    return replace(description, nodes=tuple(nodes))
+
+
+@contextmanager
+def _at(where: str) -> Iterator[None]:
+    """Context in which a ``ValueError`` begins with a place."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _device(

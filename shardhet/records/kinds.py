@@ -7,7 +7,7 @@ without a source is empty.  Memory is what a program can allocate of what the ca
 
 import csv
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache
@@ -20,6 +20,10 @@ LEAST_PEAK_FLOPS_PER_S = 1e9  # a single core of any processor does more
 FP16_ACCUMULATION = "fp16_accumulation"  # the peak in float16 with sums in float16, if listed
 PEAKS = ("float32", "float16", "bfloat16", FP16_ACCUMULATION)
 NUM_NEAREST = 3
+# Words of names that tell no card from another.
+_MAKERS, _SERIES = "nvidia amd intel", "geforce gtx rtx radeon rx instinct tesla arc generation"
+SERIES = frozenset(f"{_MAKERS} {_SERIES}".split())
+MEMORY_ALIKE = 0.88  # drivers show up to an eighth less than a card is sold with
 MIB, GIGA, TERA = 2**20, 1e9, 1e12
 
 
@@ -76,27 +80,86 @@ def _of_row(row: Mapping[str, str]) -> DeviceKind:
     )
 
 
-def unknown_kind(name: str, known: Iterable[str]) -> str:
+def name_by_driver(kind: str) -> str:
+    """What the driver calls a card of a kind; it leaves out "(16 GB)", which tells variants."""
+    return re.sub(r" \(\d+ GB\)$", "", kind)
+
+
+def named_kind(name: str, known: Mapping[str, DeviceKind]) -> str:
+    """The known kind that ``name`` means: a whole name, or what tells it from all others.
+
+    Words that name only the maker or the series need not be there.  Raises ``ValueError`` with
+    the nearest if there is none, and with all if there are several.
+    """
+    if name in known:
+        return name
+    typed = _words(name)
+    found = {
+        each: _words(each) - typed - SERIES
+        for each, kind in known.items()
+        if all(word in _words(each) or _is_memory_of(word, kind) for word in typed)
+    }
+    plain = [each for each, others in found.items() if not others] or list(found)
+    if not typed - SERIES or not plain:
+        raise ValueError(unknown_kind(name, known))
+    if len(plain) > 1:
+        raise ValueError(
+            f"kind {name!r} may be {' or '.join(map(repr, plain))}. Write more of the name."
+        )
+    return plain[0]
+
+
+def unknown_kind(name: str, known: Mapping[str, DeviceKind]) -> str:
     """The error for an unknown kind: the nearest ones, and how to describe it in four lines."""
-    nearest = sorted(known, key=lambda each: -_likeness(name, each))[:NUM_NEAREST]
-    listed = ", ".join(map(repr, nearest))
+    nearest = sorted(known, key=lambda each: -_likeness(name, known[each]))[:NUM_NEAREST]
+    listed = ", ".join(f"{each!r} ({_gb(known[each]):.0f} GB)" for each in nearest)
     return (
-        f"kind {name!r} is not known; the nearest are {listed}. Take one of them, or add yours "
-        "to the file, with its own figures (these are of an RTX 3060):\n"
+        f"kind {name!r} is not known; the nearest are {listed}. If it is one of them, write "
+        "that name; else add yours to the cluster's file, with the figures of its data sheet:\n"
         "kinds:\n"
-        f'  - {{kind: {name}, source: "where from", memory_capacity_bytes: 12884901888,\n'
-        "     memory_bandwidth_bytes_per_s: 360.0e+9,\n"
-        "     peak_flops_per_s: {float32: 12.7e+12, float16: 25.4e+12, bfloat16: 25.4e+12}}"
+        f"  - {{kind: {name}, source: ..., memory_capacity_bytes: ... GiB,\n"
+        "     memory_bandwidth_bytes_per_s: ... GB/s, peak_flops_per_s:\n"
+        "     {float32: ... TFLOP/s, float16: ... TFLOP/s, bfloat16: ... TFLOP/s}}"
     )
 
 
-def _likeness(typed: str, name: str) -> float:
+def _words(name: str) -> frozenset[str]:
+    """The words of a name, in which 16 GB is one and RTX4090Ti is three."""
+    text = re.sub(r"(\d+) ?gi?b\b", r"\1gb", name.lower())
+    text = re.sub(r"(gtx|rtx|rx|titan|arc)(?=[a-z]?\d)", r"\1 ", text)
+    text = re.sub(r"(?<=\d)(?=(ti|xtx?|gre|super)\b)", " ", text)
+    return frozenset(re.findall(r"[a-z0-9]+", text))
+
+
+def _is_memory_of(word: str, kind: DeviceKind) -> bool:
+    stated = re.fullmatch(r"(\d+)gb", word)
+    return stated is not None and MEMORY_ALIKE < _gb(kind) / int(stated[1]) < 1 / MEMORY_ALIKE
+
+
+def _gb(kind: DeviceKind) -> float:
+    """Of its memory, in units of 2**30 bytes, as cards are sold."""
+    return kind.memory_capacity_bytes / (MIB * 1024)
+
+
+def _likeness(typed: str, kind: DeviceKind) -> float:
     """The letters of the words that both have, less some for those that only one has.
 
-    Gigabytes are no words; they decide where all else is alike.
+    Numbers of one generation share their first digits.  Where all else is alike, the memory
+    decides.
     """
-    models = [re.sub(r"\d+ ?gb", "", each.lower()) for each in (typed, name)]
-    words = [set(re.findall(r"[a-z]+|\d+", each)) for each in models]
-    shared, others = words[0] & words[1], words[0] ^ words[1]
-    alike = SequenceMatcher(None, typed.lower(), name.lower()).ratio()
-    return len("".join(shared)) - 0.1 * len("".join(others)) + alike
+    words, names = _words(typed), _words(kind.kind)
+    shared, others = words & names, words ^ names
+    numbers = [
+        (one, other)
+        for one in words - names
+        for other in names - words
+        if re.search(r"\d", one) and len(one) == len(other) and not one.endswith("gb")
+    ]
+    of_generation = sum(
+        next(i for i in range(len(one), -1, -1) if other.startswith(one[:i]))
+        for one, other in numbers
+    )
+    has_memory = any(_is_memory_of(word, kind) for word in words)
+    alike = SequenceMatcher(None, typed.lower(), kind.kind.lower()).ratio()
+    likeness = len("".join(shared)) + of_generation + 2 * has_memory + alike
+    return likeness - 0.1 * len("".join(others))

@@ -30,7 +30,7 @@ from shardhet.config.compose import (
 )
 from shardhet.config.planning import Inputs, InputsConf, LimitConf, register_planning_schemas
 from shardhet.config.reasons import CHOICES, reasons_of
-from shardhet.records.cluster import Cluster
+from shardhet.records.cluster import DESCRIPTIONS, Cluster
 
 DESCRIBED = "described"  # the folder of the group cluster that holds descriptions
 LIMITS = "limits."
@@ -38,7 +38,6 @@ FLAGS = """\
 --cfg job          show the configuration, cluster and model included, and stop
 --config-dir DIR   your own files, laid out like conf/, searched first\
 """
-FILE_SUFFIXES = (".yaml", ".yml", ".json")
 Conf = TypeVar("Conf", bound=InputsConf)
 
 
@@ -95,7 +94,10 @@ def read_request(door: Door, arguments: Sequence[str]) -> Request | None:
 def _spelled_out(override: str) -> str:
     """An override with short forms spelled out for Hydra."""
     key, _, value = override.partition("=")
-    if key == "cluster" and value.endswith(FILE_SUFFIXES):
+    if key in ("cards", "network") and value[:1] not in ("'", '"'):
+        quoted = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'{key}="{quoted}"'  # Hydra's grammar has no + and |
+    if key == "cluster" and value.endswith(DESCRIPTIONS):
         return f"cluster_file={value}"
     if key == "cluster" and (conf_dir() / "cluster" / DESCRIBED / f"{value}.yaml").is_file():
         return f"cluster={DESCRIBED}/{value}"
@@ -200,11 +202,13 @@ def load(door: Door, request: Request, schema: type[Conf]) -> tuple[Conf, Inputs
 
 def _refuse_ignored(request: Request, cfg: DictConfig) -> None:
     """Refuse what measured files or a cluster's own file would silently replace."""
-    hardware, numbers = ("cluster", "cluster_file"), ("compute_fraction", "link_fraction")
+    hardware = ("cluster", "cluster_file", "cards", "network")
+    numbers = ("compute_fraction", "link_fraction")
     here = (*hardware, "hosts")
     samples = ("model", "vocab_size", "seq_len", "precision", "fp16_accumulation")
     replaced_by = {
-        "cluster_file": hardware[:1],
+        "cluster_file": ("cluster", "cards", "network"),
+        "cards": hardware[:1],
         "measured": (*here, *samples, "num_moments", *numbers),
     }
     for key, replaced in replaced_by.items():

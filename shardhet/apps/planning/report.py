@@ -200,7 +200,8 @@ def source_line(inputs: Inputs) -> str:
     profile = inputs.setting.profile
     sources = {device.source for device in profile.devices}
     if Source.DERIVED in sources:
-        return f"Times are {profile.note}; they were not measured."
+        assumed = inputs.setting.cluster.assumed
+        return " ".join([f"Times are {profile.note}; they were not measured.", assumed]).strip()
     if profile.collectives.source is Source.DERIVED:
         return f"Times were measured, but collectives are {profile.collectives.note}."
     sources.add(profile.collectives.source)
