@@ -1,6 +1,7 @@
 """How a cluster is described: nodes, links, kinds of devices; short in YAML, whole in JSON."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from shardhet.planner import Demands, solve
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
-from shardhet.records.cluster import Cluster, Link
+from shardhet.records.cluster import Cluster, DeviceSpec, Link
 from shardhet.records.kinds import built_in_kinds
 from shardhet.records.workload import Workload
 from tests.selection import one_in
@@ -153,13 +154,29 @@ def test_an_unknown_kind_is_told_of_the_nearest_and_of_four_lines_to_fill_in(
     assert kind.peak("bfloat16") == 12.7e12
 
 
+def test_a_kind_that_no_rank_can_run_on_is_refused_however_it_is_described(
+    tmp_path: Path,
+) -> None:
+    text = OWN_KINDS.replace("My Card", "Apple M3 Ultra")
+    with pytest.raises(ValueError, match="'Apple M3 Ultra' is not supported: torch has no"):
+        described(tmp_path, text).check_described()
+
+
+def test_cards_of_two_sizes_of_memory_are_told_apart() -> None:
+    """The driver calls them alike."""
+    [planned] = Cluster.of_cards("RTX 4060 Ti 16GB").devices
+    found = DeviceSpec(kind="NVIDIA GeForce RTX 4060 Ti", memory_capacity_bytes=15974 * 2**20)
+    assert planned.accepts(found)
+    assert not planned.accepts(replace(found, memory_capacity_bytes=7987 * 2**20))
+
+
 def test_every_kind_that_comes_along_has_a_source_and_can_be_trained_on() -> None:
     kinds = built_in_kinds().values()
-    assert len(kinds) >= 60
+    assert len(kinds) >= 130
     for kind in kinds:
         assert kind.source
         assert kind.peak("float32") >= 1e12
-        assert 2**32 < kind.memory_capacity_bytes < 2**39
+        assert 2**31 < kind.memory_capacity_bytes < 2**39
 
 
 def test_kinds_of_another_file_are_looked_for_beside_the_description(tmp_path: Path) -> None:
@@ -241,6 +258,8 @@ GEFORCE = "NVIDIA GeForce RTX"
         ),
         ("2x 4090 + 3 x 3090", [[f"{GEFORCE} 4090"] * 2 + [f"{GEFORCE} 3090"] * 3]),
         ("RTX4090x1|rtx 3090ti", [[f"{GEFORCE} 4090"], [f"{GEFORCE} 3090 Ti"]]),
+        ("4060Ti 16GB + 4060 Ti", [[f"{GEFORCE} 4060 Ti (16 GB)", f"{GEFORCE} 4060 Ti"]]),
+        ("1070|TITAN Xp", [["NVIDIA GeForce GTX 1070"], ["NVIDIA TITAN Xp"]]),
         ("7900XTX x2", [["AMD Radeon RX 7900 XTX"] * 2]),
         ("V100 SXM2 32GB|T4 16GB", [["Tesla V100-SXM2-32GB"], ["Tesla T4"]]),
         ("NVIDIA H100 80GB HBM3x8", [["NVIDIA H100 80GB HBM3"] * 8]),
@@ -266,6 +285,19 @@ def test_hosts_of_one_line_may_be_named() -> None:
         (
             "RTX 6000",
             "may be 'NVIDIA RTX 6000 Ada Generation' or 'Quadro RTX 6000'. Write more",
+        ),
+        (
+            "RTX 5070 SUPER",
+            "the nearest are 'NVIDIA GeForce RTX 5070' (12 GB), 'NVIDIA GeForce RTX 50",
+        ),
+        ("GTX 1065 8GB", "the nearest are 'NVIDIA GeForce GTX 10"),
+        (
+            "Arc A770",
+            "kind 'Arc A770' is not supported: Intel's GPUs (XPU) have not been tried",
+        ),
+        (
+            "4090 + M2 Max",
+            "kind 'M2 Max' is not supported: torch has no collectives for Apple's",
         ),
         ("4090 | ", "cards: ' ' but a host has cards, as in '4090"),
         ("a: 4090 | 3090", "names some hosts. Name all, or none."),

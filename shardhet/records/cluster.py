@@ -20,6 +20,7 @@ from shardhet.records.codec import (
 from shardhet.records.kinds import (
     DeviceKind,
     built_in_kinds,
+    check_supported,
     name_by_driver,
     named_kind,
     unknown_kind,
@@ -185,6 +186,8 @@ class Cluster(Document):
 
     def kind(self, name: str | None) -> DeviceKind:
         """The specification of a kind; raises ``ValueError`` with the nearest ones."""
+        with _at("cluster"):
+            check_supported(str(name))
         for kind in self.kinds:
             if kind.kind == name:
                 return kind

@@ -23,6 +23,10 @@ NUM_NEAREST = 3
 # Words of names that tell no card from another.
 _MAKERS, _SERIES = "nvidia amd intel", "geforce gtx rtx radeon rx instinct tesla arc generation"
 SERIES = frozenset(f"{_MAKERS} {_SERIES}".split())
+UNSUPPORTED = {  # by what names of such devices have
+    "apple|mps|^m[1-9]( pro| max| ultra)?$": "torch has no collectives for Apple's GPUs (MPS)",
+    "intel|arc": "Intel's GPUs (XPU) have not been tried, and no command starts ranks on them",
+}
 MEMORY_ALIKE = 0.88  # drivers show up to an eighth less than a card is sold with
 MIB, GIGA, TERA = 2**20, 1e9, 1e12
 
@@ -93,6 +97,7 @@ def named_kind(name: str, known: Mapping[str, DeviceKind]) -> str:
     """
     if name in known:
         return name
+    check_supported(name)
     typed = _words(name)
     found = {
         each: _words(each) - typed - SERIES
@@ -107,6 +112,16 @@ def named_kind(name: str, known: Mapping[str, DeviceKind]) -> str:
             f"kind {name!r} may be {' or '.join(map(repr, plain))}. Write more of the name."
         )
     return plain[0]
+
+
+def check_supported(name: str) -> None:
+    """Raise ``ValueError`` if no rank can run on devices that are called so, however fast."""
+    for maker, why in UNSUPPORTED.items():
+        if re.search(rf"\b({maker})\b", name, re.IGNORECASE):
+            raise ValueError(
+                f"kind {name!r} is not supported: {why}. Ranks run on NVIDIA's GPUs (CUDA), on "
+                "AMD's (ROCm) and on CPUs: leave it out."
+            )
 
 
 def unknown_kind(name: str, known: Mapping[str, DeviceKind]) -> str:
@@ -148,18 +163,14 @@ def _likeness(typed: str, kind: DeviceKind) -> float:
     decides.
     """
     words, names = _words(typed), _words(kind.kind)
-    shared, others = words & names, words ^ names
     numbers = [
-        (one, other)
-        for one in words - names
-        for other in names - words
+        next(i for i in range(len(one), -1, -1) if other.startswith(one[:i]))
+        for one in words
+        for other in names
         if re.search(r"\d", one) and len(one) == len(other) and not one.endswith("gb")
     ]
-    of_generation = sum(
-        next(i for i in range(len(one), -1, -1) if other.startswith(one[:i]))
-        for one, other in numbers
-    )
     has_memory = any(_is_memory_of(word, kind) for word in words)
     alike = SequenceMatcher(None, typed.lower(), kind.kind.lower()).ratio()
-    likeness = len("".join(shared)) + of_generation + 2 * has_memory + alike
+    likeness = len("".join(words & names)) + 2 * sum(numbers) + 2 * has_memory + alike
+    others = words ^ names
     return likeness - 0.1 * len("".join(others))
