@@ -306,3 +306,27 @@ def test_sums_in_float16_double_the_peak_of_kinds_that_list_it() -> None:
         for sums in (False, True)
     ]
     assert 1.3 < slow_s / fast_s < 2
+
+
+def test_cards_of_two_makers_send_each_row_to_each_device_over_the_cable() -> None:
+    """By messages over gloo, in one level, and within a host through its memory."""
+
+    def seconds_per_byte(cards: str) -> float:
+        cluster = Cluster.of_cards(cards, network="1 GbE")
+        profile = derive_profile(
+            cluster,
+            Workload.transformer(
+                num_layers=1, width=64, num_heads=1, seq_len=8, vocab_size=100
+            ),
+        )
+        assert (profile.two_levels is None) == ("XTX" in cards)
+        first, *_, last = profile.collectives.points
+        taken_s = last.gather.median_s - first.gather.median_s
+        return taken_s / (last.nbytes - first.nbytes)
+
+    cable = 1 / (1 / FRAMES + 125e6 / HOST_BYTES_PER_S) * 125e6
+    of_two = 2 * (2 / cable + 1 / HOST_BYTES_PER_S) / 4
+    assert seconds_per_byte("7900 XTXx2 | 3090x2") == pytest.approx(of_two)
+    assert seconds_per_byte("3090 Ti x2 | 3090x2") == pytest.approx(3 / 4 / cable)
+    in_one_host = 4 * 3 / 4 / HOST_BYTES_PER_S
+    assert seconds_per_byte("7900 XTXx2 + 3090x2") == pytest.approx(in_one_host)

@@ -252,19 +252,16 @@ def test_measured_files_are_planned_for(
 
 
 def test_cards_of_two_vendors_are_said_to_meet_over_gloo(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    cluster = tmp_path / "two.yaml"
-    cluster.write_text(
-        "version: 1\n"
-        "nodes: [{host: a, devices: [{kind: AMD Radeon RX 7900 XTX}]},\n"
-        "  {host: b, devices: [{kind: NVIDIA GeForce RTX 3090}]}]\n"
-        "between_nodes: {latency_s: 5.0e-5, bandwidth_bytes_per_s: 1.25e+9, source: a cable}\n"
-    )
-    asked = (*QUICK, "global_batch_size=2", "leave_out=never")
-    text = said(capsys, f"cluster={cluster}", *asked)
+    asked = (*QUICK, "global_batch_size=2", "leave_out=never", "network=10GbE")
+    two = "cards=7900 XTX | 3090"
+    text = said(capsys, two, *asked)
     assert "GPUs of AMD and of NVIDIA meet over gloo alone (transport=gloo), which" in text
-    assert "AMD" not in said(capsys, "cluster=rtx4090_2x3090", *asked)
+    assert "max_stages=4" not in text
+    assert "AMD" not in said(capsys, "cards=4090 | 3090", *asked)
+    _, text = refused(capsys, two, "max_stages=2", *asked)
+    assert "meet over gloo alone, with which no stages are trained. Drop max_stages" in text
 
 
 def test_small_quantities_are_said_as_one_of_them() -> None:

@@ -116,7 +116,16 @@ class InputsConf(Checked):
                 cluster = Cluster.of_cards(self.cards, network=self.network)
             else:
                 cluster = described() if path is None else Cluster.load(path)
-        return self.derived(_only(self.hosts, self._with_margin(cluster)), model_name)
+        cluster = _only(self.hosts, self._with_margin(cluster))
+        self._check_meets(cluster)
+        return self.derived(cluster, model_name)
+
+    def _check_meets(self, cluster: Cluster) -> None:
+        if self.has_stages and derive.meets_over_gloo(cluster):
+            raise ConfigError(
+                "max_stages: GPUs of AMD and of NVIDIA meet over gloo alone, with which no "
+                "stages are trained. Drop max_stages, or leave out the GPUs of one maker."
+            )
 
     def derived(
         self, cluster: Cluster, model_name: str, *, has_stages: bool | None = None
@@ -125,6 +134,7 @@ class InputsConf(Checked):
 
         If the number format is AUTO, it depends on the devices.  ``has_stages`` None: as asked.
         """
+        staged = self.has_stages if has_stages is None else has_stages
         with config_errors():
             cluster.check_described()  # the model may take long to read
         workload = self.model.to_workload(
@@ -135,7 +145,6 @@ class InputsConf(Checked):
             workload = workload.with_moments(self.num_moments)
         with config_errors():
             if self._has_default_margin(cluster):
-                staged = self.has_stages if has_stages is None else has_stages
                 cluster = with_libraries(cluster, has_stages=staged)
             profile = derive.derive_profile(
                 cluster,
@@ -172,6 +181,7 @@ class InputsConf(Checked):
             _check_file("measured", folder / name)
         with config_errors():
             setting = Setting.load(folder)
+        self._check_meets(setting.cluster)
         setting = replace(setting, cluster=self._with_margin(setting.cluster))
         return Inputs(setting=setting, name=folder.resolve().name)
 

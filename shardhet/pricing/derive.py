@@ -19,6 +19,11 @@ rest comes from them; then k devices pass all bytes on inside.  The two follow o
     t(n) = l_across + max over nodes of max(k (N - 1), R - k) / R  n / p_across
            + max over nodes of ((k - 1) l_inside + (k - 1) / k  n / p_inside)
 
+GPUs of AMD and of NVIDIA meet over gloo alone.  It sends rows to each device by itself, in one
+level, so to a node of k of R devices k (R - k) / R of all bytes cross the cable, one link for
+all of them; and k (k - 1) / R pass the memory of the host at HOST_BYTES_PER_S, whatever PCIe
+carries.  This is not measured.
+
 Devices meet in every collective, so a unit takes as long as on the slowest of R that are alike.
 If their times are normal with a relative deviation s, the slowest of R is expected to take
 about 1 + s sqrt(2 ln R) times the mean.  s is STRAGGLING.
@@ -62,6 +67,7 @@ RESERVED_BYTES = 2**29  # a CUDA context with the libraries of torch
 # From 8 to 128 H100 a training with FSDP lost 2.7 % of its tokens/s (pytorch/torchtitan,
 # benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3): 1.08 s, if stragglers are all.
 STRAGGLING = 0.025
+NVIDIA, AMD = ("NVIDIA ", "Tesla ", "Quadro "), ("AMD ",)  # how the names of kinds begin
 MICROBATCH_SIZES = (1, 2, 4, 8, 16)
 COLLECTIVE_NBYTES = (2**20, 2**24, 2**28)
 
@@ -189,18 +195,38 @@ def _said_of_links(cluster: Cluster, stated: float | None) -> str:
     return f"{min(paces, key=lambda pace: pace[1])[0]:.2g} of links"
 
 
+def meets_over_gloo(cluster: Cluster) -> bool:
+    """Whether the makers of its GPUs have no library in common that carries their tensors."""
+    kinds = {str(device.kind) for device in cluster.devices}
+    return all(any(kind.startswith(maker) for kind in kinds) for maker in (NVIDIA, AMD))
+
+
+def _gloo_seconds_per_byte(cluster: Cluster, stated: float | None) -> float:
+    """Of an all-gather or a reduce-scatter of which each device sends each other its part."""
+    paces = [pace for _, pace in _link_paces(cluster, stated)]
+    pace_of, world_size = dict(zip(cluster.links, paces, strict=True)), cluster.world_size
+    between = [cluster.between_nodes, cluster.between_regions]
+    slowest = min((pace_of[each] for each in between if each in pace_of), default=inf)
+    sizes = [len(node.devices) for node in cluster.nodes]
+    per_byte_s = (k * ((world_size - k) / slowest + (k - 1) / HOST_BYTES_PER_S) for k in sizes)
+    return max(per_byte_s) / world_size
+
+
 def derive_collectives(cluster: Cluster, link_fraction: float | None) -> Collectives:
     """Times of a ring over all devices."""
     world_size = cluster.world_size
     if world_size == 1:
         return Collectives(source=Source.DERIVED, points=(), note="one device")
-    bytes_per_s = min(pace for _, pace in _link_paces(cluster, link_fraction))
+    if meets_over_gloo(cluster):
+        per_byte_s = _gloo_seconds_per_byte(cluster, link_fraction)
+    else:
+        slowest = min(pace for _, pace in _link_paces(cluster, link_fraction))
+        per_byte_s = (world_size - 1) / world_size / slowest
     hops = [link.latency_s for link in _hops(cluster)]
     latency_s = sum(hops) - min(hops)  # the ring is not closed
     points = []
     for nbytes in COLLECTIVE_NBYTES:
-        seconds = latency_s + nbytes * (world_size - 1) / world_size / bytes_per_s
-        timing = Timing.single(seconds)
+        timing = Timing.single(latency_s + nbytes * per_byte_s)
         points.append(CollectivePoint(nbytes=nbytes, gather=timing, reduce=timing))
     note = "; ".join(dict.fromkeys(link.source for link in cluster.links if link.source))
     return Collectives(source=Source.DERIVED, points=tuple(points), note=note)
@@ -209,12 +235,14 @@ def derive_collectives(cluster: Cluster, link_fraction: float | None) -> Collect
 def derive_two_levels(cluster: Cluster, link_fraction: float | None) -> Collectives | None:
     """Times of collectives that cross between nodes once per node; see the module.
 
-    None where no row would cross twice in a ring, and between regions: a row would cross there
-    once per node, in a ring once or twice.
+    None over gloo, where no row would cross twice in a ring, and between regions: a row would
+    cross there once per node, in a ring once or twice.
     """
     sizes, across = [len(node.devices) for node in cluster.nodes], cluster.between_nodes
     has_regions = len({node.region for node in cluster.nodes}) > 1
     if across is None or has_regions or len(sizes) < 2 or max(sizes) < 2:
+        return None
+    if meets_over_gloo(cluster):
         return None
     paces = [pace for _, pace in _link_paces(cluster, link_fraction)]
     pace_of = dict(zip(cluster.links, paces, strict=True))

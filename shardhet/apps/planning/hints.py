@@ -5,6 +5,7 @@ from dataclasses import replace
 from shardhet.config.planning import Inputs, PlannerConf
 from shardhet.planner import Demands, PlanSolution, solve
 from shardhet.planner.stages.bound import together_s
+from shardhet.pricing.derive import meets_over_gloo
 
 MUCH_OF_SPEEDS = 0.8  # of what devices compute together: with more, stages have little to gain
 
@@ -13,7 +14,7 @@ def stages_hint(conf: PlannerConf, inputs: Inputs, solution: PlanSolution) -> st
     """What stages may gain over a plan without them; None if that is little."""
     setting = inputs.setting
     num_units = sum(bool(unit.fqn) for unit in setting.workload.units)
-    if setting.cluster.world_size == 1 or num_units < 2:
+    if setting.cluster.world_size == 1 or num_units < 2 or meets_over_gloo(setting.cluster):
         return None
     compute_s = together_s(setting, solution.plan.global_batch_size)
     part = compute_s / solution.predicted.step_time_s

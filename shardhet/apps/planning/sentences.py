@@ -9,6 +9,7 @@ from shardhet.planner.candidates.splits import LEAST_MIXED_SIZE, MAX_BATCH
 from shardhet.planner.forms import FIRST_ROUNDS, MOST_SAMPLES
 from shardhet.planner.idle import active_positions
 from shardhet.planner.preference import FULL
+from shardhet.pricing.derive import meets_over_gloo
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster
 from shardhet.records.margin import margin_of, most_communicators, num_communicators
@@ -18,7 +19,6 @@ from shardhet.records.workload import Workload
 
 SHOWN_GAP = 1e-4  # the least that is stated
 GIB = 2**30
-NVIDIA = ("NVIDIA ", "Tesla ", "Quadro ")  # how its kinds are named
 
 
 def form_lines(plan: Plan, workload: Workload, full_kind: str | None = None) -> Iterator[str]:
@@ -77,16 +77,11 @@ def margin_line(
 
 
 def _of_two_vendors(cluster: Cluster, plan: Plan | None) -> str:
-    kinds = {str(device.kind) for device in cluster.devices}
-    of_amd = {kind for kind in kinds if kind.startswith("AMD ")}
-    if not of_amd or not any(kind.startswith(NVIDIA) for kind in kinds - of_amd):
+    if plan is None or not meets_over_gloo(cluster):
         return ""
-    stages = "with which no stages are trained (docs/limits.md)"
-    if plan is None:
-        return f" GPUs of AMD and of NVIDIA meet over gloo alone, {stages}."
     return (
         " GPUs of AMD and of NVIDIA meet over gloo alone (transport=gloo), which holds copies "
-        f"of units that are not in the memory above, and {stages}."
+        "of units that are not in the memory above. Its speed is an estimate (docs/limits.md)."
     )
 
 
