@@ -94,10 +94,9 @@ def with_stand_ins(name: str, call: Callable[[], Any], flats: Sequence[FlatTenso
 
     Raises ``WrongDoorError`` if ``call`` needs the values.
     """
-    with _stand_ins(flats) as row_by_stand_in:
-        stand_ins = list(row_by_stand_in)
-        versions = [each._version for each in stand_ins]
-        flags = [each.requires_grad for each in stand_ins]
+    with stand_ins(flats) as row_by_stand_in:
+        versions = [each._version for each in row_by_stand_in]
+        flags = [each.requires_grad for each in row_by_stand_in]
         try:
             result = call()
         except (RuntimeError, NotImplementedError) as error:
@@ -108,11 +107,11 @@ def with_stand_ins(name: str, call: Callable[[], Any], flats: Sequence[FlatTenso
             slot.fqn
             for flat in flats
             for slot in flat.slots
-            if not any(slot.current is each for each in stand_ins)
+            if not any(slot.current is each for each in row_by_stand_in)
         ]
-        if changed or [each._version for each in stand_ins] != versions:
+        if changed or [each._version for each in row_by_stand_in] != versions:
             raise WrongDoorError(_wants_values(name))
-        if [each.requires_grad for each in stand_ins] != flags:
+        if [each.requires_grad for each in row_by_stand_in] != flags:
             refuse(name, "Freeze and unfreeze parameters before wrapping the model")
     return _with_rows(name, result, {id(s): rows for s, rows in row_by_stand_in.items()})
 
@@ -160,7 +159,7 @@ def _with_whole(
                 "module. Call it for the same modules in the same order on every rank."
             )
         everyone = range(rows.control.world_size)
-        with _stand_ins(there, gather_params(there, comm, receivers=everyone)):
+        with stand_ins(there, gather_params(there, comm, receivers=everyone)):
             result = method(*args, **kwargs)
             for flat in there if name == "load_state_dict" else ():
                 for i, slot in enumerate(flat.slots):
@@ -178,8 +177,22 @@ def keep_out_arguments(given: Mapping[str, Any]) -> None:
             raise TypeError(f"HetFSDP: {name}=True is not possible. {why}. Leave it out.")
 
 
+def loads_by_itself(module: nn.Module) -> list[str]:
+    """Modules whose own code, not torch's, takes part when a state dict is loaded."""
+
+    def is_own(each: nn.Module) -> bool:
+        methods = (type(each).load_state_dict, each._load_from_state_dict, each.set_extra_state)
+        return any(not method.__module__.startswith("torch.nn.modules.") for method in methods)
+
+    return [
+        fqn
+        for fqn, each in module.named_modules()
+        if each._load_state_dict_pre_hooks or each._load_state_dict_post_hooks or is_own(each)
+    ]
+
+
 @contextmanager
-def _stand_ins(
+def stand_ins(
     flats: Sequence[FlatTensor], whole: Mapping[str, Tensor] = MappingProxyType({})
 ) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
     """A context in which modules hold stand-ins; yields the rows by stand-in.

@@ -145,6 +145,9 @@ class HetFSDP(ModuleInRounds):
         self._rows = RowGroup(self._comm, members.control, self._lifeline)
         self._know_params(hooks, before)
         self.module, self._ragged = module, known_ragged(module, ragged)
+        # Hooks on the state dicts of this are those on the module's, and run with them.
+        shared = [k for k in vars(module) if "state_dict" in k and k.endswith("_hooks")]
+        vars(self).update({name: vars(module)[name] for name in shared})
         self._loss, self._caches = FusedLoss(loss_fn), CacheSwitch(module)
         self._batch_dim, self._forward = batch_dims(batch_dim, module.forward), module.forward
         self._make_runtime = partial(

@@ -7,14 +7,14 @@ from typing import Any
 from torch import Tensor
 from torch.nn.modules.module import _IncompatibleKeys
 
+from shardhet.comm import devices
 from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME, Channel
 from shardhet.comm.groups import side_channel
 from shardhet.comm.noticeboard import Noticeboard
-from shardhet.fsdp.door import keep_out_arguments
+from shardhet.fsdp.door import keep_out_arguments, loads_by_itself, stand_ins
 from shardhet.fsdp.params.state import (
     RowBox,
     gather_params,
-    gather_state_dict,
     load_sharded_state_dict,
     load_state_dict,
     sharded_state_dict,
@@ -22,6 +22,11 @@ from shardhet.fsdp.params.state import (
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.step.runtime import Runtime
 from shardhet.fsdp.surface import ModuleOfRows
+
+_BY_THEMSELVES = (
+    "load_state_dict: modules {} run code of their own when a state dict is loaded, but this "
+    "rank passes none. Pass it on every rank."
+)
 
 
 class ModuleWithState(ModuleOfRows):
@@ -52,10 +57,23 @@ class ModuleWithState(ModuleOfRows):
         with self._lifeline.guard("state_dict"):
             keep_out_arguments({"keep_vars": keep_vars})
             self._control.enter("state_dict", within_s=SECONDS_FOR_ALL_TO_COME)
-            whole = gather_state_dict(self._flats, self.module, self._comm)
-        destination = {} if destination is None else destination
-        destination.update({prefix + fqn: tensor for fqn, tensor in whole.items()})
-        return destination
+            devices.give_back_cached(self._comm.device)  # NCCL connects the receiver with all
+            receiver = self._control.rank_by_position.index(0)
+            whole = gather_params(self._flats, self._comm, receivers=[receiver])
+            if self.position != receiver:
+                return {} if destination is None else destination
+            # A method of the model's own may take no arguments.
+            given: dict[str, Any] = {}
+            if prefix or destination is not None:
+                given = {"destination": destination, "prefix": prefix}
+            with stand_ins(self._flats, whole):
+                found: dict[str, Any] = self.module.state_dict(**given)
+            live = {each.untyped_storage()._cdata for each in self.module.buffers()}
+            for fqn, value in found.items():
+                if isinstance(value, Tensor):
+                    is_live = value.untyped_storage()._cdata in live
+                    found[fqn] = value.detach().to("cpu", copy=is_live)
+        return found
 
     @property
     def host_input_bytes(self) -> int:
@@ -93,6 +111,10 @@ class ModuleWithState(ModuleOfRows):
         """
         with self._lifeline.guard("load_state_dict"):
             keep_out_arguments({"assign": assign})
+            if by_themselves := loads_by_itself(self.module):
+                if not state_dict:
+                    raise ValueError(_BY_THEMSELVES.format(by_themselves))
+                return self.module.load_state_dict(state_dict, strict)
             misfits = load_state_dict(
                 self._flats,
                 self.module,
@@ -102,6 +124,20 @@ class ModuleWithState(ModuleOfRows):
                 strict=strict,
             )
         return _IncompatibleKeys(*misfits)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *found: Any
+    ) -> None:
+        # Called by torch's walk through a module of which this is a part.
+        part = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
+        assign = metadata.get("assign_to_params_buffers", False)
+        misfits = self.load_state_dict(part, strict=False, assign=assign)
+        for names, more in zip(found[1:3], misfits, strict=True):  # missing and unexpected
+            names.extend(prefix + fqn for fqn in more)
+        # The walk would go on to the parts of this and then call hooks, all of which is done.
+        held = {name: vars(self)[name] for name in ("_modules", "_load_state_dict_post_hooks")}
+        end = {0: lambda *_: vars(self).update(held)}
+        vars(self).update(_modules={}, _load_state_dict_post_hooks=end)
 
     def sharded_state_dict(self) -> dict[str, RowBox]:
         """This rank's rows of every parameter, sharing memory with the model."""

@@ -378,7 +378,9 @@ def save_whole(model: HetFSDP, path: Path) -> None:
     tensors = model.state_dict()
     if tensors:
         # Tied parameters appear under each of their names; the format allows no shared memory.
-        save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
+        # Nor does it hold objects (get_extra_state).
+        whole = {k: v.clone() for k, v in tensors.items() if isinstance(v, torch.Tensor)}
+        save_file(whole, path)
 
 
 def _snake(name: str) -> str:

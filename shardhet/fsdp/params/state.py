@@ -24,23 +24,6 @@ class RowBox:
 
 
 @torch.no_grad()
-def gather_state_dict(
-    flats: Sequence[FlatTensor], module: nn.Module, comm: CommContext
-) -> dict[str, Tensor]:
-    """All parameters and persistent buffers in host memory of rank zero; {} elsewhere.
-
-    Gathers one flat tensor after the other, in the dtype that is stored.  Collective.
-    """
-    devices.give_back_cached(comm.device)  # NCCL connects the receiver with all others
-    receiver = comm.gather_channel.rank_by_position.index(0)
-    whole = gather_params(flats, comm, receivers=[receiver])
-    if comm.gather_channel.position != receiver:
-        return {}
-    buffers = {fqn: b.detach().to("cpu", copy=True) for fqn, b in persistent_buffers(module)}
-    return {fqn: (whole | buffers)[fqn] for fqn in _names_in_order(module, buffers)}
-
-
-@torch.no_grad()
 def gather_params(
     flats: Sequence[FlatTensor], comm: CommContext, *, receivers: Sequence[int]
 ) -> dict[str, Tensor]:
@@ -238,13 +221,3 @@ def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
         for name, buffer in inner._buffers.items()
         if buffer is not None and name not in inner._non_persistent_buffers_set
     ]
-
-
-def _names_in_order(module: nn.Module, buffers: Mapping[str, Tensor]) -> list[str]:
-    """The names in the order of the plain module's state dict."""
-    names = []
-    for prefix, inner in module.named_modules(remove_duplicate=False):
-        own = [name for name, param in inner._parameters.items() if param is not None]
-        fqns = [f"{prefix}.{name}" if prefix else name for name in (*own, *inner._buffers)]
-        names += [fqn for i, fqn in enumerate(fqns) if i < len(own) or fqn in buffers]
-    return names

@@ -60,7 +60,7 @@ def save_model(model: HetFSDP, folder: Path) -> None:
         if _is_rank_zero(model):
             folder.mkdir(parents=True, exist_ok=True)
             unfinished = folder / f"{SAFE_WEIGHTS_NAME}.unfinished"
-            whole = {fqn: each.contiguous() for fqn, each in state.items()}
+            whole = {k: v.contiguous() for k, v in state.items() if isinstance(v, Tensor)}
             save_file(whole, unfinished, metadata={"format": "pt"})
             unfinished.replace(folder / SAFE_WEIGHTS_NAME)
 
