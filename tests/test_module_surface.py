@@ -9,6 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 
 import shardhet.fsdp.params.state
 import shardhet.fsdp.state_door
@@ -356,6 +361,17 @@ def from_vector(pair: Pair) -> None:
     torch.nn.utils.vector_to_parameters(vector + 1, params)
 
 
+def ask_for_model_state(pair: Pair) -> None:
+    get_model_state_dict(pair.model)
+
+
+def ask_for_optimizer_state(pair: Pair) -> None:
+    optimizer = optim.AdamW(pair.model.parameters())
+    get_optimizer_state_dict(
+        pair.module, optimizer, options=StateDictOptions(full_state_dict=True)
+    )
+
+
 def merge(pair: Pair) -> None:
     pair.model.module.merge_adapter = pair.model.module.head.extra_repr  # as a PeftModel has it
     pair.model.merge_adapter()
@@ -374,6 +390,8 @@ FAULTS = [
     (copy_head, "a module inside it cannot be copied"),
     (average, "ema = [p.detach().clone() for p in model.parameters()]"),
     (pickle, "Save model.state_dict() instead"),
+    (ask_for_model_state, "Instead call on every rank model.state_dict()"),
+    (ask_for_optimizer_state, "shardhet.checkpoint.save(model, optimizer, folder)"),
     (read, "model.read_head: reads or writes parameters"),
     (norm, "model.size_of_head: reads or writes parameters"),
     (write, "model.zero_head: reads or writes parameters"),

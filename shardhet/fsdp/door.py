@@ -57,6 +57,14 @@ REFUSED = {
         "from shardhet.hf import generate; generate(model, **inputs)"
     ),
 }
+# What torch.distributed.checkpoint.state_dict asks every module for, to read or write states.
+_ASKED_FOR_STATES = "_fqn_modifiers"
+_OF_ROWS = (
+    "This rank has only some rows of parameters and of optimizers' states, which "
+    "torch.distributed.checkpoint.state_dict takes for all. Instead call on every rank "
+    "model.state_dict() and model.load_state_dict(state), or, with the optimizer, "
+    "shardhet.checkpoint.save(model, optimizer, folder) and load"
+)
 REFUSED_INSIDE = ("merge_adapter", "merge_and_unload", "save_pretrained", "push_to_hub")
 
 
@@ -64,8 +72,8 @@ class WrongDoorError(RuntimeError):
     """Raised for a method of the wrapped module that cannot work under HetFSDP."""
 
 
-def refuse(name: str, why: str, *_: Any, **__: Any) -> NoReturn:
-    """Raise ``WrongDoorError`` for the module's method ``name``, whatever it is called with."""
+def refuse(name: str, why: str) -> NoReturn:
+    """Raise ``WrongDoorError`` for the module's method ``name``."""
     raise WrongDoorError(f"model.{name}: cannot be called on a HetFSDP. {why}.")
 
 
@@ -118,10 +126,16 @@ def with_stand_ins(name: str, call: Callable[[], Any], flats: Sequence[FlatTenso
 
 def watch_inside(root: nn.Module, flats: Sequence[FlatTensor], rows: RowGroup) -> None:
     """Let no method of the modules inside take rows for the parameters when it saves them."""
+
+    def refuse_inside(name: str, why: str, *_: Any, **__: Any) -> None:
+        with rows.lifeline.guard("the program around HetFSDP"):
+            refuse(name, why)
+
     for fqn, module in root.named_modules():
+        module.__dict__[_ASKED_FOR_STATES] = partial(refuse_inside, _ASKED_FOR_STATES, _OF_ROWS)
         for name in REFUSED_INSIDE:
             if callable(getattr(module, name, None)):
-                module.__dict__[name] = partial(refuse, name, REFUSED[name])
+                module.__dict__[name] = partial(refuse_inside, name, REFUSED[name])
         for name in ("state_dict", "load_state_dict"):
             method = getattr(module, name)
             module.__dict__[name] = partial(_with_whole, method, name, fqn, flats, rows)
