@@ -376,6 +376,71 @@ def test_ranks_launch_what_they_share_in_one_order_over_all_communicators() -> N
         assert shared(one, other) == shared(other, one)
 
 
+class _Regression(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, int]:
+        return (self.last(self.first(x).tanh())[:, 0] - y).square().sum(), len(y)
+
+
+def _from_the_host(rank: int) -> None:
+    """No device is named, and inputs are on the host, one of them pinned."""
+    torch.manual_seed(3)
+    module, x, y = _Regression().double(), torch.randn(8, 8).double(), torch.randn(8).double()
+    plain = copy.deepcopy(module)
+    loss_sum, num_samples = plain(x, y)
+    (loss_sum / num_samples).backward()
+    plan = Plan.by_hand(microbatch_sizes=[1, 3], state_shares=[0.5, 0.5], num_rounds=2)
+    mine = plan.sample_indices(rank)
+    with Accelerator().installed() as accelerator:
+        model = HetFSDP(module, plan, units=[nn.Linear])
+        assert model.device == accelerator.device
+        for _ in range(2):
+            model.zero_grad()
+            accelerator.syncs.clear()
+            mean = model.forward_backward(x[mine].pin_memory(), y[mine])
+        # That of the losses, once a round: copies of inputs let nobody wait.
+        assert accelerator.syncs == ["comm/host_copy.py read: event"] * 2
+        found = {fqn: param.grad.clone() for fqn, param in model.named_parameters()}
+        rows = {fqn: box.rows for fqn, box in model.sharded_state_dict().items()}
+    assert mean == pytest.approx(float(loss_sum / num_samples), rel=1e-12)
+    for fqn, param in plain.named_parameters():
+        expected = param.grad[rows[fqn].start : rows[fqn].stop]
+        torch.testing.assert_close(found[fqn], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_without_a_device_a_rank_takes_its_own_and_copies_what_is_on_the_host() -> None:
+    run_ranks(_from_the_host, 2)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "local_rank", "expected"),
+    [(0, None, 0), (0, "1", 1), (3, "1", 3), (0, "4", "local rank 4: .* sees 4 cuda devices")],
+)
+def test_the_accelerator_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch, chosen: int, local_rank: str | None, expected: Any
+) -> None:
+    made: list[int] = []
+    host = mock.Mock(
+        current_accelerator=lambda check_available: torch.device("cuda"),
+        current_device_index=lambda: chosen,
+        device_count=lambda: 4,
+        set_device_index=made.append,
+    )
+    monkeypatch.setattr(torch, "accelerator", host)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            devices.of_this_rank()
+    else:
+        assert devices.of_this_rank() == torch.device("cuda", expected)
+        assert made == [expected]
+
+
 def _over_gloo(rank: int, wants: tuple[str, ...]) -> tuple[list[Tensor], int]:
     """Gradients of one step, whole, and the number of collectives of NCCL."""
     plan = Plan.by_hand(microbatch_sizes=[1, 0, 2], state_shares=[0.25, 0.5, 0.25])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardhet import HetFSDP, Plan
+from shardhet import HetFSDP, Plan, describe
 from tests.parity import Batch, part_of, rows_of
 from tests.selection import one_in
 from tests.worlds import run_ranks
@@ -251,6 +251,32 @@ def _loss_inputs_seen(rank: int) -> None:
     loss = model.backward(*model(torch.zeros(4, 4), loss_inputs=targets))
     assert set(seen) == {torch.float32}  # in the probe too
     assert loss is not None
+
+
+class RootComputes(nn.Module):
+    """Parameters that no unit has are the first to see the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.scale = nn.Conv2d(3, 4, 2), nn.Parameter(torch.ones(4))
+        self.block, self.seen = nn.Linear(4, 4), list[torch.dtype]()
+
+    def forward(self, image: Tensor, index: Tensor) -> tuple[Tensor, int]:
+        self.seen += [image.dtype, index.dtype]
+        x = self.block(self.patch(image).mean((2, 3)) * self.scale)
+        return (x[:, 0] * index).float().square().sum(), len(x)
+
+
+def test_arguments_of_the_model_are_cast_as_its_parameters_are() -> None:
+    module, batch = RootComputes(), (torch.rand(2, 3, 4, 4), torch.arange(2))
+    plain = copy.deepcopy(module).bfloat16()
+    plan = Plan.even(1, microbatch_size=2)
+    model = HetFSDP(module, plan, units=["block"], param_dtype=torch.bfloat16)
+    mean = model.forward_backward(*batch)
+    assert mean == plain(batch[0].bfloat16(), batch[1])[0].item() / 2
+    assert {*module.seen} == {torch.bfloat16, torch.int64}
+    described = describe(RootComputes(), batch, units=["block"], param_dtype=torch.bfloat16)
+    assert described.param_dtype == "bfloat16"
 
 
 def test_what_the_loss_is_compared_with_keeps_its_precision() -> None:

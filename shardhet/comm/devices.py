@@ -4,6 +4,7 @@ Everything that treats an accelerator differently from the host asks here, so th
 put an emulated accelerator in its place (see ``tests/emulation``).
 """
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -12,6 +13,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils import dlpack
+
+
+def of_this_rank() -> torch.device:
+    """This rank's accelerator, made the current device; the CPU if there is none.
+
+    It is the current device if the program has chosen another than the first, and else that of
+    LOCAL_RANK.  Apple's has no streams, over which units would be gathered.
+    """
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None or kind.type == "mps":
+        return torch.device("cpu")
+    chosen, found = torch.accelerator.current_device_index(), torch.accelerator.device_count()
+    index = chosen or int(os.environ.get("LOCAL_RANK", "0"))
+    if index >= found:
+        raise ValueError(
+            f"local rank {index}: this process sees {found} {kind.type} devices, from 0 on. "
+            f"Start at most {found} ranks per host, or say which device it has (device=)."
+        )
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind.type, index)
 
 
 def is_on_host(of: Tensor | torch.device) -> bool:

@@ -69,9 +69,12 @@ class HetFSDP(ModuleInRounds):
         module: equal on all ranks, or on the meta device.
         plan: equal on all ranks; its devices may be in another order than the ranks.
         group: None uses the default group, or no group if there is only one process.
-        device: where to train; None: where the parameters are (the CPU, if on the meta device).
+        device: where to train; None: the accelerator that the module is on, or else that of
+            this rank (LOCAL_RANK), or the CPU if there is none.  What the model is given on the
+            host is copied there.
         units: module classes or fqns; None finds blocks, embeddings and head.
-        param_dtype: dtype of gathered parameters and of activations; None keeps the stored one.
+        param_dtype: dtype of gathered parameters, of activations and of the model's arguments
+            in floating point (``loss_inputs`` keep theirs); None keeps the stored one.
             In float16 scale the loss: ``model.backward(scaler.scale(loss_sum), num_tokens)``.
         reduce_dtype: dtype in which gradients are accumulated and summed over ranks; None
             is that of the stored parameters (float32, usually, whatever ``param_dtype`` is).
@@ -157,6 +160,7 @@ class HetFSDP(ModuleInRounds):
             control=members.control,
             lifeline=self._lifeline,
             seed=seed,
+        self._param_dtype = param_dtype
             module=module,
             norms=norms,
             caches=self._caches,

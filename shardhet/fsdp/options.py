@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from shardhet.comm import devices
 from shardhet.fsdp.microbatch.signature import BatchDims
 from shardhet.fsdp.params.optimizer_gate import are_rows
 from shardhet.fsdp.sharding.build import MixedPrecision
@@ -134,13 +135,22 @@ def check_dtype(name: str, dtype: Any) -> None:
 
 
 def device_for(device: Any, module: nn.Module) -> torch.device:
-    """The device to train on, which may be given by its name; that of the module if None."""
-    if device is None:
-        return _device_of(module)
+    """The device to train on, which may be given by its name.
+
+    None is the accelerator that the module is on, or else this rank's, if there is one; a name
+    without an index is this rank's.
+    """
     try:
-        return torch.device(device)
+        given = None if device is None else torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"HetFSDP: device is {device!r}, which is none: {error}") from None
+    found = _device_of(module) if given is None else given
+    if given is None and devices.is_on_host(found):
+        return devices.of_this_rank()
+    if found.index is None and not devices.is_on_host(found):
+        own = devices.of_this_rank()
+        return own if own.type == found.type else found
+    return found
 
 
 def _device_of(module: nn.Module) -> torch.device:

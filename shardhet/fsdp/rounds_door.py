@@ -24,6 +24,7 @@ class ModuleInRounds(ModuleWithState):
 
     plan: Plan
     position: int
+    _param_dtype: torch.dtype | None
     _backward: MeanBackward
     _forward: Callable[..., Any]  # of the wrapped module
     _batch_dim: BatchDims
@@ -169,6 +170,7 @@ class ModuleInRounds(ModuleWithState):
                 "and stages hand over tensors of one shape. Give a plan without stages."
             )
         cut_from = whole if self._runtime.rounds.number > 1 else None
+        call = call.brought(self._comm.device, self._param_dtype)
         return replace(call, cut_from=cut_from, of_loss=choices_of(self._loss.loss_fn))
 
     def drop_rounds(self) -> None:

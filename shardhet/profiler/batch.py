@@ -1,12 +1,14 @@
 """A model to be counted or measured, and an example of its batches."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardhet.fsdp.sharding.build import cast_arguments
 
 LossFn = Callable[..., tuple[Tensor, Tensor]]
 
@@ -57,6 +59,11 @@ class ExampleBatch:
             return tensor.index_select(0, rows)
 
         return self.map(stretch)
+
+    def cast(self, dtype: torch.dtype | None) -> Self:
+        """The same batch with arguments in floating point cast as HetFSDP casts them."""
+        args, kwargs = cast_arguments(self.args, self.kwargs, dtype)
+        return replace(self, args=args, kwargs=kwargs)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """The same batch with ``function`` applied to every tensor."""

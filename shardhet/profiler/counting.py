@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardhet.fsdp.microbatch.modes import OperationMode, tensors_among
 from shardhet.fsdp.probing.caches import CacheSwitch
-from shardhet.fsdp.sharding.build import casting
+from shardhet.fsdp.sharding.build import cast_arguments
 from shardhet.profiler.batch import ExampleBatch, LossFn
 from shardhet.profiler.sketch import ModelSketch, TensorInput, UnitCall, UnitSketch
 
@@ -177,7 +177,7 @@ def count_loss_outside(
     head = sketch.model.get_submodule(sketch.head_fqn)
     with sketch.fake_mode, torch.enable_grad(), casting_units(sketch, param_dtype), modes:
         modes.callback(head.register_forward_hook(begin).remove)
-        given = batch.map(fake)
+        given = batch.map(fake).cast(param_dtype)
         with CacheSwitch(sketch.model).off():
             logits = logits_of(sketch.model(*given.args, **given.kwargs))
         loss = loss_fn(logits, *given.loss_inputs)
@@ -190,10 +190,9 @@ def count_loss_outside(
 @contextmanager
 def casting_units(sketch: ModelSketch, param_dtype: torch.dtype | None) -> Iterator[None]:
     """Context in which units get their inputs cast to ``param_dtype``."""
-    cast = casting(lambda *args, **kwargs: (args, kwargs), param_dtype)
 
     def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return cast(*args, **kwargs)
+        return cast_arguments(args, kwargs, param_dtype)
 
     with ExitStack() as handles:
         for call in (call for unit in sketch.units for call in unit.calls):

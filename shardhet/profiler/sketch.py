@@ -32,7 +32,7 @@ from shardhet.fsdp.microbatch.batching import (
     unflatten,
 )
 from shardhet.fsdp.probing.caches import CacheSwitch
-from shardhet.fsdp.sharding.build import UnitDraft, casting, draft_units
+from shardhet.fsdp.sharding.build import UnitDraft, cast_arguments, casting, draft_units
 from shardhet.fsdp.sharding.wrapping import UnitModules, find_units
 from shardhet.profiler.batch import ExampleBatch, LossFn, TrainedModel
 
@@ -145,7 +145,9 @@ def sketch_model(model: TrainedModel, device: torch.device = CPU) -> ModelSketch
         drafts = draft_units(copied, modules)
         recorder = _Recorder(copied, drafts, loss_fn=model.loss_fn)
         first, second = [
-            recorder.record(model.batch.of_size(size).map(fake), model.param_dtype)
+            recorder.record(
+                model.batch.of_size(size).map(fake).cast(model.param_dtype), model.param_dtype
+            )
             for size in SIZES
         ]
     if [call.module_fqn for call in first] != [call.module_fqn for call in second]:
@@ -239,7 +241,7 @@ class _Recorder:
             leaves, spec = flatten(given)
             sources = [source_by_id.get(id(leaf)) for leaf in leaves]
             seen.append(_Seen(unit, fqn, leaves, spec, sources, is_head))
-            return casting(lambda *a, **k: (a, k), param_dtype)(*args, **kwargs)
+            return cast_arguments(args, kwargs, param_dtype)
 
         def note_output(fqn: str, _module: nn.Module, _args: Any, output: Any) -> None:
             call = next(each for each in reversed(seen) if each.module_fqn == fqn)
@@ -255,7 +257,10 @@ class _Recorder:
             with torch.enable_grad(), self._cache_switch.off(), quiet_fakes():
                 self._model(*batch.args, **batch.kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise _needs_values(seen, f"the result of {error.func} depends on values") from None
+            reason = (
+                f"the result of {error.func} depends on values, as where tokens go to experts"
+            )
+            raise _needs_values(seen, reason) from None
         except RuntimeError as error:
             raise _needs_values(seen, str(error).rstrip(".")) from error
         finally:
@@ -281,8 +286,8 @@ def _needs_values(seen: Sequence[_Seen], reason: str) -> ValueError:
     where = f"unit {running[-1]!r}" if running else "the model, outside of its units"
     return ValueError(
         f"{where}: it cannot be run on tensors without values, so it can be neither counted "
-        f"nor timed: {reason}. Train it by a plan that needs no measurement (plan=even, "
-        "plan=proportional, Plan.by_hand); tokens routed to experts are one such case."
+        f"nor timed: {reason}. Give a batch that it takes, or train it by a plan that needs no "
+        "measurement (plan=even, plan=proportional, Plan.by_hand)."
     )
 
 

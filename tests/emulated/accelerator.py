@@ -385,6 +385,7 @@ class Accelerator:
 
         with (
             mock.patch.object(devices, "is_on_host", self.is_on_host),
+            mock.patch.object(devices, "of_this_rank", return_value=self.device),
             mock.patch.object(devices, "module_of", return_value=module),
             mock.patch.object(devices, "pin", self.pin_in_place),
             mock.patch.object(devices, "unrecorded", self.unrecorded),

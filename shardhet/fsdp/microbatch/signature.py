@@ -3,7 +3,7 @@
 import inspect
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from itertools import pairwise
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
+from shardhet.comm import devices
 from shardhet.comm.host_copy import to_device
 from shardhet.fsdp.microbatch.batching import flatten, unflatten
 from shardhet.fsdp.microbatch.ragged import CountRows, Rows, rows_by_leaf
@@ -32,6 +33,7 @@ _CHOOSING = (
 )  # fmt: skip
 
 
+LOSS_INPUTS = "loss_inputs"  # the name of all of them
 CHECKSUM_END = 2**48  # exact in float64
 MIXER = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio, odd (Knuth, TAOCP 3, section 6.4)
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -128,6 +130,26 @@ class ModelCall:
             bool(ragged),
         )
 
+    def brought(self, device: torch.device, dtype: torch.dtype | None) -> "ModelCall":
+        """The call with its tensors on ``device``, none of them copied twice.
+
+        Floating-point arguments are in ``dtype``, as with FSDP2's ``cast_forward_inputs``, if
+        there is one; what ``loss_fn`` gets is not.
+        """
+        copies: dict[tuple[int, bool], Tensor] = {}
+
+        def bring(name: str, leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            casts = dtype is not None and leaf.is_floating_point() and name != LOSS_INPUTS
+            key = (id(leaf), casts)
+            if key not in copies:
+                there = _on(device, leaf, name)
+                copies[key] = there.to(dtype) if casts else there
+            return copies[key]
+
+        return replace(self, leaves=tuple(map(bring, self.names, self.leaves)))
+
     @property
     def key(self) -> Hashable:
         """Equal for calls of one kind, whatever the lengths of their tensors."""
@@ -172,9 +194,7 @@ class ModelCall:
             values, number = _real(leaf.detach()), 1
             if factor and dim is not None:
                 values, number = values.movedim(dim, 0), self.num_samples
-            hashed = _hash_rows(values.reshape(number, -1))
-            is_there = hashed.device == total.device
-            total = total * 31 + (hashed if is_there else to_device(hashed, device))
+            total = total * 31 + _hash_rows(values.reshape(number, -1))
         places = torch.arange(1, self.num_samples + 1, device=device)
         sums = torch.stack([total.sum(), (total * places).sum()])
         return (sums % CHECKSUM_END).double()
@@ -286,6 +306,16 @@ class ModelCall:
         return found
 
 
+def _on(device: torch.device, tensor: Tensor, name: str) -> Tensor:
+    """The tensor on ``device``; raises ``ValueError`` if it is on another accelerator."""
+    if tensor.device == device or devices.is_on_host(tensor):
+        return tensor if tensor.device == device else to_device(tensor, device)
+    raise ValueError(
+        f"model(...): argument {name!r} is on {tensor.device} but this rank trains on "
+        f"{device}. Pass it on the host, from where it is copied, or on model.device."
+    )
+
+
 def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
@@ -316,4 +346,4 @@ def _names(
         names += [params[i].name if is_known else f"argument {i}"] * len(flatten(arg)[0])
     for name, value in kwargs.items():
         names += [name] * len(flatten(value)[0])
-    return names + ["loss_inputs"] * len(flatten(loss_inputs)[0])
+    return names + [LOSS_INPUTS] * len(flatten(loss_inputs)[0])

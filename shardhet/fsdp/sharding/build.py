@@ -269,6 +269,13 @@ def casting(
     return cast_and_forward
 
 
+def cast_arguments(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], param_dtype: torch.dtype | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with those in floating point cast to the dtype of gathered parameters."""
+    return casting(lambda *args, **kwargs: (args, kwargs), param_dtype)(*args, **kwargs)
+
+
 def changes_arguments(unit_fqn: str, what: str) -> str:
     return (
         f"unit {unit_fqn!r} changes {what} that it is passed, which every microbatch and every "

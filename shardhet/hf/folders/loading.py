@@ -59,11 +59,10 @@ def load_pretrained(
         distributed_config: the options that a plan supports; others are refused by name.
         adapt: a function that wraps the model while its parameters are on the meta device:
             ``lambda model: get_peft_model(model, lora_config)``.
-        options: options of HetFSDP; ``device`` is the current accelerator, if there is one.
+        options: options of HetFSDP.
     """
     folder = Path(path)
-    chosen = {"device": _current_device(), **options_of(distributed_config, plan)}
-    options = {**chosen, **options}
+    options = {**options_of(distributed_config, plan), **options}
     group = default_group(options.get("group"))
     model = meta_model(
         folder, model_class, config, dtype=dtype, attn_implementation=attn_implementation
@@ -82,13 +81,6 @@ def load_pretrained(
     initialise.adapters_in(module)
     module.eval()
     return HetFSDP(module, plan, init_fn=initialise, row_source=rows, **options)
-
-
-def _current_device() -> torch.device:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def meta_model(
