@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from shardhet.checkpoint import redistribute
     from shardhet.comm.liveness import phase, watch_ranks
     from shardhet.fsdp import HetFSDP
+    from shardhet.fsdp.microbatch.loss import mean_of_samples
     from shardhet.fsdp.step.features import gather_features
     from shardhet.planner import PlanError, find_plan
     from shardhet.pricing.setting import Setting
@@ -40,6 +41,7 @@ _MODULE_BY_NAME = {
     "describe": "shardhet.profiler.describe",
     "find_plan": "shardhet.planner",
     "gather_features": "shardhet.fsdp.step.features",
+    "mean_of_samples": "shardhet.fsdp.microbatch.loss",
     "phase": "shardhet.comm.liveness",
     "plan_for": "shardhet.profiler.describe",
     "redistribute": "shardhet.checkpoint",
@@ -63,6 +65,7 @@ __all__ = [
     "describe",
     "find_plan",
     "gather_features",
+    "mean_of_samples",
     "phase",
     "plan_for",
     "redistribute",

@@ -1,13 +1,17 @@
 """What HetFSDP is given that it cannot use is refused by the argument's name."""
 
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from shardhet import HetFSDP, Plan
+from shardhet import ExampleBatch, HetFSDP, Plan, describe, mean_of_samples
 from tests.worlds import run_ranks
 
 ALONE = Plan.even(1, microbatch_size=2)
@@ -43,6 +47,87 @@ def test_devices_and_dimensions_may_be_said_in_other_ways() -> None:
     model = HetFSDP(net(), ALONE, device="cpu", batch_dim=np.int64(0))
     assert model.device == torch.device("cpu")
     assert model(torch.ones(2, 3)).shape == (2, 3)
+
+
+def test_inputs_of_another_accelerator_are_refused() -> None:
+    elsewhere = torch.ones(2, 3, device="meta")
+    with pytest.raises(ValueError, match=r"'input' is on meta but .* trains on cpu. Pass it"):
+        HetFSDP(net(), ALONE)(elsewhere)
+
+
+class Returning(nn.Module):
+    """A model that returns what is made of its predictions and targets."""
+
+    def __init__(self, make: Callable[[Tensor, Tensor], Any], width: int = 1) -> None:
+        super().__init__()
+        self.first, self.head, self.make = nn.Linear(3, 3), nn.Linear(3, width), make
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.make(self.head(self.first(x).tanh()), y)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (F.mse_loss, r"a tensor of shape \(\) without \(loss_sum"),
+        (lambda out, _: out[:, 0], r"a tensor of shape \(.,\)"),
+        (lambda out, _: {"logits": out}, "a dict"),
+        (lambda out, _: (out, out), "a tuple"),
+        (lambda out, y: SimpleNamespace(loss=F.mse_loss(out, y)), "a SimpleNamespace"),
+    ],
+)
+def test_what_is_no_sum_with_its_number_is_told_what_to_return(
+    make: Callable[[Tensor, Tensor], Any], words: str
+) -> None:
+    batch, what = (
+        (torch.ones(2, 3), torch.ones(2, 1)),
+        rf"{words}(.|\n)*return loss_sum, targets",
+    )
+    with pytest.raises(TypeError, match=f"^the model returns {what}"):
+        HetFSDP(Returning(make), ALONE).forward_backward(*batch)
+    if words != "a dict":  # which HetTrainer makes a loss of
+        with pytest.warns(UserWarning, match=what):
+            describe(Returning(make), batch, units=[nn.Linear])
+
+
+def test_a_loss_without_its_number_is_told_what_to_return() -> None:
+    inputs, targets = torch.ones(2, 3), torch.ones(2, 3)
+    words = "loss_fn returns a tensor of shape(.|\n)*loss_fn=shardhet.mean_of_samples"
+    with pytest.raises(TypeError, match=words):
+        HetFSDP(net(), ALONE, loss_fn=F.mse_loss).forward_backward(inputs, loss_inputs=targets)
+    batch = ExampleBatch(args=(inputs,), loss_inputs=(targets,))
+    with pytest.raises(TypeError, match=words):
+        describe(net(), batch, units=[nn.Linear], loss_fn=F.mse_loss)
+
+
+MEANS: dict[str, tuple[Callable[..., Tensor], Tensor]] = {
+    "mse": (F.mse_loss, torch.arange(24).view(8, 3).double()),
+    "classes": (F.cross_entropy, torch.tensor([0, -100, 2, 1, -100, -100, 0, 2])),
+    "another ignored": (nn.CrossEntropyLoss(ignore_index=1), torch.arange(8) % 3),
+}
+
+
+def _mean_of_samples(rank: int, kind: str) -> None:
+    loss_fn, targets = MEANS[kind]
+    plan = Plan.by_hand(
+        microbatch_sizes=[2, 1], num_microbatches=[1, 2], state_shares=[0.7, 0.3], num_rounds=2
+    )
+    torch.manual_seed(0)
+    module, x = net().double(), torch.randn(8, 3).double()
+    plain = copy.deepcopy(module)
+    expected = loss_fn(plain(x), targets)
+    expected.backward()
+    model = HetFSDP(module, plan, units=[nn.Linear], loss_fn=mean_of_samples(loss_fn))
+    mine = plan.sample_indices(rank)
+    mean = model.forward_backward(x[mine], loss_inputs=targets[mine])
+    assert mean == pytest.approx(expected.item(), rel=1e-12)
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    torch.testing.assert_close(model.clip_grad_norm_(1e9), norm, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("kind", MEANS)
+def test_a_mean_over_samples_is_that_of_one_process(kind: str) -> None:
+    run_ranks(_mean_of_samples, 2, kind)
 
 
 def test_a_dimension_that_no_argument_has_is_refused() -> None:

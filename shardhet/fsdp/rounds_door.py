@@ -85,7 +85,7 @@ class ModuleInRounds(ModuleWithState):
             with self._lifeline.guard("forward_backward"):
                 if len(parts) > 1 and call.num_samples:
                     call.check_cut(self._runtime.calls.are_batched)
-                loss_sum, num_tokens = loss_pair(output)
+                loss_sum, num_tokens = loss_pair(output, self._loss.loss_fn)
                 self._backward.check_pair(loss_sum, num_tokens)
             if scaler is not None:
                 loss_sum = scaler.scale(loss_sum)

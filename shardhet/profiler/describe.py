@@ -4,6 +4,7 @@
 """
 
 import logging
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardhet.fsdp.microbatch.loss import loss_pair
 from shardhet.fsdp.options import check_dtype
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
@@ -78,8 +80,14 @@ def describe(
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
     )
+    sketch = sketch_model(trained, device)
+    if loss_fn is None and not isinstance(sketch.output, Mapping):  # as HetTrainer's models
+        try:
+            loss_pair(sketch.output)
+        except TypeError as error:
+            warnings.warn(f"describe: {error}", stacklevel=2)
     return describe_sketch(
-        sketch_model(trained, device),
+        sketch,
         trained,
         tokens_per_sample=tokens_per_sample,
         num_moments=num_moments,

@@ -31,6 +31,7 @@ from shardhet.fsdp.microbatch.batching import (
     flatten,
     unflatten,
 )
+from shardhet.fsdp.microbatch.loss import loss_pair
 from shardhet.fsdp.probing.caches import CacheSwitch
 from shardhet.fsdp.sharding.build import UnitDraft, cast_arguments, casting, draft_units
 from shardhet.fsdp.sharding.wrapping import UnitModules, find_units
@@ -119,6 +120,7 @@ class ModelSketch:
     model: nn.Module  # a copy, all fake
     fake_mode: FakeTensorMode
     units: tuple[UnitSketch, ...]
+    output: Any  # of the model, without the loss
     head_fqn: str | None  # the module that the loss follows, if there is a ``loss_fn``
     stored_itemsizes: Mapping[str, int]  # of every parameter by name, before any cast
 
@@ -165,6 +167,7 @@ def sketch_model(model: TrainedModel, device: torch.device = CPU) -> ModelSketch
         model=copied,
         fake_mode=fake_mode,
         units=_named_by_kind(drafts, calls_by_unit),
+        output=recorder.output,
         head_fqn=recorder.head_fqn,
         stored_itemsizes={
             fqn: param.element_size()
@@ -228,6 +231,7 @@ class _Recorder:
         last = last_module_fqn(model, [draft.modules for draft in drafts])
         self._cache_switch = CacheSwitch(model)
         self._loss_fn = loss_fn
+        self.output: Any = None  # of the model, in the last forward
         self.head_fqn = None if loss_fn is None else last
 
     def record(self, batch: ExampleBatch, param_dtype: torch.dtype | None) -> list[_Seen]:
@@ -247,6 +251,8 @@ class _Recorder:
             call = next(each for each in reversed(seen) if each.module_fqn == fqn)
             loss_fn = self._loss_fn if call.is_head else None
             call.output = output if loss_fn is None else loss_fn(output, *batch.loss_inputs)
+            if loss_fn is not None:
+                loss_pair(call.output, loss_fn)
 
         handles = []
         for unit, fqn, module in self._modules:
@@ -255,7 +261,7 @@ class _Recorder:
             handles.append(module.register_forward_hook(partial(note_output, fqn)))
         try:
             with torch.enable_grad(), self._cache_switch.off(), quiet_fakes():
-                self._model(*batch.args, **batch.kwargs)
+                self.output = self._model(*batch.args, **batch.kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             reason = (
                 f"the result of {error.func} depends on values, as where tokens go to experts"

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 
 from shardhet.fsdp.microbatch.batching import flatten
@@ -107,28 +108,58 @@ class FusedLoss:
             )
 
 
-def loss_pair(output: Any) -> tuple[Any, Any]:
+def loss_pair(output: Any, loss_fn: LossFn | None = None) -> tuple[Any, Any]:
     """The loss and its number of tokens, in what a model returns: the first two of a sequence,
     or what ``loss_fn`` has put into a mapping (transformers' ``ModelOutput``).
 
-    Raises ``TypeError`` if the mapping has none.
+    Raises ``TypeError`` if they are not there.
     """
-    if isinstance(output, Mapping):
-        found = [each for each in output.values() if _is_pair(each)]
-        if not found:
-            raise TypeError(
-                f"forward_backward: the model returns a {type(output).__name__} without "
-                "(loss_sum, num_tokens). Pass loss_fn to HetFSDP, or wrap a module of your own "
-                "around the model whose forward returns both."
-            )
-        output = found[0]
-    loss_sum, num_tokens, *_ = output
-    return loss_sum, num_tokens
+    values = [output[:2]] if isinstance(output, tuple | list) else []
+    values += output.values() if isinstance(output, Mapping) else []
+    found = next(filter(_is_pair, values), None)
+    if found is not None:
+        return found[0], found[1]
+    kind = type(output).__name__
+    if isinstance(output, Tensor):
+        kind = f"tensor of shape {tuple(output.shape)}"
+    raise TypeError(
+        f"{'the model' if loss_fn is None else 'loss_fn'} returns a {kind} without "
+        "(loss_sum, num_tokens), by which losses of unlike batches add up. Return both:\n"
+        '    loss_sum = F.cross_entropy(logits, targets, reduction="sum")\n'
+        "    return loss_sum, targets.numel()\n"
+        "or have the mean loss of its predictions computed for you:\n"
+        "    HetFSDP(model, plan, loss_fn=shardhet.mean_of_samples(F.cross_entropy))\n"
+        "    model.forward_backward(inputs, loss_inputs=targets)"
+    )
 
 
 def _is_pair(value: Any) -> bool:
     is_two = isinstance(value, (tuple, list)) and len(value) == 2
     return is_two and isinstance(value[0], Tensor) and not value[0].dim()
+
+
+def mean_of_samples(loss_fn: Callable[..., Tensor]) -> LossFn:
+    """A ``loss_fn`` for HetFSDP, of one that returns the mean over the samples it is given.
+
+        HetFSDP(model, plan, loss_fn=mean_of_samples(F.mse_loss))
+
+    Samples are those in dim 0 of the model's output; where the first of ``loss_inputs`` holds
+    classes, what counts is those that are not ``ignore_index`` (-100).  A mean that weighs them
+    unlike, as by class, is refused if the first samples show it: return a sum and its number.
+    """
+    ignored = getattr(loss_fn, "ignore_index", -100)
+
+    def loss_and_number(output: Tensor, *loss_inputs: Any) -> tuple[Tensor, Tensor]:
+        mean = loss_fn(output, *loss_inputs)
+        target = loss_inputs[0] if loss_inputs else output
+        if target.dtype in (torch.int64, torch.int32):
+            number = (target != ignored).sum()
+        else:
+            number = torch.full((), len(output), dtype=torch.int64, device=output.device)
+        wide = torch.promote_types(mean.dtype, torch.float32)
+        return torch.where(number > 0, mean.to(wide), 0.0) * number, number
+
+    return loss_and_number
 
 
 class Output:
