@@ -74,6 +74,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_BY_NAME:
         raise AttributeError(f"module 'shardhet' has no attribute {name!r}")

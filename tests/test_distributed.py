@@ -109,7 +109,9 @@ def test_devices_that_do_not_fit_are_refused_with_a_table_and_a_mend() -> None:
         "  planned 1: any device",
         "  rank 0: A100 80.0 GiB on a",
         "  rank 1: T4 16.0 GiB on a",
-        "Run the planner on this cluster, or start the ranks on the planned devices.",
+        "Run the planner on this cluster, or start the ranks on the planned devices. To try "
+        "the plan on CPUs: shardhet rehearse PROGRAM --plan plan.json, or "
+        "HetFSDP(model, plan, rehearse=True).",
     ]
 
 

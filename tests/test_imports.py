@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import shardhet
+
 ROOT = Path(__file__).parent.parent
 
 # Put before what a case runs: an environment without these packages.
@@ -83,6 +85,10 @@ def test_a_plan_is_found_and_simulated_without_torch() -> None:
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
     assert run_python("import shardhet" + LOADED) == "[]"
+
+
+def test_the_public_names_are_listed() -> None:
+    assert dir(shardhet) == sorted(shardhet._MODULE_BY_NAME) == sorted(shardhet.__all__)
 
 
 def test_records_and_prices_import_numpy_and_nothing_heavier() -> None:

@@ -10,6 +10,7 @@ COMMANDS = {
     "plan": ("shardhet.apps.plan", "find the best plan for a cluster and a model"),
     "simulate": ("shardhet.apps.simulate", "simulate one step of a plan, event by event"),
     "train": ("shardhet.apps.train", "train a model on unlike devices"),
+    "rehearse": ("shardhet.apps.rehearse", "run a program on CPUs under a plan for any cards"),
     "inspect": (
         "shardhet.apps.checkpoint_inspect",
         "list what a checkpoint contains and verify its files",

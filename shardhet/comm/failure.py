@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -27,6 +29,13 @@ LIMIT_AFTER_FAILURE = 0.9  # of the memory that was predicted, or had been alloc
 MEND = "All ranks stop. Fix the cause on that rank and start again."
 OF_CUDA = "ncclUnhandledCudaError"  # in torch's error, if a call of CUDA failed in NCCL
 NO_HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # in torch's RuntimeError
+TRACEBACK = "SHARDHET_TRACEBACK"  # "full": with the frames inside of this package
+OF_BUGS = (AssertionError, AttributeError, LookupError)  # if this package raises them
+# Files of this package, and what torch and Python put between it and the program.
+INTERNAL = re.compile(
+    f"^{re.escape(str(Path(__file__).parents[1]))}|^<frozen|/contextlib.py$"
+    "|/torch/nn/modules/module.py$|/torch/autograd/function.py$"
+)
 ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)
 BYTES_BY_UNIT = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
 
@@ -118,9 +127,9 @@ class Lifeline:
             process = json.dumps([socket.gethostname(), os.getpid()])
             self._store.set(f"shardhet_process_{channel.position}", process)
             _lifelines.add(self)
-            if not _hooks_before:
-                _hooks_before.append(sys.excepthook)
-                sys.excepthook = _tell_before_the_end
+        if not _hooks_before:
+            _hooks_before.append(sys.excepthook)
+            sys.excepthook = _tell_before_the_end
 
     @property
     def doing(self) -> str:
@@ -285,4 +294,27 @@ def _tell_before_the_end(kind: type[BaseException], error: BaseException, trace:
         for each in list(_lifelines):
             each.tell(error)
     finally:
-        _hooks_before[0](kind, error, trace)
+        if os.environ.get(TRACEBACK) != "full":
+            leave_out_internals(error)
+        _hooks_before[0](kind, error, error.__traceback__)
+
+
+def leave_out_internals(error: BaseException | None) -> None:
+    """Leave of the traceback what its reader can change: the program and its libraries."""
+    while error is not None:
+        frames, trace = list[TracebackType](), error.__traceback__
+        while trace is not None:
+            frames.append(trace)
+            trace = trace.tb_next
+        is_bug = isinstance(error, OF_BUGS) and frames and _is_internal(frames[-1])
+        for each in reversed(frames):
+            if is_bug or not _is_internal(each):
+                trace = TracebackType(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
+        error.__traceback__ = trace
+        if isinstance(error.__cause__, LostPeerError):  # the message has what came of it
+            error.__cause__ = None
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _is_internal(trace: TracebackType) -> bool:
+    return INTERNAL.search(trace.tb_frame.f_code.co_filename) is not None

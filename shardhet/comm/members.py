@@ -18,6 +18,8 @@ from shardhet.records.cluster import DeviceSpec
 from shardhet.records.nodes import Nodes
 from shardhet.records.plan import Plan
 
+REHEARSE = "SHARDHET_REHEARSE"  # of `shardhet rehearse`, for the programs that it starts
+
 
 @dataclass(frozen=True, slots=True)
 class Members:
@@ -84,6 +86,13 @@ def local_device_spec(device: torch.device) -> DeviceSpec:
     return DeviceSpec(host=host, kind=device.type, memory_capacity_bytes=num_bytes)
 
 
+def planned_device(plan: Plan, group: dist.ProcessGroup | None) -> DeviceSpec | None:
+    """What this process announces in place of its own device, under a plan for others."""
+    rank = 0 if group is None else group.rank()
+    planned = plan.ranks[rank].device if rank < plan.world_size else DeviceSpec()
+    return None if planned == DeviceSpec() else planned
+
+
 def match_devices(
     planned: Sequence[DeviceSpec], announced: Sequence[DeviceSpec]
 ) -> tuple[int, ...]:
@@ -114,7 +123,9 @@ def match_devices(
     if not all(place(position, set()) for position in range(len(planned))):
         raise ValueError(
             f"The devices found do not fit the plan.\n{_device_table(planned, announced)}\n"
-            f"Run the planner on this cluster, or start the ranks on the planned devices."
+            f"Run the planner on this cluster, or start the ranks on the planned devices. "
+            f"To try the plan on CPUs: shardhet rehearse PROGRAM --plan plan.json, or "
+            f"HetFSDP(model, plan, rehearse=True)."
         )
     return tuple(sorted(position_by_rank, key=lambda rank: position_by_rank[rank]))
 

@@ -1,5 +1,6 @@
 """HetFSDP: the module that users wrap around theirs."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from shardhet.comm.groups import default_group
 from shardhet.comm.liveness import watch_unless_decided
-from shardhet.comm.members import Members
+from shardhet.comm.members import REHEARSE, Members, planned_device
 from shardhet.comm.progress import progress
 from shardhet.fsdp.door import watch_inside
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
@@ -86,7 +87,10 @@ class HetFSDP(ModuleInRounds):
             None for an argument without samples; arguments that are not named have 0.
         ragged: how many rows samples have, if not one each: ``{"patches": lambda batch: ...}``.
         seed: for dropout and for the initialisation of meta parameters.
-        device_spec: the device that this rank reports to the others; None asks the driver.
+        device_spec: the device that this rank reports to the others, of one that is emulated;
+            None asks the driver.
+        rehearse: run the plan of any devices on CPU processes, of which each stands in for one;
+            also if SHARDHET_REHEARSE is set, as ``shardhet rehearse PROGRAM`` does.
         init_fn: initialises what was on the meta device, module by module; None calls each
             module's own ``reset_parameters``.  Values depend on ``seed``, not on the plan.
         row_source: supplies the values of meta parameters; each rank reads only its rows.
@@ -109,6 +113,7 @@ class HetFSDP(ModuleInRounds):
         ragged: Mapping[str, CountRows] | None = None,
         seed: int = 0,
         device_spec: DeviceSpec | None = None,
+        rehearse: bool = False,
         init_fn: Callable[[nn.Module], None] | None = None,
         row_source: RowSource | None = None,
     ) -> None:
@@ -116,7 +121,11 @@ class HetFSDP(ModuleInRounds):
         super().__init__()
         precision = MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         check_options(module, plan, precision, loss_fn=loss_fn, seed=seed)
-        group, device = default_group(group), device_for(device, module)
+        group = default_group(group)
+        if rehearse or os.environ.get(REHEARSE):
+            device, device_spec = torch.device("cpu"), planned_device(plan, group)
+        else:
+            device = device_for(device, module)
         members = Members.of_plan(group, plan, device=device, device_spec=device_spec)
         watch_unless_decided(plan.world_size, device)
         self._control, self._lifeline = members.control, members.lifeline
@@ -151,6 +160,7 @@ class HetFSDP(ModuleInRounds):
         # Hooks on the state dicts of this are those on the module's, and run with them.
         shared = [k for k in vars(module) if "state_dict" in k and k.endswith("_hooks")]
         vars(self).update({name: vars(module)[name] for name in shared})
+        self._param_dtype = param_dtype
         self._loss, self._caches = FusedLoss(loss_fn), CacheSwitch(module)
         self._batch_dim, self._forward = batch_dims(batch_dim, module.forward), module.forward
         self._make_runtime = partial(
@@ -160,7 +170,6 @@ class HetFSDP(ModuleInRounds):
             control=members.control,
             lifeline=self._lifeline,
             seed=seed,
-        self._param_dtype = param_dtype
             module=module,
             norms=norms,
             caches=self._caches,

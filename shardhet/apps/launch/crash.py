@@ -22,6 +22,7 @@ from rich.text import Text
 
 from shardhet.apps.launch.memory_limits import PlansAgainError
 from shardhet.apps.launch.run_folder import RunFolder, write_whole
+from shardhet.comm.failure import INTERNAL
 from shardhet.comm.liveness.ending import OF_THIS_RANK
 from shardhet.comm.peers import LostPeerError
 from shardhet.comm.progress import progress
@@ -100,7 +101,11 @@ class Failure:
 def _place(error: BaseException) -> str:
     """The innermost line of user code; without any, that of this package or any other."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "site-packages" not in frame.filename]
+    own = [
+        frame
+        for frame in frames
+        if "site-packages" not in frame.filename and not INTERNAL.search(frame.filename)
+    ]
     if not frames:
         return "unknown"
     innermost = (own or list(frames))[-1]
@@ -145,8 +150,9 @@ def crash_panel(failure: Failure, folder: RunFolder) -> Panel:
         ("rank", f"{failure.rank} ({failure.device})"),
         ("error", failure.exception),
         ("at", failure.place),
-        ("log", str(folder.log_path(failure.rank))),
     ]
+    if (log := folder.log_path(failure.rank)).exists():
+        rows.append(("log", str(log)))
     lines = [Text.assemble((f"{name:6}", "bold"), text) for name, text in rows]
     return Panel(
         Group(*lines), title="the run failed", box=box.ASCII, border_style="red", expand=False

@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -39,11 +39,13 @@ def start_ranks(
     world_size: int,
     *,
     worker_module: str = "shardhet.apps.run.worker",
+    arguments: Sequence[str] = (),
     grace_s: int | None = None,
     link: LinkConf | None = None,
 ) -> None:
     """Run the worker on ``folder`` once per rank and wait; SystemExit if one fails.
 
+    ``arguments`` are what it gets besides the folder.
     Ranks start again, and go on, if one of them has lowered its device's budget of memory.
     ``grace_s`` is the time that ranks get to end in order if this process is told to end; None:
     that of torch, and they do not.  Messages between the ranks on both sides of ``link`` go
@@ -78,7 +80,7 @@ def start_ranks(
         if grace_s is not None:
             # Not passed on by torch; the ranks look for the file.
             signal.signal(signal.SIGUSR1, lambda *_: folder.end_notice_path.touch())
-        worker = ("-m", rank_start.__name__, worker_module, str(folder.path))
+        worker = ("-m", rank_start.__name__, worker_module, str(folder.path), *arguments)
         goes_on = True
         while goes_on:
             try:

@@ -1,0 +1,64 @@
+"""``shardhet rehearse PROGRAM --plan FILE``: run a program on CPUs under a plan for any cards.
+
+One process stands in for each of the plan's devices, and computes and stores what that would.
+"""
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from shardhet.apps.launch.crash import Failure
+from shardhet.apps.launch.launch import start_ranks
+from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.comm.members import REHEARSE
+from shardhet.records.plan import Plan
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the program on every rank; SystemExit if one fails."""
+    parser = argparse.ArgumentParser(
+        prog="shardhet rehearse",
+        description="Run a program that uses HetFSDP as it is, on this machine's CPU: one "
+        "process for each device of the plan. What is not known here is passed on to it.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("program", type=Path, help="a Python file")
+    parser.add_argument(
+        "--plan", type=Path, required=True, help="the plan.json that it follows"
+    )
+    given, passed_on = parser.parse_known_args(arguments)
+    try:
+        plan = Plan.load(given.plan)
+    except (OSError, ValueError) as error:
+        parser.error(f"--plan: {error}")
+    if not given.program.is_file():
+        parser.error(f"{given.program} is not a file. Give the Python file to run.")
+    # Programs that ask for an accelerator take the CPU instead.
+    os.environ |= {REHEARSE: "1", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    with TemporaryDirectory() as folder:
+        start_ranks(
+            RunFolder(Path(folder)),
+            plan.world_size,
+            worker_module=__name__,
+            arguments=(str(given.program), *passed_on),
+        )
+
+
+def run_program() -> None:
+    """Run the program as ``python PROGRAM`` does, in one rank."""
+    _, folder, *sys.argv = sys.argv
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except Exception as error:
+        rank = int(os.environ["RANK"])
+        Failure.of(error, rank=rank, device="cpu").save(RunFolder(Path(folder)))
+        raise
+
+
+if __name__ == "__main__":
+    run_program()
