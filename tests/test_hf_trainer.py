@@ -289,11 +289,14 @@ def test_a_prediction_step_that_would_not_be_called_is_refused(tmp_path: Path) -
         overriding(llama(), arguments(tmp_path), plan=ONE, train_dataset=texts(8, seed=1))
 
 
-def test_batch_sizes_alone_are_a_plan(tmp_path: Path) -> None:
+def test_batch_sizes_alone_or_the_path_of_its_file_are_a_plan(tmp_path: Path) -> None:
     from shardhet.hf import HetTrainer
 
-    trainer = HetTrainer(llama(), arguments(tmp_path), plan=[8], train_dataset=texts(8, seed=1))
-    assert trainer.plan == Plan.by_hand(microbatch_sizes=[8])
+    plan, path = Plan.by_hand(microbatch_sizes=[8]), tmp_path / "plan.json"
+    plan.save(path)
+    for given in ([8], path, str(path)):
+        args, dataset = arguments(tmp_path), texts(8, seed=1)
+        assert HetTrainer(llama(), args, plan=given, train_dataset=dataset).plan == plan
 
 
 def test_an_optimizer_on_the_host_is_fused(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_what_is_no_module_or_no_plan_is_refused() -> None:
     given: list[tuple[Any, Any, str]] = [
         (torch.relu, ALONE, "is no module"),
         (ALONE, net(), "is no module"),
-        (net(), "plan.json", r"Plan.load\(path\)"),
+        (net(), 7, r"Plan.load\(path\)"),
     ]
     for module, plan, words in given:
         with pytest.raises(TypeError, match=words):

@@ -637,3 +637,37 @@ def test_numbers_of_numpy_are_numbers() -> None:
         num_rounds=2,
     )
     assert found == Plan.from_json(found.to_json()) == plan
+
+
+def test_a_plan_is_printed_as_the_table_of_its_devices() -> None:
+    gpu = DeviceSpec(kind="Tesla T4")
+    plan = Plan.by_hand(
+        microbatch_sizes=[8, 2, 2, 0],
+        num_microbatches=[3, 1, 1, 0],
+        state_shares=[0.25, 0.25, 0.25, 0.25],
+        recompute=[True, False, False, False],
+        optimizer_on_host=[False, False, False, True],
+        devices=[DeviceSpec(kind="L4"), gpu, gpu, gpu],
+        num_rounds=2,
+    )
+    table = """\
+4 devices; a step is 56 samples (num_rounds=2, the table shows one round)
++-----------------------------------------------------------------+
+| device       | microbatches | recomputes |  share | on the host |
+|--------------+--------------+------------+--------+-------------|
+| 0 L4         |        3 x 8 |        all | 25.00% |           - |
+| 1-2 Tesla T4 |        1 x 2 |          - | 25.00% |           - |
+| 3 Tesla T4   |            - |          - | 25.00% |   optimizer |
++-----------------------------------------------------------------+"""
+    assert str(plan) == table
+    assert plan._repr_html_() == f"<pre>{table}</pre>"
+    assert repr(plan) == f"<Plan {plan.digest} of 4 devices and 56 samples a step>"
+
+
+def test_a_plan_is_given_as_it_is_by_its_file_or_by_batch_sizes(tmp_path: Path) -> None:
+    plan, path = Plan.by_hand(microbatch_sizes=[2, 1]), tmp_path / "plan.json"
+    plan.save(path)
+    for each in (plan, path, str(path), [2, 1], (2, 1)):
+        assert Plan.of(each) == plan
+    with pytest.raises(TypeError, match=r"plan is 3 but must be a Plan \(Plan.load"):
+        Plan.of(3)

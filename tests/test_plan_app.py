@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from shardhet.apps.cli.quantities import counted, percent
 from shardhet.apps.plan import main as plan_main
-from shardhet.apps.planning.report import recomputed
+from shardhet.records.shown import recomputed
 from shardhet.apps.planning.sentences import form_lines
 from shardhet.apps.simulate import main as simulate_main
 from shardhet.config.compose import conf_dir

@@ -4,6 +4,7 @@ import resource
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from experiments.decoders import flops_per_token
 from shardhet.models.decoder import Decoder, DecoderConfig
-from shardhet.planner import find_plan
+from shardhet.planner import PlanError, find_plan
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
 from shardhet.profiler.batch import ExampleBatch
@@ -19,8 +20,10 @@ from shardhet.profiler.counting import MAX_COUNTS, LiveBytes, steady
 from shardhet.profiler.describe import as_example, describe, plan_for
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
 from shardhet.records.kinds import built_in_kinds
+from shardhet.records.plan import Plan
 from shardhet.records.workload import Unit, Workload
 from tests.selection import one_in
+from tests.worlds import run_ranks, run_ranks_expecting_failure
 
 TINY = {
     "vocab_size": 256,
@@ -252,6 +255,42 @@ def test_a_model_a_batch_and_a_cluster_make_a_plan(tmp_path: Path) -> None:
     assert plan == find_plan(setting, global_batch_size=24)
     assert as_example(tokens) == ExampleBatch(args=(tokens,))
     assert as_example({"input_ids": tokens}) == ExampleBatch(kwargs={"input_ids": tokens})
+
+
+def _plans(rank: int, fails: bool) -> tuple[str, list[int]]:
+    """A plan as this rank gets it twice, and the batches that it has planned for."""
+    planned: list[int] = []
+
+    def plan(setting: Setting, *, global_batch_size: int) -> Plan:
+        planned.append(global_batch_size)
+        if fails:
+            raise PlanError("no plan fits")
+        return find_plan(setting, global_batch_size=global_batch_size)
+
+    with mock.patch("shardhet.planner.find_plan", plan):
+        model, tokens = decoder(TINY), torch.zeros(2, 64, dtype=torch.long)
+        found = [
+            plan_for(
+                model, (tokens, tokens), "rtx4090_2x3090", global_batch_size=24 + 8 * fails
+            )
+            for _ in range(2)
+        ]
+    assert found[0] == found[1]
+    return found[0].to_json(), planned
+
+
+def test_rank_zero_plans_once_for_all_ranks() -> None:
+    (mine, planned), *others = run_ranks(_plans, 3, False)
+    assert planned == [24]
+    assert others == [(mine, [])] * 2
+
+
+def test_a_plan_that_rank_zero_cannot_make_ends_all_ranks_with_its_reason() -> None:
+    outcomes = run_ranks_expecting_failure(_plans, 3, True)
+    assert [each.exception_name for each in outcomes] == ["PlanError", *["RuntimeError"] * 2]
+    for each in outcomes:
+        assert "no plan fits" in each.message
+        assert each.is_within(5.0)
 
 
 @pytest.mark.parametrize(

@@ -301,7 +301,9 @@ def _tell_before_the_end(kind: type[BaseException], error: BaseException, trace:
 
 def leave_out_internals(error: BaseException | None) -> None:
     """Leave of the traceback what its reader can change: the program and its libraries."""
-    while error is not None:
+    seen = set[int]()  # an error may be raised from itself
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         frames, trace = list[TracebackType](), error.__traceback__
         while trace is not None:
             frames.append(trace)

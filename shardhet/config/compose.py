@@ -50,6 +50,7 @@ from shardhet.config.training import (
     PlanKind,
     ProportionalPlanConf,
 )
+from shardhet.records.described import conf_dir as conf_dir
 
 C = TypeVar("C")  # a schema
 
@@ -104,13 +105,6 @@ OPTIM_BY_SCHEMA: dict[str, dict[str, Any]] = {
     "adamw": {"kind": "AdamW", "betas": [0.9, 0.95], "eps": 1e-8},
     "sgd": {"kind": "SGD", "momentum": 0.9, "nesterov": False},
 }
-
-
-def conf_dir() -> Path:
-    """The folder ``conf/``, inside the installed package or next to it in a checkout."""
-    package_dir = Path(__file__).parent.parent
-    installed = package_dir / "conf"
-    return installed if installed.is_dir() else package_dir.parent / "conf"
 
 
 @contextmanager

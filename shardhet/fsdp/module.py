@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -68,7 +69,9 @@ class HetFSDP(ModuleInRounds):
 
     Args:
         module: equal on all ranks, or on the meta device.
-        plan: equal on all ranks; its devices may be in another order than the ranks.
+        plan: equal on all ranks, or the path of its file, or ``[2, 2, 15]``, short for
+            ``Plan.by_hand(microbatch_sizes=[2, 2, 15])``; its devices may be in another order
+            than the ranks.
         group: None uses the default group, or no group if there is only one process.
         device: where to train; None: the accelerator that the module is on, or else that of
             this rank (LOCAL_RANK), or the CPU if there is none.  What the model is given on the
@@ -101,7 +104,7 @@ class HetFSDP(ModuleInRounds):
     def __init__(
         self,
         module: nn.Module,
-        plan: Plan,
+        plan: Plan | str | Path | Sequence[int],
         *,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
@@ -120,7 +123,8 @@ class HetFSDP(ModuleInRounds):
         """Shard ``module`` over the ranks of ``group``; see the class.  Collective."""
         super().__init__()
         precision = MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-        check_options(module, plan, precision, loss_fn=loss_fn, seed=seed)
+        check_options(module, precision, loss_fn=loss_fn, seed=seed)
+        plan = Plan.of(plan)
         group = default_group(group)
         if rehearse or os.environ.get(REHEARSE):
             device, device_spec = torch.device("cpu"), planned_device(plan, group)

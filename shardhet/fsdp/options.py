@@ -18,21 +18,15 @@ from shardhet.fsdp.params.optimizer_gate import are_rows
 from shardhet.fsdp.sharding.build import MixedPrecision
 from shardhet.fsdp.state_door import ModuleWithState
 from shardhet.records.codec import meant
-from shardhet.records.plan import Plan
 
 _DISPATCH = torch.Tensor.__torch_dispatch__  # of parameters that are plain memory
 
 
-def _check_wrapped(module: Any, plan: Any) -> None:
-    """Raise for what is no module, is wrapped already, or is no plan."""
+def _check_wrapped(module: Any) -> None:
+    """Raise for what is no module, or is wrapped already."""
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"HetFSDP: {module!r} is no module. Give it an nn.Module, then the plan."
-        )
-    if not isinstance(plan, Plan):
-        raise TypeError(
-            f"HetFSDP: plan is {plan!r} but must be a Plan: Plan.load(path), Plan.by_hand(...) "
-            "or plan_for(...)."
         )
     sharded = [fqn for fqn, p in module.named_parameters() if hasattr(p, "device_mesh")]
     if sharded:
@@ -105,14 +99,13 @@ def _places(tensor: Tensor) -> Tensor:
 
 def check_options(
     module: Any,
-    plan: Any,
     precision: MixedPrecision,
     *,
     loss_fn: Callable[..., Any] | None,
     seed: int,
 ) -> None:
     """Raise ``TypeError`` or ``ValueError`` for what cannot be wrapped, or in this way."""
-    _check_wrapped(module, plan)
+    _check_wrapped(module)
     _check_apart(module)
     for field in fields(precision):
         check_dtype(field.name, getattr(precision, field.name))

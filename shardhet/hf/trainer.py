@@ -57,7 +57,7 @@ class HetTrainer(TrainerView):
         model: nn.Module,
         args: TrainingArguments | None = None,
         *,
-        plan: Plan | Sequence[int] | None = None,
+        plan: Plan | str | Path | Sequence[int] | None = None,
         collates_whole_batch: bool | None = None,
         options: Mapping[str, Any] | None = None,
         hang_timeout_s: float | None = HANG_TIMEOUT_S,
@@ -68,7 +68,8 @@ class HetTrainer(TrainerView):
         Args:
             model: a transformers model, equal on all ranks, or a HetFSDP of one.
             args: training arguments; those that a plan cannot honour are refused by name.
-            plan: required unless ``model`` is a HetFSDP.  ``[2, 2, 15]`` is short for
+            plan: required unless ``model`` is a HetFSDP.  It is a plan, the path of its file, or
+                batch sizes: ``[2, 2, 15]`` is short for
                 ``Plan.by_hand(microbatch_sizes=[2, 2, 15])``.
             collates_whole_batch: let every rank collate the whole global batch and take its
                 rows, so that what a collator draws does not depend on the plan.  None does so
@@ -303,7 +304,7 @@ def _check_overridden(trainer: type[Trainer]) -> None:
 
 def _checked_plan(
     model: nn.Module,
-    plan: Plan | Sequence[int] | None,
+    plan: Plan | str | Path | Sequence[int] | None,
     options: Mapping[str, Any] | None,
     kwargs: Mapping[str, Any],  # of Trainer
 ) -> Plan:
@@ -325,7 +326,7 @@ def _checked_plan(
             "HetTrainer: no plan. Pass plan=, which may be a list of batch sizes such as "
             "[2, 2, 15], or a HetFSDP as the model."
         )
-    return plan if isinstance(plan, Plan) else Plan.by_hand(microbatch_sizes=plan)
+    return Plan.of(plan)
 
 
 def _choose_collating(trainer: TrainerView, wanted: bool | None) -> None:

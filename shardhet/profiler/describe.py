@@ -8,12 +8,14 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardhet.comm.first_rank import from_first_rank
 from shardhet.fsdp.microbatch.loss import loss_pair
 from shardhet.fsdp.options import check_dtype
 from shardhet.pricing.derive import derive_profile
@@ -22,6 +24,7 @@ from shardhet.profiler.batch import ExampleBatch, LossFn, TrainedModel
 from shardhet.profiler.counting import Counts, count_loss_outside, count_unit, steady
 from shardhet.profiler.sketch import CPU, ModelSketch, UnitSketch, sketch_model
 from shardhet.records.cluster import Cluster
+from shardhet.records.described import described_cluster
 from shardhet.records.plan import Plan
 from shardhet.records.profiles import Profile
 from shardhet.records.workload import Unit, UnitKind, Workload
@@ -121,11 +124,14 @@ def plan_for(
     devices' specifications unless a measured ``profile`` is given.  The plan is that of
     ``find_plan``: of those within 0.5 % of the fastest, the one that a person would choose.
     Raises ``PlanError`` with the nearest miss if nothing fits.
+
+    Rank 0 alone plans, and logs its plan; the others wait for it.  A process plans once for the
+    same inputs.
     """
     from shardhet.planner import find_plan  # imports numpy
 
     if not isinstance(cluster, Cluster):
-        cluster = Cluster.named(cluster)
+        cluster = Cluster.named(described_cluster(cluster))
     if profile is None:
         cluster.check_described()
     if cluster.assumed:
@@ -133,7 +139,21 @@ def plan_for(
     workload = describe(model, batch, units=units, loss_fn=loss_fn, param_dtype=param_dtype)
     _check_can_be_planned(model, workload)
     setting = Setting(cluster, workload, profile or derive_profile(cluster, workload))
-    return find_plan(setting, global_batch_size=global_batch_size)
+
+    def make() -> str:
+        logger.info("planning for %d devices", cluster.world_size)
+        plan = find_plan(setting, global_batch_size=global_batch_size)
+        logger.info("%s", plan)
+        return plan.to_json()
+
+    parts = [each.to_json() for each in (cluster, workload, setting.profile)]
+    key = sha256("".join([*parts, str(global_batch_size)]).encode()).hexdigest()
+    if key not in _plans:
+        _plans[key] = Plan.from_json(from_first_rank(key, make, what="the plan"))
+    return _plans[key]
+
+
+_plans: dict[str, Plan] = {}  # by a digest of what they were made for
 
 
 def _check_can_be_planned(model: nn.Module, workload: Workload) -> None:

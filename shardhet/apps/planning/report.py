@@ -6,7 +6,6 @@ The plan is shown at once.  What takes more planning follows, each row as it is 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from rich.console import Console
 
@@ -33,14 +32,14 @@ from shardhet.planner.advice.explain import NEGLIGIBLE, Explanation, Resource
 from shardhet.planner.idle import active_positions
 from shardhet.pricing.step_cost import RankCost, StepCost
 from shardhet.records.cluster import Cluster
-from shardhet.records.plan import EVERY_UNIT, Plan, RankPlan
+from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.profiles import Source
+from shardhet.records.shown import alike, microbatches, named_row, recomputed
 from shardhet.simulator.stages import PipelinePrice
 from shardhet.simulator.timeline import Timeline
 
 FILE_COLUMNS = 110
 MANY_ROWS = 32
-SHARES_ALIKE = 5e-4  # shares that differ by no more, which is a few rows, are shown as one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +82,7 @@ class Row:
     @property
     def label(self) -> str:
         """``0-7 NVIDIA A100`` or ``0 NVIDIA A100``."""
-        first, last = self.positions[0], self.positions[-1]
-        return f"{first} {self.kind}" if first == last else f"{first}-{last} {self.kind}"
+        return named_row(self.positions, self.kind)
 
 
 def rows(report: PlanReport) -> list[Row]:
@@ -106,25 +104,12 @@ def rows_of(
     def share(i: int) -> float:
         return costs[i].stored_numel / total
 
-    def key(i: int) -> tuple[object, ...]:
-        rank = plan.ranks[i]
-        on_host = rank.inputs_on_host, rank.optimizer_on_host
-        same = (rank.device.kind, rank.microbatch_sizes, rank.recomputed_units, on_host)
-        return (*same, plan.group_of(i))
-
-    alike: list[list[int]] = []
-    for i in range(plan.world_size):
-        first = alike[-1][0] if alike else -1
-        if alike and key(i) == key(first) and abs(share(i) - share(first)) <= SHARES_ALIKE:
-            alike[-1].append(i)
-        else:
-            alike.append([i])
     found = []
-    for positions in alike:
+    for positions in alike(plan, share):
         i = max(positions, key=lambda each: costs[each].memory.total_bytes)
         found.append(
             Row(
-                range(positions[0], positions[-1] + 1),
+                positions,
                 plan.ranks[i].device.kind or "device",
                 plan.ranks[i],
                 costs[i],
@@ -206,33 +191,6 @@ def source_line(inputs: Inputs) -> str:
         return f"Times were measured, but collectives are {profile.collectives.note}."
     sources.add(profile.collectives.source)
     return "Times were measured." if sources == {Source.MEASURED} else "Times were imported."
-
-
-def microbatches(sizes: Sequence[int]) -> str:
-    """``3 x 8 + 1 x 4``."""
-    parts = [(size, len(list(each))) for size, each in groupby(sizes)]
-    return " + ".join(f"{number} x {size}" for size, number in parts) or "-"
-
-
-def recomputed(rank: RankPlan, units: Sequence[str]) -> str:
-    """Which of these units are recomputed, in few words: ``12 of 24 blocks, head``."""
-    if not rank.microbatch_sizes or not rank.recomputed_units:
-        return "-"
-    if rank.recomputed_units == EVERY_UNIT:
-        return "all"
-    claims_by_name: dict[str, list[bool]] = {}
-    for fqn in units:
-        prefix, _, last = fqn.rpartition(".")
-        claims = claims_by_name.setdefault(prefix if last.isdigit() else fqn, [])
-        claims.append(rank.recomputes(fqn))
-    short = {name: name.rpartition(".")[2] for name in claims_by_name}
-    if len(set(short.values())) < len(short):  # encoder.layers and decoder.layers
-        short = {name: name for name in short}
-    return ", ".join(
-        short[name] if all(claims) else f"{sum(claims)} of {len(claims)} {short[name]}"
-        for name, claims in claims_by_name.items()
-        if any(claims)
-    )
 
 
 def columns_in(unit: str) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Load a Hugging Face folder as a HetFSDP; no rank ever holds more than its rows."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ COMPARED_ROWS_NUMEL = 2**24  # compared at a time, of tied tensors that a folder
 
 def load_pretrained(
     path: str | Path,
-    plan: Plan,
+    plan: Plan | str | Path | Sequence[int],
     *,
     model_class: Any = None,
     config: PreTrainedConfig | None = None,
@@ -61,7 +61,7 @@ def load_pretrained(
             ``lambda model: get_peft_model(model, lora_config)``.
         options: options of HetFSDP.
     """
-    folder = Path(path)
+    folder, plan = Path(path), Plan.of(plan)
     options = {**options_of(distributed_config, plan), **options}
     group = default_group(options.get("group"))
     model = meta_model(
