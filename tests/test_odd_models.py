@@ -439,31 +439,37 @@ def test_a_parameter_may_be_returned() -> None:
     check(ALONE, Returning(linear), [draw(5, WIDTH) for _ in range(3)], loss, units=UNITS)
 
 
-class Elsewhere(nn.Module):
-    """The unit that is last among its modules is not the one whose output it returns."""
+class Normed(nn.Module):
+    """Goes on computing with the output of its last unit, in evaluation alone."""
 
-    def __init__(self, *, is_used: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.head, self.last, self.is_used = nn.Linear(WIDTH, 3), linear(), is_used
+        self.last = linear()
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.last(x)
-        return self.head(y) if self.is_used else self.head(x)
+        return y if self.training else torch.softmax(y, 1)
 
 
-@pytest.mark.parametrize(
-    ("is_used", "words"),
-    [(True, "goes on computing"), (False, "does not return the output of unit 'last'")],
-)
-def test_a_loss_of_another_unit_than_the_last_is_refused(is_used: bool, words: str) -> None:
-    module = Elsewhere(is_used=is_used)
-    model = HetFSDP(module, ALONE, loss_fn=lambda y, _: (y.sum(), torch.tensor(len(y))))
-    with pytest.raises(TypeError, match=words):
-        model(draw(5, WIDTH), loss_inputs=draw(5, 3))
-    model = HetFSDP(copy.deepcopy(Elsewhere(is_used=is_used)), ALONE, loss_fn=class_loss)
-    with pytest.raises(TypeError, match=r"output of unit 'last'.*IndexError: Target"):
-        model(draw(5, WIDTH), loss_inputs=torch.full((5,), WIDTH + 1))
+def test_where_the_loss_is_computed_is_settled_by_the_first_call() -> None:
+    def loss(y: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        return y.sum(), torch.tensor(len(y))
+
+    model, x = HetFSDP(Normed(), ALONE, loss_fn=loss), draw(5, WIDTH)
+    model(x, loss_inputs=x)
+    with pytest.raises(TypeError, match=r"after unit 'last'.* goes on computing"):
+        model.eval()(x, loss_inputs=x)
+    model = HetFSDP(Normed(), ALONE, loss_fn=loss).eval()
+    assert model(x, loss_inputs=x)[0].item() == pytest.approx(5)  # sums of softmax
+
+
+def test_a_loss_that_raises_names_what_it_was_applied_to() -> None:
+    labels = torch.full((5,), WIDTH + 1)
+    with pytest.raises(
+        TypeError, match=r"what the model returns, a Tensor.*IndexError: Target"
+    ):
+        HetFSDP(Normed(), ALONE, loss_fn=class_loss)(draw(5, WIDTH), loss_inputs=labels)
 
 
 def class_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -130,6 +130,56 @@ def test_a_mean_over_samples_is_that_of_one_process(kind: str) -> None:
     run_ranks(_mean_of_samples, 2, kind)
 
 
+class Predicting(nn.Module):
+    """Goes on computing with the output of its last unit, in each case in another way."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.head, self.kind = nn.Linear(3, 3), nn.Linear(3, 1), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.head(self.first(x).tanh())
+        if self.kind == "other shape":
+            return y.squeeze(-1)
+        return (
+            F.logsigmoid(y)[:, 0]
+            if self.kind == "function"
+            else x.sum(-1) + self.first(x)[:, 0]
+        )
+
+
+def _loss_of_what_is_returned(rank: int, kind: str) -> None:
+    plan = Plan.by_hand(
+        microbatch_sizes=[2, 1, 0],
+        num_microbatches=[1, 2, 0],
+        state_shares=[0.5, 0.2, 0.3],
+        num_rounds=2,
+    )
+    torch.manual_seed(0)
+    module, x, y = (
+        Predicting(kind).double(),
+        torch.randn(8, 3).double(),
+        torch.randn(8).double(),
+    )
+    plain = copy.deepcopy(module)
+    expected = F.mse_loss(plain(x), y)
+    expected.backward()
+    loss_fn = mean_of_samples(F.mse_loss)
+    model = HetFSDP(module, plan, units=[nn.Linear], loss_fn=loss_fn)
+    mine = plan.sample_indices(rank)
+    for _ in range(2):
+        model.zero_grad()
+        mean = model.forward_backward(x[mine], loss_inputs=y[mine])
+        assert mean == pytest.approx(expected.item(), rel=1e-12)
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+        torch.testing.assert_close(model.clip_grad_norm_(1e9), norm, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["other shape", "function", "another unit's"])
+def test_a_loss_is_that_of_what_the_model_returns(kind: str) -> None:
+    run_ranks(_loss_of_what_is_returned, 3, kind)
+
+
 def test_a_dimension_that_no_argument_has_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no argument has the dimension .*5.*\(2, 3\)"):
         HetFSDP(net(), ALONE, batch_dim=5)(torch.ones(2, 3))

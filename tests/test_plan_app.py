@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 
 from shardhet.apps.cli.quantities import counted, percent
 from shardhet.apps.plan import main as plan_main
-from shardhet.records.shown import recomputed
 from shardhet.apps.planning.sentences import form_lines
 from shardhet.apps.simulate import main as simulate_main
 from shardhet.config.compose import conf_dir
@@ -21,6 +20,7 @@ from shardhet.planner.stages.bound import together_s
 from shardhet.pricing.derive import derive_profile
 from shardhet.records.cluster import Cluster
 from shardhet.records.plan import Plan, RankPlan
+from shardhet.records.shown import recomputed
 from shardhet.records.workload import Workload
 from tests.selection import for_campaign, one_in
 from tests.test_imports import ROOT

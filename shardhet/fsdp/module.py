@@ -82,9 +82,11 @@ class HetFSDP(ModuleInRounds):
             In float16 scale the loss: ``model.backward(scaler.scale(loss_sum), num_tokens)``.
         reduce_dtype: dtype in which gradients are accumulated and summed over ranks; None
             is that of the stored parameters (float32, usually, whatever ``param_dtype`` is).
-        loss_fn: for models that return logits.  It is applied to the output of the last
+        loss_fn: for models that return predictions.  It is applied to the output of the last
             unit, microbatch by microbatch, as ``loss_fn(output, *loss_inputs)`` with the
-            ``loss_inputs`` given to forward, and returns ``(loss_sum, num_tokens)``.
+            ``loss_inputs`` given to forward, and returns ``(loss_sum, num_tokens)``.  If the
+            model returns something else, it is applied to that, for all samples at once.
+            See ``shardhet.mean_of_samples``.
         batch_dim: the dimension of the model's arguments that holds the samples: 1 for
             sequence-first models; or one per argument, ``{"src": 1, "table": None}``, with
             None for an argument without samples; arguments that are not named have 0.
@@ -177,6 +179,7 @@ class HetFSDP(ModuleInRounds):
             module=module,
             norms=norms,
             caches=self._caches,
+            loss=self._loss,
         )
         self._make_backward = partial(
             MeanBackward,
@@ -254,6 +257,9 @@ class HetFSDP(ModuleInRounds):
             function = self._function
             wrapped = self.module if function is None else partial(function, self.module)
             output = wrapped(*args, **kwargs)
+            if self._loss.is_outside:
+                warn_of_large_output(output)
+                output = self._loss.of_output(output)
         self._loss.check_returned(output)
         return output
 

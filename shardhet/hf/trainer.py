@@ -68,8 +68,8 @@ class HetTrainer(TrainerView):
         Args:
             model: a transformers model, equal on all ranks, or a HetFSDP of one.
             args: training arguments; those that a plan cannot honour are refused by name.
-            plan: required unless ``model`` is a HetFSDP.  It is a plan, the path of its file, or
-                batch sizes: ``[2, 2, 15]`` is short for
+            plan: required unless ``model`` is a HetFSDP: a plan, the path of its file, or batch
+                sizes, ``[2, 2, 15]`` being short for
                 ``Plan.by_hand(microbatch_sizes=[2, 2, 15])``.
             collates_whole_batch: let every rank collate the whole global batch and take its
                 rows, so that what a collator draws does not depend on the plan.  None does so

@@ -30,19 +30,41 @@ class LossUsedError(TypeError):
 
 
 class FusedLoss:
-    """Makes the last unit return the loss of its output instead of the output."""
+    """Makes the last unit return the loss of its output instead of the output.
+
+    Where the model does not return that output as it is (``log_softmax(head(x))``), the loss is
+    computed from what it returns, of all samples of the rank: ``is_outside``.
+    """
 
     def __init__(self, loss_fn: LossFn | None) -> None:
         self.loss_fn = loss_fn
         self._inputs: tuple[Any, ...] = ()  # of the forward in progress
         self._head = ""
         self._instead = OUTSIDE
+        self.is_outside = False
         self._loss: Sequence[Tensor] = ()  # what the head has returned in this forward
 
     def for_plan(self, plan: Plan) -> "FusedLoss":
         """This one, whose advice goes with ``plan`` from now on."""
         self._instead = OUTSIDE if plan.stages is None else INSIDE
+        self.is_outside = self.is_outside and self.may_be_outside
         return self
+
+    @property
+    def may_be_outside(self) -> bool:
+        """Whether the plan lets the loss be computed after the model, as stages do not."""
+        return self._instead is OUTSIDE
+
+    def of_output(self, output: Any) -> Any:
+        """The loss of what the model returns; raises ``LossUsedError``."""
+        assert self.loss_fn is not None
+        try:
+            return self.loss_fn(output, *self._inputs)
+        except USER_ERRORS as error:
+            raise LossUsedError(
+                f"loss_fn: applied to what the model returns, a {type(output).__name__}, it "
+                f"raised {type(error).__name__}: {error}"
+            ) from error
 
     def find_head(self, module: nn.Module, units: Sequence[FSDPUnit]) -> UnitModule | None:
         """The last of the units' modules, in the model's order; None without a ``loss_fn``."""

@@ -45,7 +45,8 @@ def _visit_with_loss(
     with_loss = loss.with_loss(module)
 
     def visit(*args: Any, **kwargs: Any) -> Any:
-        if calls.outside_of_steps is not None:  # the caller wants the head's output
+        # The caller, or the model, wants the head's output.
+        if calls.outside_of_steps is not None or loss.is_outside:
             return calls.visit(unit, module, args, kwargs)
         output = calls.visit(unit, with_loss, (loss.inputs, *args), kwargs)
         loss.note(output)

@@ -12,6 +12,7 @@ from shardhet.comm.channel import Channel
 from shardhet.comm.failure import Lifeline
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.host_inputs import InputsOnHost
+from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.probing.caches import CacheSwitch
@@ -52,6 +53,7 @@ class Runtime:
         module: nn.Module,
         norms: BatchNorms,
         caches: CacheSwitch,
+        loss: FusedLoss,
         observers: Observers | None,  # None: there are none yet
     ) -> None:
         self.units = tuple(units)
@@ -66,7 +68,7 @@ class Runtime:
         self._random = RandomStates(seed, comm.device)
         self._module = module
         self.norms = norms
-        self._caches = caches
+        self._caches, self._loss = caches, loss
         self._walk = TurnWalk(
             units, root, comm=comm, lifeline=lifeline, observers=self.observers
         )
@@ -120,7 +122,7 @@ class Runtime:
             tell=partial(setattr, self._lifeline, "doing"),
             plan=plan,
         )
-        self._prober = Prober(probed, self.units, form=self.rounds.form)
+        self._prober = Prober(probed, self.units, form=self.rounds.form, loss=self._loss)
         self._known = KnownCalls(self._prober, self._control)
         self.calls.follow(visits, self._prober, self._known)
 
