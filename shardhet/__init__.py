@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardhet.records.stages import Stage
     from shardhet.records.workload import Workload
     from shardhet.simulator.simulation import simulate
+    from shardhet.training.dealing.loader import PlanSampler, loader
     from shardhet.training.rebalancing import Rebalancer
 
 _MODULE_BY_NAME = {
@@ -32,6 +33,7 @@ _MODULE_BY_NAME = {
     "HetFSDP": "shardhet.fsdp",
     "Plan": "shardhet.records.plan",
     "PlanError": "shardhet.planner",
+    "PlanSampler": "shardhet.training.dealing.loader",
     "Profile": "shardhet.records.profiles",
     "RankPlan": "shardhet.records.plan",
     "Rebalancer": "shardhet.training.rebalancing",
@@ -41,6 +43,7 @@ _MODULE_BY_NAME = {
     "describe": "shardhet.profiler.describe",
     "find_plan": "shardhet.planner",
     "gather_features": "shardhet.fsdp.step.features",
+    "loader": "shardhet.training.dealing.loader",
     "mean_of_samples": "shardhet.fsdp.microbatch.loss",
     "phase": "shardhet.comm.liveness",
     "plan_for": "shardhet.profiler.describe",
@@ -56,6 +59,7 @@ __all__ = [
     "HetFSDP",
     "Plan",
     "PlanError",
+    "PlanSampler",
     "Profile",
     "RankPlan",
     "Rebalancer",
@@ -65,6 +69,7 @@ __all__ = [
     "describe",
     "find_plan",
     "gather_features",
+    "loader",
     "mean_of_samples",
     "phase",
     "plan_for",

@@ -272,7 +272,7 @@ def test_a_batch_larger_than_planned_is_refused_everywhere() -> None:
         run_ranks_expecting_failure(give_one_rank_too_much, 3),
         "ValueError",
         "position 1 of the plan got 5 samples but the plan gives it 2",
-        "Deal the global batch as the plan does",
+        "Let shardhet.loader(dataset, model) deal the global batch",
     )
 
 

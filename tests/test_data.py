@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardhet.records.plan import Plan
 from shardhet.training.data import (
     VOCAB_SIZE,
     Corpus,
@@ -15,22 +14,12 @@ from shardhet.training.data import (
     PySource,
     TextDir,
     TokenBatch,
-    deal,
     held_out_windows,
     is_held_out,
     table_scores,
 )
 
 GLOBAL_BATCH_SIZE = 12
-PLANS = {
-    "even": Plan.even(4, microbatch_size=3),
-    "one computes": Plan.by_hand(microbatch_sizes=[0, 12], state_shares=[1, 0]),
-    "ragged": Plan.by_hand(
-        microbatch_sizes=[4, 2, 0, 1],
-        rank_batch_sizes=[7, 4, 0, 1],
-        state_shares=[0.1, 0, 0.9, 0],
-    ),
-}
 
 
 @pytest.fixture(scope="module")
@@ -134,23 +123,6 @@ def test_samples_of_a_step_are_those_of_every_numpy_release() -> None:
     corpus = Corpus(train=np.arange(200, dtype=np.uint8), held_out=np.zeros(9, np.uint8))
     batches = GlobalBatches(corpus=corpus, seq_len=4, global_batch_size=4, seed=1)
     assert batches[0].tokens[:, 0].tolist() == [3, 115, 38, 154]
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_dealt_parts_join_to_the_global_batch(name: str) -> None:
-    plan, batch = PLANS[name], toy_batches()[0]
-    parts = [deal(batch, plan, position) for position in range(plan.world_size)]
-    assert [part.num_samples for part in parts] == [r.rank_batch_size for r in plan.ranks]
-    joined = TokenBatch(
-        tokens=np.concatenate([part.tokens for part in parts]),
-        targets=np.concatenate([part.targets for part in parts]),
-    )
-    assert_equal(joined, batch)
-
-
-def test_a_batch_of_the_wrong_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="has 12 samples but the plan deals out 4"):
-        deal(toy_batches()[0], Plan.even(2, microbatch_size=2), 0)
 
 
 @given(num_bytes=st.integers(9, 40), step=st.integers(0, 10**6))

@@ -5,13 +5,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from shardhet.records.plan import Plan
-from shardhet.training.data import Corpus, GlobalBatches, TokenBatch, deal
+from shardhet.training.data import Corpus, GlobalBatches
 from shardhet.training.samples import MASK_TOKEN, ChangedBatches, masked
-
-PLAN = Plan.by_hand(
-    microbatch_sizes=[2, 0, 1], rank_batch_sizes=[5, 0, 1], state_shares=[0, 1, 0]
-)
 
 
 def text_batches() -> GlobalBatches:
@@ -42,10 +37,3 @@ def test_masks_depend_on_seed_and_step_alone() -> None:
     hidden = [(batch.tokens == MASK_TOKEN).tobytes() for batch in drawn]
     assert hidden[0] == hidden[1]
     assert len(set(hidden)) == 3
-
-
-def test_dealt_parts_of_masked_text_join_to_the_global_batch() -> None:
-    batch = masked_batches(fraction=0.5, seed=0)[0]
-    parts: list[TokenBatch] = [deal(batch, PLAN, position) for position in range(3)]
-    joined = np.concatenate([part.targets for part in parts])
-    np.testing.assert_array_equal(joined, batch.targets)

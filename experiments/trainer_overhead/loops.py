@@ -28,7 +28,8 @@ from shardhet.config.compose import (
     register_schemas,
 )
 from shardhet.config.train import TrainConf
-from shardhet.training.data import deal
+from shardhet.training.data import Batch
+from shardhet.training.trainer import own_arrays
 
 TRAIN, BARE = "shardhet train", "bare loop"
 CPU = torch.device("cpu")
@@ -124,9 +125,8 @@ class BareLoop:
         self._max_grad_norm = conf.max_grad_norm
         self._batches = [self._mine(task.batches[step]) for step in range(NUM_BATCHES)]
 
-    def _mine(self, batch: object) -> list[Tensor]:
-        part = deal(batch, self.model.plan, self.model.position)
-        return [torch.from_numpy(array.copy()) for array in part.arrays]
+    def _mine(self, batch: Batch) -> list[Tensor]:
+        return [torch.from_numpy(array) for array in own_arrays(batch, self.model)]
 
     def take_step(self) -> float | None:
         """The mean loss of one optimizer step."""

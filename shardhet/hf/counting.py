@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardhet.fsdp import HetFSDP
-from shardhet.hf.dealing import rows_of
 from shardhet.records.layout import Span
+from shardhet.training.dealing.rows import rows_of
 
 
 class InputCounts:

@@ -10,10 +10,10 @@ import torch
 from transformers.trainer_pt_utils import nested_numpify
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
-from shardhet.hf.dealing import num_rows
 from shardhet.hf.predictions import joined, predictions_in
 from shardhet.hf.rank_loss import RankLoss
 from shardhet.hf.view import TrainerView
+from shardhet.training.dealing.rows import num_rows
 
 
 class EvaluationPass:

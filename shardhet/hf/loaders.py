@@ -3,19 +3,28 @@
 import copy
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch import Tensor
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+from transformers.trainer_utils import seed_worker
 
 from shardhet.comm import devices
-from shardhet.hf.dealing import PlanLoader, Share, num_rows, rows_of
-from shardhet.hf.epoch_order import EpochOrder
 from shardhet.hf.losses import LOW_PRECISION_TOLERANCE, TOLERANCE
 from shardhet.hf.view import TrainerView
 from shardhet.records.layout import Span
+from shardhet.training.dealing.batches import (
+    DealtCollator,
+    OneRowEach,
+    PlanBatchSampler,
+    PlanLoader,
+    Share,
+)
+from shardhet.training.dealing.order import EpochOrder
+from shardhet.training.dealing.rows import num_rows, rows_of
 from shardhet.training.resuming import random_states, restore_random_states
 
 NUM_LOOKED_AT = 8  # samples whose widths are compared
@@ -103,14 +112,18 @@ def plan_loader(
         batch_size,
         drop_last=args.dataloader_drop_last,
         collates_whole_batch=whole,
-        het=trainer.het,
+        ranks=trainer.het,
+    )
+    seeded = partial(
+        seed_worker,
+        num_workers=args.dataloader_num_workers,
+        rank=0 if whole else args.process_index,
     )
     return PlanLoader(
         dataset,
-        order,
-        share,
-        collate_fn=collate,
-        collates_whole_batch=whole,
+        PlanBatchSampler(order, share, whole=whole),
+        DealtCollator(OneRowEach(collate), share, whole=whole),
+        worker_init_fn=seeded if is_training else None,
         num_workers=args.dataloader_num_workers,
         pin_memory=args.dataloader_pin_memory and not devices.is_on_host(args.device),
         persistent_workers=args.dataloader_persistent_workers,

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from shardhet.fsdp import HetFSDP
-from shardhet.hf.dealing import num_rows, rows_at, rows_of
 from shardhet.records.layout import Span
+from shardhet.training.dealing.rows import num_rows, rows_at, rows_of
 
 IGNORED = -100  # transformers' label for positions without a label
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import unwrap_peft_model
 
-from shardhet.hf.dealing import num_rows, rounds_of, rows_of
 from shardhet.hf.losses import LossKind, check_positions, find_kind, num_labels, probes
 from shardhet.hf.view import TrainerView
 from shardhet.records.layout import Span
+from shardhet.training.dealing.rows import num_rows, rounds_of, rows_of
 from shardhet.training.loss_scaling import check_scale
 
 

@@ -23,9 +23,9 @@ from shardhet.checkpoint.format.reading import SavedCheckpoint
 from shardhet.checkpoint.loading import CALL as LOADS
 from shardhet.checkpoint.state.ranks import Ranks
 from shardhet.fsdp import HetFSDP
-from shardhet.hf.dealing import PlanLoader
 from shardhet.hf.loaders import check_deals
 from shardhet.hf.view import TrainerView
+from shardhet.training.dealing.batches import PlanLoader
 from shardhet.training.resuming import (
     check_unchanged,
     random_states,

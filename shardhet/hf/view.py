@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from shardhet.fsdp import HetFSDP
-from shardhet.hf.dealing import PlanLoader
 from shardhet.records.plan import Plan
+from shardhet.training.dealing.batches import PlanLoader
 from shardhet.training.loss_scaling import LossScaler
 
 

@@ -19,13 +19,12 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from shardhet.records.layout import Span
-from shardhet.records.plan import Plan
 
 VOCAB_SIZE = 256
 COUNTED_AT_ONCE = 2**20  # bytes of text: they take eight times as much memory
@@ -173,9 +172,6 @@ class Batch(Protocol):
         ...
 
 
-BatchT = TypeVar("BatchT", bound=Batch)
-
-
 class Batches(Protocol):
     """The global batch of every step, the same under every plan and world size."""
 
@@ -262,35 +258,6 @@ def _check_long_enough(text: npt.NDArray[Any], seq_len: int) -> int:
             f"Lower seq_len or use a longer corpus."
         )
     return last_start
-
-
-def deal(batch: BatchT, plan: Plan, position: int, round_index: int = 0) -> BatchT:
-    """The samples of the global batch that the plan's entry ``position`` computes in a round.
-
-    If a batch is smaller than the plan's, as at the end of an evaluation, the last rounds
-    and positions get fewer samples or none.
-    """
-    if batch.num_samples > plan.global_batch_size:
-        raise ValueError(
-            f"position {position}: the batch has {batch.num_samples} samples but the plan "
-            f"deals out {plan.global_batch_size}. Draw batches of plan.global_batch_size."
-        )
-    mine = plan.round_samples(position, round_index, batch.num_samples)
-    return batch.samples(Span(mine.start, mine.stop))
-
-
-def deal_to_call(
-    batch: Batch, plan: Plan, position: int, round_index: int = 0
-) -> list[npt.NDArray[Any]]:
-    """The arrays that a rank passes to one call of the model.
-
-    They have its samples of a round; of a plan with stages those of all rounds.
-    """
-    rounds = [round_index] if plan.stages is None else range(plan.num_rounds)
-    dealt = [deal(batch, plan, position, i).arrays for i in rounds]
-    # Contiguous, because embeddings and losses on strided indices cost 1 % of a step.
-    joined = map(np.concatenate, zip(*dealt, strict=True))
-    return [np.ascontiguousarray(each) for each in joined]
 
 
 def table_scores(train: npt.NDArray[np.uint8], judged: TokenBatch) -> dict[str, float]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from shardhet.comm.host_copy import HostCopy, to_device
 from shardhet.comm.progress import phase, progress
 from shardhet.fsdp import HetFSDP
 from shardhet.records.layout import Span
-from shardhet.training.data import Batch, Batches, deal_to_call
+from shardhet.training.data import Batch, Batches
 from shardhet.training.device_use import DeviceTimes, DeviceUse
 from shardhet.training.guard import Guard, OnBadStep
 from shardhet.training.loss_scaling import LossScaler
@@ -325,6 +326,18 @@ class Trainer:
         self._peak_memory.forget()
 
     def _my_part(self, batch: Batch, round_index: int = 0) -> list[Tensor]:
-        """What this rank computes in one call, on its device; no rows if it has no samples."""
-        arrays = deal_to_call(batch, self.model.plan, self.model.position, round_index)
+        arrays = own_arrays(batch, self.model, round_index)
         return [to_device(torch.from_numpy(array), self._device) for array in arrays]
+
+
+def own_arrays(batch: Batch, model: HetFSDP, round_index: int = 0) -> list[npt.NDArray[Any]]:
+    """What this rank computes in one call; no rows if it has no samples.
+
+    That is its samples of a round; of a plan with stages those of all rounds.
+    """
+    plan, position, number = model.plan, model.position, batch.num_samples
+    mine = plan.sample_indices(position, number)
+    if plan.stages is None:
+        mine = list(plan.round_samples(position, round_index, number))
+    # Copies that are contiguous: losses on strided indices cost 1 % of a step.
+    return [array[mine] for array in batch.arrays]

@@ -94,6 +94,6 @@ def _check_fits_plan(plan: Plan, sizes: Sequence[int]) -> None:
         if size > rank.rank_batch_size:
             raise ValueError(
                 f"model(...): position {i} of the plan got {size} samples but the plan "
-                f"gives it {rank.rank_batch_size}, and memory was planned for that. Deal "
-                "the global batch as the plan does (see shardhet.training.data.deal)."
+                f"gives it {rank.rank_batch_size}, and memory was planned for that. Let "
+                "shardhet.loader(dataset, model) deal the global batch."
             )

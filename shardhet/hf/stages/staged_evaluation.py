@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 from torch.utils._pytree import tree_map_only
 
-from shardhet.hf.dealing import Share, num_rows, rows_of
 from shardhet.hf.evaluation import EvaluationPass
 from shardhet.hf.predictions import joined
 from shardhet.records.layout import Span
+from shardhet.training.dealing.batches import Share
+from shardhet.training.dealing.rows import num_rows, rows_of
 
 
 class StagedEvaluation(EvaluationPass):

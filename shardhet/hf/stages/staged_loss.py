@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardhet.hf.dealing import num_rows, rounds_of, rows_at
 from shardhet.hf.losses import LossKind, find_kind, relabelled, unevenly_labelled
 from shardhet.hf.rank_loss import RankLoss
 from shardhet.records.plan import Plan
+from shardhet.training.dealing.rows import num_rows, rounds_of, rows_at
 
 
 class StagedLoss(RankLoss):

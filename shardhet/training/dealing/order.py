@@ -5,7 +5,7 @@ stay alike.  They do not where a dataset or a collator draws for a rank's sample
 first position has drawn counts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from itertools import islice
 from typing import Any
@@ -13,10 +13,41 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, Sampler
 
+from shardhet.comm.channel import Channel
 from shardhet.fsdp import HetFSDP
 from shardhet.training.resuming import random_states, restore_random_states
 
 HOST = torch.device("cpu")  # samplers draw there
+INDICES_AT_ONCE = 2**16  # as numbers of Python, which take four times the memory
+
+
+class OfEpoch(Sampler[Any]):
+    """A sampler whose order depends on the epoch alone, so that no rank draws anything."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next order be that of ``epoch``."""
+        self.epoch = epoch
+
+
+class SeededSampler(OfEpoch):
+    """All of ``num_samples`` indices, drawn from ``seed`` plus the epoch; in order if None."""
+
+    def __init__(self, num_samples: int, seed: int | None) -> None:
+        self.num_samples = num_samples
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.arange(self.num_samples)
+        if self.seed is not None:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(self.num_samples, generator=generator)
+        for part in order.split(INDICES_AT_ONCE):
+            yield from part.tolist()
 
 
 class EpochOrder(BatchSampler):
@@ -33,13 +64,13 @@ class EpochOrder(BatchSampler):
         *,
         drop_last: bool,
         collates_whole_batch: bool,
-        het: HetFSDP,
+        ranks: HetFSDP | Channel,
     ) -> None:
         """If ``collates_whole_batch``, ranks begin an epoch with the same random states."""
         super().__init__(sampler, batch_size, drop_last)
         self._dataset = dataset
         self._has_one_state = collates_whole_batch
-        self._het = het
+        self._ranks = ranks
         self._epoch = 0
         # What the order of the epoch in progress was drawn with, and its digest
         self.began_with: dict[str, Any] = {}
@@ -54,12 +85,13 @@ class EpochOrder(BatchSampler):
     def __iter__(self) -> Iterator[list[Any]]:
         return iter(self._draw())
 
-    def draw_again(self, began_with: dict[str, Any]) -> list[list[Any]]:
+    def draw_again(self, began_with: dict[str, Any]) -> Iterable[list[Any]]:
         """The batches of an epoch that another process has begun with this."""
         self.set_epoch(began_with["epoch"])
-        self._put(began_with)
+        if "global" in began_with:
+            self._put(began_with)
         batches = self._draw()
-        if self.began_with["digest"] != began_with["digest"]:
+        if self.began_with.get("digest") != began_with.get("digest"):
             raise ValueError(
                 f"{self._name}: it draws another order than before the checkpoint, but the "
                 "epoch must go on as it began. Let it draw from a torch.Generator that it "
@@ -67,9 +99,12 @@ class EpochOrder(BatchSampler):
             )
         return batches
 
-    def _draw(self) -> list[list[Any]]:
+    def _draw(self) -> Iterable[list[Any]]:
+        if isinstance(self.sampler, OfEpoch):
+            self.began_with = {"epoch": self._epoch}
+            return super().__iter__()
         is_first = not self.began_with
-        self.began_with = self._het.exchange_objects(self._states())[0]
+        self.began_with = self._ranks.exchange_objects(self._states())[0]
         if self._has_one_state:
             self._put(self.began_with)
         batches = list(islice(super().__iter__(), len(self)))  # of samplers without an end too
@@ -79,7 +114,7 @@ class EpochOrder(BatchSampler):
                 f"{self.batch_size} samples. Give one index at a time."
             )
         mine = len(self._dataset), sha256(repr(batches).encode()).hexdigest()
-        found = self._het.exchange_objects(mine)
+        found = self._ranks.exchange_objects(mine)
         if is_first and len(set(found)) > 1:
             raise ValueError(
                 f"{self._name}: ranks draw unlike orders, of datasets of "
@@ -89,8 +124,8 @@ class EpochOrder(BatchSampler):
             )
         self.began_with["digest"] = found[0][1]
         if len(set(found)) > 1:  # as large as the dataset is long
-            sent = batches if self._het.position == 0 else None
-            batches = self._het.exchange_objects(sent)[0]
+            sent = batches if self._ranks.position == 0 else None
+            batches = self._ranks.exchange_objects(sent)[0]
         return batches
 
     def _states(self) -> dict[str, Any]:

@@ -1,18 +1,17 @@
-"""A data loader that gives each rank its samples of every global batch, in plan order."""
+"""This rank's samples of every global batch, in plan order."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Self
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader
 
-from shardhet.hf.epoch_order import EpochOrder
 from shardhet.records.layout import Span
 from shardhet.records.plan import Plan
+from shardhet.training.dealing.order import EpochOrder
+from shardhet.training.dealing.rows import num_rows, rows_of, without_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,48 +46,19 @@ class Share:
         """How many they are."""
         return sum(span.numel for span in self.spans)
 
-    def of(self, indices: list[int]) -> list[int]:
-        """The rank's part of a batch's indices, of which there may be fewer."""
-        return [i for span in self.spans for i in indices[span.start : span.stop]]
+    def of(self, samples: list[Any]) -> list[Any]:
+        """The rank's part of a batch's samples or indices, of which there may be fewer."""
+        return [each for span in self.spans for each in samples[span.start : span.stop]]
 
-
-def num_rows(batch: Any) -> int:
-    """The number of samples in a collated batch: dim 0 of its first tensor."""
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
-    return len(tensors[0]) if tensors else 0
-
-
-def rows_of(batch: Any, *spans: Span) -> Any:
-    """The samples in ``spans`` of a collated batch."""
-    whole = num_rows(batch)
-
-    def take(tensor: Tensor) -> Tensor:
-        if not tensor.dim() or len(tensor) != whole:
-            return tensor
-        rows = [tensor[span.start : span.stop] for span in spans]
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
-
-    return tree_map_only(Tensor, take, batch)
-
-
-def rows_at(batch: Any, rows: Sequence[int]) -> Any:
-    """These samples of a collated batch."""
-    return rows_of(batch, *[Span(row, row + 1) for row in rows] or [Span(0, 0)])
-
-
-def rounds_of(inputs: Any, plan: Plan, position: int) -> list[Any]:
-    """What the rank computes of its batch in each round, of which the last may have no rows."""
-    size, whole = plan.ranks[position].rank_batch_size, num_rows(inputs)
-    borders = [min(i * size, whole) for i in range(plan.num_rounds + 1)]
-    return [rows_of(inputs, Span(start, stop)) for start, stop in pairwise(borders)]
+    def shown(self, samples: list[Any]) -> list[Any]:
+        """``of``; if there are none, the batch's first one once more often than the rank ever
+        has samples, so that a ``DealtCollator`` knows what they look like.
+        """
+        return self.of(samples) or samples[:1] * (self.numel + 1)
 
 
 class PlanBatchSampler(BatchSampler):
-    """Indices of this rank's samples of every global batch.
-
-    For a batch of which the rank has none, the batch's first index comes once more often than
-    the rank ever has samples, so that the collator shows what tensors without rows look like.
-    """
+    """Indices of this rank's samples of every global batch."""
 
     def __init__(self, order: EpochOrder, share: Share, *, whole: bool) -> None:
         """``share`` are this rank's samples of a full batch; the last batch may have fewer.
@@ -99,10 +69,10 @@ class PlanBatchSampler(BatchSampler):
         self.order = order
         self._share = share
         self._whole = whole
-        self._going_on: tuple[list[list[Any]], int, Callable[[], None]] | None = None
+        self._going_on: tuple[Iterable[list[Any]], int, Callable[[], None]] | None = None
 
     def go_on(
-        self, batches: list[list[Any]], num_trained: int, restore: Callable[[], None]
+        self, batches: Iterable[list[Any]], num_trained: int, restore: Callable[[], None]
     ) -> None:
         """Let the next epoch be the rest of ``batches``, of which the first were trained.
 
@@ -114,61 +84,60 @@ class PlanBatchSampler(BatchSampler):
         """Let a seeded sampler draw the epoch's order."""
         self.order.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         going_on, self._going_on = self._going_on, None
         for i, batch in enumerate(self.order if going_on is None else going_on[0]):
             if going_on is not None and going_on[1] == i:
                 going_on[2]()
-            if self._whole:
-                yield batch
-                continue
-            yield self._share.of(batch) or batch[:1] * (self._share.numel + 1)
+            yield batch if self._whole else self._share.shown(batch)
 
 
 class DealtCollator:
-    """Collates this rank's samples of a batch into tensors with a row for each."""
+    """Collates this rank's samples of a batch, with no rows if it has none."""
 
     def __init__(
-        self, collate: Callable[[list[Any]], Any], share: Share, *, whole: bool
+        self, collate: Callable[[list[Any]], Any], share: Share, *, whole: bool = False
     ) -> None:
         self._collate = collate
-        self._share = share
+        self.share = share
         self._whole = whole
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if self._whole:
+            return rows_of(self._collate(samples), *self.share.spans)
+        if len(samples) > self.share.numel:  # see ``Share.shown``
+            return without_rows(self._collate, samples[0])
+        return self._collate(samples)
+
+
+class OneRowEach:
+    """A collator of dicts or tuples whose tensors have a row for each sample, or it raises."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
 
     def __call__(self, samples: list[Any]) -> Any:
         collated = self._collate(samples)
         # A BatchEncoding is not a dict, so torch's pytree functions do not traverse it.
         batch = dict(collated) if isinstance(collated, Mapping) else collated
         if num_rows(batch) != len(samples):
-            shapes = [tuple(t.shape) for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
+            shapes = [tuple(t.shape) for t in tree_leaves(batch) if isinstance(t, Tensor)]
             raise ValueError(
                 f"data_collator: {len(samples)} samples became tensors of shapes {shapes}. Use "
                 "a collator that keeps one row per sample; flattened ones cannot be dealt."
             )
-        if self._whole:
-            return rows_of(batch, *self._share.spans)
-        has_none = len(samples) > self._share.numel
-        return rows_of(batch, Span(0, 0)) if has_none else batch
+        return batch
 
 
 class PlanLoader(DataLoader[Any]):
     """Collated batches of one rank, with no rows if it has no samples."""
 
     def __init__(
-        self,
-        dataset: Any,
-        order: EpochOrder,
-        share: Share,
-        *,
-        collate_fn: Callable[[list[Any]], Any],
-        collates_whole_batch: bool,
-        **options: Any,
+        self, dataset: Any, batches: PlanBatchSampler, collator: DealtCollator, **options: Any
     ) -> None:
-        """``share`` are this rank's samples of a batch; ``options`` are the DataLoader's."""
-        whole = collates_whole_batch
-        self.batches = PlanBatchSampler(order, share, whole=whole)
-        collator = DealtCollator(collate_fn, share, whole=whole)
-        super().__init__(dataset, batch_sampler=self.batches, collate_fn=collator, **options)
+        """``options`` are the DataLoader's."""
+        self.batches = batches
+        super().__init__(dataset, batch_sampler=batches, collate_fn=collator, **options)
 
     def set_epoch(self, epoch: int) -> None:
         """Let a seeded sampler draw the epoch's order."""
