@@ -116,6 +116,7 @@ def named_beforehand(page: str) -> dict[str, Any]:
         names["model"] = Decoder(SMALL)
         tokens = torch.zeros(2, SMALL.seq_len, dtype=torch.long)
         names["batch"] = {"tokens_BT": tokens, "targets_BT": tokens}
+        names["dataset"] = [{"tokens_BT": each, "targets_BT": each} for each in tokens] * 33
     elif page == "docs/planning.md":
         names["MyModel"] = lambda: Decoder(SMALL)
         names["tokens"] = names["targets"] = torch.zeros(2, SMALL.seq_len, dtype=torch.long)
