@@ -16,7 +16,15 @@ from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.run.worker import Run
 from shardhet.config.checks import ConfigError
-from shardhet.config.compose import CONFIG_NAME, VERSION_BASE, conf_dir, to_conf
+from shardhet.config.compose import (
+    CONFIG_NAME,
+    OF_RUN,
+    VERSION_BASE,
+    conf_dir,
+    implied_choices,
+    register_run,
+    to_conf,
+)
 from shardhet.training.resuming import (
     options_of,
     put_options,
@@ -210,6 +218,47 @@ def test_a_run_that_would_not_be_the_same_is_refused(
     )
     for outcome in run_ranks_expecting_failure(train_rank, 2, [path] * 2, within_s=30.0):
         assert said in outcome.message, outcome.traceback
+
+
+def test_the_folder_of_a_run_is_all_that_it_takes_to_go_on(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    """Its configuration was given by many keys, and those that are given now come on top."""
+    folder = Path(shutil.copytree(undisturbed, tmp_path / "run"))
+    for step in (6, 7):
+        shutil.rmtree(RunFolder(folder).checkpoints_dir / f"step_{step:08d}")
+    done = run([*ALONE, "resume=run", "log_every=7"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "with the configuration of run, but log_every was 1 and is 7\n" in done.stdout
+    assert "goes on after step 4" in done.stdout
+    assert losses(folder) == losses(undisturbed)
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["seed=3"], "seed: 3 but .* was trained with 0, .* Leave seed out"),
+        (["model.width=24"], "model.width: 24 but .* was trained with 16"),
+        (["optim=sgd"], "optim.kind: SGD but .* was trained with AdamW"),
+        (["optim=sgd", "optim.kind=AdamW"], "optim.betas was .*; optim.lr was"),
+        (["model.dropout=0.5", "plan.microbatch_sizes=[4,2]"], "model.dropout was 0.0 and is"),
+        ([], ""),
+    ],
+)
+def test_what_may_not_change_of_a_run_is_named(
+    undisturbed: Path, keys: list[str], said: str
+) -> None:
+    folder = RunFolder(undisturbed)
+    found = register_run(folder.config_path, is_launched=False, is_sweep=False)
+    assert implied_choices(["plan.microbatch_sizes=[4,2]"], found.plan.kind) == []
+    with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
+        cfg = compose(OF_RUN, keys)
+    if "but" not in said:
+        assert re.match(said, folder.check_goes_on(cfg))
+        return
+    with pytest.raises(ConfigError, match=said):
+        folder.check_goes_on(cfg)
 
 
 def record(folder: Path) -> dict[str, bytes]:

@@ -17,6 +17,7 @@ import hydra
 from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardhet.apps.cli.help import show_help
@@ -46,6 +47,7 @@ def _train(cfg: DictConfig) -> None:
     cfg.run_dir = context.runtime.output_dir
     folder = RunFolder(Path(cfg.run_dir))
     try:
+        goes_on = take_up(cfg, folder)
         may_go_on = env is not None and env.may_go_on
         if may_go_on and not is_named:
             raise ConfigError(
@@ -64,6 +66,9 @@ def _train(cfg: DictConfig) -> None:
         folder.remove_if_empty()
         raise refuse(error, env) from None
 
+    if goes_on is not None and (env is None or env.rank == 0):
+        Console(highlight=False).print(goes_on, markup=False, soft_wrap=True)
+
     def begin() -> None:
         cfg.cluster.num_ranks = world_size
         folder.begin(cfg)
@@ -80,6 +85,21 @@ def _train(cfg: DictConfig) -> None:
 
         env.publish()
         run_rank(conf, folder, env, begin)
+
+
+def take_up(cfg: DictConfig, folder: RunFolder) -> str | None:
+    """Where ``cfg.resume`` names the folder of a run: what it changes of that run, in words.
+
+    ``cfg.resume`` then names what to load, which is in ``folder`` itself unless another was
+    given for a run that begins with the state of the first.
+    """
+    source = RunFolder(Path(cfg.resume or ""))
+    if cfg.resume in (None, AUTO) or not source.config_path.is_file():
+        return None
+    changed = source.check_goes_on(cfg)
+    is_same = source.path.resolve() == folder.path.resolve()
+    cfg.resume = AUTO if is_same else str(source.checkpoints_dir)
+    return f"with the configuration of {source.path}" + (changed and f", but {changed}")
 
 
 def names_run_dir(cfg: DictConfig, context: HydraConf) -> bool:

@@ -55,6 +55,7 @@ from shardhet.records.described import conf_dir as conf_dir
 C = TypeVar("C")  # a schema
 
 CONFIG_NAME = "train"
+OF_RUN = "of_run"  # the configuration of a run to go on with, and its choice in each group
 VERSION_BASE = "1.3"
 HOSTS_OWN_KEYS = (  # paths; contents of folders are compared instead
     "run_dir",
@@ -190,9 +191,14 @@ def portable_values(conf: TrainConf) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in HOSTS_OWN_KEYS}
 
 
-def leaves_of(path: Path) -> dict[str, Any]:
-    """The values of ``save_resolved`` by dotted key; none if there is no such file."""
-    return _leaves(OmegaConf.load(path)) if path.exists() else {}
+def leaves_of(saved: Path | DictConfig) -> dict[str, Any]:
+    """The values of ``save_resolved`` by dotted key, or what it would save of a configuration.
+
+    None if there is no such file.
+    """
+    if isinstance(saved, DictConfig):
+        return _leaves(OmegaConf.create(OmegaConf.to_yaml(saved, resolve=True)))
+    return _leaves(OmegaConf.load(saved)) if saved.exists() else {}
 
 
 def load_resolved(path: Path) -> TrainConf:
@@ -202,6 +208,32 @@ def load_resolved(path: Path) -> TrainConf:
 
 def load_checked(path: Path, schema: type[C]) -> C:
     """The same as ``load_resolved`` for a command with its own schema."""
+    return to_checked(_with_schemas(path, schema), schema)
+
+
+def register_run(path: Path, *, is_launched: bool, is_sweep: bool) -> DictConfig:
+    """Register the values of ``save_resolved`` in a run folder as those of ``OF_RUN``.
+
+    A run that goes on stays in its folder, and the jobs of a sweep get folders of their own.
+    How many ranks there are, a launcher says.
+    """
+    register_schemas()
+    of_run = _with_schemas(path, TrainConf)
+    if is_launched:
+        of_run.cluster.num_ranks = None
+    primary = OmegaConf.load(conf_dir() / f"{CONFIG_NAME}.yaml")
+    own = {**of_run, "run_dir": primary.run_dir if is_sweep else str(path.parent)}
+    store = ConfigStore.instance()
+    for i, each in enumerate(primary.defaults):
+        group = str(next(iter(each))) if isinstance(each, DictConfig) else ""
+        if group in own:
+            store.store(group=group, name=OF_RUN, node=own.pop(group))
+            primary.defaults[i] = {group: OF_RUN}
+    store.store(name=OF_RUN, node=OmegaConf.merge(primary, own))
+    return of_run
+
+
+def _with_schemas(path: Path, schema: type) -> DictConfig:
     values = OmegaConf.load(path)
     assert isinstance(values, DictConfig)
     known = OmegaConf.structured(schema)
@@ -213,7 +245,7 @@ def load_checked(path: Path, schema: type[C]) -> C:
     known.optim = OmegaConf.structured(OptimConf)
     merged = OmegaConf.merge(known, values)
     assert isinstance(merged, DictConfig)
-    return to_checked(merged, schema)
+    return merged
 
 
 def _leaves(cfg: Any) -> dict[str, Any]:
@@ -234,11 +266,14 @@ def _flat(node: Any, prefix: str) -> Iterable[tuple[str, Any]]:
         yield prefix, node
 
 
-def implied_choices(overrides: Iterable[str]) -> list[str]:
-    """The choices that other overrides imply: whoever types batch sizes plans by hand."""
+def implied_choices(overrides: Iterable[str], plan_kind: PlanKind | None = None) -> list[str]:
+    """The choices that other overrides imply: whoever types batch sizes plans by hand.
+
+    ``plan_kind`` is that of a run that goes on.
+    """
     keys = {each.partition("=")[0] for each in overrides}
     is_implied = BATCH_SIZES_KEY in keys and not keys & {"plan", "experiment"}
-    return ["plan=by_hand"] if is_implied else []
+    return ["plan=by_hand"] if is_implied and plan_kind is not PlanKind.BY_HAND else []
 
 
 def check_choices(overrides: Iterable[str]) -> None:

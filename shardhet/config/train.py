@@ -140,6 +140,7 @@ class TrainConf(Checked):
     # If a device stays slower than plan.measured says, which is always said: plan anew, and
     # move parameters and optimizer states to the new plan without a restart.
     rebalance: bool = False
+    # The folder of a run: it goes on, with its configuration but for the keys that are given.
     # "auto": the newest whole checkpoint in the run folder, if there is one; or the path of a
     # checkpoint, or of a folder with several, which must exist; null: begin at step 0.  Where
     # the launcher starts ranks again, they go on from what this run itself has kept, if any.
@@ -208,8 +209,8 @@ class TrainConf(Checked):
         """Raise if there is nothing at the path to resume from."""
         if self.resume not in (None, AUTO) and not Path(self.resume).is_dir():
             raise ConfigError(
-                f"resume: {self.resume!r} is not a folder. Give the path of a checkpoint, or "
-                "resume=auto for the newest one in the run folder."
+                f"resume: {self.resume!r} is not a folder. Give the path of a run or of a "
+                "checkpoint, or resume=auto for the newest one in the run folder."
             )
 
     @property

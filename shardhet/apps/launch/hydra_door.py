@@ -14,7 +14,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -22,16 +22,20 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from shardhet.apps.launch.launch import RunFailedExit
 from shardhet.apps.launch.leaving import end_agent
 from shardhet.apps.launch.rank_env import RankEnv, agree_on_stamp
+from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.comm.liveness import end_with_launcher
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import (
     CONFIG_NAME,
+    OF_RUN,
     check_choices,
     hints,
     implied_choices,
+    register_run,
     searching_first,
 )
 from shardhet.config.reasons import reasons_of
+from shardhet.config.train import AUTO
 
 RAISES = "HYDRA_FULL_ERROR"  # with it, Hydra raises its errors instead of printing them
 AGENT_ENDS_WITHIN_S = 5.0  # once its first rank has told it to
@@ -60,12 +64,17 @@ def enter(
     own_dir = own_config_dir(sys.argv[1:])
     sys.argv[1:] = flags_first(sys.argv[1:])
     overrides = [each for each in sys.argv[1:] if is_override(each)]
-    if config_name == CONFIG_NAME:
-        implied = implied_choices(overrides)
-        sys.argv += implied
-        overrides += implied
+    is_train = config_name == CONFIG_NAME
     with searching_first(own_dir):
         try:
+            if is_train:
+                run = run_to_go_on(overrides, is_launched=env is not None)
+                if run is not None:
+                    config_name = OF_RUN
+                    sys.argv[1:1] = ["--config-name", OF_RUN]
+                implied = implied_choices(overrides, None if run is None else run.plan.kind)
+                sys.argv += implied
+                overrides += implied
             check_choices(overrides)
             if {"--help", "-h"} & set(sys.argv[1:]):
                 show_help(overrides, own_dir)
@@ -82,6 +91,16 @@ def enter(
             if error.code == 1:  # Hydra has reported the error, but not always the remedy
                 raise _refusal(hints(overrides, config_name), env) from None
             raise
+
+
+def run_to_go_on(overrides: Sequence[str], *, is_launched: bool) -> DictConfig | None:
+    """The configuration of the run whose folder ``resume`` names, registered; None without."""
+    named = [each.partition("=")[2] for each in overrides if each.startswith("resume=")]
+    folder = RunFolder(Path(named[-1].strip("'\"") if named else AUTO))
+    if not folder.config_path.is_file():
+        return None
+    is_sweep = bool({"--multirun", "-m"} & set(sys.argv))
+    return register_run(folder.config_path, is_launched=is_launched, is_sweep=is_sweep)
 
 
 def _refusal(lines: Sequence[str], env: RankEnv | None) -> SystemExit:

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from uuid import uuid4
 from omegaconf import DictConfig, OmegaConf
 
 import shardhet
+from shardhet.checkpoint import Checkpoints
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import leaves_of, load_resolved, save_resolved
 from shardhet.config.train import TrainConf
@@ -36,6 +38,10 @@ VARIABLE_PREFIXES = ("CUDA_", "GLOO_", "NCCL_", "OMP_", "MKL_", "TORCH", "PYTORC
 
 IN_MEMORY = Path("/dev/shm")  # a file system that Linux has
 MAY_CHANGE = {"run_dir", "resume", "cluster.num_ranks"}  # where the same run begins anew
+# Keys of what checkpoints hold, or batches and dropout are drawn from.
+OF_CHECKPOINT = re.compile(
+    r"seed|optim\.kind|model\.(?!usual_|path|weights|mask_fraction|.*dropout).*"
+)
 
 
 class _At:
@@ -155,12 +161,7 @@ class RunFolder:
         """
         if not self.metrics_path.exists() or not self.metrics_path.stat().st_size:
             return None
-        before, here = map(leaves_of, (self.config_path, self.start_config_path))
-        changed = sorted(
-            key
-            for key in (before.keys() | here.keys()) - MAY_CHANGE
-            if before.get(key) != here.get(key)
-        )
+        changed = sorted(self.changes(self.start_config_path))
         if not changed and not self.end_path.exists():
             return None
         of_another = f"a run with another {', '.join(changed[:4])}"
@@ -168,6 +169,31 @@ class RunFolder:
             f"run_dir: {self.path} holds {of_another if changed else 'a run that has ended'} "
             "but no checkpoint or replica to go on from. Name another folder."
         )
+
+    def changes(self, start: Path | DictConfig) -> dict[str, tuple[Any, Any]]:
+        """By key, the run's value and that of a ``start`` where it is another."""
+        before, here = leaves_of(self.config_path), leaves_of(start)
+        return {
+            key: (before.get(key), here.get(key))
+            for key in (before.keys() | here.keys()) - MAY_CHANGE
+            if before.get(key) != here.get(key)
+        }
+
+    def check_goes_on(self, cfg: DictConfig) -> str:
+        """What the configuration changes of this run, in words, if it can go on with it."""
+        changes = sorted(self.changes(cfg).items())
+        for key, (before, here) in changes:
+            if OF_CHECKPOINT.fullmatch(key):
+                raise ConfigError(
+                    f"{key}: {here} but {self.path} was trained with {before}, as its "
+                    f"checkpoints are. Leave {key} out, or begin a new run."
+                )
+        if not cfg.replicas.every and not Checkpoints(self.checkpoints_dir).steps():
+            raise ConfigError(
+                f"resume: {self.path} has no checkpoint to go on from. Begin a new run, with "
+                "run_dir=FOLDER and the keys in its config.yaml."
+            )
+        return "; ".join(f"{key} was {old} and is {new}" for key, (old, new) in changes)
 
     def remove_if_empty(self) -> None:
         """Remove the folder that Hydra created, if nothing was written to it."""
