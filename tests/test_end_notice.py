@@ -1,13 +1,17 @@
 """A run that is told to end soon saves its state, ends, and goes on as if untouched."""
 
 import json
+import re
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.apps.run.checkpointing import Timer
 from shardhet.checkpoint import Checkpoints
 from tests.programs import TORCHRUN
 from tests.selection import one_in
@@ -71,10 +75,12 @@ def wait_for_step(folder: Path, step: int) -> None:
     pytest.fail(f"no step {step}")
 
 
-@pytest.mark.campaign  # a signal to a rank stays
-@pytest.mark.parametrize("number", one_in(2, [signal.SIGTERM, signal.SIGUSR1]))
-def test_a_signal_to_the_program_ends_it_with_a_checkpoint_and_status_0(
-    number: signal.Signals, undisturbed: dict[int, float], tmp_path: Path
+@pytest.mark.parametrize(
+    ("number", "status"),
+    one_in(3, [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGUSR1, 0)]),
+)
+def test_a_signal_to_the_program_ends_it_with_a_checkpoint(
+    number: signal.Signals, status: int, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(SLOW_STEPS)
     folder = tmp_path / "run"
@@ -82,13 +88,55 @@ def test_a_signal_to_the_program_ends_it_with_a_checkpoint_and_status_0(
     wait_for_step(folder, 2)
     process.send_signal(number)
     output, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
-    assert "the run ends after step" in output
+    assert process.returncode == status, errors
+    assert "checkpoint.every=0: checkpoints every 30 minutes" in output
+    assert re.search(r"the run ends after step .*\ngo on with: .* resume=run\n\Z", output)
     assert "Traceback" not in errors
     check_goes_on(folder, undisturbed)
 
 
-@pytest.mark.parametrize("number", one_in(2, ["SIGUSR1", "SIGTERM"]))
+def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path) -> None:
+    standing_still = SLOW_STEPS.replace("0.4", "1000 * trainer.model.step")
+    (tmp_path / "sitecustomize.py").write_text(standing_still)
+    folder = tmp_path / "run"
+    process = start([*ALONE, *RUN, f"run_dir={folder}"], tmp_path)
+    wait_for_step(folder, 1)
+    began_s = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    assert any(line.startswith("Ctrl-C: this step is finished") for line in process.stderr)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - began_s < 20  # the grace of ranks that are told to end is 30
+    assert (process.returncode, errors) == (1, "stopped by SIGINT\n")
+
+
+def test_checkpoints_by_time_are_at_the_same_step_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps of ten seconds; the ranks ask each other seldom."""
+    now_s, asked_at = [0.0], []
+
+    def exchange(mine: float) -> list[float]:
+        asked_at.append(now_s[0] // 10)
+        return [mine, 1e9]
+
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    model: Any = SimpleNamespace(step=3, exchange_objects=exchange)
+    for limit_s, due in ((0.0, []), (1000.0, [103, 203, 303])):
+        now_s[0], found = 30.0, []
+        timer = Timer(model, limit_s)
+        for step in range(4, 350):
+            now_s[0] = 10.0 * step
+            assert timer.is_due(step) == timer.is_due(step)
+            if timer.is_due(step):
+                found.append(step)
+                timer.restart(step)
+        assert found == due
+    assert len(asked_at) < 40
+
+
+@pytest.mark.parametrize("number", one_in(2, ["SIGINT", "SIGTERM", "SIGUSR1"]))
 def test_a_signal_to_one_rank_ends_all(
     number: str, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:

@@ -66,9 +66,24 @@ class CheckpointConf(Checked, prefix="checkpoint."):
 
     # Steps between two checkpoints, and one at the end; 0: none.
     every: int = checked(0, at_least(0))
+    # Where there are none by steps: minutes between two, and one at the end of a run that has
+    # had one; 0: none.
+    every_minutes: float = checked(30.0, at_least(0))
     keep_last: int = checked(2, at_least(0))  # newest ones that stay; 0: all
     keep_every: int = checked(0, at_least(0))  # steps whose multiples stay, too; 0: none
     in_background: bool = False  # copy the state to host memory and go on while it is written
+
+    @property
+    def loss(self) -> str | None:
+        """What a run loses that fails, in words; None where checkpoints are made by steps."""
+        if self.every:
+            return None
+        times = f"every {self.every_minutes:g} minutes (checkpoint.every_minutes)"
+        return (
+            f"checkpoint.every=0: checkpoints {times if self.every_minutes else 'only'} and on "
+            "Ctrl-C or SIGTERM; a run that fails loses "
+            + ("the steps since the last one" if self.every_minutes else "all of its steps")
+        )
 
 
 @dataclass(kw_only=True)
@@ -99,10 +114,11 @@ class GuardConf(Checked, prefix="guard."):
 
 @dataclass(kw_only=True)
 class EndNoticeConf(Checked, prefix="end_notice."):
-    """How a run is told to end soon: SIGTERM or SIGUSR1 to any rank, or a file that appears.
+    """How a run is told to end soon: Ctrl-C, SIGTERM or SIGUSR1, or a file that appears.
 
     The step in progress is finished, a checkpoint is written, and all ranks end with status 0;
-    ``resume=auto`` goes on from there.  The file ``end_notice`` in the run folder does it too.
+    ``resume=RUN_FOLDER`` goes on from there.  The file ``end_notice`` in that folder does it
+    too.
     """
 
     file: str | None = None  # of the notices that a cloud gives a spot instance, for example

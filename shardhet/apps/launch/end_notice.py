@@ -18,7 +18,7 @@ from typing import Any, Self
 
 logger = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SECONDS_BETWEEN_LOOKS = 1.0
 
 
@@ -30,8 +30,8 @@ class EndNotice:
     ) -> None:
         """``tell`` is called once, from a signal handler or ``look``.
 
-        The file ``of_run`` tells the whole run to end.  Signals and the file ``of_node`` tell
-        this node, without which others may go on.
+        The file ``of_run`` tells the whole run to end, and may say why.  Signals and the file
+        ``of_node`` tell this node, without which others may go on.
         """
         self.reason: str | None = None
         self._tell = tell
@@ -57,13 +57,17 @@ class EndNotice:
         self._looked_at_s = now_s
         for path in self._files:
             if path.exists():
-                self._receive(f"{path} exists")
+                told = path.read_text(encoding="utf-8") if path == self._of_run else ""
+                self._receive(told or f"{path} exists")
 
     def ends_run(self) -> bool:
         """Whether the whole run is told to end, as this rank sees it now."""
         return self._of_run.exists()
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT:  # the next one, or what an agent makes of it, ends at once
+            for each in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(each, signal.SIG_DFL)
         self._receive(signal.Signals(number).name)
 
     def _receive(self, reason: str) -> None:

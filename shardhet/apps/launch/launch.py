@@ -27,11 +27,12 @@ from shardhet.apps.launch.emulated_link import emulated_link
 from shardhet.apps.launch.run_folder import IN_MEMORY, RunFolder
 from shardhet.config.training import LinkConf
 
+INTERRUPTED = "Ctrl-C"
 FILE_WIDTH = 200  # columns, so that paths are not wrapped if the output is a file
 
 
 class RunFailedExit(SystemExit):
-    """The end of a run that had started and whose failure was already reported."""
+    """The end of a run that had started, about which all is said; of a sweep, too."""
 
 
 def start_ranks(
@@ -79,7 +80,9 @@ def start_ranks(
         )
         if grace_s is not None:
             # Not passed on by torch; the ranks look for the file.
-            signal.signal(signal.SIGUSR1, lambda *_: folder.end_notice_path.touch())
+            signal.signal(signal.SIGUSR1, lambda *_: folder.ask_to_end("SIGUSR1"))
+            signal.signal(signal.SIGINT, partial(_interrupt, folder))
+            config = partial(config, signals_to_handle="SIGTERM,SIGHUP,SIGQUIT")
         worker = ("-m", rank_start.__name__, worker_module, str(folder.path), *arguments)
         goes_on = True
         while goes_on:
@@ -96,8 +99,24 @@ def start_ranks(
                 folder.put_failures_aside()
             except SignalException as signalled:
                 if folder.has_ended:
-                    return
-                raise RunFailedExit(f"stopped by {signalled.sigval.name}") from None
+                    raise RunFailedExit(0) from None
+                name = "SIGINT" if INTERRUPTED in str(signalled) else signalled.sigval.name
+                raise RunFailedExit(f"stopped by {name}") from None
+        if folder.is_asked_to_end_by(INTERRUPTED):
+            raise RunFailedExit(rank_start.BY_SIGINT)
+
+
+def _interrupt(folder: RunFolder, *_: object) -> None:
+    """The first Ctrl-C ends a run that has begun in order; any other ends all ranks at once."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    if not folder.has_begun or folder.is_asked_to_end_by(INTERRUPTED):
+        raise SignalException(INTERRUPTED, signal.SIGKILL)
+    folder.ask_to_end(INTERRUPTED)
+    sys.stderr.write(
+        "\nCtrl-C: this step is finished and a checkpoint is written. Ctrl-C again ends the "
+        "run at once.\n"
+    )
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from shardhet import HetFSDP
 from shardhet.apps.launch.end_notice import EndNotice
 from shardhet.apps.launch.rank_env import RankEnv
 
+FROM_AGENTS = (signal.SIGTERM.name, signal.SIGINT.name)  # which they pass on and end
 STARTS_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: an agent that may restarts this rank
 
 
@@ -45,7 +46,7 @@ def leave(reason: str | None) -> None:
     """
     if reason is None:
         raise SystemExit(STARTS_AGAIN)
-    if reason != signal.SIGTERM.name:  # which comes from the agent
+    if reason not in FROM_AGENTS:
         end_agent()
 
 

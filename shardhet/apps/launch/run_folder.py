@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from uuid import uuid4
 from omegaconf import DictConfig, OmegaConf
 
 import shardhet
+from shardhet.apps.launch.rank_env import is_task_of_srun
 from shardhet.checkpoint import Checkpoints
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import leaves_of, load_resolved, save_resolved
@@ -215,11 +217,38 @@ class RunFolder:
             write_whole(self.path / name, (self.logs_dir / name).read_text(encoding="utf-8"))
 
     @property
+    def has_begun(self) -> bool:
+        """Whether every check has let the last start through."""
+        return self._is_of_last_start(self.config_path)
+
+    @property
     def has_ended(self) -> bool:
         """Whether the last start has ended in order."""
-        paths = (self.end_path, self.start_config_path)
-        ended_ns, begun_ns = (p.stat().st_mtime_ns if p.exists() else 0 for p in paths)
-        return ended_ns > begun_ns
+        return self._is_of_last_start(self.end_path)
+
+    def _is_of_last_start(self, path: Path) -> bool:
+        paths = (path, self.start_config_path)
+        written_ns, started_ns = (p.stat().st_mtime_ns if p.exists() else 0 for p in paths)
+        return written_ns > started_ns
+
+    @property
+    def how_to_go_on(self) -> str:
+        """The command that does, started as this run was."""
+        command = json.loads((self.logs_dir / "run.json").read_text())["command_line"]
+        is_alone = command[0] == "shardhet train"
+        path = self.path
+        with suppress(ValueError):
+            path = path.relative_to(Path.cwd())
+        program = "shardhet train" if is_alone else "torchrun ... -m shardhet.apps.train"
+        return f"{'srun ... ' * is_task_of_srun()}{program} resume={shlex.quote(str(path))}"
+
+    def ask_to_end(self, why: str) -> None:
+        """Tell all ranks to end in order."""
+        write_whole(self.end_notice_path, why)
+
+    def is_asked_to_end_by(self, why: str) -> bool:
+        """Whether ``ask_to_end`` was called with this."""
+        return _text_of(self.end_notice_path) == why
 
     def put_failures_aside(self) -> None:
         """Those of the ranks' last start are no cause of what comes now."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardhet import HetFSDP
 from shardhet.apps.launch.run_folder import IN_MEMORY, RunFolder
 from shardhet.checkpoint import CheckpointError, Checkpoints, Replicas, Resumed, load
 from shardhet.config.checks import ConfigError
@@ -21,6 +22,36 @@ from shardhet.training.resuming import (
     state_of,
 )
 from shardhet.training.trainer import Trainer
+
+
+class Timer:
+    """Says that so many seconds have passed, at the same step on all ranks.
+
+    They agree on rank zero's clock at few steps: the next one is half-way to where the time is
+    over if steps take as long as before.
+    """
+
+    def __init__(self, model: HetFSDP, limit_s: float) -> None:
+        self._model = model
+        self._limit_s = limit_s
+        self._answer = model.step, False  # of the last step that was asked about
+        self.restart(model.step)
+
+    def restart(self, step: int) -> None:
+        """Count from here."""
+        self._began_s, self._began_step, self._next_look = time.monotonic(), step, step + 1
+
+    def is_due(self, step: int) -> bool:
+        """Whether the time has passed.  Collective."""
+        if self._limit_s and step != self._answer[0]:
+            self._answer = step, step >= self._next_look and self._look(step)
+        return self._answer[1]
+
+    def _look(self, step: int) -> bool:
+        passed_s = self._model.exchange_objects(time.monotonic() - self._began_s)[0]
+        steps_left = (self._limit_s / max(passed_s, 1e-9) - 1) * (step - self._began_step)
+        self._next_look = step + max(1, int(steps_left / 2))
+        return passed_s >= self._limit_s
 
 
 class RunCheckpoints:
@@ -53,6 +84,7 @@ class RunCheckpoints:
             schedule=repr(conf.lr_scheduler.to_record(conf.num_steps)),
         )
         self._last_saved: int | None = None
+        self._timer = Timer(model, 60 * conf.checkpoint.every_minutes)
         self._waited_s = 0.0  # for the last replica, in this step
         self._replicas = self._open_replicas() if conf.replicas.every else None
         self._checkpoints = Checkpoints(
@@ -141,8 +173,10 @@ class RunCheckpoints:
         return self._replicas is not None and step % self._conf.replicas.every == 0
 
     def _needs_checkpoint(self, step: int) -> bool:
-        every = self._conf.checkpoint.every
-        return bool(every) and (step % every == 0 or step == self._conf.num_steps)
+        every, is_last = self._conf.checkpoint.every, step == self._conf.num_steps
+        if every:
+            return step % every == 0 or is_last
+        return self._timer.is_due(step) or (is_last and self._last_saved is not None)
 
     def after_step(self, step: int) -> dict[str, float]:
         """Write what it is time for; the seconds that the step waited for it, by name."""
@@ -166,6 +200,7 @@ class RunCheckpoints:
         in_background = self._conf.checkpoint.in_background
         save = self._checkpoints.save_async if in_background else self._checkpoints.save
         save(self._model, self._optimizer, extra=self._extra(step))
+        self._timer.restart(step)
 
     def _extra(self, step: int) -> dict[str, Any]:
         states = self._model.exchange_objects(random_states(self._device))

@@ -169,11 +169,12 @@ class Run:
             return
         text = (
             f"the run ends after step {self._model.step} of {self._conf.num_steps}, as it was "
-            f"asked to ({'; '.join(end.asked_by)}); resume=auto run_dir={self._folder.path} "
-            "goes on"
+            f"asked to ({'; '.join(end.asked_by)})"
         )
         logger.info("%s", text)
-        console.print(text, markup=False, soft_wrap=True)
+        if self.is_rank_zero:
+            text += f"\ngo on with: {self._folder.how_to_go_on}"
+            console.print(text, markup=False, soft_wrap=True)
 
     def _listen(self) -> EndNotice:
         """What tells all ranks if this one learns that the run has to end."""
@@ -346,7 +347,7 @@ def _tell(said: str, display: Display, level: int = logging.INFO) -> None:
 def show_start(
     console: Console, conf: TrainConf, task: Task, model: HetFSDP, resumed: Resumed | None
 ) -> None:
-    """Print what is trained, on how many devices, and where it goes on."""
+    """Print what is trained, on how many devices, where it goes on, and what it may lose."""
     num_params = sum(unit.numel for unit in model.plan.units)
     console.print(
         f"{task.model_name or conf.model.kind.value} with {num_params:,} parameters on "
@@ -358,6 +359,8 @@ def show_start(
     if resumed is not None:
         said = f"goes on after step {model.step}, from {resumed.came_from or resumed.path}"
         console.print(said, markup=False, soft_wrap=True)
+    if (loss := conf.checkpoint.loss) and not conf.replicas.every:
+        console.print(loss, markup=False, soft_wrap=True)
 
 
 def say_who_compiles(model: HetFSDP, reason: str | None, folder: RunFolder) -> str:
