@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -12,11 +13,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.checkpoint import CheckpointError
 from shardhet.checkpoint.format.reading import SavedCheckpoint
 from shardhet.checkpoint.summary import read_model
+from shardhet.config.checks import ConfigError
+from shardhet.config.compose import load_resolved
+from shardhet.config.pretrained import HfConf
 
-FORMATS = ("safetensors", "torch")
+FORMATS = ("safetensors", "torch", "hf")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -24,12 +29,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="shardhet export",
         description="Write the parameters and buffers of a checkpoint under the model's own "
-        "names to one file, which plain PyTorch opens. The number of ranks that saved does not "
-        "matter. Takes host memory for the whole model.",
+        "names to one file, which plain PyTorch opens, or that of a run with model=hf to a "
+        "folder, which from_pretrained opens, or PeftModel if it has adapters. The number of "
+        "ranks that saved does not matter. Takes host memory for the whole model.",
     )
     parser.add_argument("path", type=Path, help="the folder of a checkpoint")
-    parser.add_argument("--to", choices=FORMATS, required=True, help="the format of the file")
-    parser.add_argument("--out", type=Path, required=True, help="the file, which must be new")
+    parser.add_argument("--to", choices=FORMATS, required=True, help="the format")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="the file or folder, which must be new"
+    )
     given = parser.parse_args(arguments)
     if given.out.exists():
         parser.error(f"{given.out} exists. Name a new file, or remove it.")
@@ -39,8 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         saved = SavedCheckpoint.open(given.path)
         saved.verify()
         tensors = read_model(saved)
-        write_model(tensors, given.out, given.to)
-    except (CheckpointError, OSError) as error:
+        if given.to == "hf":
+            write_folder(tensors, given.out, RunFolder(saved.folder.parent.parent))
+        else:
+            write_model(tensors, given.out, given.to)
+    except (CheckpointError, ConfigError, OSError) as error:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         console.print(f"{error}\nNothing was exported.", markup=False)
         raise SystemExit(1) from None
@@ -67,6 +78,29 @@ def write_model(tensors: Mapping[str, Tensor], path: Path, to: str) -> None:
     finally:
         with suppress(OSError):
             unfinished.unlink()
+
+
+def write_folder(tensors: Mapping[str, Tensor], path: Path, run: RunFolder) -> None:
+    """Write what ``save_pretrained`` does; ``path`` appears when it is complete."""
+    conf = load_resolved(run.config_path).model if run.config_path.exists() else None
+    if not isinstance(conf, HfConf):
+        raise ConfigError(
+            f"{run.path}: it is not the folder of a run with model=hf, which has the model's "
+            "configuration, but --to hf needs one. Export --to safetensors."
+        )
+    with torch.device("meta"):
+        module: Any = conf.folder().on_meta(dtype=torch.float32, lora=conf.adapters())
+    odd = module.load_state_dict(tensors, strict=False, assign=True)
+    if odd.unexpected_keys or odd.missing_keys:
+        raise ConfigError(
+            f"{conf.path}: its config.json is of another model than {run.path} has trained, "
+            f"which differs in {sorted(odd.unexpected_keys + odd.missing_keys)[:4]}. Put back "
+            "the model's own."
+        )
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    module.save_pretrained(unfinished)
+    conf.copy_tokenizer(load_resolved(run.config_path).data, unfinished)
+    unfinished.rename(path)
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

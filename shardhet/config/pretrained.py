@@ -1,5 +1,6 @@
 """Schema of ``model=hf``: a Hugging Face model in a folder."""
 
+import shutil
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardhet.models.pretrained import Lora, PretrainedFolder
+
+TOKENIZER_FILES = ("*token*.json", "vocab*", "merges.txt", "*.model", "chat_template*")
 
 
 @dataclass(kw_only=True)
@@ -170,6 +173,13 @@ class HfConf(ModelConf):
         """Whether text is split by the model's own tokenizer."""
         is_auto = data.tokenizer is TokenizerKind.AUTO
         return is_auto and self.folder().tokenizer_path is not None
+
+    def copy_tokenizer(self, data: DataConf, to: Path) -> None:
+        """Copy the files of the tokenizer that the model has learned with, if it is its own."""
+        if self.reads_with_own_tokenizer(data):
+            for pattern in TOKENIZER_FILES:
+                for each in self.folder().path.glob(pattern):
+                    shutil.copy(each, to)
 
     def _check_plain_tokens(self, folder: "PretrainedFolder") -> None:
         from shardhet.models.pretrained import Objective

@@ -146,7 +146,9 @@ class TrainConf(Checked):
     log_every: int = checked(10, at_least(1))
     # Steps between two evaluations; 0: only at the end.
     eval_every: int = checked(0, at_least(0))
-    save_model: bool = False  # the whole model, to model.safetensors in the run folder
+    # The whole model at the end: model.safetensors in the run folder; with model=hf, the folder
+    # model/ that from_pretrained opens (PeftModel's, of adapters).  null: with model=hf.
+    save_model: bool | None = None
     checkpoint: CheckpointConf = field(default_factory=CheckpointConf)
     replicas: ReplicasConf = field(default_factory=ReplicasConf)
     guard: GuardConf = field(default_factory=GuardConf)

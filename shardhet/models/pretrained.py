@@ -67,7 +67,7 @@ class PretrainedFolder:
 
         path = _find(name)
         try:
-            config = AutoConfig.from_pretrained(path)
+            config = AutoConfig.from_pretrained(path.absolute())  # which adapters' files name
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(f"{path / CONFIG}: {reason} Give another folder.") from None
@@ -125,7 +125,7 @@ class PretrainedFolder:
 
         hf_logging.disable_progress_bar()  # every rank would draw one
         model, loading = self._auto_class().from_pretrained(
-            self.path, dtype=dtype, use_safetensors=True, output_loading_info=True
+            self.path.absolute(), dtype=dtype, use_safetensors=True, output_loading_info=True
         )
         if loading["missing_keys"]:
             raise ValueError(

@@ -72,6 +72,7 @@ class RunFolder:
     traces/rank0.json ...  the traced steps of each rank, and predicted.json
     logs/rank0.log ...   the log of each rank; with all output of ranks above zero
     lock                 held by the run while it writes here
+    model/               with model=hf, what from_pretrained or PeftModel opens, after the end
     checkpoints/         the whole state after some steps, if the configuration says so
     measured/1 ...       what was measured at starts with devices that were new
     memory_limits/       of devices that were out of memory; the run is planned for so much
@@ -88,6 +89,7 @@ class RunFolder:
     metrics_path = _At("metrics.jsonl")
     rolled_back_path = _At("rolled_back.jsonl")
     model_path = _At("model.safetensors")  # if the configuration says so
+    model_dir = _At("model")  # in its place, with model=hf
     checkpoints_dir = _At("checkpoints")
     end_notice_path = _At("end_notice")  # asks the run to end: of the launcher, or a user
     end_path = _At("end.json")  # after which step the run has ended in order

@@ -37,6 +37,7 @@ from shardhet.checkpoint import Resumed
 from shardhet.comm import devices
 from shardhet.comm.liveness.ending import end_now
 from shardhet.comm.progress import phase
+from shardhet.config.pretrained import HfConf
 from shardhet.config.train import OnOom, Precision, TrainConf
 from shardhet.training.emulation import HostMemory
 from shardhet.training.trainer import StepMetrics
@@ -187,8 +188,7 @@ class Run:
 
     def _finish(self, console: Console) -> None:
         """What comes after the last step of a run."""
-        if self._conf.save_model:
-            save_whole(self._model, self._folder.model_path)
+        save_whole(self._model, self._conf, self._folder)
         if not self._log.outcome.num_steps:
             text = (
                 f"nothing to do: {self._model.step} steps are taken, and num_steps is "
@@ -376,14 +376,28 @@ def say_who_compiles(model: HetFSDP, reason: str | None, folder: RunFolder) -> s
 
 
 @phase("writing the model")
-def save_whole(model: HetFSDP, path: Path) -> None:
-    """Write the whole model under its own names; rank zero holds it meanwhile.  Collective."""
+def save_whole(model: HetFSDP, conf: TrainConf, folder: RunFolder) -> None:
+    """Write the whole model, if the configuration says so.  Collective.
+
+    One of transformers becomes a folder of its kind; of another one, rank zero holds all
+    tensors meanwhile, under its own names.
+    """
+    is_hf = isinstance(conf.model, HfConf)
+    if not (is_hf if conf.save_model is None else conf.save_model):
+        return
+    if isinstance(conf.model, HfConf):
+        from shardhet.hf.folders.saving import save_pretrained
+
+        save_pretrained(model, folder.model_dir)
+        if model.rank == 0:
+            conf.model.copy_tokenizer(conf.data, folder.model_dir)
+        return
     tensors = model.state_dict()
     if tensors:
         # Tied parameters appear under each of their names; the format allows no shared memory.
         # Nor does it hold objects (get_extra_state).
         whole = {k: v.clone() for k, v in tensors.items() if isinstance(v, torch.Tensor)}
-        save_file(whole, path)
+        save_file(whole, folder.model_path)
 
 
 def _snake(name: str) -> str:
