@@ -79,18 +79,19 @@ def explained(of: Situation) -> Explanation:
 def test_where_devices_compute_all_the_time_compute_limits() -> None:
     explanation = explained(situation())
     assert explanation.limit is not None
-    assert explanation.limit.resource is Resource.COMPUTE
+    assert explanation.limit.variant.resource is Resource.COMPUTE
     assert explanation.limit.relative == pytest.approx(0.1, rel=0.05)
     assert explanation.compute_s > 100 * explanation.links_s
+    assert explanation.endless_memory is not None
     assert explanation.endless_memory.relative < 1e-3
-    memory = [g for g in explanation.gains if g.resource is Resource.MEMORY]
+    memory = [g for g in explanation.gains if g.variant.resource is Resource.MEMORY]
     assert all(gain.relative < 1e-3 for gain in memory)
 
 
 def test_where_links_are_slow_links_limit() -> None:
     explanation = explained(situation(bytes_per_s=1e5))
     assert explanation.limit is not None
-    assert explanation.limit.resource is Resource.LINKS
+    assert explanation.limit.variant.resource is Resource.LINKS
     assert explanation.limit.relative == pytest.approx(0.1, rel=0.1)
     assert explanation.links_s > 10 * explanation.compute_s
     # With less recomputed, or in fewer rounds, there may be no room for it.
@@ -106,8 +107,9 @@ def test_where_the_fast_devices_are_full_their_memory_limits() -> None:
     whole, tight = situation(), situation(demands=capped)
     assert solved(tight).samples_per_s < 0.99 * solved(whole).samples_per_s
     explanation = explained(tight)
+    assert explanation.endless_memory is not None
     assert explanation.endless_memory.relative > 0.1
-    gain = {(g.resource, g.device_kind): g.relative for g in explanation.gains}
+    gain = {(g.variant.resource, g.variant.device_kind): g.relative for g in explanation.gains}
     assert gain[Resource.MEMORY, "fast"] > 10 * gain[Resource.MEMORY, "slow"]
 
 
@@ -124,9 +126,9 @@ def test_more_memory_is_for_devices_of_the_kind_alone() -> None:
 
 def test_another_device_helps_by_what_it_can_do() -> None:
     gain = {
-        g.device_kind: g.relative
+        g.variant.device_kind: g.relative
         for g in explained(situation()).gains
-        if g.resource is Resource.DEVICES
+        if g.variant.resource is Resource.DEVICES
     }
     # The three devices are as fast as two and a half.
     assert gain["fast"] == pytest.approx(1 / 2.5, abs=0.1)
@@ -220,8 +222,8 @@ def test_another_measured_device_takes_part_in_collectives() -> None:
 def test_what_more_would_give_is_what_the_command_plans_with_more(
     line: list[str], of: str, amount: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    line += ["baselines=false", "leave_out=never"]
-    plan_main(line)
+    line += ["leave_out=never"]
+    plan_main([*line, "explain=true"])
     told = re.search(rf"{of} +. {amount} +. +(\S+) . +\+", capsys.readouterr().out)
     assert told is not None
     request = read_request(DOOR, line)
@@ -236,7 +238,7 @@ def test_what_more_would_give_is_what_the_command_plans_with_more(
         if each == amount and of in (f"{resource.value} of {kind}", f"all {resource.value}")
     )
     more.setting.save(tmp_path)
-    plan_main([f"measured={tmp_path}", *line[1:], "explain=false"])
+    plan_main([f"measured={tmp_path}", *line[1:], "what_if_s=0"])
     assert f": {told[1]} samples/s" in capsys.readouterr().out
 
 

@@ -1,5 +1,6 @@
 """Devices that are better left out: which, what is gained, and what the others' links take."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -216,7 +217,6 @@ def test_a_pattern_of_hosts_fits_none_of_those_left_out() -> None:
         samples_per_s_with_all=1.0,
         is_described=True,
         estimate="",
-        samples_per_s_in_float16=None,
     )
     assert better.hosts_key == "hosts=[g-0,g-1]"
     kept = replace(fewer, kept=(2, 3), left_out=(0, 1))
@@ -232,19 +232,17 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_a_slow_bus_is_told_and_planned_without(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    job = ("model=bert_large", "global_batch_size=8", "explain=false", "baselines=false")
+    job = ("model=bert_large", "global_batch_size=8")
     text = said(capsys, *job)
-    assert "Better without the 2 NVIDIA GeForce RTX 3090 (devices 1-2): " in text
-    assert "samples/s instead of" in text
-    assert "leave_out=auto plans without them" in text
-    assert "Better without" not in said(capsys, *job, "leave_out=never")
+    assert "leave_out=auto: without the 2 NVIDIA GeForce RTX 3090 (devices 1-2)." in text
+    assert "leave_out=auto" not in said(capsys, *job, "leave_out=never")
     out = (f"out={tmp_path}/plan.json", f"setting_out={tmp_path}/one")
     text = said(capsys, *job, "leave_out=auto", *out)
     assert "This plan leaves them out." in text
     assert "on desktop: CUDA_VISIBLE_DEVICES=0 torchrun --nproc-per-node=1" in text
     assert Plan.load(tmp_path / "plan.json").world_size == 1
     assert Setting.load(tmp_path / "one").cluster.world_size == 1
-    again = said(capsys, f"measured={tmp_path}/one", "global_batch_size=8", *job[2:])
+    again = said(capsys, f"measured={tmp_path}/one", "global_batch_size=8")
     assert "1 device of 1 kind" in again
 
 
@@ -254,8 +252,7 @@ def test_whole_hosts_are_left_out_by_name(capsys: pytest.CaptureFixture[str]) ->
         capsys,
         "cluster=two_regions_128",
         "global_batch_size=1024",
-        "explain=false",
-        "baselines=false",
+        "what_if_s=0",
         "leave_out=auto",
     )
     assert "To launch without them: start ranks on hosts" in text
@@ -267,10 +264,9 @@ def test_measured_profiles_are_asked_as_well(
 ) -> None:
     setting = setting_of("fss", s_per_byte=SLOW_LINKS)
     setting.save(tmp_path)
-    quick = ("global_batch_size=16", "explain=false", "baselines=false")
-    text = said(capsys, f"measured={tmp_path}", *quick[:1], *quick[2:])
-    assert "Better without the 2 s (devices 1-2)" in text
-    assert "What more would give while all of these devices take part" in text
+    quick = ("global_batch_size=16", "what_if_s=0")
+    text = said(capsys, f"measured={tmp_path}", *quick[:1])
+    assert "leave_out=auto: without the 2 s (devices 1-2)" in text
     assert "measured groups" not in text  # a single device has no collectives
     odd = GroupCollectives(
         positions=(0, 1, 2),
@@ -389,14 +385,12 @@ def test_what_all_devices_reach_in_float16_is_said_beside_those_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "cards.yaml").write_text(DESCRIBED)
-    plan_main(
-        [f"cluster={tmp_path / 'cards.yaml'}", "model=llama_1b", "global_batch_size=128"]
-        + ["explain=false", "baselines=false"]
-    )
+    plan_main([f"cluster={tmp_path / 'cards.yaml'}", "model=llama_1b", "global_batch_size=128"])
     text = capsys.readouterr().out
-    assert "Better without the 16 Tesla T4 (devices 8-23): 24." in text
-    assert "With all devices in float16: 31." in text
-    assert "(precision=FP16, which trains with a scaled loss)." in text
+    assert "leave_out=auto: without the 16 Tesla T4 (devices 8-23)" in text
+    assert re.search(r"leave_out=auto +. +24\.", text)
+    assert re.search(r"precision=FP16 +. +31\.", text)
+    assert "precision=FP16: it trains with a scaled loss." in text
 
 
 def test_of_many_devices_the_best_kinds_of_the_best_region_are_kept(tmp_path: Path) -> None:

@@ -373,7 +373,7 @@ def test_a_folder_is_measured_planned_for_and_trained(
     workload = json.loads((tmp_path / "measured/workload.json").read_text(encoding="ascii"))
     assert [kind["name"] for kind in workload["kinds"]][1] == "llama_decoder_layer"
     planned = ("measured=measured", "global_batch_size=4", "out=plan.json")
-    shardhet(tmp_path, "plan", *planned, "explain=false", "baselines=false")
+    shardhet(tmp_path, "plan", *planned, "what_if_s=0")
     shown = shardhet(
         tmp_path,
         "train",

@@ -563,13 +563,13 @@ between_nodes: {latency_s: 1.0e-04, bandwidth_bytes_per_s: 0.2e+9}
         encoding="utf-8",
     )
     keys = ("model=gpt_125m", "global_batch_size=16", "max_stages=2")
-    plan_main([f"cluster={path}", *keys, "baselines=false", "explain=false"])
+    plan_main([f"cluster={path}", *keys])
     text = capsys.readouterr().out
     assert "float32; 3 devices; a step is 16 samples in 2 stages" in text
     assert "Better without " in text
     assert "the Tesla V100-SXM2-16GB (device 2): " in text
     assert "bfloat16 instead of float32" in text
-    in_float16 = re.search(r"With all devices in float16: (\S+) samples/s in 2 stages", text)
+    in_float16 = re.search(r"precision=FP16: (\S+) samples/s in 2 stages; ", text)
     stages = re.search(r"predicted step .*: (\S+) samples/s", text)
     assert in_float16 is not None
     assert stages is not None
@@ -775,7 +775,7 @@ def test_what_is_told_beside_stages_is_of_their_memory_and_of_plans_without_them
     monkeypatch.setattr("shardhet.apps.plan.show_pipeline", shown)
     keys = ("cluster=lab", "model=gpt_125m", "max_stages=2", "global_batch_size=4")
     out = tmp_path / "plan.json"
-    plan_main([*keys, "leave_out=never", "explain=false", "baselines=false", f"out={out}"])
+    plan_main([*keys, "leave_out=never", f"out={out}"])
     text = capsys.readouterr().out
     free = re.search(r"(\S+) GiB of Tesla V100-SXM2-16GB stay free", text)
     budget = re.search(r"of (\S+) \(16 on", text)
@@ -785,7 +785,7 @@ def test_what_is_told_beside_stages_is_of_their_memory_and_of_plans_without_them
     simulate_main([str(out), *keys[:2]])
     assert f" of {budget[1]} GiB" in capsys.readouterr().out
     assert "0.39 times as long (in bfloat16 instead of float32)." in text
-    in_float16 = re.search(r"Without 3 Tesla V100-SXM2-16GB .* in float16: .* 2 stages", text)
+    in_float16 = re.search(r"FP16: .* 2 stages without 3 Tesla V100-SXM2-16GB ", text)
     assert in_float16 is not None  # three are left out there
     (report,) = reports
     conf, inputs = plan_load(PLAN_DOOR, read_request(PLAN_DOOR, keys), PlannerConf)
@@ -813,7 +813,7 @@ between_nodes: {latency_s: 1.0e-05, bandwidth_bytes_per_s: 50.0e+9}
         encoding="utf-8",
     )
     keys = (f"cluster={path}", "max_stages=2", "global_batch_size=256")
-    plan_main([*keys, "explain=false", "baselines=false", "model=gpt_125m"])
+    plan_main([*keys, "what_if_s=0", "model=gpt_125m"])
     text = capsys.readouterr().out
     assert "No faster pipeline of up to 2 stages was found." in text
     assert "predicted step" in text

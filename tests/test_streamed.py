@@ -49,7 +49,7 @@ def test_the_plan_is_shown_and_written_before_anything_else_is_planned(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(plan_app, "_without", interrupted)
+    monkeypatch.setattr(plan_app, "forms", interrupted)
     with pytest.raises(KeyboardInterrupt):
         plan_app.main(["model=gpt_125m", f"out={tmp_path}/plan.json"])
     assert "predicted step" in capsys.readouterr().out

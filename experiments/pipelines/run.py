@@ -116,7 +116,7 @@ def rows() -> Iterator[Row]:
 def seconds_from_enter(keys: tuple[str, ...]) -> tuple[float, str]:
     """User seconds of the whole command, and its line on the predicted step."""
     command = [sys.executable, "-m", "shardhet.apps.main", "plan", *keys]
-    command += ["global_batch_size=512", "max_stages=4", "explain=false", "baselines=false"]
+    command += ["global_batch_size=512", "max_stages=4", "what_if_s=0"]
     before_s = getrusage(RUSAGE_CHILDREN).ru_utime
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     took_s = getrusage(RUSAGE_CHILDREN).ru_utime - before_s

@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 NUM_RUNS = 3  # of the plan alone; of everything, one
 MODEL = "llama_7b"
 SAMPLES_PER_DEVICE = 4
-PLAN_ALONE = ("explain=false", "baselines=false", "leave_out=never")
+PLAN_ALONE = ("what_if_s=0",)
 NO_TORCH = 'raise ImportError("shardhet plan must not need torch")\n'
 
 

@@ -117,7 +117,7 @@ class Story:
         )
         new_plan = demo / "fewer" / "plan.json"
         request = (f"measured={demo / 'fewer'}", f"global_batch_size={batch}")
-        quick = ("explain=false", "baselines=false", "leave_out=never")
+        quick = ("what_if_s=0",)
         self._run("plan", *request, f"out={new_plan}", *quick)
         self._say("The others continue from the checkpoint.")
         plan = (f"plan.path={new_plan}", f"plan.measured={demo / 'fewer'}")

@@ -40,7 +40,7 @@ def parts(folder: Path, num_steps: int, *, is_quick: bool = False) -> list[Part]
     """The parts of the demo, in order."""
     sizes = ("max_microbatch_size=4", "num_repeats=3") if is_quick else (MEASURED_SIZES,)
     batch_size, num_judged = (8, 20) if is_quick else (GLOBAL_BATCH_SIZE, 400)
-    reasons = ("explain=false", "baselines=false") if is_quick else ()
+    reasons = ("what_if_s=0",) if is_quick else ("baselines=true",)
     eval_every = num_steps if is_quick else -(-num_steps // 4)
     measured, plan = folder / "measured", folder / "plan.json"
     return [

@@ -11,27 +11,29 @@ from shardhet.apps.cli.outputs import check_folder_output, check_outputs
 from shardhet.apps.cli.quantities import of_budget
 from shardhet.apps.cli.streamed import Waiting
 from shardhet.apps.planning.fewer_devices import BetterWithout, better_without, ranges
-from shardhet.apps.planning.gains import show_gains
-from shardhet.apps.planning.hints import on_host_hint, stages_hint
 from shardhet.apps.planning.inputs import Door, load, read_request
 from shardhet.apps.planning.replicas import told_price
 from shardhet.apps.planning.report import (
     Alternative,
     PlanReport,
-    could_be_float16,
     limit_lines,
     pace_line,
+    proof_lines,
     show_alternatives,
     show_plan,
-    show_without,
     wide_console,
 )
-from shardhet.apps.planning.stages import (
-    faster_pipeline,
-    float16_in_stages_line,
-    show_pipeline,
+from shardhet.apps.planning.stages import faster_pipeline, show_pipeline
+from shardhet.apps.planning.what_if import (
+    Asked,
+    forms,
+    pipeline_in_float16,
+    show_best,
+    show_gains,
+    that_fit,
+    tried_within,
 )
-from shardhet.config.planning import LEAST_THROUGHPUT, Inputs, PlannedPrecision, PlannerConf
+from shardhet.config.planning import LEAST_THROUGHPUT, Inputs, PlannerConf
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
 from shardhet.planner.advice.explain import (
     MANY_KINDS,
@@ -42,7 +44,7 @@ from shardhet.planner.advice.explain import (
     explained,
     full_kind,
     gain_of,
-    larger_situations,
+    more_of_each,
     without_idle,
 )
 from shardhet.planner.advice.fewer import LEAST_GAIN
@@ -79,6 +81,7 @@ shardhet plan key=value ...
   shardhet plan replicas.every=10      and what it takes to lose no more steps than that""",
 )
 LEAST_LOSS = 5e-4  # that is stated
+LAST_PLAN = Path(".shardhet", "last_plan.json")  # of commands without out=
 # Sufficient for comparisons; the plan itself is searched until it is proven optimal.
 COMPARED = Effort(relative_gap=1e-4)
 COMPARED_IF_UNLIKE = Effort(relative_gap=1e-3, max_exact_additions=1e7)
@@ -105,13 +108,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         demands = conf.to_demands(inputs.setting.cluster.devices)
         check_outputs(out=conf.out, picture=conf.picture)
         check_folder_output("setting_out", conf.setting_out)
-        for line in conf.unheeded():
-            errors.print(line, markup=False)
-        show(conf, inputs, demands, wide_console(), Waiting(errors))
-    except PlanError as error:
-        hint = on_host_hint(*conf.without_stages(inputs), demands)
-        errors.print(f"{error}{hint}", markup=False)
-        raise SystemExit(1) from None
+        waiting = Waiting(errors)
+        try:
+            show(conf, inputs, demands, wide_console(), waiting)
+        except PlanError as error:
+            errors.print(str(error), markup=False)
+            alone, of_alone = conf.without_stages(inputs)
+            asked = Asked(conf=alone, inputs=of_alone, demands=demands, best=None)
+            with waiting.for_("trying what would help"):
+                for line in that_fit(asked):
+                    errors.print(line, markup=False)
+            raise SystemExit(1) from None
     except ValueError as error:  # a ConfigError, or files that do not match
         errors.print(f"{error}\nNothing was planned.", markup=False)
         raise SystemExit(2) from None
@@ -121,20 +128,19 @@ def show(
     conf: PlannerConf, inputs: Inputs, demands: Demands, console: Console, waiting: Waiting
 ) -> None:
     """Plan, show and write the plan at once, then what takes more planning as it comes."""
-    answer, without, better = None, None, None
     asked, whole = conf, inputs
     conf, inputs = conf.without_stages(inputs)
+    answer, without = None, None
     if asked.max_stages > 1:
         with waiting.for_("planning"), suppress(PlanError):
             answer = _answer(conf, inputs, demands)
-            better = _without(conf, inputs, demands, answer)
         flat = None if answer is None else answer.solution
-        if _show_faster_pipeline(asked, whole, demands, flat, better, console, waiting):
+        if _show_faster_pipeline(asked, whole, demands, flat, console, waiting):
             return
     with waiting.for_("planning"):
         answer = answer or _answer(conf, inputs, demands)
         if conf.leave_out == "auto":
-            without = _without(conf, inputs, demands, answer)
+            without = _without(conf, inputs, demands, answer.solution)
         if without is not None:
             inputs = replace(inputs, setting=without.fewer.setting)
             demands = without.fewer.demands
@@ -143,7 +149,7 @@ def show(
             answer.solution, Situation(setting=inputs.setting, demands=demands)
         )
         full = None
-        if solution.plan.num_rounds > 1 and answer.objective is not None:
+        if conf.explain and solution.plan.num_rounds > 1 and answer.objective is not None:
             full = full_kind(
                 solution, situation, value=answer.value, objective=answer.objective
             )
@@ -157,40 +163,56 @@ def show(
             without=without,
         )
     show_plan(report, console)
-    if asked.max_stages == 1 and conf.objective == "throughput":
-        hint = stages_hint(conf, inputs, answer.solution)
-        if hint is not None:
-            console.print(hint, markup=False, soft_wrap=True)
     if conf.replicas.every:
         console.print(_replicas(conf, report), markup=False, soft_wrap=True)
     _write(conf, report, console)
-    if conf.leave_out == "ask":
-        with waiting.for_("planning without some devices"):
-            better = better or _without(conf, inputs, demands, answer)
-        if better is not None:
-            show_without(better, console)
+    if conf.explain:
+        for line in proof_lines(report):
+            console.print(line, markup=False, soft_wrap=True)
     if conf.baselines:
         alternatives = _alternatives(inputs, demands, report.solution.plan, waiting)
         note = _comparison_note(demands, inputs.setting.cluster.world_size)
         show_alternatives(report, alternatives, console, note=note)
-    if conf.explain and answer.objective is not None:
-        unit = "samples" if conf.objective == "largest_batch" else "samples/s"
-        alone = replace(answer, solution=solution)
-        _show_explanation(
-            alone,
-            answer.objective,
-            situation,
-            console,
-            waiting,
-            unit=unit,
-            with_worse=conf.leave_out == "ask" and better is not None,
+    if answer.objective is not None and conf.what_if_s:
+        of_all = Asked(
+            conf=conf,
+            inputs=inputs,
+            demands=demands,
+            best=answer.solution,
+            effort=_compared(inputs.setting),
         )
-        if conf.objective == "throughput":
-            with waiting.for_("planning for other speeds"):
-                line = _steadiness(solution.plan, situation.setting, situation.demands)
-            console.print(line, markup=False, soft_wrap=True)
-    if conf.out is None:
-        console.print("out=plan.json keeps the plan for shardhet train and simulate.")
+        alone = replace(answer, solution=solution)
+        _show_what_would_help(alone, of_all, situation, console, waiting)
+    if conf.explain and conf.what_if_s and conf.objective == "throughput":
+        with waiting.for_("planning for other speeds"):
+            line = _steadiness(solution.plan, situation.setting, situation.demands)
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _show_what_would_help(
+    answer: _Answer, asked: Asked, situation: Situation, console: Console, waiting: Waiting
+) -> None:
+    """What limits the plan, and what would help: the best of it, or everything."""
+    objective, conf = answer.objective, asked.conf
+    assert objective is not None
+    unit = "samples" if conf.objective == "largest_batch" else "samples/s"
+    variants = [*forms(asked), *more_of_each(situation, objective)]
+
+    def gains() -> Iterator[Gain]:
+        for each in variants:
+            with waiting.for_(f"trying {each.change}"):
+                gain = gain_of(each, answer.value)
+            yield gain
+
+    if conf.explain:
+        found = show_gains(variants, gains(), console, unit=unit)
+    else:
+        found = tried_within(gains(), conf.what_if_s)
+    explanation = explained(answer.solution, situation, found)
+    for line in (pace_line(explanation), *limit_lines(explanation)):
+        console.print(line, markup=False, soft_wrap=True)
+    if not conf.explain:
+        show_best(found, len(variants), console, unit=unit)
 
 
 def _show_faster_pipeline(
@@ -198,40 +220,35 @@ def _show_faster_pipeline(
     inputs: Inputs,
     demands: Demands,
     flat: PlanSolution | None,
-    better: BetterWithout | None,
     console: Console,
     waiting: Waiting,
 ) -> bool:
     """Show and write a pipeline if one is faster than the plan without stages.
 
-    Then, if a part of the devices is faster still, that.
+    Then, if a part of the devices is faster still, or all are in float16, that.
     """
-    fewer = None if better is None else better.fewer
+    effort = _compared(inputs.setting)
+    alone, of_alone = conf.without_stages(inputs)
     with waiting.for_("planning stages"):
-        report = faster_pipeline(
-            conf, inputs, flat, fewer, demands=demands, effort=_compared(inputs.setting)
-        )
+        better = None
+        if flat is not None:
+            better = _without(alone, of_alone, demands, flat)
+        fewer = None if better is None else better.fewer
+        report = faster_pipeline(conf, inputs, flat, fewer, demands=demands, effort=effort)
     if report is None:
         line = f"No faster pipeline of up to {conf.max_stages} stages was found."
         console.print(line, markup=False, soft_wrap=True)
         return False
     show_pipeline(report, console)
-    samples_per_s = report.solution.samples_per_s
-    enough = LEAST_GAIN * samples_per_s
-    if better is not None and better.fewer.solution.samples_per_s > enough:
-        of_stages = replace(better, samples_per_s_with_all=samples_per_s)
-        show_without(replace(of_stages, samples_per_s_in_float16=None), console)
-    if (half := _in_float16(conf, inputs)) is not None:
-        with waiting.for_("planning stages in float16"):
-            step_s = report.solution.step_time_s
-            in_float16 = float16_in_stages_line(*half, demands=demands, at_most_s=step_s)
-        if in_float16 is not None:
-            console.print(in_float16, markup=False, soft_wrap=True)
-    if conf.out is None:
-        console.print("out=plan.json keeps the plan.", markup=False, soft_wrap=True)
-    else:
-        report.solution.plan.save(conf.out)
-        console.print(f"written to {conf.out}", markup=False, soft_wrap=True)
+    reached = report.solution.samples_per_s
+    if better is not None and better.fewer.solution.samples_per_s > LEAST_GAIN * reached:
+        better = replace(better, samples_per_s_with_all=reached)
+        console.print(better.gain_line, markup=False, soft_wrap=True)
+    with waiting.for_("planning stages in float16"):
+        half = pipeline_in_float16(conf, inputs, demands, report.solution.step_time_s)
+    if half is not None:
+        console.print(half, markup=False, soft_wrap=True)
+    _keep(conf, report.solution.plan, console)
     return True
 
 
@@ -268,56 +285,20 @@ def _steadiness(plan: Plan, setting: Setting, demands: Demands) -> str:
     )
 
 
-def _show_explanation(
-    answer: _Answer,
-    objective: Objective,
-    situation: Situation,
-    console: Console,
-    waiting: Waiting,
-    *,
-    unit: str,
-    with_worse: bool,
-) -> None:
-    larger = larger_situations(situation)
-
-    def gains() -> Iterator[Gain]:
-        for each in larger:
-            with waiting.for_("planning with more"):
-                gain = gain_of(each, value=answer.value, objective=objective)
-            yield gain
-
-    explanation = explained(answer.solution, situation, ())
-    console.print(pace_line(explanation), markup=False, soft_wrap=True)
-    shown = show_gains(larger, gains(), console, unit=unit, with_worse=with_worse)
-    for line in limit_lines(explained(answer.solution, situation, shown)):
-        console.print(line, markup=False, soft_wrap=True)
-
-
 def _without(
-    conf: PlannerConf, inputs: Inputs, demands: Demands, answer: _Answer
+    conf: PlannerConf, inputs: Inputs, demands: Demands, whole: PlanSolution
 ) -> BetterWithout | None:
     """The devices that are better left out, if that is asked for."""
     if conf.objective != "throughput" or conf.leave_out == "never":
         return None
-    half = _in_float16(conf, inputs)
     return better_without(
         inputs,
-        answer.solution,
-        in_float16=None if half is None else half[1].setting,
+        whole,
         demands=demands,
         derived=conf.derived if conf.measured is None else None,
         effort=_compared(inputs.setting),
         tolerance=conf.tolerance,
     )
-
-
-def _in_float16(conf: PlannerConf, inputs: Inputs) -> tuple[PlannerConf, Inputs] | None:
-    """The same in float16; None where devices would be no faster, or more is not known."""
-    workload, cluster = inputs.setting.workload, inputs.setting.cluster
-    if conf.measured or workload.param_dtype != "float32" or not could_be_float16(cluster):
-        return None
-    half = replace(conf, precision=PlannedPrecision.FP16)
-    return half, half.derived(cluster, inputs.name)
 
 
 def _comparison_note(demands: Demands, world_size: int) -> str:
@@ -432,9 +413,7 @@ def _shortfall(inputs: Inputs, demands: Demands, batch: int) -> str:
 
 def _write(conf: PlannerConf, report: PlanReport, console: Console) -> None:
     """Write the requested files."""
-    if conf.out is not None:
-        report.solution.plan.save(conf.out)
-        console.print(f"written to {conf.out}", markup=False, soft_wrap=True)
+    _keep(conf, report.solution.plan, console)
     if conf.setting_out is not None:
         report.inputs.setting.save(conf.setting_out)
         console.print(
@@ -447,3 +426,16 @@ def _write(conf: PlannerConf, report: PlanReport, console: Console) -> None:
 
         draw_report(report, Path(conf.picture))
         console.print(f"drawn to {conf.picture}", markup=False, soft_wrap=True)
+
+
+def _keep(conf: PlannerConf, plan: Plan, console: Console) -> None:
+    """Write the plan where it was asked for, or as the last one of this folder."""
+    if conf.out is not None:
+        plan.save(conf.out)
+        console.print(f"written to {conf.out}", markup=False, soft_wrap=True)
+        return
+    with suppress(OSError):  # a folder that cannot be written to has no last plan
+        LAST_PLAN.parent.mkdir(exist_ok=True)
+        plan.save(LAST_PLAN)
+        said = f"The plan is in {LAST_PLAN} until the next one; out=plan.json keeps it."
+        console.print(said, markup=False, soft_wrap=True)

@@ -44,11 +44,6 @@ LEAVE_OUT = ("ask", "auto", "never")
 LEAST_THROUGHPUT = 0.95  # of the best plan's; the default for least_memory
 MEASURED_FILES = (CLUSTER_FILE, WORKLOAD_FILE, PROFILE_FILE)
 GIB = 2**30
-WITHOUT_EFFECT = {  # keys that earlier versions had
-    "steady": "tolerance says how much slower than the fastest a plan may be that is simpler "
-    "and fills memory less.",
-    "certify": "experiments/planner compares the search with HiGHS.",
-}
 
 
 class PlannedPrecision(Enum):
@@ -298,11 +293,10 @@ class PlannerConf(InputsConf):
     leave_out: str = checked(LEAVE_OUT[0], one_of(LEAVE_OUT))
     # A plan may be this part slower than the fastest if it is simpler and fills memory less.
     tolerance: float = checked(TOLERANCE, at_least(0), is_fraction)
-    steady: float | None = None  # has no effect
     replicas: PricedReplicasConf = field(default_factory=PricedReplicasConf)
-    certify: bool = False  # has no effect
-    explain: bool = True  # show what limits the plan, and what more of each resource would give
-    baselines: bool = True
+    what_if_s: float = checked(10.0, at_least(0))  # for trying what would help; 0: nothing
+    explain: bool = False  # what was proven, what all changes that were tried give
+    baselines: bool = False
     out: str | None = None  # the plan, as JSON
     setting_out: str | None = None  # a folder: cluster, workload and profile of the plan
     picture: str | None = None  # needs matplotlib
@@ -368,14 +362,6 @@ class PlannerConf(InputsConf):
                 f"max_stages: {self.max_stages} together with {key} is not planned for yet. "
                 "Drop one of them."
             )
-
-    def unheeded(self) -> list[str]:
-        """What is said of keys that are set and have no effect."""
-        return [
-            f"{key}: it has no effect. {instead}"
-            for key, instead in WITHOUT_EFFECT.items()
-            if getattr(self, key) != getattr(PlannerConf, key)
-        ]
 
     def to_demands(self, devices: Sequence[DeviceSpec]) -> Demands:
         """The demands on these devices; ConfigError if a limit matches none of them."""

@@ -14,7 +14,7 @@ SHARES_ALIKE = 5e-4  # shares that differ by no more, which is a few rows, are s
 def plan_table(plan: "Plan") -> str:
     """What a step is, and what each device computes and stores."""
     units = [unit.fqn for unit in plan.units]
-    columns = ["device", "microbatches", "recomputes", "share"]
+    columns = ["device", "samples", "microbatches", "recomputes", "state"]
     on_host = any(rank.inputs_on_host or rank.optimizer_on_host for rank in plan.ranks)
     columns += ["on the host"] * on_host + ["stage"] * (plan.stages is not None)
     rows = [columns]
@@ -23,6 +23,7 @@ def plan_table(plan: "Plan") -> str:
         there = {"inputs": rank.inputs_on_host, "optimizer": rank.optimizer_on_host}
         cells = [
             named_row(positions, rank.device.kind or "any device"),
+            f"{len(plan.sample_indices(positions[0])):,}",
             microbatches(rank.microbatch_sizes),
             recomputed(rank, units),
             f"{rank.state_share:.2%}",
@@ -72,7 +73,7 @@ def alike(plan: "Plan", share: Callable[[int], float]) -> list[range]:
         rank = plan.ranks[i]
         on_host = rank.inputs_on_host, rank.optimizer_on_host
         same = (rank.device.kind, rank.microbatch_sizes, rank.recomputed_units, on_host)
-        return (*same, plan.group_of(i))
+        return (*same, len(plan.sample_indices(i)), plan.group_of(i))
 
     found: list[range] = []
     for i in range(plan.world_size):

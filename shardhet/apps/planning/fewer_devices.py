@@ -6,16 +6,14 @@ if all devices took part, so sets of them are left out one after the other.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
 
 from shardhet.config.planning import Inputs
 from shardhet.planner.advice.fewer import Fewer, faster_on_fewer, node_type
-from shardhet.planner.find import solve
 from shardhet.planner.problem.demands import Demands
-from shardhet.planner.problem.solution import PlanError, PlanSolution
+from shardhet.planner.problem.solution import PlanSolution
 from shardhet.planner.search.search import Effort
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.part import MeasuredGroups, part_of
@@ -38,27 +36,27 @@ class BetterWithout:
     samples_per_s_with_all: float
     is_described: bool  # the cluster can be planned for by names of hosts
     estimate: str  # where its collectives come from, if they were not measured
-    samples_per_s_in_float16: float | None  # with all devices, if that was not asked for
 
     @property
     def gain_line(self) -> str:
         """Which devices, and what is gained."""
         rate = self.fewer.solution.samples_per_s
-        which = named(self.whole, self.fewer.left_out)
-        dtype = self.fewer.setting.workload.param_dtype
-        formats = f", {dtype} instead of {self.param_dtype}" * (dtype != self.param_dtype)
         return (
-            f"Better without {which}: {rate:,.4g} samples/s instead of "
-            f"{self.samples_per_s_with_all:,.4g}{formats}.{self.estimate}"
+            f"Better without {named(self.whole, self.fewer.left_out)}: {rate:,.4g} samples/s "
+            f"instead of {self.samples_per_s_with_all:,.4g}{self._formats}.{self.estimate}"
         )
 
     @property
-    def float16_line(self) -> str | None:
-        """What all devices reach in float16; None if that is not known, or no more."""
-        rate = self.samples_per_s_in_float16
-        if rate is None or rate <= self.samples_per_s_with_all:
-            return None
-        return float16_line(rate)
+    def note(self) -> str:
+        """Which devices, how to plan without them, and what the figures are."""
+        which = f"without {named(self.whole, self.fewer.left_out)}{self._formats}"
+        key = f"; {self.hosts_key} plans for the others" if self.hosts_key else ""
+        return f"{which}{key}.{self.estimate}"
+
+    @property
+    def _formats(self) -> str:
+        dtype = self.fewer.setting.workload.param_dtype
+        return f", {dtype} instead of {self.param_dtype}" * (dtype != self.param_dtype)
 
     @property
     def hosts_key(self) -> str:
@@ -96,15 +94,13 @@ def better_without(
     *,
     demands: Demands,
     derived: Callable[[Cluster, str], Inputs] | None,
-    in_float16: Setting | None,
     effort: Effort,
     tolerance: float | None = None,
 ) -> BetterWithout | None:
     """The devices that are better left out; None if there are none.
 
     ``derived`` creates the inputs for a cluster from specifications; if it is None, they
-    follow from what was measured.  ``in_float16`` is the setting of all devices in float16,
-    where that is another.
+    follow from what was measured.
     """
     setting = inputs.setting
 
@@ -118,20 +114,7 @@ def better_without(
     )
     if fewer is None:
         return None
-    half: PlanSolution | None = None
-    if in_float16 is not None:
-        with suppress(PlanError):
-            half = solve(
-                in_float16,
-                global_batch_size=whole.plan.global_batch_size,
-                demands=demands,
-                effort=effort,
-                tolerance=tolerance,
-                is_bounded=False,
-                near=whole.plan.form,
-            )
     return BetterWithout(
-        samples_per_s_in_float16=None if half is None else half.samples_per_s,
         whole=setting.cluster,
         fewer=fewer,
         param_dtype=setting.workload.param_dtype,
@@ -153,20 +136,9 @@ def told_in_run(plan: Plan, setting: Setting, demands: Demands) -> list[str]:
         PlanSolution(plan=plan, predicted=CostModel(setting).predict(plan), lower_bound_s=0.0),
         demands=demands,
         derived=None,
-        in_float16=None,
         effort=Effort(relative_gap=1e-3),
     )
     return [] if found is None else [found.gain_line, *found.launch_lines()]
-
-
-def float16_line(samples_per_s: float, num_stages: int = 1, left_out: str = "") -> str:
-    """What all devices reach in float16, or those that are not left out."""
-    stages = f" in {num_stages} stages" * (num_stages > 1)
-    devices = f"Without {left_out}" if left_out else "With all devices"
-    return (
-        f"{devices} in float16: {samples_per_s:,.4g} samples/s{stages} "
-        "(precision=FP16, which trains with a scaled loss)."
-    )
 
 
 def estimated(setting: Setting, kept: Sequence[int]) -> str:

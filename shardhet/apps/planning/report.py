@@ -21,6 +21,7 @@ from shardhet.apps.cli.quantities import (
 from shardhet.apps.cli.streamed import StreamedTable, figures_table
 from shardhet.apps.planning.fewer_devices import BetterWithout, ranges
 from shardhet.apps.planning.sentences import (
+    OVER_GLOO,
     form_lines,
     margin_line,
     preferred_lines,
@@ -28,17 +29,19 @@ from shardhet.apps.planning.sentences import (
 )
 from shardhet.config.planning import Inputs
 from shardhet.planner import Demands, PlanSolution
-from shardhet.planner.advice.explain import NEGLIGIBLE, Explanation, Resource
+from shardhet.planner.advice.explain import Explanation, Resource
 from shardhet.planner.idle import active_positions
+from shardhet.planner.stages.bound import together_s
+from shardhet.pricing.derive import meets_over_gloo
+from shardhet.pricing.setting import Setting
 from shardhet.pricing.step_cost import RankCost, StepCost
-from shardhet.records.cluster import Cluster
 from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.profiles import Source
 from shardhet.records.shown import alike, microbatches, named_row, recomputed
 from shardhet.simulator.stages import PipelinePrice
 from shardhet.simulator.timeline import Timeline
 
-FILE_COLUMNS = 110
+FILE_COLUMNS = 160  # in a file, where nothing is cut
 MANY_ROWS = 32
 
 
@@ -75,6 +78,7 @@ class Row:
     positions: range
     kind: str
     rank: RankPlan
+    num_samples: int  # of a step, on one of them
     cost: RankCost
     share: float  # of the state, on one of them
     busy: float  # fraction of the step
@@ -112,6 +116,7 @@ def rows_of(
                 positions,
                 plan.ranks[i].device.kind or "device",
                 plan.ranks[i],
+                len(plan.sample_indices(i)),
                 costs[i],
                 share(i),
                 busy_fraction(i),
@@ -132,17 +137,14 @@ def show_plan(report: PlanReport, console: Console) -> None:
     for line in _heading(report):
         console.print(line, markup=False, soft_wrap=True)
     _show_devices(report, console)
-    free = margin_line(report.inputs.setting, report.solution.plan)
-    lines = [*([] if free is None else [free]), *_result(report)]
+    lines = list(_result(report))
     if report.without is not None:
-        lines += _without_lines(report.without, is_done=True)
+        lines += [
+            report.without.gain_line,
+            "This plan leaves them out.",
+            *report.without.launch_lines(),
+        ]
     for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
-
-
-def show_without(without: BetterWithout, console: Console) -> None:
-    """Print which devices are better left out."""
-    for line in _without_lines(without, is_done=False):
         console.print(line, markup=False, soft_wrap=True)
 
 
@@ -161,23 +163,8 @@ def _heading(report: PlanReport) -> Iterator[str]:
         + (f" of {tokens:,} tokens" if tokens > 1 else "")
     )
     yield source_line(inputs)
-    if workload.param_dtype == "float32" and could_be_float16(cluster):
-        yield (
-            "Not every device is described to compute in bfloat16, but all in float16: "
-            "precision=FP16 plans for that, and trains with a scaled loss."
-        )
     if report.note:
         yield report.note
-
-
-def could_be_float16(cluster: Cluster) -> bool:
-    """Whether all devices are described to be faster in float16, and not all have bfloat16."""
-    rates = [dict(kind.peak_flops_per_s) for kind in cluster.kinds]
-    return (
-        bool(rates)
-        and all(each.get("float16", 0) > each.get("float32", 0) for each in rates)
-        and not all("bfloat16" in each for each in rates)
-    )
 
 
 def source_line(inputs: Inputs) -> str:
@@ -195,12 +182,13 @@ def source_line(inputs: Inputs) -> str:
 
 def columns_in(unit: str) -> tuple[str, ...]:
     """The names of ``cells_in``."""
-    return ("microbatches", "recomputes", "share", f"memory, {unit}", "busy")
+    return ("samples", "microbatches", "recomputes", "state", f"memory, {unit}", "busy")
 
 
 def cells_in(unit: str, row: Row, units: Sequence[str]) -> tuple[str, ...]:
     """What devices do and store that have these units of the model; memory in ``unit``."""
     return (
+        f"{row.num_samples:,}",
         microbatches(row.rank.microbatch_sizes),
         recomputed(row.rank, units),
         f"{row.share:.2%}",
@@ -241,14 +229,16 @@ def _result(report: PlanReport) -> Iterator[str]:
     solution, workload = report.solution, report.inputs.setting.workload
     tokens_per_s = solution.samples_per_s * workload.tokens_per_sample
     yield (
-        f"predicted step {duration(solution.predicted.step_time_s)} (simulated "
-        f"{duration(report.times.step_time_s)}): {solution.samples_per_s:,.4g} samples/s"
-        + (f", {tokens_per_s:,.0f} tokens/s" if workload.tokens_per_sample > 1 else "")
+        f"predicted step {duration(solution.predicted.step_time_s)}: "
+        f"{solution.samples_per_s:,.4g} samples/s"
+        + f", {tokens_per_s:,.0f} tokens/s"
+        * (workload.tokens_per_sample > 1)
+        + f"; {speed_part(report.inputs.setting, solution):.2f} of the sum of the devices' "
+        "speeds"
     )
-    if not report.note:
-        yield proven_line(solution, report.demands, workload)
-        yield from preferred_lines(solution)
     yield from form_lines(solution.plan, workload, report.full_kind)
+    if meets_over_gloo(report.inputs.setting.cluster):
+        yield OVER_GLOO
     yield from _on_host_lines(report)
     active = set(active_positions(solution))
     unused = [i for i in range(solution.plan.world_size) if i not in active]
@@ -257,6 +247,23 @@ def _result(report: PlanReport) -> Iterator[str]:
             f"Unused devices: {ranges(unused)}. They compute and store nothing, and "
             "collectives run without them."
         )
+
+
+def proof_lines(report: PlanReport) -> Iterator[str]:
+    """What stays free on the devices, and what was proven of the plan."""
+    solution, setting = report.solution, report.inputs.setting
+    if (free := margin_line(setting, solution.plan)) is not None:
+        yield free
+    yield f"The simulated step takes {duration(report.times.step_time_s)}."
+    if not report.note:
+        yield proven_line(solution, report.demands, setting.workload)
+        yield from preferred_lines(solution)
+
+
+def speed_part(setting: Setting, solution: PlanSolution) -> float:
+    """Of the sum of the devices' speeds, what the plan reaches."""
+    seconds = together_s(setting, solution.plan.global_batch_size)
+    return seconds / solution.predicted.step_time_s
 
 
 def _on_host_lines(report: PlanReport) -> Iterator[str]:
@@ -292,21 +299,6 @@ def on_host_lines(labelled: Iterable[tuple[str, Row]], inputs: Inputs) -> Iterat
                 f"(optimizer_on_host), because there its part of the state takes "
                 f"{state_bytes / GIB:,.1f} GiB{each} and on the device {kept:,.1f}."
             )
-
-
-def _without_lines(without: BetterWithout, *, is_done: bool) -> Iterator[str]:
-    yield without.gain_line
-    if (line := without.float16_line) is not None:
-        yield line
-    if is_done:
-        yield "This plan leaves them out."
-        yield from without.launch_lines()
-    else:
-        if not without.hosts_key:
-            yield "leave_out=auto plans without them and says how to launch."
-            return
-        keys = f"leave_out=auto or {without.hosts_key}"
-        yield f"{keys} plans without them, and leave_out=auto says how to launch."
 
 
 def show_alternatives(
@@ -362,11 +354,12 @@ def limit_lines(explanation: Explanation) -> Iterator[str]:
             Resource.MEMORY: f"memory{', which is full on ' * bool(fullest)}{fullest}",
             Resource.LINKS: f"links{_beside_compute(explanation)}",
             Resource.DEVICES: "the number of devices",
-        }[limit.resource]
+        }[limit.variant.resource]
         yield f"What limits it: {of_what}."
-    if endless.relative > NEGLIGIBLE:
+    if endless is not None and not endless.is_none:
         where = f" (full: {fullest})" if fullest else ""
-        yield f"With {endless.amount} memory it would gain {percent(endless.relative)}{where}."
+        gained = percent(endless.relative)
+        yield f"With {endless.variant.change} memory it would gain {gained}{where}."
 
 
 def _beside_compute(explanation: Explanation) -> str:

@@ -9,7 +9,6 @@ from shardhet.planner.candidates.splits import LEAST_MIXED_SIZE, MAX_BATCH
 from shardhet.planner.forms import FIRST_ROUNDS, MOST_SAMPLES
 from shardhet.planner.idle import active_positions
 from shardhet.planner.preference import FULL
-from shardhet.pricing.derive import meets_over_gloo
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster
 from shardhet.records.margin import margin_of, most_communicators, num_communicators
@@ -19,6 +18,10 @@ from shardhet.records.workload import Workload
 
 SHOWN_GAP = 1e-4  # the least that is stated
 GIB = 2**30
+OVER_GLOO = (
+    "GPUs of AMD and of NVIDIA meet over gloo alone (transport=gloo), which holds copies of "
+    "units that are not in the memory above. Its speed is an estimate (docs/limits.md)."
+)
 
 
 def form_lines(plan: Plan, workload: Workload, full_kind: str | None = None) -> Iterator[str]:
@@ -72,17 +75,7 @@ def margin_line(
     ``plan`` is one without stages, whose communicators are counted; None: one with ``stages``.
     """
     told = min(stages, key=lambda each: min(_fragmentation(each.cluster)), default=setting)
-    text = _margin_text(told, plan)
-    return None if text is None else text + _of_two_vendors(setting.cluster, plan)
-
-
-def _of_two_vendors(cluster: Cluster, plan: Plan | None) -> str:
-    if plan is None or not meets_over_gloo(cluster):
-        return ""
-    return (
-        " GPUs of AMD and of NVIDIA meet over gloo alone (transport=gloo), which holds copies "
-        "of units that are not in the memory above. Its speed is an estimate (docs/limits.md)."
-    )
+    return _margin_text(told, plan)
 
 
 def _fragmentation(cluster: Cluster) -> list[float]:

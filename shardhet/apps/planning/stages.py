@@ -11,7 +11,7 @@ from rich.table import Table
 
 from shardhet.apps.cli.quantities import MIB, counted, duration, unit_of
 from shardhet.apps.cli.streamed import figures_table
-from shardhet.apps.planning.fewer_devices import float16_line, named, ranges
+from shardhet.apps.planning.fewer_devices import named, ranges
 from shardhet.apps.planning.report import (
     Row,
     cells_in,
@@ -61,7 +61,7 @@ def faster_pipeline(
     All stages compute in the precision of the whole; a part alone may do so in another.
     """
     flat_s = inf if flat is None else flat.predicted.step_time_s
-    found = _found(conf, inputs, demands, flat_s)
+    found = pipeline_below(conf, inputs, demands, flat_s)
     if found is None:
         return None
     alone = []
@@ -88,24 +88,10 @@ def faster_pipeline(
     )
 
 
-def float16_in_stages_line(
-    conf: PlannerConf, inputs: Inputs, *, demands: Demands, at_most_s: float
-) -> str | None:
-    """What a pipeline reaches in float16; None if no step is as short.
-
-    ``conf`` and ``inputs`` are those of float16.
-    """
-    found = _found(conf, inputs, demands, at_most_s)
-    if found is None:
-        return None
-    unused = _unused(found, inputs)
-    left_out = named(inputs.setting.cluster, unused) if unused else ""
-    return float16_line(found.samples_per_s, len(found.stages), left_out)
-
-
-def _found(
+def pipeline_below(
     conf: PlannerConf, inputs: Inputs, demands: Demands, at_most_s: float
 ) -> PipelineSolution | None:
+    """A pipeline whose step is shorter than this; None if none was found."""
     found = find_pipeline(
         inputs.setting,
         global_batch_size=conf.global_batch_size,
@@ -204,12 +190,13 @@ def _result(report: PipelineReport) -> Iterator[str]:
         yield "Units stay gathered over all rounds (reshard_after_backward=False)."
     if not plan.reduce_each_round:
         yield "Gradients are reduced after the last round (reduce_each_round=False)."
-    if unused := _unused(found, report.inputs):
+    if unused := unused_in(found, report.inputs):
         yield f"Left out: {named(report.inputs.setting.cluster, unused)}. Start no ranks there."
     yield "shardhet train plan=file runs plans with stages (docs/limits.md)."
 
 
-def _unused(found: PipelineSolution, inputs: Inputs) -> list[int]:
+def unused_in(found: PipelineSolution, inputs: Inputs) -> list[int]:
+    """The positions of devices that no stage has."""
     used = {i for group in found.groups for i in group}
     return [i for i in range(inputs.setting.cluster.world_size) if i not in used]
 

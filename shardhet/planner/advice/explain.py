@@ -1,13 +1,16 @@
-"""Explain what limits a plan, by planning again with more of each resource.
+"""What limits a plan, and what would help: every change to what is planned for is tried.
 
-A gain is the improvement of the best plan for a slightly larger cluster.  It includes
-everything that a plan may change, and it is 0 for a resource that does not limit the plan.
+A gain is the improvement of the best plan after one change: more of a resource, or plans that
+were not allowed.  It includes everything that a plan may change, and it is 0 for a resource
+that does not limit the plan.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 
 from shardhet.planner.idle import active_positions
 from shardhet.planner.problem.demands import Demands
@@ -42,6 +45,9 @@ class Resource(Enum):
     MEMORY = "memory"
     LINKS = "links"
     DEVICES = "devices"
+    FORM = (
+        "form"  # of plans: what they may keep on hosts, stages, number formats, who takes part
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,15 +95,43 @@ def without_idle(
     return alone, part
 
 
+Objective = Callable[[Situation], float]  # larger is better; PlanError if nothing is better
+Reach = Callable[
+    [], tuple[float, str]
+]  # the objective, and what is said of it; PlanError likewise
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gain:
-    """What more of one resource would give."""
+class Variant:
+    """One change to what is planned for."""
 
     resource: Resource
     device_kind: str | None  # None: of all devices, or of the links
-    amount: str  # "10 % faster", "1 GiB more each"
-    value: float  # the objective with the larger resource
+    of: str  # "compute of NVIDIA A100", "host memory"
+    change: str  # "10 % faster", "1 GiB more each", or the key that makes it
+    reach: Reach
+
+    @property
+    def is_advice(self) -> bool:
+        """Whether somebody may do it; otherwise it only shows what limits the plan."""
+        if self.resource is Resource.MEMORY:
+            return self.device_kind is not None
+        return self.resource in (Resource.FORM, Resource.DEVICES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """What a change would give."""
+
+    variant: Variant
+    value: float  # the objective after the change
+    note: str  # what the plan is, where the change does not say it
     relative: float  # improvement of the objective; 0.1 is a tenth better
+
+    @property
+    def is_none(self) -> bool:
+        """Whether it counts as no gain."""
+        return self.relative <= NEGLIGIBLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,28 +154,29 @@ class Explanation:
     @property
     def limit(self) -> Gain | None:
         """The largest gain from a tenth more of one resource on all devices, if any."""
-        tenths = [g for g in self.gains if g.device_kind is None and g.amount != EIGHTFOLD_NAME]
-        helpful = [gain for gain in tenths if gain.relative > NEGLIGIBLE]
+        tenths = [
+            gain
+            for gain in self.gains
+            if gain.variant.device_kind is None
+            and gain.variant.resource is not Resource.FORM
+            and gain.variant.change != EIGHTFOLD_NAME
+        ]
+        helpful = [gain for gain in tenths if not gain.is_none]
         return max(helpful, key=lambda gain: gain.relative, default=None)
 
     @property
-    def endless_memory(self) -> Gain:
-        """The gain from practically unlimited memory on all devices."""
-        return next(gain for gain in self.gains if gain.amount == EIGHTFOLD_NAME)
-
-
-Objective = Callable[[Situation], float]  # larger is better; PlanError if nothing fits
+    def endless_memory(self) -> Gain | None:
+        """The gain from practically unlimited memory on all devices, if it was asked."""
+        each = (gain for gain in self.gains if gain.variant.change == EIGHTFOLD_NAME)
+        return next(each, None)
 
 
 def explain(
     solution: PlanSolution, situation: Situation, *, value: float, objective: Objective
 ) -> Explanation:
     """Why the plan is no better; ``value`` is the ``objective`` of the situation."""
-    gains = [
-        gain_of(larger, value=value, objective=objective)
-        for larger in larger_situations(situation)
-    ]
-    return explained(solution, situation, gains)
+    variants = more_of_each(situation, objective)
+    return explained(solution, situation, [gain_of(each, value) for each in variants])
 
 
 def explained(
@@ -161,22 +196,37 @@ def explained(
     )
 
 
-def gain_of(larger: "Larger", *, value: float, objective: Objective) -> Gain:
-    """What a larger situation would give."""
-    resource, kind, amount, more = larger
-    reached = _reached(objective, more, value)
-    relative = max(0.0, reached / value - 1)
-    return Gain(
-        resource=resource, device_kind=kind, amount=amount, value=reached, relative=relative
-    )
+def more_of_each(situation: Situation, objective: Objective) -> list[Variant]:
+    """More of each resource, as ``larger_situations`` has it."""
+
+    def named(resource: Resource, kind: str | None) -> str:
+        if kind is None:
+            return f"all {resource.value}"
+        return kind if resource is Resource.DEVICES else f"{resource.value} of {kind}"
+
+    def reached(more: Situation) -> tuple[float, str]:
+        return objective(more), ""
+
+    return [
+        Variant(
+            resource=resource,
+            device_kind=kind,
+            of=named(resource, kind),
+            change=change,
+            reach=partial(reached, more),
+        )
+        for resource, kind, change, more in larger_situations(situation)
+    ]
 
 
-def _reached(objective: Objective, situation: Situation, value: float) -> float:
-    """The objective of a larger situation; at least ``value``, because old plans still fit."""
+def gain_of(variant: Variant, value: float) -> Gain:
+    """What a change would give over ``value``; nothing if no plan with it is better."""
     try:
-        return max(value, objective(situation))
-    except PlanError:
-        return value
+        reached, note = variant.reach()
+    except ValueError:  # a PlanError, or what is asked for excludes it
+        reached, note = value, ""
+    relative = max(0.0, reached / value - 1)
+    return Gain(variant=variant, value=max(value, reached), note=note, relative=relative)
 
 
 def full_kind(
@@ -196,8 +246,9 @@ def full_kind(
     kinds = list(dict.fromkeys(kind for _, kind in sorted(filled, reverse=True)))
     for kind in kinds[:MAX_FULL_KINDS]:
         more = _roomier(situation, frozenset({kind}), EIGHTFOLD)
-        if _reached(objective, more, value) > value:
-            return kind
+        with suppress(PlanError):
+            if objective(more) > value:
+                return kind
     return None
 
 
