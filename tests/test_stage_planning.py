@@ -20,7 +20,7 @@ from shardhet.apps.plan import main as plan_main
 from shardhet.apps.planning import stages as stages_report
 from shardhet.apps.planning.inputs import load as plan_load
 from shardhet.apps.planning.inputs import read_request
-from shardhet.apps.planning.stages import PipelineReport, show_pipeline
+from shardhet.apps.planning.stages import PipelineReport, show_pipeline, units_in_short
 from shardhet.apps.simulate import main as simulate_main
 from shardhet.config.planning import Inputs, PlannerConf
 from shardhet.planner import Demands, solve
@@ -581,6 +581,27 @@ between_nodes: {latency_s: 1.0e-04, bandwidth_bytes_per_s: 0.2e+9}
     assert gap is not None
     assert int(gap[1]) > 0
     assert "Only " in text
+
+
+@pytest.mark.parametrize(
+    ("stages", "said"),
+    [
+        (["embed blocks.0 blocks.1", "blocks.2 head"], ["embed, blocks 0-1", "blocks 2, head"]),
+        (
+            ["base.model.layers.0 base.model.layers.1", "base.model.layers.2"],
+            ["layers 0-1", "layers 2"],
+        ),
+        (["m.enc.0 m.enc.1", "m.dec.0"], ["enc 0-1", "dec 0"]),
+        (["m.embed m.h.0", "m.h.1", "m.head"], ["embed, h 0", "h 1", "head"]),
+        (["0", "1 2"], ["0", "1-2"]),
+    ],
+)
+def test_units_of_stages_are_named_by_what_is_not_shared(
+    stages: list[str], said: list[str]
+) -> None:
+    fqns = [each.split() for each in stages]
+    every = [fqn for each in fqns for fqn in each]
+    assert [units_in_short(each, every) for each in fqns] == said
 
 
 def searched(setting: Setting, batch: int) -> PipelineSearch:

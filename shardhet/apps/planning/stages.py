@@ -1,9 +1,9 @@
 """The report of ``shardhet plan max_stages=N``: a pipeline, why it is cut there, and rivals."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import chain, pairwise, takewhile
 from math import ceil, inf
 
 from rich.console import Console
@@ -129,11 +129,12 @@ def _table(report: PipelineReport) -> Table:
     budgets = report.inputs.setting.cluster.memory_budget_bytes
     most = max(budgets(i) for group in report.solution.groups for i in group)
     unit = unit_of(most)
+    units = [fqn for stage in report.solution.stages for fqn in stage.unit_fqns]
     table = figures_table("stage", "device", *columns_in(unit), num_left=2, wraps=True)
     for number, stage in enumerate(report.solution.stages):
         for i, row in enumerate(_rows(stage, report.solution.step_time_s)):
             table.add_row(
-                f"{number}: {_units(stage.unit_fqns)}" if i == 0 else "",
+                f"{number}: {units_in_short(stage.unit_fqns, units)}" if i == 0 else "",
                 _label(stage, row),
                 *cells_in(unit, row, stage.unit_fqns),
             )
@@ -160,8 +161,21 @@ def _on_host(report: PipelineReport) -> Iterator[str]:
         yield from on_host_lines(labelled, report.inputs)
 
 
-def _units(fqns: tuple[str, ...]) -> str:
-    return fqns[0] if len(fqns) == 1 else f"{fqns[0]} to {fqns[-1]}"
+def units_in_short(fqns: Sequence[str], of_model: Sequence[str]) -> str:
+    """Units in few words: ``embed, layers 0-17``, without what all names begin with."""
+    paths = [fqn.split(".") for fqn in of_model if fqn]
+    by_place = zip(*(path[:-1] for path in paths), strict=False)
+    num_shared = len([*takewhile(lambda names: len(set(names)) == 1, by_place)])
+    while num_shared and any(path[num_shared].isdigit() for path in paths):
+        num_shared -= 1  # "layers" says what the numbers are of
+    found: list[tuple[str, list[int]]] = []
+    for fqn in fqns:
+        *names, last = fqn.split(".")[num_shared:]
+        name = ".".join(names if last.isdigit() else [*names, last])
+        if not found or found[-1][0] != name:
+            found.append((name, []))
+        found[-1][1].extend([int(last)] if last.isdigit() else [])
+    return ", ".join(f"{name} {ranges(numbers)}".strip() for name, numbers in found)
 
 
 def _result(report: PipelineReport) -> Iterator[str]:
