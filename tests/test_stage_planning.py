@@ -569,12 +569,12 @@ between_nodes: {latency_s: 1.0e-04, bandwidth_bytes_per_s: 0.2e+9}
     assert "Better without " in text
     assert "the Tesla V100-SXM2-16GB (device 2): " in text
     assert "bfloat16 instead of float32" in text
-    in_float16 = re.search(r"precision=FP16: (\S+) samples/s in 2 stages; ", text)
+    in_float16 = re.search(r"precision=FP16: (\S+) samples/s in 2 stages", text)
     stages = re.search(r"predicted step .*: (\S+) samples/s", text)
     assert in_float16 is not None
     assert stages is not None
     assert float(in_float16[1]) > 2 * float(stages[1])
-    plan_main([f"cluster={path}", *keys, "leave_out=never"])
+    plan_main([f"cluster={path}", *keys, "explain=true", "leave_out=never"])
     text = capsys.readouterr().out
     assert "float32; 3 devices; a step is 16 samples in 2 stages" in text
     gap = re.search(r"more than (\d+)% faster: the compute alone takes .* (\S+) (m?s)\.", text)
@@ -711,7 +711,7 @@ def test_a_slow_cable_asks_for_stages(
 ) -> None:
     out = tmp_path / "plan.json"
     keys = (described(tmp_path, 3), "max_stages=2", f"out={out}")
-    plan_main([*keys, "global_batch_size=16"])
+    plan_main([*keys, "global_batch_size=16", "explain=true"])
     text = capsys.readouterr().out
     for line in (
         "16 samples in 2 stages",
@@ -789,14 +789,14 @@ def test_what_is_told_beside_stages_is_of_their_memory_and_of_plans_without_them
 ) -> None:
     reports: list[PipelineReport] = []
 
-    def shown(report: PipelineReport, console: Console) -> None:
+    def shown(report: PipelineReport, console: Console, *, explains: bool) -> None:
         reports.append(report)
-        show_pipeline(report, console)
+        show_pipeline(report, console, explains=explains)
 
     monkeypatch.setattr("shardhet.apps.plan.show_pipeline", shown)
     keys = ("cluster=lab", "model=gpt_125m", "max_stages=2", "global_batch_size=4")
     out = tmp_path / "plan.json"
-    plan_main([*keys, "leave_out=never", f"out={out}"])
+    plan_main([*keys, "leave_out=never", "explain=true", f"out={out}"])
     text = capsys.readouterr().out
     free = re.search(r"(\S+) GiB of Tesla V100-SXM2-16GB stay free", text)
     budget = re.search(r"of (\S+) \(16 on", text)

@@ -239,7 +239,7 @@ def _show_faster_pipeline(
         line = f"No faster pipeline of up to {conf.max_stages} stages was found."
         console.print(line, markup=False, soft_wrap=True)
         return False
-    show_pipeline(report, console)
+    show_pipeline(report, console, explains=conf.explain)
     reached = report.solution.samples_per_s
     if better is not None and better.fewer.solution.samples_per_s > LEAST_GAIN * reached:
         better = replace(better, samples_per_s_with_all=reached)

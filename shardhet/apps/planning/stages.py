@@ -104,8 +104,8 @@ def pipeline_below(
     return None if found is None or found.step_time_s >= at_most_s else found
 
 
-def show_pipeline(report: PipelineReport, console: Console) -> None:
-    """Print the pipeline, what it reaches, and what it is compared with."""
+def show_pipeline(report: PipelineReport, console: Console, *, explains: bool = False) -> None:
+    """Print the pipeline, what it reaches, what it is compared with, and what was proven."""
     setting, found = report.inputs.setting, report.solution
     workload, cluster = setting.workload, setting.cluster
     batch = found.stages[0].solution.plan.global_batch_size
@@ -118,9 +118,8 @@ def show_pipeline(report: PipelineReport, console: Console) -> None:
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
     console.print(_table(report))
-    if (free := margin_line(setting, stages=report.settings)) is not None:
-        console.print(free, markup=False, soft_wrap=True)
-    said = (_result(report), _on_host(report), _hand_over(found), _rivals(report))
+    proof = _proof(report) if explains else ()
+    said = (_result(report), _on_host(report), _hand_over(found), _rivals(report), proof)
     for line in chain(*said):
         console.print(line, markup=False, soft_wrap=True)
 
@@ -183,13 +182,8 @@ def _result(report: PipelineReport) -> Iterator[str]:
     tokens = found.samples_per_s * workload.tokens_per_sample
     yield (
         f"predicted step {duration(found.step_time_s)}: {found.samples_per_s:,.4g} samples/s"
-        + (f", {tokens:,.0f} tokens/s" if workload.tokens_per_sample > 1 else "")
-    )
-    yield (
-        f"No plan in {workload.param_dtype}, with stages or without, is predicted to be more "
-        f"than {ceil(100 * found.relative_gap)}% faster: the compute alone takes all devices "
-        f"{duration(found.lower_bound_s)}. Cuts, rounds and rounds in flight were improved "
-        "until no neighbour was faster; nothing proves that they are the best."
+        + f", {tokens:,.0f} tokens/s" * (workload.tokens_per_sample > 1)
+        + f"; {found.lower_bound_s / found.step_time_s:.2f} of the sum of the devices' speeds"
     )
     plan = found.plan
     shown = " (the table shows one)" * (plan.num_rounds > 1)
@@ -207,6 +201,19 @@ def _result(report: PipelineReport) -> Iterator[str]:
     if unused := unused_in(found, report.inputs):
         yield f"Left out: {named(report.inputs.setting.cluster, unused)}. Start no ranks there."
     yield "shardhet train plan=file runs plans with stages (docs/limits.md)."
+
+
+def _proof(report: PipelineReport) -> Iterator[str]:
+    """What stays free on the devices, and what was proven of the pipeline."""
+    found, setting = report.solution, report.inputs.setting
+    if (free := margin_line(setting, stages=report.settings)) is not None:
+        yield free
+    yield (
+        f"No plan in {setting.workload.param_dtype}, with stages or without, is predicted to "
+        f"be more than {ceil(100 * found.relative_gap)}% faster: the compute alone takes all "
+        f"devices {duration(found.lower_bound_s)}. Cuts, rounds and rounds in flight were "
+        "improved until no neighbour was faster; nothing proves that they are the best."
+    )
 
 
 def unused_in(found: PipelineSolution, inputs: Inputs) -> list[int]:
