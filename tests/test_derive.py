@@ -212,12 +212,12 @@ def test_a_unit_takes_as_long_as_on_the_slowest_device() -> None:
 
 def test_the_note_says_how_far_the_times_were_off() -> None:
     assert derive_profile(cluster(2), WORKLOAD).note == (
-        f"derived: within a factor of {SPREAD_UNKNOWN:g} for nine of ten blocks, 0.37 of links"
+        f"derived: within a factor of {SPREAD_UNKNOWN:g} for nine of ten blocks, links at 0.37 of their bandwidth"
     )
     known = derive_profile(cluster(2, kind="NVIDIA L4"), WORKLOAD)
     assert f"a factor of {SPREAD_FITTED:g} for nine" in known.note
     stated = derive_profile(cluster(2), WORKLOAD, compute_fraction=0.5)
-    assert stated.note == "derived: 0.50 of peak FLOP/s, 0.37 of links"
+    assert stated.note == "derived: 0.50 of peak FLOP/s, links at 0.37 of their bandwidth"
 
 
 def test_a_stated_part_of_the_peak_replaces_the_fitted_ones() -> None:
@@ -281,7 +281,7 @@ def test_geforce_cards_that_share_a_host_get_less_of_its_link() -> None:
     assert moved_s(8, "NVIDIA H100 80GB HBM3") == pytest.approx(0.37)
     assert moved_s(8, "NVIDIA GeForce RTX 4090", 0.5) == pytest.approx(0.5)
     note = derive_profile(cluster(8, kind="NVIDIA GeForce RTX 4090"), WORKLOAD).note
-    assert "0.085 of links" in note
+    assert "links at 0.085 of their bandwidth" in note
 
 
 def test_sums_in_float16_double_the_peak_of_kinds_that_list_it() -> None:

@@ -196,7 +196,8 @@ def _show_what_would_help(
     objective, conf = answer.objective, asked.conf
     assert objective is not None
     unit = "samples" if conf.objective == "largest_batch" else "samples/s"
-    variants = [*forms(asked), *more_of_each(situation, objective)]
+    more = sorted(more_of_each(situation, objective), key=lambda each: not each.is_advice)
+    variants = [*forms(asked), *more]
 
     def gains() -> Iterator[Gain]:
         for each in variants:

@@ -294,7 +294,7 @@ class PlannerConf(InputsConf):
     # A plan may be this part slower than the fastest if it is simpler and fills memory less.
     tolerance: float = checked(TOLERANCE, at_least(0), is_fraction)
     replicas: PricedReplicasConf = field(default_factory=PricedReplicasConf)
-    what_if_s: float = checked(10.0, at_least(0))  # for trying what would help; 0: nothing
+    what_if_s: float = checked(30.0, at_least(0))  # for trying what would help; 0: nothing
     explain: bool = False  # what was proven, what all changes that were tried give
     baselines: bool = False
     out: str | None = None  # the plan, as JSON

@@ -192,7 +192,7 @@ def _part_of_cable(link: Link) -> float:
 
 def _said_of_links(cluster: Cluster, stated: float | None) -> str:
     paces = _link_paces(cluster, stated) or [(stated or LINK_FRACTION, inf)]
-    return f"{min(paces, key=lambda pace: pace[1])[0]:.2g} of links"
+    return f"links at {min(paces, key=lambda pace: pace[1])[0]:.2g} of their bandwidth"
 
 
 def meets_over_gloo(cluster: Cluster) -> bool:

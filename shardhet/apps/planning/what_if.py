@@ -209,7 +209,7 @@ def show_best(tried: Sequence[Gain], num_variants: int, console: Console, *, uni
     best = sorted(helping, key=lambda gain: -gain.relative)[:MAX_SHOWN]
     of = f"of {counted(num_variants, 'change')}"
     if len(tried) < num_variants:
-        of = f"of the first {len(tried)} {of} (what_if_s=60 tries for longer)"
+        of = f"{of}, of which there was time (what_if_s) for {len(tried)},"
     if not best:
         line = f"Nothing {of} would help (explain=true shows all)."
         console.print(line, markup=False, soft_wrap=True)
