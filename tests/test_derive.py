@@ -212,7 +212,8 @@ def test_a_unit_takes_as_long_as_on_the_slowest_device() -> None:
 
 def test_the_note_says_how_far_the_times_were_off() -> None:
     assert derive_profile(cluster(2), WORKLOAD).note == (
-        f"derived: within a factor of {SPREAD_UNKNOWN:g} for nine of ten blocks, links at 0.37 of their bandwidth"
+        f"derived: within a factor of {SPREAD_UNKNOWN:g} for nine of ten blocks, links at 0.37 "
+        "of their bandwidth"
     )
     known = derive_profile(cluster(2, kind="NVIDIA L4"), WORKLOAD)
     assert f"a factor of {SPREAD_FITTED:g} for nine" in known.note

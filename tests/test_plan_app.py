@@ -261,6 +261,17 @@ def test_cards_of_two_vendors_are_said_to_meet_over_gloo(
     assert "meet over gloo alone, with which no stages are trained. Drop max_stages" in text
 
 
+def test_how_long_a_number_of_tokens_takes_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "for_tokens=10M", "what_if_s=0")
+    assert "24,010 tokens/s" in text
+    assert "10M tokens take 7 minutes." in text
+    conf = PlannerConf(for_tokens="2.5B")
+    assert conf.time_line(1e4) == "2.5B tokens take 69.4 hours (2.9 days)."
+    code, text = refused(capsys, "for_tokens=many")
+    assert code == 2
+    assert "for_tokens: 'many' is no number. Write 10M" in text
+
+
 def test_small_quantities_are_said_as_one_of_them() -> None:
     assert [counted(1, "sample"), counted(2, "sample")] == ["1 sample", "2 samples"]
     assert [percent(each) for each in (0.0021, 0.0099, 0.17)] == ["0.2%", "1.0%", "17%"]

@@ -163,6 +163,7 @@ def show(
             without=without,
         )
     show_plan(report, console)
+    _tell_time(conf, inputs, answer.solution.samples_per_s, console)
     if conf.replicas.every:
         console.print(_replicas(conf, report), markup=False, soft_wrap=True)
     _write(conf, report, console)
@@ -241,6 +242,7 @@ def _show_faster_pipeline(
         console.print(line, markup=False, soft_wrap=True)
         return False
     show_pipeline(report, console, explains=conf.explain)
+    _tell_time(conf, inputs, report.solution.samples_per_s, console)
     reached = report.solution.samples_per_s
     if better is not None and better.fewer.solution.samples_per_s > LEAST_GAIN * reached:
         better = replace(better, samples_per_s_with_all=reached)
@@ -251,6 +253,12 @@ def _show_faster_pipeline(
         console.print(half, markup=False, soft_wrap=True)
     _keep(conf, report.solution.plan, console)
     return True
+
+
+def _tell_time(conf: PlannerConf, inputs: Inputs, samples_per_s: float, to: Console) -> None:
+    line = conf.time_line(samples_per_s * inputs.setting.workload.tokens_per_sample)
+    if line is not None:
+        to.print(line, markup=False, soft_wrap=True)
 
 
 def _replicas(conf: PlannerConf, report: PlanReport) -> str:

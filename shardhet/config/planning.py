@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from fnmatch import fnmatchcase
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,7 @@ class PlannerConf(InputsConf):
     """The configuration of ``shardhet plan``."""
 
     global_batch_size: int = checked(64, at_least(1))
+    for_tokens: str | None = None  # "10M": how long so many tokens take is said
     objective: str = checked(OBJECTIVES[0], one_of(OBJECTIVES))
     # For least_memory; null: 95 % of the best plan's.
     min_samples_per_s: float | None = checked(None, above(0))
@@ -303,6 +305,7 @@ class PlannerConf(InputsConf):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.time_line(1.0)
         if self.leave_out == "auto" and self.objective != OBJECTIVES[0]:
             raise ConfigError(
                 f"leave_out: auto but objective={self.objective}. Devices are left out for "
@@ -333,6 +336,15 @@ class PlannerConf(InputsConf):
     def has_stages(self) -> bool:
         """Whether pipelines are looked for, whose stages have communicators of their own."""
         return self.max_stages > 1
+
+    def time_line(self, tokens_per_s: float) -> str | None:
+        """How long ``for_tokens`` take; None if that is not asked."""
+        if self.for_tokens is None:
+            return None
+        hours = _number("for_tokens", self.for_tokens) / tokens_per_s / 3600
+        days = f" ({hours / 24:,.1f} days)" * (hours >= 48)
+        time = f"{hours:,.1f} hours{days}" if hours >= 2 else f"{60 * hours:,.0f} minutes"
+        return f"{self.for_tokens} tokens take {time}."
 
     def without_stages(self, inputs: Inputs) -> tuple["PlannerConf", Inputs]:
         """The same for plans without stages, beside which less memory is left free."""
@@ -422,6 +434,18 @@ def _positions(what: str, key: str, devices: Sequence[DeviceSpec]) -> list[int]:
             f"kind or pattern of it: {kinds}."
         )
     return named
+
+
+def _number(key: str, text: str) -> float:
+    """``10M`` or ``2.5e9`` as a number."""
+    factor = {"k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}.get(text[-1:], 1.0)
+    try:
+        number = factor * float(text if factor == 1 else text[:-1])
+    except ValueError:
+        number = 0.0
+    if not 0 < number < inf:
+        raise ConfigError(f"{key}: {text!r} is no number. Write 10M, 2.5B or 300000.")
+    return number
 
 
 def _check_file(key: str, path: Path) -> None:
