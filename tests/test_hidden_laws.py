@@ -6,9 +6,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import broadcast
 from torch.nn.functional import cross_entropy
 
 from shardhet import HetFSDP, Plan, Stage
+from tests.edge_plans import APART, UNEVEN, every_plan
+from tests.ordinary import Pair, says
 from tests.test_probe import WIDTH, Net, compare_grads, draw, plan_for
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
@@ -177,3 +180,104 @@ def test_a_buffer_that_follows_the_largest_value_so_far_is_refused() -> None:
 
 def test_a_table_that_becomes_longer_on_one_rank_is_right() -> None:
     run_ranks(_grows, 2, True)
+
+
+# What the program writes to a buffer between steps
+
+
+def on_rank_zero(pair: Pair) -> None:
+    if pair.model.position == 0:
+        pair.module.offset.fill_(2.0)
+
+
+def on_the_last_rank(pair: Pair) -> None:
+    if pair.model.position == pair.model.plan.world_size - 1:
+        pair.module.offset = pair.module.offset + 1
+
+
+def others_than_elsewhere(pair: Pair) -> None:
+    pair.module.offset.fill_(1.0 + pair.model.position)
+
+
+def on_all(pair: Pair) -> None:
+    pair.plain.offset.mul_(2.0)
+    pair.module.offset.mul_(2.0)
+
+
+def as_rank_zero(pair: Pair) -> None:
+    pair.plain.offset.fill_(0.7)
+    if pair.model.position == 0:
+        pair.module.offset.fill_(0.7)
+    if pair.model.plan.world_size > 1:
+        broadcast(pair.module.offset, 0)
+
+
+def _writes(rank: int, plan: Plan, write: Callable[[Pair], None]) -> None:
+    pair = Pair(plan)
+    for _ in range(2):
+        pair.backward()
+    write(pair)
+    for _ in range(2):
+        pair.backward()
+    pair.same_grads()
+
+
+@every_plan
+@pytest.mark.parametrize("write", [on_all, as_rank_zero])
+def test_buffers_may_be_written_on_all_ranks(plan: Plan, write: Callable[[Pair], None]) -> None:
+    run_ranks(_writes, len(plan.ranks), plan, write)
+
+
+@pytest.mark.parametrize("plan", [UNEVEN, APART], ids=["uneven", "apart"])
+@pytest.mark.parametrize("write", [on_rank_zero, on_the_last_rank, others_than_elsewhere])
+def test_a_buffer_that_ranks_write_unalike_is_named(
+    plan: Plan, write: Callable[[Pair], None]
+) -> None:
+    outcomes = run_ranks_expecting_failure(_writes, len(plan.ranks), plan, write)
+    says(outcomes, "not the same on all ranks: offset. Write the same values")
+
+
+class Shifted(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, dtype=torch.float64)
+        self.register_buffer("shift", torch.zeros(WIDTH).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.shift
+
+
+class ShiftedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList([Shifted(), Shifted()])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return self.units[1](self.units[0](x).tanh()).square().sum(), len(x)
+
+
+def _writes_in_stages(rank: int, everywhere: bool) -> None:
+    torch.manual_seed(0)
+    stages = [Stage(units=(f"units.{i}",), num_ranks=1) for i in range(2)]
+    plan = Plan.by_hand(microbatch_sizes=[4, 4], num_rounds=2, stages=stages)
+    module = ShiftedTwice()
+    plain = copy.deepcopy(module)
+    model, x = HetFSDP(module, plan, units=UNITS), draw(8, WIDTH)
+    for each in (plain, module):
+        for _ in range(2):
+            if each is plain:
+                plain.zero_grad()
+                loss_sum, num = plain(x)
+                (loss_sum / num).backward()
+            else:
+                model.zero_grad()
+                model.forward_backward(x)
+            if everywhere or rank == 1:
+                each.units[1].shift.add_(1.0)
+    compare_grads(model, plain)
+    model.forward_backward(x)
+
+
+def test_stages_compare_written_buffers_too() -> None:
+    run_ranks(_writes_in_stages, 2, True)
+    outcomes = run_ranks_expecting_failure(_writes_in_stages, 2, False)
+    says(outcomes, "not the same on all ranks: units.1.shift")

@@ -17,7 +17,6 @@ from shardhet.comm.groups import default_group
 from shardhet.comm.liveness import watch_unless_decided
 from shardhet.comm.members import REHEARSE, Members, planned_device
 from shardhet.comm.progress import progress
-from shardhet.fsdp.door import watch_inside
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.microbatch.ragged import CountRows, known_ragged
@@ -163,9 +162,6 @@ class HetFSDP(ModuleInRounds):
         self._rows = RowGroup(self._comm, members.control, self._lifeline)
         self._know_params(hooks, before)
         self.module, self._ragged = module, known_ragged(module, ragged)
-        # Hooks on the state dicts of this are those on the module's, and run with them.
-        shared = [k for k in vars(module) if "state_dict" in k and k.endswith("_hooks")]
-        vars(self).update({name: vars(module)[name] for name in shared})
         self._param_dtype = param_dtype
         self._loss, self._caches = FusedLoss(loss_fn), CacheSwitch(module)
         self._batch_dim, self._forward = batch_dims(batch_dim, module.forward), module.forward
@@ -192,7 +188,7 @@ class HetFSDP(ModuleInRounds):
         self._pieces = find_pieces(module, modules_of_units, param_dtype)
         self.compute_by(plan, of_units)
         guard_root(module, root, built, self._lifeline)
-        watch_inside(module, self._flats, self._rows)
+        self._watch_states(self._rows)
         self.position, self._is_built = members.control.position, True
 
     def compute_by(self, plan: Plan, of_units: CommContext) -> None:

@@ -11,7 +11,8 @@ from shardhet.comm import devices
 from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME, Channel
 from shardhet.comm.groups import side_channel
 from shardhet.comm.noticeboard import Noticeboard
-from shardhet.fsdp.door import keep_out_arguments, loads_by_itself, stand_ins
+from shardhet.fsdp.door import keep_out_arguments, loads_by_itself, stand_ins, watch_inside
+from shardhet.fsdp.params.row_group import RowGroup
 from shardhet.fsdp.params.state import (
     RowBox,
     gather_params,
@@ -124,6 +125,15 @@ class ModuleWithState(ModuleOfRows):
                 strict=strict,
             )
         return _IncompatibleKeys(*misfits)
+
+    def _watch_states(self, rows: RowGroup) -> None:
+        """Let hooks on the state dicts of this be those on the module's, and run with them, and
+        state dicts inside be whole.
+        """
+        inside = vars(self.module)
+        shared = [k for k in inside if "state_dict" in k and k.endswith("_hooks")]
+        vars(self).update({name: inside[name] for name in shared})
+        watch_inside(self.module, self._flats, rows)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *found: Any

@@ -143,12 +143,13 @@ class BatchNorms:
     def _update(self, seen_by_norm: Mapping[int, Tensor]) -> None:
         """Update the buffers of different norms, each with the statistics of one call."""
         norms = [(self._norms[index][1], seen) for index, seen in seen_by_norm.items()]
+        # .data: by version counters these would be taken for writes of the program.
         for norm, _ in norms:
-            norm.num_batches_tracked += 1
+            norm.num_batches_tracked.data.add_(1)
         for momentum, some in groupby(norms, key=lambda each: _momentum(each[0])):
             running, seen = list[Tensor](), list[Tensor]()
             for norm, values in some:
-                running += [norm.running_mean, norm.running_var]
+                running += [norm.running_mean.data, norm.running_var.data]
                 seen += values.to(norm.running_mean).chunk(2)
             torch._foreach_mul_(running, 1 - momentum)
             torch._foreach_add_(running, seen, alpha=momentum)

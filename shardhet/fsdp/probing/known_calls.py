@@ -1,7 +1,7 @@
 """Rules of a model's calls: found once for each kind of call, then looked up."""
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,16 @@ from shardhet.fsdp.probing.probe import CallKey
 from shardhet.fsdp.probing.prober import Findings, Prober
 from shardhet.fsdp.sharding.unit import UnitModule
 
+_UNLIKE = (
+    "model.backward: the program has written buffers between forwards, and they are not the "
+    "same on all ranks: {}. Write the same values on every rank, outside of `if rank == 0`."
+)
+_KEEPS = (
+    "model.backward: a buffer that this forward has replaced is another one on some ranks: it "
+    "follows the largest value of the samples so far (rope_type='dynamic'), perhaps, and each "
+    "rank has its own. Compute it from all samples before the step, or from each sample."
+)
+
 UNKNOWN = -1  # the index of findings that do not exist yet
 
 
@@ -35,7 +45,11 @@ class KnownCalls:
         self._choices = choosing_attributes(prober.module)
         self._edits = Edits(prober.module)
 
-        self.kept = 0.0  # a number for buffers that the last forward has replaced, unforeseen
+        # Buffers that the program has written since the last backward, and those that the last
+        # forward has, unforeseen.
+        self._by_program: frozenset[str] = frozenset()
+        self._by_forward: frozenset[str] = frozenset()
+        self._writes = BufferWrites(prober.module)
 
         # Of the forward in progress
         self._index = UNKNOWN
@@ -79,6 +93,7 @@ class KnownCalls:
 
         Collective.
         """
+        self.look()
         if index == UNKNOWN:
             # Before the model may change it.
             key = self.key_of(call, is_training=is_training, splits=splits)
@@ -90,6 +105,7 @@ class KnownCalls:
                 has_gradients=torch.is_grad_enabled(),
                 splits=any(row[0] for row in rows),
             )
+            self._writes.take()
             self._findings.append(findings)
             index = len(self._findings) - 1
             if call.num_samples and findings.is_certain:
@@ -99,16 +115,37 @@ class KnownCalls:
             call.cut_from.check_cut(self.current.are_batched)
         self._num_samples = call.num_samples
         self._num_calls.clear()
-        self._writes = BufferWrites(self._prober.module)
         return self.current
 
     def end_forward(self) -> None:
         """End the forward, which may have changed modules, their hooks and buffers."""
         self._edits.end_forward()
-        found = self._writes.replaced()
-        self.kept = digest_of(
-            {k: v for k, v in found.items() if k not in self.current.replaced}
-        )
+        self._by_forward = self._writes.take() - self.current.rewritten
+
+    def look(self) -> None:
+        """Note what the program has written to buffers, between forwards."""
+        self._by_program, self._by_forward = self._by_program | self._writes.take(), frozenset()
+
+    @property
+    def written(self) -> float:
+        """A number for the values of buffers that were written; 0 for none."""
+        return digest_of(self._prober.module, self._by_program | self._by_forward)
+
+    def check_written(self, of_all: Sequence[float], have_samples: Sequence[bool]) -> None:
+        """Raise ``ValueError`` if ``written`` differs because buffers do; begin anew.
+
+        Those that a forward writes are of ranks with samples.  Collective.
+        """
+        mine, self._by_program = (self._by_program, self._by_forward), frozenset()
+        if len(set(of_all)) == 1:
+            return
+        told = self._control.exchange_objects(mine)
+        names = [frozenset[str]().union(*each) for each in zip(*told, strict=True)]
+        found = self._control.exchange([digest_of(self._prober.module, each) for each in names])
+        if len({of_program for of_program, _ in found}) > 1:
+            raise ValueError(_UNLIKE.format(", ".join(sorted(names[0]))))
+        if len({row[1] for row, has in zip(found, have_samples, strict=True) if has}) > 1:
+            raise ValueError(_KEEPS)
 
     def count(self, module: UnitModule) -> int:
         """The number of earlier calls of the module in this forward."""

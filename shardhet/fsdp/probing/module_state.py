@@ -2,7 +2,7 @@
 
 import zlib
 from collections import deque
-from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
@@ -88,28 +88,28 @@ class BufferWrites:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._before = {fqn: (buffer, buffer._version) for fqn, buffer in _buffers(module)}
+        self._before = _versions(module)
 
     def written(self) -> dict[str, Tensor]:
         """Buffers by fqn that were written in place or replaced since."""
         found = {}
-        for fqn, buffer in _buffers(self._module):
+        for fqn, buffer in self._module.named_buffers():
             known, version = self._before.get(fqn, (None, 0))
             if buffer is not known or buffer._version != version:
                 found[fqn] = buffer
         return found
 
-    def replaced(self) -> dict[str, Tensor]:
-        """Buffers by fqn that are others since, apart from tables that have become longer."""
-        pairs = {
-            fqn: (self._before.get(fqn, (each,))[0], each)
-            for fqn, each in self.written().items()
-        }
-        return {
-            fqn: now
-            for fqn, (before, now) in pairs.items()
-            if before is not now and not _is_longer(now, before)
-        }
+    def take(self) -> frozenset[str]:
+        """Fqns of those that were written or replaced since the last call of this, apart from
+        new ones and tables that have become longer.
+        """
+        before, self._before = self._before, _versions(self._module)
+        return frozenset(
+            fqn
+            for fqn, (each, version) in self._before.items()
+            for old, old_version in [before.get(fqn, (each, version))]
+            if (version != old_version if each is old else not _is_longer(each, old))
+        )
 
     def check(self) -> None:
         """Raise ``Refusal`` if ranks would come to differ in one, because the model trains."""
@@ -135,18 +135,19 @@ def _is_longer(tensor: Tensor, before: Tensor) -> bool:
     return torch.equal(tensor[tuple(map(slice, before.shape))], before)
 
 
-def digest_of(buffers: Mapping[str, Tensor]) -> float:
-    """A number for the values of buffers; 0 for none."""
-    found = [
-        (fqn, each.shape, each.dtype, torch.hash_tensor(each.contiguous()).tolist())
-        for fqn, each in sorted(buffers.items())
-        if each.numel() and not each.is_complex()
-    ]
-    return float(zlib.crc32(repr(found).encode())) if found else 0.0
+def _versions(module: nn.Module) -> dict[str, tuple[Tensor, int]]:
+    return {fqn: (buffer, buffer._version) for fqn, buffer in module.named_buffers()}
 
 
-def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return list(module.named_buffers())
+def digest_of(module: nn.Module, fqns: Set[str]) -> float:
+    """A number for the values of these buffers; 0 for none."""
+    digest = 0
+    for fqn, each in module.named_buffers() if fqns else ():
+        if fqn in fqns:
+            content = each.detach().to("cpu").reshape(-1).view(torch.uint8).numpy().tobytes()
+            form = f"{fqn} {each.shape} {each.dtype}".encode()
+            digest = zlib.crc32(form + content, digest)
+    return float(digest)
 
 
 def choosing_attributes(module: nn.Module) -> list[tuple[dict[str, Any], str]]:

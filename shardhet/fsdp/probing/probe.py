@@ -169,7 +169,7 @@ class Probe:
         self.inputs: list[SeenInput] = []
         self._refs: list[ref[Tensor]] = []  # of their tensors
         self.counted: set[Number] = set()  # attributes that a forward has changed
-        self.replaced: set[str] = set()  # buffers
+        self.rewritten: set[str] = set()  # buffers
         self.values: dict[str, Mapping[Number, Any]] = {}  # of attributes, after each run
         self.begins_with: Mapping[Number, Any] = {}  # attributes' values before the next run
         self._seen: dict[CallKey, Seen] = {}
@@ -243,8 +243,8 @@ class Probe:
             changed = dict(numbers(self._module).items() - before.items())
             self.counted |= changed.keys()
             self.values[name] = values_of(self._module)
-            self.replaced |= writes.replaced().keys()
             writes.check()
+            self.rewritten |= writes.take()
             check_params(self._module, self._watcher.storages)
 
     def unwatched(self) -> AbstractContextManager[None]:

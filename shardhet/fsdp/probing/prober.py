@@ -61,7 +61,7 @@ class Findings:
     are_batched: tuple[bool, ...]  # by leaf of the arguments: whether it holds samples
     # Leaves of the model's output: numbers that do not add up over samples on every rank.
     not_sums: frozenset[int] = frozenset()
-    replaced: frozenset[str] = frozenset()  # buffers, on every rank with samples
+    rewritten: frozenset[str] = frozenset()  # buffers, on every rank with samples
     # If results of units are followed: those of each call, if this rank has samples, and what
     # reaches each call, and the output.
     results: tuple[Result, ...] = ()
@@ -217,7 +217,7 @@ class Prober:
                 () if probe is None else probe.counted,
                 [] if flow is None else flow.reached,
                 attempt.not_sums,
-                None if probe is None else probe.replaced,
+                None if probe is None else probe.rewritten,
             )
         )
         form = next((each for each, *_ in told if each is not None), None)
@@ -235,7 +235,7 @@ class Prober:
             results=() if flow is None else tuple(flow.results),
             reached=_together([each[2] for each in told if each[2]]),
             not_sums=frozenset().union(*(each[3] for each in told)),
-            replaced=frozenset(set.intersection(*(e[4] for e in told if e[4] is not None))),
+            rewritten=frozenset(set.intersection(*(e[4] for e in told if e[4] is not None))),
             altered=frozenset() if flow is None else frozenset(flow.altered),
         )
 

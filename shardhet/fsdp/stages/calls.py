@@ -129,7 +129,7 @@ class StageCalls(UnitCalls):
     ) -> Any:
         """Run dropout outside of units, where this stage has what it is applied to."""
         if any(isinstance(each, Absent) for each in tensors_in((args, kwargs))):
-            self._known.pass_over(module)
+            self.known.pass_over(module)
             with self.dropout.left_alone():
                 return module.forward(*args, **kwargs)
         return super().visit_piece(module, args, kwargs)

@@ -233,8 +233,9 @@ class Pipeline:
         has_changed = any(flat.residence.has_changed() for flat in flats)
         with self._runtime.observers.watch("", Activity.AGREE):
             flags = 2 * has_changed + torch.is_grad_enabled()
+            self._runtime.calls.known.look()
             entered = self._backward.enter(caller, step, float(flags))
-            _check_entered(caller, step, [row[1:] for row in entered])
+            _check_entered(caller, step, [row[1:3] for row in entered])
             if any(row[2] > 1 for row in entered):
                 forget_changed(flats, self._control)
             passed = [Passed.of(each) for each in calls]

@@ -77,23 +77,18 @@ class UnitCalls:
     @property
     def are_batched(self) -> tuple[bool, ...]:
         """By leaf of the arguments of the last forward: whether it holds samples."""
-        return self._known.current.are_batched
+        return self.known.current.are_batched
 
     @property
     def not_sums(self) -> frozenset[int]:
         """Leaves of the last output that are numbers and do not add up over samples."""
-        return self._known.current.not_sums
-
-    @property
-    def kept(self) -> float:
-        """A number for buffers that the last forward has replaced, and no probe before it."""
-        return self._known.kept
+        return self.known.current.not_sums
 
     def follow(self, visits: Visits, prober: Prober, known: KnownCalls) -> None:
         """Run calls as these say from the next forward on."""
         self._visits = visits
         self._prober = prober
-        self._known = known
+        self.known = known
 
     def visit(
         self, unit_index: int, module: UnitModule, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -116,7 +111,7 @@ class UnitCalls:
         call = self._step.num_visits[unit.fqn]
         self._step.num_visits[unit.fqn] += 1
         with self.dropout.left_alone():
-            leaves, rules = self._known.prepare(module, (args, kwargs))
+            leaves, rules = self.known.prepare(module, (args, kwargs))
         backward = BackwardTurn(
             self._enter_backward, self._walk.end_turn, segment, self._rounds.moment
         )
@@ -158,8 +153,8 @@ class UnitCalls:
             if self._prober.is_running:
                 function = module.forward
                 return self._prober.call(module.fqn, function, args, kwargs, is_piece=True)
-            call = self._known.count(module)
-            leaves, rules = self._known.prepare(module, (args, kwargs))
+            call = self.known.count(module)
+            leaves, rules = self.known.prepare(module, (args, kwargs))
             visit = self._visits.of(module, rules, self._step.batch, call=call)
             return run_visit(visit, self.anchor if needs_backward else None, leaves)
 

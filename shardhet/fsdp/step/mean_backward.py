@@ -98,10 +98,7 @@ class MeanBackward:
             several = self._runtime.rounds.number > 1
             self.check_leaves(loss_sum, divides_late=several and divisor is None)
             with self._runtime.observers.watch("", Activity.AGREE):
-                kept = self._runtime.calls.kept
-                rows = self.enter("model.backward", divisor or 0.0, num_samples, kept)
-                if len({row[3] for row in rows if row[2]}) > 1:
-                    raise ValueError(_KEEPS)
+                rows = self.enter("model.backward", divisor or 0.0, num_samples)
                 self._check_divisor(divisor, {row[1] for row in rows})
                 # Read after backward is launched: the host then waits only for the end of
                 # forward, while the device, which still has backward queued, is not idle.
@@ -140,10 +137,14 @@ class MeanBackward:
             self._returned.check_adds_up(loss_sum, num_tokens, found, "model.backward")
 
     def enter(self, call: str, *values: float) -> list[list[float]]:
-        """Enter ``call`` with all ranks, which have the same hooks and optimizers' settings."""
-        hooks = self._hooks.fingerprint(self._param_by_fqn)
-        entered = self._control.enter(call, [with_settings(hooks, self._lifeline), *values])
+        """Enter ``call`` with all ranks, which have the same hooks, optimizers' settings, and
+        values of buffers.
+        """
+        known = self._runtime.calls.known
+        hooks = with_settings(self._hooks.fingerprint(self._param_by_fqn), self._lifeline)
+        entered = self._control.enter(call, [hooks, *values, known.written])
         check_hooks_agree(rows := check_settings_agree(entered, self._lifeline))
+        known.check_written([row[-1] for row in rows], [bool(row[-2]) for row in rows])
         return rows
 
     def end_step(
@@ -283,13 +284,6 @@ class MeanBackward:
             shared = comm.record_event(comm.reduce_scatter_stream)
         comm.current_stream().wait_event(shared)
         return on_host, total
-
-
-_KEEPS = (
-    "model.backward: a buffer that this forward has replaced is another one on some ranks: it "
-    "follows the largest value of the samples so far (rope_type='dynamic'), perhaps, and each "
-    "rank has its own. Compute it from all samples before the step, or from each sample."
-)
 
 
 _OF_OTHERS = (
