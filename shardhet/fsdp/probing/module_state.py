@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardhet.comm.channel import Channel
+from shardhet.fsdp.microbatch.named import named_by
 from shardhet.fsdp.microbatch.signature import choice_of
 from shardhet.fsdp.microbatch.surroundings import Surrounding
 from shardhet.fsdp.params.state import persistent_buffers
@@ -21,6 +22,7 @@ from shardhet.fsdp.sharding.unit import FSDPUnit
 
 MAX_KEPT_NUMEL = 10_000  # of a tensor that a forward may keep for the next one
 CHOICES = bool | str | Enum | int | float | FunctionType | BuiltinFunctionType | None
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_MODULES = vars(nn.Module()).keys() - {"training"}  # parameters, buffers, hooks
 
 
@@ -28,29 +30,37 @@ _OF_MODULES = vars(nn.Module()).keys() - {"training"}  # parameters, buffers, ho
 def restored_modules(module: nn.Module) -> Iterator[None]:
     """A context that restores attributes and buffers of all modules at its end.
 
-    The content of containers among the attributes is restored too.  The context holds a copy
-    of all buffers.
+    The content of containers among the attributes is restored too, and what hooks keep.  The
+    context holds a copy of all buffers.
     """
     modules = list(module.modules())
     attributes = [dict(each.__dict__) for each in modules]
+    hooks = [hook for saved in attributes for kind in _HOOKS for hook in saved[kind].values()]
+    named = named_by(hooks)
+    of_hooks = [value for _, value in named]
+    for value in of_hooks.copy():  # lists by name, perhaps
+        of_hooks += value.values() if isinstance(value, dict) else ()
     contents = [
         (value, _content_of(value))  # of hooks too, which some models add when first called
-        for saved in attributes
-        for value in saved.values()
+        for values in (*(saved.values() for saved in attributes), of_hooks)
+        for value in values
     ]
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
+    tensors = [*module.buffers(), *(each for each in of_hooks if type(each) is Tensor)]
+    copies = [(each, each.detach().clone()) for each in tensors if not each.is_meta]
     try:
         yield
     finally:
+        for put, value in named:
+            put(value)
         for each, saved in zip(modules, attributes, strict=True):
             each.__dict__.clear()
             each.__dict__.update(saved)
         for container, content in contents:
             _put_back(container, content)
         with torch.no_grad():
-            for buffer, values in buffers:
-                if not _equal(buffer, values):
-                    buffer.copy_(values)
+            for tensor, before in copies:
+                if not _equal(tensor, before):
+                    tensor.copy_(before)
 
 
 def _content_of(value: Any) -> list[Any] | dict[Any, Any] | None:
@@ -217,10 +227,7 @@ class Edits:
                 each.get("forward"),
                 *each["_modules"].values(),
                 *each["_parameters"],
-                *each["_forward_hooks"],
-                *each["_forward_pre_hooks"],
-                *each["_backward_hooks"],
-                *each["_backward_pre_hooks"],
+                *(hook for kind in _HOOKS for hook in each[kind]),
             )
             for each in self._held
         ]
