@@ -72,8 +72,8 @@ class WrongDoorError(RuntimeError):
     """Raised for a method of the wrapped module that cannot work under HetFSDP."""
 
 
-def refuse(name: str, why: str) -> NoReturn:
-    """Raise ``WrongDoorError`` for the module's method ``name``."""
+def refuse(name: str, why: str, *_: Any, **__: Any) -> NoReturn:
+    """Raise ``WrongDoorError`` for the module's method ``name``, whatever it is called with."""
     raise WrongDoorError(f"model.{name}: cannot be called on a HetFSDP. {why}.")
 
 
@@ -127,15 +127,15 @@ def with_stand_ins(name: str, call: Callable[[], Any], flats: Sequence[FlatTenso
 def watch_inside(root: nn.Module, flats: Sequence[FlatTensor], rows: RowGroup) -> None:
     """Let no method of the modules inside take rows for the parameters when it saves them."""
 
-    def refuse_inside(name: str, why: str, *_: Any, **__: Any) -> None:
+    def refuse_on_all(name: str, why: str) -> None:
         with rows.lifeline.guard("the program around HetFSDP"):
             refuse(name, why)
 
     for fqn, module in root.named_modules():
-        module.__dict__[_ASKED_FOR_STATES] = partial(refuse_inside, _ASKED_FOR_STATES, _OF_ROWS)
+        module.__dict__[_ASKED_FOR_STATES] = partial(refuse_on_all, _ASKED_FOR_STATES, _OF_ROWS)
         for name in REFUSED_INSIDE:
             if callable(getattr(module, name, None)):
-                module.__dict__[name] = partial(refuse_inside, name, REFUSED[name])
+                module.__dict__[name] = partial(refuse, name, REFUSED[name])
         for name in ("state_dict", "load_state_dict"):
             method = getattr(module, name)
             module.__dict__[name] = partial(_with_whole, method, name, fqn, flats, rows)
