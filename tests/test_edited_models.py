@@ -251,7 +251,7 @@ def _hidden_at_first(rank: int, what: str) -> None:
             module.act, x = _centered, torch.ones_like(x)
         else:
             model.forward_backward(x)
-        assert not module.gate.numel() or not module.gate.any()  # as it was before the probe
+        assert not module.gate.any()  # as it was before the probe
         if what == "a flag of an object":
             module.flags.centers = True
         elif what == "a flag of the loss":

@@ -344,8 +344,8 @@ def train_what_was_given_up(rank: int) -> None:
 
 def test_an_optimizer_from_before_wrapping_is_refused() -> None:
     for outcome in run_ranks_expecting_failure(train_what_was_given_up, 2):
-        assert "from before the model was wrapped" in outcome.message, outcome.traceback
-        assert "AdamW(model.parameters(), ...)" in outcome.message
+        assert "kept from before wrapping the model" in outcome.message, outcome.traceback
+        assert "make optimizers, after wrapping: model.parameters()" in outcome.message
         assert outcome.is_within(WITHIN_S)
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -23,9 +22,10 @@ from shardhet.fsdp.microbatch.ragged import CountRows, known_ragged
 from shardhet.fsdp.microbatch.signature import BatchDims
 from shardhet.fsdp.options import batch_dims, check_options, device_for
 from shardhet.fsdp.params import host_step
-from shardhet.fsdp.params.optimizer_gate import ParamsBefore, know
+from shardhet.fsdp.params.optimizer_gate import ParamsBefore
 from shardhet.fsdp.params.param_hooks import ParamHooks
-from shardhet.fsdp.params.row_group import RowGroup
+from shardhet.fsdp.params.row_group import RowGroup, Rows
+from shardhet.fsdp.params.row_params import guard
 from shardhet.fsdp.probing.caches import CacheSwitch
 from shardhet.fsdp.rounds_door import ModuleInRounds
 from shardhet.fsdp.sharding.build import MixedPrecision, build_units, find_pieces, planned_units
@@ -44,7 +44,6 @@ from shardhet.fsdp.step.runtime import Runtime
 from shardhet.fsdp.step.unit_by_unit import check_is_not_open, unit_by_unit
 from shardhet.fsdp.surface import guard_root
 from shardhet.records.cluster import DeviceSpec
-from shardhet.records.layout import Span
 from shardhet.records.plan import Plan
 
 
@@ -209,7 +208,7 @@ class HetFSDP(ModuleInRounds):
         """Let optimizers step rows, and refuse those that hold parameters from ``before``."""
         if not self._rows.is_alone:  # a lone rank stores whole parameters
             places = [(flat, i) for flat in self._flats for i in range(len(flat.slots))]
-            know([_with_rows(*place) for place in places], self._lifeline)
+            guard([_with_rows(*place, self._rows) for place in places])
         host_step.know(self._param_by_fqn.values(), self._comm, self._lifeline)
         before.give_up(self._lifeline)
         hooks.leave_out_present(self._param_by_fqn)
@@ -349,7 +348,9 @@ def _in_order(fqns: Iterable[str], flats: Sequence[FlatTensor]) -> dict[str, nn.
     return {fqn: params[fqn] for fqn in fqns}
 
 
-def _with_rows(flat: FlatTensor, i: int) -> tuple[nn.Parameter, Callable[[], Span | None]]:
-    """A sharded parameter, and what says which rows are here; it keeps nothing alive."""
-    there = ref(flat)
-    return flat.sharded_params[i], lambda: None if (at := there()) is None else at.rows[i]
+def _with_rows(
+    flat: FlatTensor, i: int, group: RowGroup
+) -> tuple[nn.Parameter, Callable[[], Rows]]:
+    """A sharded parameter, and what says which rows are here; it keeps no rows alive."""
+    fqn, cuts = flat.slots[i].fqn, flat.cuts  # a list that stays the same
+    return flat.sharded_params[i], lambda: Rows(group, fqn, (cuts[i],))

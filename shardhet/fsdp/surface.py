@@ -178,32 +178,35 @@ class ModuleOfRows(nn.Module):
 
     def _check_intact(self) -> None:
         """Raise if parameters or rows were replaced by others, or were frozen or unfrozen."""
-        for flat in self._flats:
-            storage = flat.flat_shard.untyped_storage().data_ptr()
-            pairs = zip(flat.slots, flat.sharded_params, flat.unsharded_params, strict=True)
-            for slot, param, unsharded in pairs:
-                if any(
-                    each is not param and each is not unsharded for each in slot.all_current
-                ):
-                    raise RuntimeError(
-                        f"{slot.fqn}: a module holds another parameter in its place, or none, "
-                        "since HetFSDP was built, which would not be used. Write into the one "
-                        "that is there (with torch.no_grad(): param.copy_(...)), or change the "
-                        "model before wrapping it."
-                    )
-                is_there = not param.numel() or (param.untyped_storage().data_ptr() == storage)
-                if not is_there:
-                    raise RuntimeError(
-                        f"{slot.fqn}: its data were replaced (param.data = ..., "
-                        "vector_to_parameters), which HetFSDP does not see. Write into it: "
-                        "with torch.no_grad(): param.copy_(...)."
-                    )
-                # Without gradients it does not matter: peft's disable_adapter() freezes.
-                if torch.is_grad_enabled() and param.requires_grad != flat.is_trainable:
-                    raise RuntimeError(
-                        f"{slot.fqn}: requires_grad was changed after HetFSDP was built. "
-                        "Freeze and unfreeze parameters before wrapping the model."
-                    )
+        with torch._C.DisableTorchFunctionSubclass():  # each look is a call in Python otherwise
+            for flat in self._flats:
+                _check_flat(flat)
+
+
+def _check_flat(flat: FlatTensor) -> None:
+    storage = flat.flat_shard.untyped_storage().data_ptr()
+    pairs = zip(flat.slots, flat.sharded_params, flat.unsharded_params, strict=True)
+    for slot, param, unsharded in pairs:
+        if any(each is not param and each is not unsharded for each in slot.all_current):
+            raise RuntimeError(
+                f"{slot.fqn}: a module holds another parameter in its place, or none, "
+                "since HetFSDP was built, which would not be used. Write into the one "
+                "that is there (with torch.no_grad(): param.copy_(...)), or change the "
+                "model before wrapping it."
+            )
+        is_there = not param.numel() or (param.untyped_storage().data_ptr() == storage)
+        if not is_there:
+            raise RuntimeError(
+                f"{slot.fqn}: its data were replaced (param.data = ..., "
+                "vector_to_parameters), which HetFSDP does not see. Write into it: "
+                "with torch.no_grad(): param.copy_(...)."
+            )
+        # Without gradients it does not matter: peft's disable_adapter() freezes.
+        if torch.is_grad_enabled() and param.requires_grad != flat.is_trainable:
+            raise RuntimeError(
+                f"{slot.fqn}: requires_grad was changed after HetFSDP was built. "
+                "Freeze and unfreeze parameters before wrapping the model."
+            )
 
 
 def _refuse_copies(module: nn.Module, lifeline: Lifeline) -> None:

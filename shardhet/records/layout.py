@@ -100,6 +100,11 @@ class FlatLayout:
             (part.start - span.start) // row_numel, (part.stop - span.start) // row_numel
         )
 
+    def cuts(self) -> list[tuple[Span, ...]]:
+        """The rows of every parameter, by position."""
+        params, positions = range(len(self.param_shapes)), range(len(self.shard_spans))
+        return [tuple(self.rows(param, at) for at in positions) for param in params]
+
     def row_numel(self, param: int) -> int:
         """Elements in one row of parameter ``param`` (1 for vectors and scalars)."""
         return max(1, prod(self.param_shapes[param][1:]))

@@ -19,7 +19,8 @@ refused, when it is loaded or at the first step after it.
 import copy
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, ref
 
@@ -27,11 +28,13 @@ import torch
 from torch import Tensor, nn, optim
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardhet.comm.failure import Lifeline
+from shardhet.fsdp.microbatch.modes import FunctionTensor
+from shardhet.fsdp.params.row_group import Rows
 from shardhet.fsdp.sharding.seeds import restored_random_state
-from shardhet.records.layout import Span
 
 ELEMENT_WISE = frozenset(
     {
@@ -73,21 +76,50 @@ TRIAL_BAR = 1e3  # in epsilons of the dtype, relative to the largest element or 
 NOT_SEEN = -1, False  # in place of what was seen
 ROWS = "shardhet_rows"  # an option of each group of a state dict
 
-_lifeline_by_param = WeakIdKeyDictionary()  # of parameters of all models
-_rows_by_param = WeakIdKeyDictionary()  # likewise: what returns the rows that are here
+_rows_by_param = WeakIdKeyDictionary()  # of all models: what returns their Rows
 _given_up = WeakIdKeyDictionary()  # parameters from before wrapping: their fqn and lifeline
 _memories: dict[int, StorageWeakRef] = {}  # of such that were trainable, by address
 # How many, and whether the step got a closure.
 _params_seen: "WeakKeyDictionary[optim.Optimizer, tuple[int, bool]]" = WeakKeyDictionary()
 
 
-def know(
-    params: Iterable[tuple[nn.Parameter, Callable[[], Span | None]]], lifeline: Lifeline
-) -> None:
-    """Register parameters as rows of a HetFSDP, each with what says which rows are here."""
-    for param, rows in params:
-        _lifeline_by_param[param] = lifeline
-        _rows_by_param[param] = rows
+def know(param: nn.Parameter, rows: Callable[[], Rows]) -> None:
+    """Register a parameter as rows of a HetFSDP, with what says which rows are here."""
+    _rows_by_param[param] = rows
+
+
+def rows_of(param: Tensor) -> Rows:
+    """Which rows of it are here, if it has been registered."""
+    rows: Rows = _rows_by_param[param]()
+    return rows
+
+
+def put_in_front(kind: type, param: nn.Parameter) -> None:
+    """Let calls on ``param`` go to ``kind``, a FunctionTensor, unless its class gets them."""
+    own = type(param)
+    if own.__torch_function__ is nn.Parameter.__torch_function__:
+        param.__class__ = _before(kind, own)
+
+
+@cache
+def _before(kind: type, own: type) -> Any:
+    return type(own.__name__, (kind, own), {})
+
+
+class GivenUp(FunctionTensor):
+    """A trainable parameter from before wrapping, which every use refuses."""
+
+    @classmethod
+    def _call(cls, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        given = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
+        fqn, lifeline = _given_up[given]
+        with lifeline.guard("a parameter from before wrapping"):
+            raise ValueError(
+                f"{fqn}: this parameter was kept from before wrapping the model, which does "
+                "not use it any more. List parameters, and make optimizers, after wrapping: "
+                "model.parameters(); in forward, read one from its module."
+            )
+        raise AssertionError("not reached")
 
 
 class ParamsBefore:
@@ -102,8 +134,9 @@ class ParamsBefore:
     def give_up(self, lifeline: Lifeline) -> None:
         """Register those that somebody has kept, or their data: training them has no effect."""
         for fqn, at in self.by_fqn.items():
-            if (param := at()) is not None:
-                _given_up[param] = (fqn, lifeline)
+            if (param := at()) is not None and param.requires_grad:
+                _given_up[param] = fqn, lifeline
+                put_in_front(GivenUp, param)
         alive = [m for m in (*_memories.values(), *self._memories) if not m.expired()]
         _memories.clear()
         _memories.update({memory.cdata: memory for memory in alive})
@@ -117,19 +150,14 @@ def forget_states() -> None:
 
 def are_rows(tensor: Tensor) -> bool:
     """Whether they are rows of a HetFSDP, of which others are elsewhere."""
-    return tensor in _lifeline_by_param
+    return tensor in _rows_by_param
 
 
 def lifelines_of(optimizer: optim.Optimizer) -> list[Lifeline]:
     """Those of the models whose rows it holds."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    known = (_lifeline_by_param[param] for param in params if param in _lifeline_by_param)
-    return list(dict.fromkeys(known))
-
-
-def is_given_up(tensor: Tensor) -> bool:
-    """Whether it is a parameter that a HetFSDP has copied."""
-    return tensor in _given_up
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    groups = (rows_of(param).group for param in params if param in _rows_by_param)
+    return list(dict.fromkeys(group.lifeline for group in groups))
 
 
 def is_in_memory_given_up(tensor: Tensor) -> bool:
@@ -144,17 +172,7 @@ def look_at(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     has_closure = any(map(callable, (*args[1:], *kwargs.values())))
     if _params_seen.get(optimizer) == (len(params), has_closure):
         return
-    for param in params:
-        if param in _given_up:
-            fqn, lifeline = _given_up[param]
-            with lifeline.guard("optimizer.step"):
-                raise RuntimeError(
-                    f"{_name(optimizer)} holds {fqn!r} from before the model was wrapped, "
-                    "which is not trained any more. Make the optimizer from the parameters of "
-                    f"the wrapped model: {type(optimizer).__name__}(model.parameters(), ...)."
-                )
-    known = [_lifeline_by_param[param] for param in params if param in _lifeline_by_param]
-    if known:
+    if known := lifelines_of(optimizer):
         with known[0].guard("optimizer.step"):
             _check_rows(optimizer)
             _check(optimizer, has_closure=has_closure)
@@ -217,8 +235,8 @@ def _check_state(optimizer: optim.Optimizer) -> None:
 
 
 def _rows_of(group: dict[str, Any]) -> list[list[int]]:
-    spans = [_rows_by_param[param]() for param in group["params"] if param in _rows_by_param]
-    return [[span.start, span.stop] for span in spans if span is not None]
+    spans = [rows_of(param).here for param in group["params"] if param in _rows_by_param]
+    return [[span.start, span.stop] for span in spans]
 
 
 def _mark_rows(optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -227,9 +245,7 @@ def _mark_rows(optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def _check_loaded(optimizer: optim.Optimizer) -> None:
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    lifeline = next(_lifeline_by_param[each] for each in params if each in _lifeline_by_param)
-    with lifeline.guard("optimizer.load_state_dict"):
+    with lifelines_of(optimizer)[0].guard("optimizer.load_state_dict"):
         _check_rows(optimizer)
 
 

@@ -13,13 +13,12 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from shardhet.comm.collectives import whole_of
-from shardhet.fsdp.params.row_group import RowGroup
+from shardhet.fsdp.params.row_group import RowGroup, Rows
 from shardhet.fsdp.params.rows import marked
-from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.flat import FlatTensor
 
 Hooks = dict[int, Callable[..., Any]]
+_plainly = torch._C.DisableTorchFunctionSubclass  # each look is a call in Python otherwise
 
 
 class ParamHooks:
@@ -45,7 +44,8 @@ class ParamHooks:
 
     def on_grad(self, fqn: str, param: nn.Parameter) -> list[Callable[..., Any]]:
         """Hooks registered by ``register_hook``."""
-        now: Hooks = param._backward_hooks or {}
+        with _plainly():
+            now: Hooks = param._backward_hooks or {}
         return [*self._grad_hooks.get(fqn, {}).values(), *now.values()]
 
     def when_done(self, fqn: str, param: nn.Parameter) -> list[Callable[..., Any]]:
@@ -83,29 +83,32 @@ def set_grads_with_hooks(
     kept = {i: flat.sharded_params[i].grad for i in hooked if has_grad[i]}
     for i in kept:
         flat.sharded_params[i].grad = None
-    flat.set_sharded_grads(has_grad)
+    with _plainly():
+        flat.set_sharded_grads(has_grad)
     for i, before in kept.items():
         slot, param = params[i]
         for hook in hooks.on_grad(slot.fqn, param):
-            _call(hook, flat, i, rows.comm)
+            _call(hook, flat, i, rows)
         if before is not None:
             assert param.grad is not None
             before += param.grad
             param.grad = before
-    for (slot, param), has in zip(params, has_grad, strict=True):
-        if has and param.grad is not None:
+    for (slot, param), has, cut in zip(params, has_grad, flat.cuts, strict=True):
+        with _plainly():
+            if not has or (grad := param.grad) is None:
+                continue
             if not rows.is_alone:
-                param.grad = marked(param.grad, rows, slot.fqn)
-            for hook in hooks.when_done(slot.fqn, param):
-                hook(param)
+                param.grad = marked(grad, Rows(rows, slot.fqn, (cut,)))
+        for hook in hooks.when_done(slot.fqn, param):
+            hook(param)
 
 
 @torch.no_grad()
-def _call(hook: Callable[..., Any], flat: FlatTensor, index: int, comm: CommContext) -> None:
+def _call(hook: Callable[..., Any], flat: FlatTensor, index: int, group: RowGroup) -> None:
     """Call ``hook`` on the whole gradient of a parameter; store the result.  Collective."""
     param, slot = flat.sharded_params[index], flat.slots[index]
     assert param.grad is not None
-    whole = gather_rows(flat, index, param.grad, comm).view(slot.shape)
+    whole = Rows(group, slot.fqn, (flat.cuts[index],)).gather(param.grad).view(slot.shape)
     with torch.enable_grad():
         changed = hook(whole)
     if changed is None:
@@ -121,17 +124,7 @@ def _call(hook: Callable[..., Any], flat: FlatTensor, index: int, comm: CommCont
     param.grad.copy_(mine[rows.start : rows.stop])
 
 
-def gather_rows(flat: FlatTensor, index: int, rows: Tensor, comm: CommContext) -> Tensor:
-    """All ranks' ``rows`` of a parameter as one flat tensor, on every rank.  Collective."""
-    channel = comm.gather_channel
-    if channel.group is None:
-        return rows.detach().reshape(-1).clone()
-    layout = flat.layout
-    num_rows = [layout.rows(index, i).numel for i in range(channel.world_size)]
-    numels = [rows_there * layout.row_numel(index) for rows_there in num_rows]
-    return whole_of(rows.detach().as_subclass(Tensor).reshape(-1), numels, channel)
-
-
 def _done_hooks_of(param: nn.Parameter) -> Hooks:
-    hooks: Hooks | None = param._post_accumulate_grad_hooks
+    with _plainly():
+        hooks: Hooks | None = param._post_accumulate_grad_hooks
     return {} if hooks is None else hooks

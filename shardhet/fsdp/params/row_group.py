@@ -3,15 +3,18 @@
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from shardhet.comm import devices
 from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME, Channel
+from shardhet.comm.collectives import whole_of
 from shardhet.comm.failure import Lifeline
 from shardhet.fsdp.sharding.comm import CommContext
+from shardhet.records.layout import Span
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,20 +74,73 @@ class RowGroup:
             rows = self.comm.reduce_channel.gather_rows(mine)
         found_inf.copy_(rows.amax().reshape(found_inf.shape))
 
-    def reduce(self, local: float, numel: int, kind: str, fqn: str) -> float:
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Of which parameter, or of which several, this rank has which rows."""
+
+    group: RowGroup
+    fqn: str
+    cut: tuple[tuple[Span, ...], ...]  # the rows of each parameter, by position
+
+    @classmethod
+    def of_all(cls, several: Sequence["Rows"]) -> "Rows":
+        """Of rows in one tensor."""
+        fqns, cuts = [each.fqn for each in several], [each.cut for each in several]
+        return cls(several[0].group, ", ".join(fqns), sum(cuts, ()))
+
+    @property
+    def here(self) -> Span:
+        """This rank's."""
+        return self.cut[0][self.group.control.position]
+
+    @property
+    def num(self) -> int:
+        """How many there are on all ranks."""
+        return max(span.stop for span in self.cut[0])
+
+    def refuse(self, what: str) -> NoReturn:
+        """Raise ``RuntimeError`` here and on the other ranks at their next collective."""
+        with self.group.lifeline.guard("a call on rows"):
+            raise RuntimeError(
+                f"{what} of {self.fqn} or its gradient, of which this rank has only some rows. "
+                "Work element by element, also with tensors of the whole shape (p.mul_(mask)), "
+                "or with norms and sums, which are of the whole (p.norm()); "
+                "model.state_dict() has whole parameters."
+            )
+        raise AssertionError("not reached")
+
+    def part(self, start: int, stop: int) -> tuple["Rows", slice]:
+        """Those within a range of the whole, and where they are among the rows here."""
+        at, here = self.group.control.position, self.here
+        parts = [span.intersect(Span(start, max(start, stop))) for span in self.cut[0]]
+        place = slice(parts[at].start - here.start, parts[at].stop - here.start)
+        cut = tuple(
+            Span(part.start - start, part.stop - start) if part.numel else Span(0, 0)
+            for part in parts
+        )
+        return replace(self, cut=(cut,)), place if parts[at].numel else slice(0, 0)
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """All ranks' ``rows``, on every rank.  Collective."""
+        if torch.is_grad_enabled() and rows.requires_grad:
+            self.refuse("use beside another parameter, with gradients enabled,")
+        self._meet("p.copy_", [])
+        return self.gather(rows)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """All ranks' ``rows``, on ranks that are known to call it alike.  Collective."""
+        numels = [span.numel * rows.shape[1:].numel() for span in self.cut[0]]
+        mine = rows.detach().as_subclass(Tensor).reshape(-1)
+        whole = whole_of(mine, numels, self.group.comm.gather_channel)
+        return whole.view(-1, *rows.shape[1:])
+
+    def reduce(self, local: float, numel: int, kind: str) -> float:
         """The "sum", "mean", "max" or "min" over the elements of all ranks.  Collective.
 
         ``local`` is the result for this rank's ``numel`` elements; ignored if it has none.
         """
-        call = f"p.grad.{kind}"
-        with self.lifeline.guard(call):
-            mine = [local, numel, zlib.crc32(fqn.encode())]
-            given = self.control.enter(call, mine, within_s=SECONDS_FOR_ALL_TO_COME)
-            if any(row[2] != mine[2] for row in given):
-                raise ValueError(
-                    f"{call}: this rank called it for {fqn}, another rank for another "
-                    "parameter. Reduce the same gradients in the same order on every rank."
-                )
+        given = self._meet(f"p.{kind}", [local, numel])
         parts = [(value, int(count)) for value, count, _ in given if count]
         if not parts:
             return 0.0 if kind == "sum" else math.nan
@@ -95,14 +151,18 @@ class RowGroup:
         largest = torch.tensor([value for value, _ in parts], dtype=torch.float64)
         return float(largest.amax() if kind == "max" else largest.amin())  # NaN stays NaN
 
-    def refuse(self, what: str) -> None:
-        """Raise ``RuntimeError`` here and on the other ranks at their next collective."""
-        with self.lifeline.guard("a call on gradients"):
-            raise RuntimeError(
-                f"{what} of a gradient of which this rank has only some rows. Use the norm of "
-                "whole gradients (p.grad.norm(), torch.nn.utils.clip_grad_norm_), or gather "
-                "the rows first."
-            )
+    def _meet(self, call: str, mine: list[float]) -> list[list[float]]:
+        """What every rank gives, at a call for the same parameter.  Collective."""
+        group, mine = self.group, [*mine, zlib.crc32(self.fqn.encode())]
+        with group.lifeline.guard(call):
+            given = group.control.enter(call, mine, within_s=SECONDS_FOR_ALL_TO_COME)
+            if any(row[-1] != mine[-1] for row in given):
+                raise ValueError(
+                    f"{call}: this rank called it for {self.fqn} or its gradient, another rank "
+                    "for another parameter. Call it for the same parameters in the same order "
+                    "on every rank."
+                )
+        return given
 
 
 def vector_norm(norms: Tensor, order: float) -> Tensor:

@@ -1,8 +1,9 @@
-"""Gradients of rows: a reduction of one to a number is over the whole parameter.
+"""Parameters and gradients of rows: a reduction of one to a number is over all its rows.
 
-``torch.nn.utils.clip_grad_norm_``, ``torch.amp.GradScaler`` and a loop that looks for NaN
-reduce ``.grad`` to one number, on each rank separately.  So ``.grad`` of a HetFSDP's parameters
-is a ``RowGradient``, which behaves like any other tensor except in these calls:
+``torch.nn.utils.clip_grad_norm_``, ``torch.amp.GradScaler`` and loops that look for NaN or
+normalize weights reduce rows to one number, on each rank separately.  So a HetFSDP's parameters
+(row_params.py) and their ``.grad`` are ``RowTensor``s, which behave like any other tensor
+except in these calls:
 
     linalg.vector_norm, norm, _foreach_norm   a ``RowNorm``: this rank's part of a norm
     stack of RowNorms, and the norm of that   one number, agreed on by all ranks (clip_grad)
@@ -11,21 +12,27 @@ is a ``RowGradient``, which behaves like any other tensor except in these calls:
     sum, mean, max, min, any, all             over the whole parameter, at once; along any
                                               dimension but the first, of each row as usual,
                                               and the rows' numbers are rows again
-    cat, stack, T, transpose, view, ...       a RowGradient, which is reduced as a whole only
+    elementwise, with a whole tensor          takes the same rows of that
+    elementwise, with rows that are cut       gathers those
+    otherwise (of another parameter)
+    rows[i], rows[i:j], rows[mask]            rows as they are numbered in the whole; a rank
+                                              may have none of them
+    item, float, int, bool                    of a parameter that is one number, on every rank
+    cat, stack, T, transpose, view, ...       a RowTensor, which is reduced as a whole only
                                               if its first dimension is not the rows
     var, std, median, argmax, sort, ...       refused, except along other dimensions
     matmul, dot, svd, roll, triu, ...         refused
-    chunk, split, normalize                   RowGradients; refused along the first dimension
-    anything else that keeps the shape        a RowGradient
-    anything else that returns one number     refused, unless it is taken out by an index
+    chunk, split, unbind, normalize           RowTensors; refused along the first dimension
+    anything else that keeps the shape        a RowTensor
+    anything else that returns a tensor       refused
 
-A result of another shape (``grad[:, 0]``) is a plain tensor computed from this rank's rows.
-``grad.as_subclass(torch.Tensor)`` is a plain tensor of the same rows.  The optimizers' kernels
-(fused, foreach) accept a RowGradient; parameters stay plain Parameters.
+``rows.as_subclass(torch.Tensor)`` is a plain tensor of the same rows.  A number that is made of
+a parameter with gradients enabled has a graph: its gradient reaches rows, and is refused.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -33,21 +40,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from shardhet.fsdp.microbatch.modes import FunctionTensor
 from shardhet.fsdp.params.host_step import host_threads
-from shardhet.fsdp.params.row_group import RowGroup, vector_norm
+from shardhet.fsdp.params.row_group import Rows, vector_norm
+from shardhet.fsdp.params.row_norm import RowNorm, order_and_dims
 
 Kwargs = dict[str, Any]
 _plainly = torch._C.DisableTorchFunctionSubclass
 
 
-class RowGradient(FunctionTensor):
-    """This rank's rows of a gradient.  The docstring of the file says how it behaves."""
+class RowTensor(FunctionTensor):
+    """This rank's rows.  The docstring of the file says how they behave."""
 
-    _rows: RowGroup
-    _fqn: str  # of the parameter, or of several
+    _of: Rows
     _has_rows: bool  # whether its first dimension is the rows
 
     @classmethod
@@ -64,106 +71,13 @@ class RowGradient(FunctionTensor):
             return self.as_subclass(Tensor).clone()
 
 
-def marked(grad: Tensor, group: RowGroup, fqn: str, *, has_rows: bool = True) -> RowGradient:
-    """``grad`` as a RowGradient of the parameter ``fqn``, in the same memory."""
-    if isinstance(grad, RowGradient):
-        return grad
-    rows = grad.as_subclass(RowGradient)
-    rows._rows, rows._fqn, rows._has_rows = group, fqn, has_rows
+def marked(tensor: Tensor, of: Rows, *, has_rows: bool = True) -> RowTensor:
+    """``tensor`` as a RowTensor, in the same memory."""
+    if isinstance(tensor, RowTensor):
+        return tensor
+    rows = tensor.as_subclass(RowTensor)
+    rows._of, rows._has_rows = of, has_rows
     return rows
-
-
-class RowNorm(FunctionTensor):
-    """A norm, or a vector of norms, of which this rank has computed only its part.
-
-    Its data are NaN; any use of it in Python gets the norms over all ranks.
-    """
-
-    _locals: list[tuple[RowGroup | None, Tensor]]  # by entry; None: of a whole tensor
-    _order: float
-
-    @classmethod
-    def of(
-        cls, parts: list[tuple[RowGroup | None, Tensor]], order: float, *, is_vector: bool
-    ) -> "RowNorm":
-        """A RowNorm of the local norm of each entry."""
-        first = parts[0][1]
-        mark = torch.full((), math.nan, dtype=first.dtype, device=first.device)
-        norm = (mark.expand(len(parts)) if is_vector else mark).as_subclass(cls)
-        norm._locals, norm._order = parts, order
-        return norm
-
-    @classmethod
-    def _call(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-        """Stack without communication; compute all else, such as norms, over all ranks."""
-        if func is torch.stack and not kwargs and len(args) == 1:
-            return _stacked(args[0])
-        if func is Tensor.to and not kwargs and isinstance(args[1], torch.device):
-            return args[0]
-        if func in _METADATA:
-            with _plainly():
-                return func(*args, **kwargs)
-        if func is torch.linalg.vector_norm and isinstance(args[0], RowNorm):
-            order, dims = _order_and_dims(func, args, kwargs)
-            if order == args[0]._order and order != 0 and not dims:
-                return args[0]._total()
-        args, kwargs = tree_map_only(RowNorm, RowNorm._resolved, (args, kwargs))
-        return func(*args, **kwargs)
-
-    def _total(self) -> Tensor:
-        """The norm of all entries over all ranks, in one collective.  Collective."""
-        with _plainly():
-            groups = list(dict.fromkeys(group for group, _ in self._locals))
-            totals = []
-            for group in groups:
-                norms = [norm for each, norm in self._locals if each is group]
-                if group is None:
-                    totals.append(vector_norm(torch.stack(norms).double(), self._order))
-                else:
-                    call = "torch.nn.utils.get_total_norm"
-                    totals.append(
-                        group.norm(norms, self._order, num_grads=len(norms), call=call)
-                    )
-            total = vector_norm(torch.stack(totals), self._order)
-            return total.to(device=self.device, dtype=self.dtype)
-
-    def _resolved(self) -> Tensor:
-        """The norm over all ranks, entry by entry.  Collective."""
-        with _plainly():
-            norms = [
-                group.norm([norm], self._order, num_grads=1, call="p.grad.norm")
-                if group
-                else norm.double()
-                for group, norm in self._locals
-            ]
-            whole = torch.stack([norm.to(self.device) for norm in norms]).to(self.dtype)
-            self._locals = [(None, norm) for norm in whole]
-            return whole if self.dim() else whole[0]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._resolved().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self._resolved()
-
-
-_METADATA = frozenset(
-    getattr(Tensor, name).__get__
-    for name in ("device", "dtype", "shape", "is_sparse", "requires_grad", "is_cuda", "layout")
-)
-
-
-def _stacked(norms: Sequence[Tensor]) -> Tensor:
-    """A stack of 0-d norms: a RowNorm if all have one order, else resolved over all ranks."""
-    rows = [norm for norm in norms if isinstance(norm, RowNorm)]
-    is_of_one_kind = len({norm._order for norm in rows}) == 1
-    if not is_of_one_kind or any(norm.dim() for norm in norms):
-        return torch.stack([n._resolved() if isinstance(n, RowNorm) else n for n in norms])
-    parts = [
-        norm._locals[0] if isinstance(norm, RowNorm) else (None, norm.detach())
-        for norm in norms
-    ]
-    return RowNorm.of(parts, rows[0]._order, is_vector=True)
 
 
 def _local_norm(grad: Tensor, order: float) -> Tensor:
@@ -175,37 +89,31 @@ def _local_norm(grad: Tensor, order: float) -> Tensor:
 def _take_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     grad = args[0] if args else kwargs.get("x", kwargs.get("input", kwargs.get("A")))
     others = (args[1:], {k: v for k, v in kwargs.items() if k not in ("x", "input", "A")})
-    order, dims = _order_and_dims(func, (grad, *others[0]), others[1])
-    if not isinstance(grad, RowGradient):  # another argument is rows, such as `out`
+    order, dims = order_and_dims(func, (grad, *others[0]), others[1])
+    if not isinstance(grad, RowTensor):  # another argument is rows, such as `out`
         with _plainly():
             return func(*args, **kwargs)
     if grad._has_rows and dims and all(dim % max(1, grad.dim()) for dim in dims):
         return _of_each_row(func, args, kwargs)
     if dims or order is None or others[1].get("out") is not None:
-        grad._rows.refuse(f"{getattr(func, '__name__', func)} along dim 0 or as a matrix norm")
+        grad._of.refuse(f"{getattr(func, '__name__', func)} along dim 0 or as a matrix norm")
     with _plainly():
         assert order is not None
         local = _local_norm(grad, order)
         if (dtype := others[1].get("dtype")) is not None:
             local = _local_norm(grad.to(dtype), order)
-        return RowNorm.of([(grad._rows, local)], order, is_vector=False)
+        norm = RowNorm.of([(grad._of.group, local.detach())], order, is_vector=False)
+        return _with_value(local, norm.resolved()) if _is_tracked(grad) else norm
 
 
-def _order_and_dims(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs
-) -> tuple[float | None, tuple[int, ...]]:
-    """Order and dims of a call of one of torch's norms; an order of None is a matrix norm."""
-    names = ("p", "dim") if func in (torch.norm, Tensor.norm) else ("ord", "dim")
-    given = dict(zip(names, args[1:], strict=False)) | kwargs
-    order, dims = given.get(names[0]), given.get("dim")
-    if func is torch.linalg.norm and order is not None and args[0].dim() > 1 and dims is None:
-        return None, ()
-    if order is None or (order == "fro"):
-        order = 2.0
-    if isinstance(order, str):
-        order = float(order) if order in ("inf", "-inf") else None
-    dims = () if dims is None else (dims,) if isinstance(dims, int) else tuple(dims)
-    return None if order is None else float(order), dims
+def _is_tracked(rows: Tensor) -> bool:
+    return torch.is_grad_enabled() and rows.requires_grad
+
+
+def _with_value(local: Tensor, whole: Tensor) -> Tensor:
+    """``local`` with the value of all ranks; gradients of it reach rows and are refused."""
+    local.data.copy_(whole)
+    return local
 
 
 def _take_norms(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
@@ -213,13 +121,18 @@ def _take_norms(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs)
     grads, *rest = args
     with _plainly():
         order = float(rest[0] if rest else kwargs.get("ord", 2.0))
+        if any(map(_is_tracked, grads)):
+            return [_take_norm(vector_norm, (grad, order), {}) for grad in grads]
         filled = [grad for grad in grads if grad.numel()]
         others = {name: value for name, value in kwargs.items() if name != "ord"}
-        rows = next((grad._rows for grad in grads if isinstance(grad, RowGradient)), None)
+        rows = next((grad._of.group for grad in grads if isinstance(grad, RowTensor)), None)
         with host_threads(rows.comm) if rows else nullcontext():
             norms = iter(torch._foreach_norm(filled, order, **others) if filled else ())
         parts = [
-            (getattr(g, "_rows", None), next(norms) if g.numel() else _local_norm(g, order))
+            (
+                g._of.group if isinstance(g, RowTensor) else None,
+                next(norms) if g.numel() else _local_norm(g, order),
+            )
             for g in grads
         ]
     return [RowNorm.of([part], order, is_vector=False) for part in parts]
@@ -230,29 +143,33 @@ def _reduce(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> 
     grad = args[0] if args else kwargs.get("input")
     name = func.__name__
     is_whole, rest = _what_is_reduced(name, grad, args[1:], kwargs)
-    if not isinstance(grad, RowGradient) or not is_whole:
-        of_each = isinstance(grad, RowGradient) and name in _COMBINED_AS
-        return (_of_each_row if of_each else _keep_rows)(func, args, kwargs)
+    if not isinstance(grad, RowTensor) or is_whole is None:
+        return _keep_rows(func, args, kwargs)
+    if not is_whole:
+        return _of_each_row(func, args, kwargs)
     if name not in _COMBINED_AS or rest:
-        grad._rows.refuse(f"{name}{' along dim 0' if rest else ''}")
+        grad._of.refuse(f"{name}{' along dim 0' if rest else ''}")
     with _plainly():
         dtype = {"dtype": kwargs["dtype"]} if kwargs.get("dtype") is not None else {}
         some = grad if grad.numel() else grad.new_zeros(1)
         local = func(some, **dtype)
         kind = _COMBINED_AS[name]
-        whole = grad._rows.reduce(float(local), grad.numel(), kind, grad._fqn)
-        return torch.full_like(local, whole)
+        whole = grad._of.reduce(float(local.detach()), grad.numel(), kind)
+        return _with_value(local, torch.full_like(local, whole))
 
 
 def _what_is_reduced(
     name: str, grad: Any, args: tuple[Any, ...], kwargs: Kwargs
-) -> tuple[bool, bool]:
-    """Whether the call reduces over rows, and whether it asks for more than one number."""
+) -> tuple[bool | None, bool]:
+    """Whether the call reduces over rows, and whether it asks for more than one number.
+
+    None: it does not reduce.
+    """
     others = {k for k in kwargs if k not in ("input", "dtype", "dim") and kwargs[k] is not None}
     if name == "quantile":  # its second argument is no dimension
         return True, True
     if (args and isinstance(args[0], Tensor)) or isinstance(kwargs.get("other"), Tensor):
-        return False, False  # elementwise maximum or minimum of two tensors
+        return None, False  # elementwise maximum or minimum of two tensors
     dims = kwargs.get("dim", args[0] if args else None)
     dims = (dims,) if isinstance(dims, int) and not isinstance(dims, bool) else dims
     if dims is None or not isinstance(dims, tuple | list):
@@ -267,8 +184,8 @@ def _what_is_reduced(
 def _refuse(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     """Refuse products and decompositions of matrices."""
     for each in tree_leaves((args, kwargs)):
-        if isinstance(each, RowGradient):
-            each._rows.refuse(func.__name__)
+        if isinstance(each, RowTensor):
+            each._of.refuse(func.__name__)
     with _plainly():
         return func(*args, **kwargs)
 
@@ -277,7 +194,7 @@ def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) ->
     """``torch._amp_foreach_non_finite_check_and_unscale_``, called by GradScaler."""
     grads, found_inf, *_ = args
     with _plainly():
-        groups = dict.fromkeys(g._rows for g in grads if isinstance(g, RowGradient))
+        groups = dict.fromkeys(g._of.group for g in grads if isinstance(g, RowTensor))
         for group in groups:
             group.wait_for_device(grads)
         with host_threads(next(iter(groups)).comm) if groups else nullcontext():
@@ -287,12 +204,11 @@ def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) ->
 
 
 def _of_each_row(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-    """Run ``func``, which reduces each row for itself, or compares two tensors' elements."""
-    result = _keep_rows(func, args, kwargs)
-    given = (*args[:1], *kwargs.values())
-    grad = next(each for each in given if isinstance(each, RowGradient))
-    is_number_each = type(result) is Tensor and result.shape[:1] == grad.shape[:1]
-    return marked(result, grad._rows, grad._fqn) if is_number_each else result
+    """Run ``func``, which works within each row; its results have a row for each."""
+    rows = next(each for each in (*args, *kwargs.values()) if isinstance(each, RowTensor))
+    with _plainly():
+        mark = partial(marked, of=rows._of)
+        return tree_map_only(Tensor, mark, func(*args, **kwargs))
 
 
 def _join(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
@@ -300,60 +216,158 @@ def _join(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> An
     with _plainly():
         result = func(*args, **kwargs)
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        rows = [each for each in tensors if isinstance(each, RowGradient)]
-        if len(rows) < len(tensors) or len({each._rows for each in rows}) > 1:
-            rows[0]._rows.refuse(f"{func.__name__} with other tensors")
-        fqns = ", ".join(each._fqn for each in rows)
-        return marked(result, rows[0]._rows, fqns, has_rows=False)
+        rows = [each for each in tensors if isinstance(each, RowTensor)]
+        of = rows[0]._of
+        if len(rows) < len(tensors) or any(each._of.group is not of.group for each in rows):
+            of.refuse(f"{func.__name__} with other tensors")
+        return marked(result, Rows.of_all([each._of for each in rows]), has_rows=False)
 
 
 def _reshape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-    """Another shape for all elements of a gradient."""
+    """Another shape for all elements."""
     grad = args[0] if args else kwargs["input"]
     with _plainly():
         result = func(*args, **kwargs)
-        if not isinstance(grad, RowGradient):  # of another tensor, to the shape of the rows
+        if not isinstance(grad, RowTensor):  # of another tensor, to the shape of the rows
             return result
-        has_rows = grad._has_rows and func in _IN_ORDER and result.shape[:1] == grad.shape[:1]
-        return marked(result, grad._rows, grad._fqn, has_rows=has_rows)
+        is_in_order = func in _IN_ORDER and result.shape[:1] == grad.shape[:1]
+        if func in _LIKE and isinstance(args[1], RowTensor):  # a piece of a vector
+            return marked(result, args[1]._of, has_rows=args[1]._has_rows)
+        if func in _UNSQUEEZE:
+            is_in_order = bool(kwargs.get("dim", args[-1]) % (grad.dim() + 1))
+        has_rows = grad._has_rows and is_in_order
+        return marked(result, grad._of, has_rows=has_rows)
 
 
 def _work_along(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     """Run ``func``, which works along one dimension, unless that is the rows."""
     grad, (place, default) = args[0] if args else kwargs["input"], _DIM_BY_CALL[func]
     dim = kwargs.get("dim", args[place] if len(args) > place else default)
-    if not isinstance(grad, RowGradient):
+    if not isinstance(grad, RowTensor):
         return _keep_rows(func, args, kwargs)
     if not grad._has_rows or not dim % max(1, grad.dim()):
-        grad._rows.refuse(f"{func.__name__} along dim 0")
-    with _plainly():
-        mark = partial(marked, group=grad._rows, fqn=grad._fqn)
-        return tree_map_only(Tensor, mark, func(*args, **kwargs))
+        grad._of.refuse(f"{func.__name__} along dim 0")
+    return _of_each_row(func, args, kwargs)
 
 
 def _keep_rows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     """Run ``func``; a result that has the shape of the rows is rows too.
 
     A comparison with a plain tensor returns a plain one: it compares this rank's rows only.
-    Raises ``RuntimeError`` if it makes one number of them: that of this rank's rows only.
+    Raises ``RuntimeError`` if it makes something else of them, which would be of these alone.
     """
     with _plainly():
+        if (kwargs or len(args) > 1) and func.__name__ != "__set__":
+            args, kwargs = _aligned(func, args, kwargs)
         result = func(*args, **kwargs)
         if type(result) is not Tensor or (args and result is args[0]):
             return result
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        rows = [each for each in tensors if isinstance(each, RowGradient)]
+        rows = [each for each in tensors if isinstance(each, RowTensor)]
         others = [each for each in tensors if type(each) is Tensor and each.dim()]
         like = next((each for each in rows if each.shape == result.shape), None)
-        if rows and like is None and not result.dim() and func not in _NOT_REDUCTIONS:
-            rows[0]._rows.refuse(func.__name__)
+        if rows and like is None and func not in _OF_OTHER_SHAPE:
+            rows[0]._of.refuse(func.__name__)
         is_compared = others and func in _COMPARISONS
         if like is None or func is Tensor.as_subclass or is_compared:
             return result
-        has_rows = all(each._has_rows for each in rows)
-        return marked(result, like._rows, like._fqn, has_rows=has_rows)
+        return marked(result, like._of, has_rows=all(each._has_rows for each in rows))
 
 
+def _aligned(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs
+) -> tuple[tuple[Any, ...], Kwargs]:
+    """The arguments, each tensor with the same rows.  Collective if some have others."""
+    leaves, spec = tree_flatten((args, kwargs))
+    if args and isinstance(args[0], list | tuple):
+        if not func.__name__.startswith("_foreach_"):
+            return args, kwargs
+        num = len(args[0])  # each tensor of a list with those of its place
+        lists = [list(each) for each in args if isinstance(each, list | tuple)]
+        places = [_of_same_rows([each[i] for each in lists]) for i in range(num)]
+        done = iter([list(each) for each in zip(*places, strict=True)])
+        return tuple(next(done) if isinstance(a, list | tuple) else a for a in args), kwargs
+    same = _of_same_rows(leaves)
+    if same and same[0] is not leaves[0] and _IN_PLACE.search(func.__name__):
+        next(each for each in same if isinstance(each, RowTensor))._of.refuse(
+            f"{func.__name__} into a whole tensor"
+        )
+    return tree_unflatten(same, spec)
+
+
+def _of_same_rows(values: list[Any]) -> list[Any]:
+    """The operands of an elementwise function, of which each tensor has the same rows."""
+    values = [each.resolved() if isinstance(each, RowNorm) else each for each in values]
+    of_rows = [each for each in values if isinstance(each, RowTensor)]
+    rows = [each for each in of_rows if each._has_rows]
+    if not rows:
+        return values
+    if len(rows) < len(of_rows):
+        rows[0]._of.refuse("a call with elements in another order")
+    like = max(rows, key=Tensor.dim)
+
+    def rows_of(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim():
+            return value
+        if value.dim() == like.dim():
+            return _rows_in(value, like)
+        return value._of.whole(value) if isinstance(value, RowTensor) else value
+
+    return [rows_of(each) for each in values]
+
+
+def _rows_in(value: Tensor, like: RowTensor) -> Tensor:
+    """The rows of ``value`` that this rank has of ``like``."""
+    here = like._of.here
+    if isinstance(value, RowTensor) and value._has_rows:
+        if value._of.cut == like._of.cut:
+            return value
+        value = value._of.whole(value)
+    elif value.shape[0] == like.shape[0]:
+        return value
+    return value[here.start : here.stop] if value.shape[0] == like._of.num else value
+
+
+def _index(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+    """``rows[i:j]``, numbered as in the whole, of which any may be elsewhere; ``rows[mask]``.
+
+    ``rows[i]`` is ``rows[i:i + 1]``.
+    """
+    rows, index, *values = args
+    with _plainly():
+        if not isinstance(rows, RowTensor):
+            return func(*args)
+        of, has_rows = rows._of, rows._has_rows
+        first, *others = index if isinstance(index, tuple) and index else (index,)
+        if isinstance(first, int) and has_rows:
+            first = range(of.num)[first]  # raises IndexError
+            first = slice(first, first + 1)
+        if isinstance(first, slice) and has_rows and first.step in (None, 1):
+            of, first = of.part(*first.indices(of.num)[:2])
+        elif isinstance(first, Tensor) and first.dtype is torch.bool:
+            first, has_rows = _rows_in(first, rows), False
+        elif first is Ellipsis and len(others) < rows.dim():
+            pass
+        elif has_rows or not isinstance(first, slice):  # one of a vector of several parameters
+            of.refuse("an index along dim 0")
+        place = marked(rows.as_subclass(Tensor)[first, *others], of, has_rows=has_rows)
+        if not values:
+            return place
+        [value] = values
+        _, value = _of_same_rows([place, value]) if has_rows else (None, value)
+        return func(rows, (first, *others), value)
+
+
+def _number(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+    """The one number that a parameter is (a temperature), which one rank stores."""
+    with _plainly():
+        [rows] = args
+        if rows._of.num * rows.shape[1:].numel() == 1 and rows._has_rows:
+            rows = torch.full_like(rows.sum(), rows._of.reduce(float(rows.sum()), 1, "sum"))
+        return func(rows)
+
+
+_IN_PLACE = re.compile(r"^__i|[^_]_$")
 _COMBINED_AS = {
     "sum": "sum",
     "count_nonzero": "sum",
@@ -371,9 +385,13 @@ _REFUSED = (
     *("cummax", "cummin", "logcumsumexp", "nanquantile", "softmin"),
     *("softmax", "sort", "std", "std_mean", "topk", "unique", "var", "var_mean"),
 )
-_PRODUCTS = ("__matmul__", "__rmatmul__", "dot", "einsum", "inner", "matmul", "mm", "mv", "svd",
-             "vdot", "tensordot", "vecdot")  # fmt: skip
-_ACROSS_ROWS = ("_foreach_max", "corrcoef", "cov", "diag", "diagonal", "diff", "flip", "flipud",
+_PRODUCTS = ("addmm", "bilinear", "bmm", "cdist", "conv1d", "conv2d", "embedding", "linear",
+             "__matmul__", "__rmatmul__", "dot", "einsum", "inner", "matmul", "mm", "mv",
+             "outer", "svd", "vdot", "tensordot", "vecdot")  # fmt: skip
+_ACROSS_ROWS = ("gather", "index_add", "index_add_", "index_copy", "index_copy_", "index_fill",
+                "index_fill_", "index_put_", "masked_scatter_", "put_", "renorm", "scatter",
+                "scatter_", "scatter_add_", "take", "take_along_dim", "tril_", "triu_",
+                "_foreach_max", "corrcoef", "cov", "diag", "diagonal", "diff", "flip", "flipud",
                 "histc", "layer_norm", "roll", "rot90", "trace", "tril", "triu")  # fmt: skip
 
 
@@ -384,10 +402,14 @@ def _calls(names: Iterable[str]) -> list[Callable[..., Any]]:
 
 
 _IN_ORDER = frozenset(_calls(("flatten", "ravel", "reshape", "squeeze", "unflatten", "view")))
+_LIKE = (Tensor.view_as, Tensor.reshape_as)
+_UNSQUEEZE = (torch.unsqueeze, Tensor.unsqueeze)
 _RESHAPES = (
     *_IN_ORDER,
     *_calls(("adjoint", "movedim", "moveaxis", "permute", "swapaxes", "swapdims", "t")),
-    *_calls(("transpose", "unsqueeze", "view_as", "reshape_as")),
+    *_calls(("transpose",)),
+    *_LIKE,
+    *_UNSQUEEZE,
     *(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")),
 )
 _JOINS = ("cat", "concat", "concatenate", "dstack", "hstack", "stack", "vstack")
@@ -398,13 +420,13 @@ _COMPARISONS = frozenset(
 # Where they take the dimension along which they work, and which it is otherwise.
 _DIM_BY_CALL = {
     **dict.fromkeys(_calls(("chunk", "split", "tensor_split")), (2, 0)),
+    **dict.fromkeys(_calls(("unbind",)), (1, 0)),
     functional.normalize: (2, 1),
 }
-# Numbers that are not computed from all elements of a gradient.
-_NOT_REDUCTIONS = frozenset(
-    _calls(("__getitem__", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros",
-            "select", "to", "type_as"))
-)  # fmt: skip
+# Results of another shape that are not computed from the elements.
+_OF_OTHER_SHAPE = frozenset(
+    _calls(("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "to", "type_as"))
+)
 _HANDLERS: dict[Any, Callable[[Callable[..., Any], tuple[Any, ...], Kwargs], Any]] = {
     **dict.fromkeys(
         (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm), _take_norm
@@ -416,4 +438,6 @@ _HANDLERS: dict[Any, Callable[[Callable[..., Any], tuple[Any, ...], Kwargs], Any
     **dict.fromkeys(_RESHAPES, _reshape),
     **dict.fromkeys((*_calls((*_PRODUCTS, *_ACROSS_ROWS)), torch.linalg.qr), _refuse),
     **dict.fromkeys(_DIM_BY_CALL, _work_along),
+    **dict.fromkeys((Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__), _number),
+    **dict.fromkeys((Tensor.__getitem__, Tensor.__setitem__), _index),
 }

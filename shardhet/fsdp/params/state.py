@@ -165,7 +165,7 @@ def _deal_out(
 def sharded_state_dict(flats: Sequence[FlatTensor]) -> dict[str, RowBox]:
     """This rank's rows of every parameter, sharing memory with the model."""
     return {
-        slot.fqn: RowBox(flat.sharded_params[i].detach(), flat.rows[i], tuple(slot.shape))
+        slot.fqn: RowBox(flat.boxes(flat.flat_shard)[i], flat.rows[i], tuple(slot.shape))
         for flat in flats
         for i, slot in enumerate(flat.slots)
     }

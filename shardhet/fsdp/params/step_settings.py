@@ -64,9 +64,10 @@ def check_settings_agree(
     if len({settings for _, settings in parts} - {NO_STEP}) > 1:
         raise ValueError(
             "optimizer.step: ranks have stepped with different settings, or not equally often; "
-            f"this one's last step had {_last_text[lifeline]}. Does the learning "
-            "rate follow the loss of a rank's own samples (ReduceLROnPlateau)? Let it follow "
-            "a number of all ranks: what model.backward returns, or sums by model.exchange."
+            f"this one's last step had {_last_text[lifeline]}. Does the learning rate follow "
+            "the loss of a rank's own samples (ReduceLROnPlateau), or how many rows it has "
+            "(p.numel(), p.shape)? Let it follow a number of all ranks: what model.backward "
+            "returns, p.norm(), p.square().mean(), or sums by model.exchange."
         )
     return [[float(found), *row[1:]] for (found, _), row in zip(parts, rows, strict=True)]
 

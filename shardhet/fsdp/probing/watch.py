@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardhet.fsdp.microbatch.modes import OperationMode, tensors_among
-from shardhet.fsdp.params.optimizer_gate import is_given_up, is_in_memory_given_up
+from shardhet.fsdp.params.optimizer_gate import is_in_memory_given_up
 from shardhet.fsdp.stages.flow import Flow, storage_of
 
 OUTSIDE = 0
@@ -439,7 +439,7 @@ def _is_from_elsewhere(tensor: Tensor, used_by: str) -> str:
 
 def _is_of_others(tensor: Tensor) -> bool:
     """Whether it is another model's parameter, where no gradients are computed."""
-    return tensor.is_leaf and not torch.is_grad_enabled() and not is_given_up(tensor)
+    return tensor.is_leaf and not torch.is_grad_enabled()
 
 
 def _address(tensor: Tensor) -> int:

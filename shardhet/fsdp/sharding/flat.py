@@ -109,14 +109,13 @@ class FlatTensor:
         self.residence = Residence(
             slots[0].fqn, unit_fqn, comm, None if self.is_trainable else self._counted
         )
-
+        self.cuts: list[tuple[Span, ...]] = []  # the rows of every parameter, by position
         self._take_over(layout, on_host=on_host)
         rows = nn.Parameter if self.is_trainable else FrozenRows
         self.sharded_params = [
             rows(self._box(self.flat_shard, i), requires_grad=self.is_trainable)
             for i in range(len(slots))
         ]
-
         self._unsharded = self._whole()
         # .data has its own version counter: autograd must not take a refill of the storage for
         # a change of tensors that it saved in forward.
@@ -142,7 +141,8 @@ class FlatTensor:
     def _take_over(self, layout: FlatLayout, *, on_host: bool) -> None:
         """Store a shard of ``layout`` from now on, without values but in the gaps."""
         self.layout = layout
-        self.rows = [layout.rows(i, self._position) for i in range(len(self.slots))]
+        self.cuts[:] = layout.cuts()
+        self.rows = [cut[self._position] for cut in self.cuts]
         own = layout.shard_spans[self._position]
         self._boxes = [_within(own, span) for span in layout.param_spans]
         numel, dtypes = layout.shard_numels[self._position], (self.orig_dtype, self.param_dtype)

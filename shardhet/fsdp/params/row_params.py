@@ -1,0 +1,95 @@
+"""Parameters as users see them: rows, of which a norm or a sum is over the whole parameter.
+
+While an optimizer steps, its rows and their gradients are plain, which torch's fast kernels
+take and which costs no call in Python: it needs no more than rows, as optimizer_gate.py has
+found.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardhet.fsdp.params.optimizer_gate import know, put_in_front, rows_of
+from shardhet.fsdp.params.row_group import Rows
+from shardhet.fsdp.params.rows import RowTensor
+
+_plainly = torch._C.DisableTorchFunctionSubclass
+# Of optimizers: which hook is ours, and what is plain during the step.
+_stepping: "WeakKeyDictionary[optim.Optimizer, tuple[int, list[tuple[Tensor, type]]]]"
+_stepping = WeakKeyDictionary()
+
+
+class RowParameter(RowTensor):
+    """This rank's rows of a parameter."""
+
+    _has_rows = True
+
+    @property
+    def _of(self) -> Rows:  # type: ignore[override]
+        return rows_of(self)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient, by a shorter way than other attributes: zero_grad asks for each."""
+        with _plainly():
+            grad: Tensor | None = Tensor.grad.__get__(self)  # type: ignore[union-attr]
+            return grad
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        with _plainly():
+            Tensor.grad.__set__(self, grad)  # type: ignore[union-attr]
+
+    def _as_plain(self) -> nn.Parameter:
+        with _plainly():
+            plain = Tensor.detach(self).as_subclass(Tensor)
+            return nn.Parameter(plain, requires_grad=self.requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._as_plain().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), self._as_plain().__deepcopy__({}))
+
+
+def guard(params: Iterable[tuple[nn.Parameter, Callable[[], Rows]]]) -> None:
+    """Register rows, each with what says which are here, and let reductions be over all."""
+    for param, rows in params:
+        know(param, rows)
+        put_in_front(RowParameter, param)
+
+
+def _prepare(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer not in _stepping:
+        before = optimizer.register_step_pre_hook(_make_plain)
+        after = optimizer.register_step_post_hook(_make_guarded)
+        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
+        _stepping[optimizer] = before.id, []
+    # Right around the step: hooks of the user's see what the user sees.
+    optimizer._optimizer_step_pre_hooks.move_to_end(_stepping[optimizer][0])  # type: ignore[attr-defined]
+
+
+def _make_plain(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _, changed = _stepping[optimizer]  # not empty if the last step has failed
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if issubclass(kind := type(param), RowParameter):
+                param.__class__ = kind.__bases__[1]
+                changed.append((param, kind))
+                if type(param.grad) is RowTensor:
+                    changed.append((param.grad, RowTensor))
+                    param.grad.__class__ = Tensor  # type: ignore[assignment]
+
+
+def _make_guarded(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _, changed = _stepping[optimizer]
+    for tensor, kind in changed:
+        tensor.__class__ = kind
+    changed.clear()
+
+
+register_optimizer_step_pre_hook(_prepare)
