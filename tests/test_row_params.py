@@ -154,9 +154,13 @@ def keep_kinds(rank: int) -> None:
         assert other.requires_grad
         assert torch.equal(other, param)
         assert other.data_ptr() != param.data_ptr() or not param.numel()
-    own = torch.ones_like(param).as_subclass(Tensor)
-    param.grad = own
-    assert param.grad is own
+    assert repr(param) == repr(copy.deepcopy(param))
+    weight = pair.module.blocks[1].outer.weight
+    for given in (torch.ones(weight.shape).double(), torch.ones(6, 12).double()):
+        weight.grad = given
+        assert float(weight.grad.sum()) == 72.0
+    with pytest.raises(IndexError, match="index 6 is out of bounds for 6 rows"):
+        weight[6]
 
 
 def test_copies_of_parameters_are_plain() -> None:

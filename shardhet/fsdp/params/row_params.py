@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardhet.fsdp.params.optimizer_gate import know, put_in_front, rows_of
 from shardhet.fsdp.params.row_group import Rows
-from shardhet.fsdp.params.rows import RowTensor
+from shardhet.fsdp.params.rows import RowTensor, marked, rows_in
 
 _plainly = torch._C.DisableTorchFunctionSubclass
 # Of optimizers: which hook is ours, and what is plain during the step.
@@ -42,12 +42,17 @@ class RowParameter(RowTensor):
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
         with _plainly():
+            if isinstance(grad, Tensor) and grad.dim() == self.dim():
+                grad = marked(rows_in(grad, self), self._of)
             Tensor.grad.__set__(self, grad)  # type: ignore[union-attr]
 
     def _as_plain(self) -> nn.Parameter:
         with _plainly():
             plain = Tensor.detach(self).as_subclass(Tensor)
             return nn.Parameter(plain, requires_grad=self.requires_grad)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self._as_plain())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._as_plain().__reduce_ex__(protocol)

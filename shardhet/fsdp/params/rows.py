@@ -310,13 +310,13 @@ def _of_same_rows(values: list[Any]) -> list[Any]:
         if not isinstance(value, Tensor) or not value.dim():
             return value
         if value.dim() == like.dim():
-            return _rows_in(value, like)
+            return rows_in(value, like)
         return value._of.whole(value) if isinstance(value, RowTensor) else value
 
     return [rows_of(each) for each in values]
 
 
-def _rows_in(value: Tensor, like: RowTensor) -> Tensor:
+def rows_in(value: Tensor, like: RowTensor) -> Tensor:
     """The rows of ``value`` that this rank has of ``like``."""
     here = like._of.here
     if isinstance(value, RowTensor) and value._has_rows:
@@ -340,12 +340,13 @@ def _index(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> A
         of, has_rows = rows._of, rows._has_rows
         first, *others = index if isinstance(index, tuple) and index else (index,)
         if isinstance(first, int) and has_rows:
-            first = range(of.num)[first]  # raises IndexError
-            first = slice(first, first + 1)
+            if not -of.num <= first < of.num:
+                raise IndexError(f"{of.fqn}: index {first} is out of bounds for {of.num} rows")
+            first = slice(first % of.num, first % of.num + 1)
         if isinstance(first, slice) and has_rows and first.step in (None, 1):
             of, first = of.part(*first.indices(of.num)[:2])
         elif isinstance(first, Tensor) and first.dtype is torch.bool:
-            first, has_rows = _rows_in(first, rows), False
+            first, has_rows = rows_in(first, rows), False
         elif first is Ellipsis and len(others) < rows.dim():
             pass
         elif has_rows or not isinstance(first, slice):  # one of a vector of several parameters
