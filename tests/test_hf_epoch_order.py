@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from shardhet import Plan
-from tests.worlds import TRANSFORMERS, preload, run_ranks
+from tests.worlds import TRANSFORMERS, preload, run_ranks, workers_allowed
 
 transformers = pytest.importorskip("transformers", reason="needs the hf extra")
 preload(*TRANSFORMERS)
@@ -333,3 +333,23 @@ def fail_to_resume(rank: int, folder: str) -> None:
 
 def test_an_order_that_cannot_be_drawn_again_is_refused(tmp_path: Path) -> None:
     run_ranks(fail_to_resume, 2, str(tmp_path), timeout_s=FIRST_CASE_S)
+
+
+class Drawn(Numbered):
+    """Samples that are what a worker draws."""
+
+    def __getitem__(self, i: Any) -> Any:
+        x = torch.randint(2**20, (1,)).float()
+        return {"x": x, "epoch": torch.tensor([self.epoch]), "labels": x}
+
+
+def run_with_workers(rank: int, folder: str) -> Any:
+    given = {"dataset": Drawn(), "dataloader_num_workers": 1, "num_train_epochs": 1}
+    with workers_allowed():
+        return run_by_plan(rank, folder, ["none"], "KEPT", given)
+
+
+def test_workers_of_each_rank_draw_what_others_do_not(tmp_path: Path) -> None:
+    found = run_ranks(run_with_workers, 2, str(tmp_path), timeout_s=FIRST_CASE_S)
+    numbers = [i for [steps] in found for step in steps for i in step]
+    assert len(set(numbers)) == len(numbers) == NUM_SAMPLES

@@ -2,12 +2,10 @@
 
 import copy
 import itertools
-import multiprocessing
 import random
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -29,7 +27,7 @@ from shardhet.training.dealing.rows import without_rows
 from tests.small_models import small_decoder
 from tests.test_pipelines import SEQ_LEN, WORDS, batch_of, staged
 from tests.test_rounds import check_grads, mean_of
-from tests.worlds import run_ranks, run_ranks_expecting_failure
+from tests.worlds import run_ranks, run_ranks_expecting_failure, workers_allowed
 
 NUM_SAMPLES = 11  # batches of 3, 3, 3 and 2
 BATCHES = [3, 3, 3, 2]
@@ -79,11 +77,6 @@ def wrapped(plan: Plan) -> tuple[HetFSDP, Decoder]:
     config = small_decoder(vocab_size=WORDS, width=8, num_layers=4, seq_len=SEQ_LEN)
     module = Decoder(config).double()
     return HetFSDP(copy.deepcopy(module), plan), module
-
-
-def workers_allowed() -> Any:
-    """A context in which a rank of a test, which ends with its parent, may have workers."""
-    return mock.patch.dict(multiprocessing.current_process()._config, daemon=False)  # type: ignore[attr-defined]
 
 
 def numbers_of(model: HetFSDP, batch: Any) -> list[int]:

@@ -38,6 +38,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any, NoReturn
+from unittest import mock
 
 import pytest
 
@@ -178,6 +179,11 @@ def rank_cache() -> dict[Any, Any]:
     if _rank_cache is None:
         raise RuntimeError("rank_cache() was called outside a rank. Call it in run_ranks' fn.")
     return _rank_cache
+
+
+def workers_allowed() -> Any:
+    """A context in which a rank of a test, which ends with its parent, may have workers."""
+    return mock.patch.dict(multiprocessing.current_process()._config, daemon=False)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,8 @@ TOLERANCE = 1e-6  # relative: processors of unlike hosts may round what a datase
 
 def is_stream(dataset: Any) -> bool:
     """Whether samples cannot be asked for by their index."""
-    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+    has_places = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    return isinstance(dataset, IterableDataset) or not has_places
 
 
 class Read(NamedTuple):
