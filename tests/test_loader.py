@@ -22,6 +22,7 @@ from torch.utils.data import (
 import shardhet
 from shardhet import HetFSDP, Plan, PlanSampler
 from shardhet.checkpoint import redistribute
+from shardhet.comm.progress import progress
 from shardhet.models.decoder import Decoder
 from shardhet.training.dealing.rows import without_rows
 from tests.small_models import small_decoder
@@ -340,6 +341,21 @@ def _shorter_on_one(rank: int) -> None:
 def test_a_dataset_of_another_length_on_one_rank_is_refused_by_a_model_too() -> None:
     for outcome in run_ranks_expecting_failure(_shorter_on_one, 2):
         assert re.search(REFUSALS["length"], outcome.message)
+
+
+def test_a_watch_over_ranks_knows_that_a_batch_is_loaded() -> None:
+    class Looking(Words):
+        def __getitem__(self, i: int) -> Any:
+            return i * (progress.phases == ("loading the next batch",))
+
+    for batch in shardhet.loader(Looking(), PLANS["one"], shuffle=False):
+        assert batch.sum() > 0
+        assert progress.phases == ()
+
+
+def test_a_batch_may_be_none() -> None:
+    loader = shardhet.loader(Words(), PLANS["one"], collate_fn=lambda _: None)
+    assert list(loader) == [None] * len(BATCHES)
 
 
 def _by_sampler(rank: int, plan: Plan) -> list[int]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler, default_collate
 
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
+from shardhet.comm.progress import phase
 from shardhet.fsdp import HetFSDP
 from shardhet.records.plan import Plan
 from shardhet.training.dealing.batches import (
@@ -22,6 +23,9 @@ from shardhet.training.dealing.batches import (
 from shardhet.training.dealing.order import EpochOrder, SeededSampler
 from shardhet.training.dealing.stream import Read, ReadCollator, Stream, Tickets, is_stream
 from shardhet.training.resuming import check_unchanged
+
+END: Any = object()  # a batch may be anything else
+LOADING = "loading the next batch"  # of a watch over ranks
 
 
 class PlanSampler(PlanBatchSampler):
@@ -211,22 +215,28 @@ class Loader(PlanLoader):
         self._seeds.manual_seed(int(seed))
 
     def _read(self) -> Iterator[Any]:
-        batches = super().__iter__()
-        if self._stream is None:
-            yield from batches
-            return
-        for read in batches:
-            found: list[Read] = self.batches.ranks.exchange_objects(read._replace(own=None))
-            if not all(each.is_same(found[0]) for each in found):
-                raise ValueError(
-                    f"loader: ranks have read other samples of the dataset "
-                    f"({[each.num_samples for each in found]} of a batch, in plan order), but "
-                    "each has to read the same and takes its own. Do not split the dataset by "
-                    "rank, and let it shuffle by a seed."
-                )
-            if not read.num_samples:
+        with phase(LOADING):
+            batches = super().__iter__()
+        while True:
+            with phase(LOADING):
+                batch = next(batches, END)
+            if self._stream is not None:  # whose tickets have no end
+                batch = batch.own if self._agreed(batch) else END
+            if batch is END:
                 return
-            yield read.own
+            yield batch
+
+    def _agreed(self, read: Read) -> int:
+        """The samples of a batch of a stream, 0 at its end; raises unless ranks read alike."""
+        found: list[Read] = self.batches.ranks.exchange_objects(read._replace(own=None))
+        if not all(each.is_same(found[0]) for each in found):
+            raise ValueError(
+                f"loader: ranks have read other samples of the dataset "
+                f"({[each.num_samples for each in found]} of a batch, in plan order), but "
+                "each has to read the same and takes its own. Do not split the dataset by "
+                "rank, and let it shuffle by a seed."
+            )
+        return read.num_samples
 
     def state_dict(self) -> dict[str, Any]:
         """Where the epoch is, for any other plan with the same global batch.
