@@ -178,6 +178,10 @@ def _loss_of_what_is_returned(rank: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["other shape", "function", "another unit's"])
 def test_a_loss_is_that_of_what_the_model_returns(kind: str) -> None:
     run_ranks(_loss_of_what_is_returned, 3, kind)
+    loss_fn = mean_of_samples(F.binary_cross_entropy_with_logits)  # which broadcasts nothing
+    batch = ExampleBatch(args=(torch.rand(2, 3),), loss_inputs=(torch.rand(2),))
+    described = describe(Predicting(kind), batch, units=[nn.Linear], loss_fn=loss_fn)
+    assert described.kinds[-1].input_bytes > 3 * 4  # its own input's, and what follows the head
 
 
 def test_a_dimension_that_no_argument_has_is_refused() -> None:

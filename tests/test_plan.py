@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardhet.records.cluster import DeviceSpec
-from shardhet.records.plan import EVERY_UNIT, Plan, PlannedUnit, RankPlan
+from shardhet.records.plan import EVERY_UNIT, Plan, PlannedUnit, RankPlan, plan_of
 from shardhet.records.stages import Stage
 
 Json = Any
@@ -668,6 +668,6 @@ def test_a_plan_is_given_as_it_is_by_its_file_or_by_batch_sizes(tmp_path: Path) 
     plan, path = Plan.by_hand(microbatch_sizes=[2, 1]), tmp_path / "plan.json"
     plan.save(path)
     for each in (plan, path, str(path), [2, 1], (2, 1)):
-        assert Plan.of(each) == plan
+        assert plan_of(each) == plan
     with pytest.raises(TypeError, match=r"plan is 3 but must be a Plan \(Plan.load"):
-        Plan.of(3)
+        plan_of(3)

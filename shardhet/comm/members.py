@@ -86,11 +86,15 @@ def local_device_spec(device: torch.device) -> DeviceSpec:
     return DeviceSpec(host=host, kind=device.type, memory_capacity_bytes=num_bytes)
 
 
-def planned_device(plan: Plan, group: dist.ProcessGroup | None) -> DeviceSpec | None:
+def is_rehearsal() -> bool:
+    """Whether `shardhet rehearse` has started this process."""
+    return bool(os.environ.get(REHEARSE))
+
+
+def planned_device(plan: Plan, group: dist.ProcessGroup | None) -> DeviceSpec:
     """What this process announces in place of its own device, under a plan for others."""
     rank = 0 if group is None else group.rank()
-    planned = plan.ranks[rank].device if rank < plan.world_size else DeviceSpec()
-    return None if planned == DeviceSpec() else planned
+    return plan.ranks[min(rank, plan.world_size - 1)].device
 
 
 def match_devices(

@@ -1,6 +1,5 @@
 """HetFSDP: the module that users wrap around theirs."""
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from shardhet.comm.groups import default_group
 from shardhet.comm.liveness import watch_unless_decided
-from shardhet.comm.members import REHEARSE, Members, planned_device
+from shardhet.comm.members import Members, is_rehearsal, planned_device
 from shardhet.comm.progress import progress
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.loss import FusedLoss
@@ -28,7 +27,7 @@ from shardhet.fsdp.params.row_group import RowGroup, Rows
 from shardhet.fsdp.params.row_params import guard
 from shardhet.fsdp.probing.caches import CacheSwitch
 from shardhet.fsdp.rounds_door import ModuleInRounds
-from shardhet.fsdp.sharding.build import MixedPrecision, build_units, find_pieces, planned_units
+from shardhet.fsdp.sharding.build import build_units, find_pieces, planned_units
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.materialize import RowSource
@@ -44,7 +43,7 @@ from shardhet.fsdp.step.runtime import Runtime
 from shardhet.fsdp.step.unit_by_unit import check_is_not_open, unit_by_unit
 from shardhet.fsdp.surface import guard_root
 from shardhet.records.cluster import DeviceSpec
-from shardhet.records.plan import Plan
+from shardhet.records.plan import Plan, plan_of
 
 
 class HetFSDP(ModuleInRounds):
@@ -62,38 +61,28 @@ class HetFSDP(ModuleInRounds):
 
     Construction, forward, backward and the state dicts are collective.  ``parameters()``
     returns this rank's rows of each parameter.  A rank without samples calls the model with an
-    empty batch (or without arguments) and gets zeros.  ``shardhet.watch_ranks`` begins to watch
-    over all ranks, unless the program has called it before.
+    empty batch (or without arguments) and gets zeros.  Ranks are watched (``watch_ranks``).
 
     Args:
         module: equal on all ranks, or on the meta device.
-        plan: equal on all ranks, or the path of its file, or ``[2, 2, 15]``, short for
-            ``Plan.by_hand(microbatch_sizes=[2, 2, 15])``; its devices may be in another order
-            than the ranks.
+        plan: equal on all ranks; its path, or batch sizes; devices may be in another order.
         group: None uses the default group, or no group if there is only one process.
-        device: where to train; None: the accelerator that the module is on, or else that of
-            this rank (LOCAL_RANK), or the CPU if there is none.  What the model is given on the
-            host is copied there.
+        device: where to train; None: the module's accelerator, or this rank's (LOCAL_RANK).
         units: module classes or fqns; None finds blocks, embeddings and head.
-        param_dtype: dtype of gathered parameters, of activations and of the model's arguments
-            in floating point (``loss_inputs`` keep theirs); None keeps the stored one.
+        param_dtype: dtype of gathered parameters, arguments and activations; None: as stored.
             In float16 scale the loss: ``model.backward(scaler.scale(loss_sum), num_tokens)``.
         reduce_dtype: dtype in which gradients are accumulated and summed over ranks; None
             is that of the stored parameters (float32, usually, whatever ``param_dtype`` is).
-        loss_fn: for models that return predictions.  It is applied to the output of the last
-            unit, microbatch by microbatch, as ``loss_fn(output, *loss_inputs)`` with the
-            ``loss_inputs`` given to forward, and returns ``(loss_sum, num_tokens)``.  If the
-            model returns something else, it is applied to that, for all samples at once.
-            See ``shardhet.mean_of_samples``.
+        loss_fn: for models that return predictions: ``loss_fn(output, *loss_inputs)`` of the
+            last unit's, microbatch by microbatch, or of the model's if it returns others, gives
+            ``(loss_sum, num_tokens)``; see ``shardhet.mean_of_samples``.
         batch_dim: the dimension of the model's arguments that holds the samples: 1 for
             sequence-first models; or one per argument, ``{"src": 1, "table": None}``, with
             None for an argument without samples; arguments that are not named have 0.
         ragged: how many rows samples have, if not one each: ``{"patches": lambda batch: ...}``.
         seed: for dropout and for the initialisation of meta parameters.
-        device_spec: the device that this rank reports to the others, of one that is emulated;
-            None asks the driver.
-        rehearse: run the plan of any devices on CPU processes, of which each stands in for one;
-            also if SHARDHET_REHEARSE is set, as ``shardhet rehearse PROGRAM`` does.
+        device_spec: what this rank reports of an emulated device; None asks the driver.
+        rehearse: run a plan for any devices on CPUs, as ``shardhet rehearse PROGRAM`` does.
         init_fn: initialises what was on the meta device, module by module; None calls each
             module's own ``reset_parameters``.  Values depend on ``seed``, not on the plan.
         row_source: supplies the values of meta parameters; each rank reads only its rows.
@@ -120,26 +109,19 @@ class HetFSDP(ModuleInRounds):
         init_fn: Callable[[nn.Module], None] | None = None,
         row_source: RowSource | None = None,
     ) -> None:
-        """Shard ``module`` over the ranks of ``group``; see the class.  Collective."""
         super().__init__()
-        precision = MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-        check_options(module, precision, loss_fn=loss_fn, seed=seed)
-        plan = Plan.of(plan)
-        group = default_group(group)
-        if rehearse or os.environ.get(REHEARSE):
-            device, device_spec = torch.device("cpu"), planned_device(plan, group)
-        else:
-            device = device_for(device, module)
-        members = Members.of_plan(group, plan, device=device, device_spec=device_spec)
+        self._precision = check_options(module, loss_fn, seed, param_dtype, reduce_dtype)
+        plan, group = plan_of(plan), default_group(group)
+        mine = planned_device(plan, group) if rehearse or is_rehearsal() else device_spec
+        device = device_for("cpu" if rehearse or is_rehearsal() else device, module)
+        members = Members.of_plan(group, plan, device=device, device_spec=mine)
         watch_unless_decided(plan.world_size, device)
         self._control, self._lifeline = members.control, members.lifeline
         self._comm = CommContext(device, members.gather, members.reduce, members.nodes)
-        hooks, before = ParamHooks(module), ParamsBefore(module)
+        hooks, before, norms = ParamHooks(module), ParamsBefore(module), BatchNorms(module)
         with self._lifeline.guard("wrapping the model"):
             self._comm.follow(plan, self._control)
-            norms = BatchNorms(module)
-            if members.control.position == 0:
-                norms.warn([rank.microbatch_sizes for rank in plan.ranks])
+            norms.warn(plan, position=members.control.position)
             of_units = comm_of_units(plan, self._comm, self._control)
             modules_of_units = find_units_by(plan, module, units, loss_fn)
             self.beyond_stages = beyond_stages(module, modules_of_units)
@@ -150,7 +132,7 @@ class HetFSDP(ModuleInRounds):
                 comm=of_units,
                 root_comm=self._comm,
                 control=members.control,
-                precision=precision,
+                precision=self._precision,
                 seed=seed,
                 init_fn=init_fn,
                 row_source=row_source,
@@ -161,7 +143,6 @@ class HetFSDP(ModuleInRounds):
         self._rows = RowGroup(self._comm, members.control, self._lifeline)
         self._know_params(hooks, before)
         self.module, self._ragged = module, known_ragged(module, ragged)
-        self._param_dtype = param_dtype
         self._loss, self._caches = FusedLoss(loss_fn), CacheSwitch(module)
         self._batch_dim, self._forward = batch_dims(batch_dim, module.forward), module.forward
         self._make_runtime = partial(
@@ -249,12 +230,9 @@ class HetFSDP(ModuleInRounds):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: tuple[Any, ...]
     ) -> Any:
         with self._loss.of(loss_inputs), self._caches.off():
-            function = self._function
-            wrapped = self.module if function is None else partial(function, self.module)
+            wrapped = partial(self._function, self.module) if self._function else self.module
             output = wrapped(*args, **kwargs)
-            if self._loss.is_outside:
-                warn_of_large_output(output)
-                output = self._loss.of_output(output)
+            output = self._loss.of_output(output)
         self._loss.check_returned(output)
         return output
 

@@ -98,13 +98,10 @@ def _places(tensor: Tensor) -> Tensor:
 
 
 def check_options(
-    module: Any,
-    precision: MixedPrecision,
-    *,
-    loss_fn: Callable[..., Any] | None,
-    seed: int,
-) -> None:
+    module: Any, loss_fn: Any, seed: Any, param_dtype: Any, reduce_dtype: Any
+) -> MixedPrecision:
     """Raise ``TypeError`` or ``ValueError`` for what cannot be wrapped, or in this way."""
+    precision = MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     _check_wrapped(module)
     _check_apart(module)
     for field in fields(precision):
@@ -115,6 +112,7 @@ def check_options(
         index(seed)
     except TypeError:
         raise ValueError(f"HetFSDP: seed is {seed!r} but must be a whole number.") from None
+    return precision
 
 
 def check_dtype(name: str, dtype: Any) -> None:

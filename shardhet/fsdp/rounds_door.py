@@ -12,6 +12,7 @@ from shardhet.fsdp.microbatch.loss import FusedLoss, loss_pair
 from shardhet.fsdp.microbatch.ragged import CountRows
 from shardhet.fsdp.microbatch.signature import Arguments, BatchDims, ModelCall
 from shardhet.fsdp.probing.module_state import choices_of
+from shardhet.fsdp.sharding.build import MixedPrecision
 from shardhet.fsdp.stages.runtime import StageRuntime
 from shardhet.fsdp.stages.step import Pipeline
 from shardhet.fsdp.state_door import ModuleWithState
@@ -24,7 +25,7 @@ class ModuleInRounds(ModuleWithState):
 
     plan: Plan
     position: int
-    _param_dtype: torch.dtype | None
+    _precision: MixedPrecision
     _backward: MeanBackward
     _forward: Callable[..., Any]  # of the wrapped module
     _batch_dim: BatchDims
@@ -170,7 +171,7 @@ class ModuleInRounds(ModuleWithState):
                 "and stages hand over tensors of one shape. Give a plan without stages."
             )
         cut_from = whole if self._runtime.rounds.number > 1 else None
-        call = call.brought(self._comm.device, self._param_dtype)
+        call = call.brought(self._comm.device, self._precision.param_dtype)
         return replace(call, cut_from=cut_from, of_loss=choices_of(self._loss.loss_fn))
 
     def drop_rounds(self) -> None:

@@ -38,7 +38,7 @@ from shardhet.hf.resuming import EndWhenAsked, WholeState, chosen, inner
 from shardhet.hf.stages.staged_evaluation import StagedEvaluation
 from shardhet.hf.stages.staged_loss import StagedLoss
 from shardhet.hf.view import TrainerView
-from shardhet.records.plan import Plan
+from shardhet.records.plan import Plan, plan_of
 from shardhet.training.loss_scaling import LossScaler
 
 
@@ -326,7 +326,7 @@ def _checked_plan(
             "HetTrainer: no plan. Pass plan=, which may be a list of batch sizes such as "
             "[2, 2, 15], or a HetFSDP as the model."
         )
-    return Plan.of(plan)
+    return plan_of(plan)
 
 
 def _choose_collating(trainer: TrainerView, wanted: bool | None) -> None:

@@ -8,14 +8,14 @@ unit saved is no longer in a cache.
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from shardhet.comm import devices
 from shardhet.profiler.batch import TrainedModel
 from shardhet.profiler.describe import trained_dtype
-from shardhet.profiler.sketch import ModelSketch
+from shardhet.profiler.sketch import ModelSketch, pass_on
 from shardhet.profiler.stopwatch import Stopwatch, timing_of
 from shardhet.profiler.unit_runner import Started, UnitRunner
 from shardhet.records.profiles import ComputePoint, UnitProfile
@@ -132,7 +132,7 @@ class ComputeMeasurement:
         emulated: EmulatedDevice | None,
     ) -> None:
         """``memory_bytes`` is what this rank may use."""
-        self._model = model
+        self._model = replace(model, loss_fn=pass_on) if sketch.goes_on else model
         self._device = device
         self._workload = workload
         self._memory_bytes = memory_bytes

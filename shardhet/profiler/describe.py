@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardhet.comm.first_rank import from_first_rank
+from shardhet.comm.noticeboard import from_first_rank
 from shardhet.fsdp.microbatch.loss import loss_pair
 from shardhet.fsdp.options import check_dtype
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
 from shardhet.profiler.batch import ExampleBatch, LossFn, TrainedModel
 from shardhet.profiler.counting import Counts, count_loss_outside, count_unit, steady
-from shardhet.profiler.sketch import CPU, ModelSketch, UnitSketch, sketch_model
+from shardhet.profiler.sketch import CPU, ModelSketch, UnitSketch, pass_on, sketch_model
 from shardhet.records.cluster import Cluster
 from shardhet.records.described import described_cluster
 from shardhet.records.plan import Plan
@@ -192,7 +192,8 @@ def describe_sketch(
     kinds = []
     stored = orig_dtype(model.module)
     in_flight = model.param_dtype or stored
-    in_head = _pass_on if model.loss_is_outside else model.loss_fn
+    is_outside = model.loss_is_outside or sketch.goes_on
+    in_head = pass_on if is_outside else model.loss_fn
     for name, unit in sketch.unit_by_kind.items():
         counted = partial(
             count_unit,
@@ -204,7 +205,7 @@ def describe_sketch(
         )
         smaller, larger = [steady(partial(counted, num_samples=size)) for size in SIZES]
         kind = _kind(name, unit, smaller, larger)
-        if model.loss_is_outside and any(call.is_head for call in unit.calls):
+        if is_outside and any(call.is_head for call in unit.calls):
             assert model.loss_fn is not None
             outside = partial(
                 count_loss_outside,
@@ -233,10 +234,6 @@ def describe_sketch(
         state_bytes_per_element=_state_bytes_per_element(sketch, num_moments),
         num_moments=num_moments,
     )
-
-
-def _pass_on(output: Any, *_loss_inputs: Any) -> Any:
-    return output
 
 
 def _state_bytes_per_element(sketch: ModelSketch, num_moments: int) -> float:

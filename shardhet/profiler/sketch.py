@@ -97,6 +97,11 @@ class UnitCall:
         return partial(_with_loss, forward, loss_fn)
 
 
+def pass_on(output: Any, *_loss_inputs: Any) -> Any:
+    """In place of a loss in the head, if it is outside."""
+    return output
+
+
 def _with_loss(
     forward: Callable[..., Any], loss_fn: LossFn, loss_inputs: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -121,6 +126,7 @@ class ModelSketch:
     fake_mode: FakeTensorMode
     units: tuple[UnitSketch, ...]
     output: Any  # of the model, without the loss
+    goes_on: bool  # whether the loss is that of this output, not of the head's
     head_fqn: str | None  # the module that the loss follows, if there is a ``loss_fn``
     stored_itemsizes: Mapping[str, int]  # of every parameter by name, before any cast
 
@@ -145,7 +151,8 @@ def sketch_model(model: TrainedModel, device: torch.device = CPU) -> ModelSketch
         copied = copy_with(model.module, fake, param_dtype=model.param_dtype)
         modules = find_units(copied, model.units, keeps_last=model.loss_fn is not None)
         drafts = draft_units(copied, modules)
-        recorder = _Recorder(copied, drafts, loss_fn=model.loss_fn)
+        is_outside = model.loss_is_outside
+        recorder = _Recorder(copied, drafts, loss_fn=model.loss_fn, is_outside=is_outside)
         first, second = [
             recorder.record(
                 model.batch.of_size(size).map(fake).cast(model.param_dtype), model.param_dtype
@@ -168,6 +175,7 @@ def sketch_model(model: TrainedModel, device: torch.device = CPU) -> ModelSketch
         fake_mode=fake_mode,
         units=_named_by_kind(drafts, calls_by_unit),
         output=recorder.output,
+        goes_on=recorder.goes_on and not is_outside,
         head_fqn=recorder.head_fqn,
         stored_itemsizes={
             fqn: param.element_size()
@@ -220,7 +228,12 @@ class _Recorder:
     """Runs a model and records how its units are called."""
 
     def __init__(
-        self, model: nn.Module, drafts: Sequence[UnitDraft], *, loss_fn: LossFn | None
+        self,
+        model: nn.Module,
+        drafts: Sequence[UnitDraft],
+        *,
+        loss_fn: LossFn | None,
+        is_outside: bool,
     ) -> None:
         self._model = model
         self._modules = [
@@ -230,7 +243,8 @@ class _Recorder:
         ]
         last = last_module_fqn(model, [draft.modules for draft in drafts])
         self._cache_switch = CacheSwitch(model)
-        self._loss_fn = loss_fn
+        self._loss_fn, self._is_outside = loss_fn, is_outside
+        self.goes_on = False  # whether the model computes with the head's output
         self.output: Any = None  # of the model, in the last forward
         self.head_fqn = None if loss_fn is None else last
 
@@ -248,11 +262,7 @@ class _Recorder:
             return cast_arguments(args, kwargs, param_dtype)
 
         def note_output(fqn: str, _module: nn.Module, _args: Any, output: Any) -> None:
-            call = next(each for each in reversed(seen) if each.module_fqn == fqn)
-            loss_fn = self._loss_fn if call.is_head else None
-            call.output = output if loss_fn is None else loss_fn(output, *batch.loss_inputs)
-            if loss_fn is not None:
-                loss_pair(call.output, loss_fn)
+            next(each for each in reversed(seen) if each.module_fqn == fqn).output = output
 
         handles = []
         for unit, fqn, module in self._modules:
@@ -272,7 +282,19 @@ class _Recorder:
         finally:
             for handle in handles:
                 handle.remove()
+        self._add_loss([each for each in seen if each.is_head], batch)
         return seen
+
+    def _add_loss(self, heads: Sequence[_Seen], batch: ExampleBatch) -> None:
+        """Let calls of the head return the loss, if HetFSDP will compute it there."""
+        returned = {id(leaf) for leaf in flatten(self.output)[0]}
+        made = [leaf for each in heads for leaf in flatten(each.output)[0]]
+        self.goes_on = bool(heads) and not any(id(leaf) in returned for leaf in made)
+        if self._loss_fn is None or (self.goes_on and not self._is_outside):
+            return
+        for each in heads:
+            each.output = self._loss_fn(each.output, *batch.loss_inputs)
+            loss_pair(each.output, self._loss_fn)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from hashlib import sha256
-from html import escape
 from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
@@ -26,7 +25,7 @@ from shardhet.records.by_hand import (
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.codec import OMITTABLE, Document
 from shardhet.records.schedule import StepForm
-from shardhet.records.shown import plan_table
+from shardhet.records.shown import ShownPlan
 from shardhet.records.stages import (
     Stage,
     check_stages,
@@ -109,8 +108,8 @@ class PlannedUnit:
     numel: int  # elements of all its parameters
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan(Document):
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Plan(ShownPlan, Document):
     """One entry per device, in an order that the plan itself defines.
 
     The samples of a round and every flat tensor are dealt in this order.  A step takes the
@@ -162,30 +161,6 @@ class Plan(Document):
                 f"plan: last_round_size is {last} but must be from 1 to {self.round_size}, the "
                 "samples of a round. Leave it out if all rounds are full."
             )
-
-    def __repr__(self) -> str:
-        size, batch = self.world_size, self.global_batch_size
-        return f"<Plan {self.digest} of {size} devices and {batch} samples a step>"
-
-    def __str__(self) -> str:
-        return plan_table(self)
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"  # in notebooks
-
-    @classmethod
-    def of(cls, given: Any) -> Self:
-        """A plan as it is, or from the path of its file, or from one batch size per device."""
-        if isinstance(given, cls):
-            return given
-        if isinstance(given, str | Path):
-            return cls.load(given)
-        if isinstance(given, Iterable):
-            return cls.by_hand(microbatch_sizes=list(given))
-        raise TypeError(
-            f"plan is {given!r} but must be a Plan (Plan.load(path), Plan.by_hand(...), "
-            "plan_for(...)), the path of its file, or a list of batch sizes."
-        )
 
     def refuse_stages(self, caller: str, mend: str = "Give it a plan without stages") -> None:
         """Raise ``ValueError`` if the plan has stages, for a ``caller`` that has none."""
@@ -379,6 +354,20 @@ class Plan(Document):
             state_shares=state_shares,
             recompute=recompute,
         )
+
+
+def plan_of(given: Any) -> Plan:
+    """A plan as it is, or from the path of its file, or from one batch size per device."""
+    if isinstance(given, Plan):
+        return given
+    if isinstance(given, str | Path):
+        return Plan.load(given)
+    if isinstance(given, Iterable):
+        return Plan.by_hand(microbatch_sizes=list(given))
+    raise TypeError(
+        f"plan is {given!r} but must be a Plan (Plan.load(path), Plan.by_hand(...), "
+        "plan_for(...)), the path of its file, or a list of batch sizes."
+    )
 
 
 def _check_stages(plan: "Plan", stages: tuple[Stage, ...]) -> None:

@@ -2,16 +2,30 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
+from html import escape
 from itertools import groupby
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from shardhet.records.plan import Plan, RankPlan
+from typing import Any
 
 SHARES_ALIKE = 5e-4  # shares that differ by no more, which is a few rows, are shown as one
 
 
-def plan_table(plan: "Plan") -> str:
+class ShownPlan:
+    """A base of plans: how they are printed."""
+
+    __slots__ = ()
+
+    def __repr__(self: Any) -> str:
+        size, batch = self.world_size, self.global_batch_size
+        return f"<Plan {self.digest} of {size} devices and {batch} samples a step>"
+
+    def __str__(self) -> str:
+        return plan_table(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"  # in notebooks
+
+
+def plan_table(plan: Any) -> str:
     """What a step is, and what each device computes and stores."""
     units = [unit.fqn for unit in plan.units]
     columns = ["device", "samples", "microbatches", "recomputes", "state"]
@@ -37,7 +51,7 @@ def plan_table(plan: "Plan") -> str:
     return "\n".join([_heading(plan), *_drawn(rows)])
 
 
-def _heading(plan: "Plan") -> str:
+def _heading(plan: Any) -> str:
     """The step, with what is said of it that is not usual."""
     said = [
         f"{field.name}={value}"
@@ -66,7 +80,7 @@ def _drawn(rows: Sequence[Sequence[str]]) -> list[str]:
     return [border, head, under, *body, border]
 
 
-def alike(plan: "Plan", share: Callable[[int], float]) -> list[range]:
+def alike(plan: Any, share: Callable[[int], float]) -> list[range]:
     """Neighbouring positions that do the same, given the share of the state of each."""
 
     def key(i: int) -> tuple[object, ...]:
@@ -97,7 +111,7 @@ def microbatches(sizes: Sequence[int]) -> str:
     return " + ".join(f"{number} x {size}" for size, number in parts) or "-"
 
 
-def recomputed(rank: "RankPlan", units: Sequence[str]) -> str:
+def recomputed(rank: Any, units: Sequence[str]) -> str:
     """Which of these units are recomputed, in few words: ``12 of 24 blocks, head``."""
     if not rank.microbatch_sizes or not rank.recomputed_units:
         return "-"

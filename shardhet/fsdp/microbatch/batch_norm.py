@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardhet.comm.channel import Channel
 from shardhet.comm.host_copy import HostCopy, to_device
+from shardhet.records.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +58,14 @@ class BatchNorms:
     def __len__(self) -> int:
         return len(self._norms)
 
-    def warn(self, microbatch_sizes: Sequence[Sequence[int]]) -> None:
-        """Warn that statistics are those of microbatches, whose sizes are given by rank."""
-        if self._norms and sum(map(len, microbatch_sizes)) > 1:
+    def warn(self, plan: Plan, *, position: int) -> None:
+        """Warn, at the first position, that statistics are those of the plan's microbatches."""
+        sizes_by_rank = [rank.microbatch_sizes for rank in plan.ranks]
+        if self._norms and position == 0 and sum(map(len, sizes_by_rank)) > 1:
             names = ", ".join(fqn for fqn, _ in self._norms)
             warnings.warn(
                 f"{names}: a batch norm takes the statistics of one microbatch at a time, here "
-                f"of {[list(sizes) for sizes in microbatch_sizes]} samples by position of the "
+                f"of {[list(sizes) for sizes in sizes_by_rank]} samples by position of the "
                 "plan, so results depend on the plan.",
                 stacklevel=3,
             )

@@ -41,23 +41,25 @@ class FusedLoss:
         self._inputs: tuple[Any, ...] = ()  # of the forward in progress
         self._head = ""
         self._instead = OUTSIDE
-        self.is_outside = False
+        self.is_outside = self.is_settled = False  # settled by the first probe that ends
         self._loss: Sequence[Tensor] = ()  # what the head has returned in this forward
 
     def for_plan(self, plan: Plan) -> "FusedLoss":
         """This one, whose advice goes with ``plan`` from now on."""
         self._instead = OUTSIDE if plan.stages is None else INSIDE
-        self.is_outside = self.is_outside and self.may_be_outside
+        self.is_outside &= plan.stages is None
         return self
 
-    @property
-    def may_be_outside(self) -> bool:
-        """Whether the plan lets the loss be computed after the model, as stages do not."""
-        return self._instead is OUTSIDE
+    def moves_out(self) -> bool:
+        """Compute it from what the model returns from now on; whether that can be."""
+        may = self._instead is OUTSIDE and not (self.is_settled or self.is_outside)
+        self.is_outside |= may
+        return may
 
     def of_output(self, output: Any) -> Any:
-        """The loss of what the model returns; raises ``LossUsedError``."""
-        assert self.loss_fn is not None
+        """The loss of what the model returns, if it is outside; raises ``LossUsedError``."""
+        if self.loss_fn is None or not self.is_outside:
+            return output
         try:
             return self.loss_fn(output, *self._inputs)
         except USER_ERRORS as error:

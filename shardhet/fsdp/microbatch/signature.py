@@ -131,10 +131,8 @@ class ModelCall:
         )
 
     def brought(self, device: torch.device, dtype: torch.dtype | None) -> "ModelCall":
-        """The call with its tensors on ``device``, none of them copied twice.
-
-        Floating-point arguments are in ``dtype``, as with FSDP2's ``cast_forward_inputs``, if
-        there is one; what ``loss_fn`` gets is not.
+        """The call with its tensors on ``device``, none of them copied twice, and arguments in
+        floating point in ``dtype``, as with FSDP2's ``cast_forward_inputs``.
         """
         copies: dict[tuple[int, bool], Tensor] = {}
 

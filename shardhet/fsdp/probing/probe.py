@@ -40,6 +40,7 @@ from shardhet.fsdp.microbatch.batching import (
     unflatten,
 )
 from shardhet.fsdp.microbatch.layered import tensors_in
+from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.probing.apart import (
     TensorHooks,
     attached,
@@ -108,6 +109,7 @@ class ProbedModel:
     root: FSDPUnit
     norms: BatchNorms
     caches: CacheSwitch
+    loss: FusedLoss
     control: Channel
     device: torch.device
     anchor: Tensor  # requires a gradient
@@ -128,6 +130,7 @@ class ProbedModel:
         root: FSDPUnit,
         norms: BatchNorms,
         caches: CacheSwitch,
+        loss: FusedLoss,
         *,
         control: Channel,
         device: torch.device,
@@ -142,6 +145,7 @@ class ProbedModel:
             root=root,
             norms=norms,
             caches=caches,
+            loss=loss,
             control=control,
             device=device,
             anchor=torch.zeros((), device=device, requires_grad=True),

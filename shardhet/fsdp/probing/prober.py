@@ -25,7 +25,7 @@ from shardhet.fsdp.microbatch.batching import (
     unflatten,
 )
 from shardhet.fsdp.microbatch.chosen import has_unlike_samples
-from shardhet.fsdp.microbatch.loss import FusedLoss, LossUsedError
+from shardhet.fsdp.microbatch.loss import LossUsedError
 from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.attempt import Attempt, RunModule
@@ -85,23 +85,15 @@ class Prober:
     """Runs probes of one model, with the same findings on every rank."""
 
     def __init__(
-        self,
-        model: ProbedModel,
-        units: Sequence[FSDPUnit],
-        *,
-        form: StepForm,
-        loss: FusedLoss,
+        self, model: ProbedModel, units: Sequence[FSDPUnit], *, form: StepForm
     ) -> None:
-        self.is_running = False
-        self.module = model.module
+        self.is_running, self.module = False, model.module
         # Units that the model needs unsharded throughout.
         self.staying: frozenset[int] = frozenset()
         self._model = model
         self.units = tuple(units)
         self._control = model.control
         self._form = form
-        self._loss = loss
-        self._has_found = False  # whether any probe has ended: rules say where the loss is
         self._probe: Probe | None = None
         self._finder = OrderFinder([], model.control)
         self._filled = Filled()
@@ -159,23 +151,14 @@ class Prober:
                 return self._settle(attempt, has_gradients)
             if more := {int(row[1]) for row in rows if row[1] >= 0}:
                 self._keep_unsharded(more)
-                return self._find(call, run_module, has_gradients=has_gradients, splits=splits)
-            if any(row[2] for row in rows) and self._may_leave_head():
-                self._loss.is_outside = True
+            if more or (any(row[2] for row in rows) and self._model.loss.moves_out()):
                 return self._find(call, run_module, has_gradients=has_gradients, splits=splits)
             if i == 0:
                 problem, is_refused = found, attempt.is_refused
-        if not self._has_found:
-            self._loss.is_outside = False
         if problem is not None:
             raise _explained(problem, call, attempts, is_refused=is_refused)
         while True:  # until the rank that has failed raises, which raises here
             self._control.exchange([0.0])
-
-    def _may_leave_head(self) -> bool:
-        """Whether the loss may be that of what the model returns, from the first probe on."""
-        loss = self._loss
-        return loss.may_be_outside and not loss.is_outside and not self._has_found
 
     def _keep_unsharded(self, units: set[int]) -> None:
         self.staying |= units
@@ -194,7 +177,7 @@ class Prober:
         return possible_axes([each for each in on_ranks if each is not None])
 
     def _settle(self, attempt: Attempt, has_gradients: bool) -> Findings:
-        self._has_found = True
+        self._model.loss.is_settled = True  # rules say where it is
         trainable = frozenset(i for i, unit in enumerate(self.units) if unit.is_trainable)
         schedule = make_schedule(
             attempt.segments,

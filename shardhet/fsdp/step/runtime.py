@@ -63,11 +63,9 @@ class Runtime:
         self.rounds = Rounds(plan)
         self.asks_to_end = self.is_asked_to_end = False  # this rank; any, at the last backward
         self._comm = comm
-        self._control = control
-        self._lifeline = lifeline
+        self._control, self._lifeline = control, lifeline
         self._random = RandomStates(seed, comm.device)
-        self._module = module
-        self.norms = norms
+        self._module, self.norms = module, norms
         self._caches, self._loss = caches, loss
         self._walk = TurnWalk(
             units, root, comm=comm, lifeline=lifeline, observers=self.observers
@@ -117,12 +115,13 @@ class Runtime:
             self.root,
             self.norms,
             self._caches,
+            self._loss,
             control=self._control,
             device=self._comm.device,
             tell=partial(setattr, self._lifeline, "doing"),
             plan=plan,
         )
-        self._prober = Prober(probed, self.units, form=self.rounds.form, loss=self._loss)
+        self._prober = Prober(probed, self.units, form=self.rounds.form)
         self._known = KnownCalls(self._prober, self._control)
         self.calls.follow(visits, self._prober, self._known)
 

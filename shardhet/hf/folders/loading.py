@@ -22,7 +22,7 @@ from shardhet.hf.conventions import options_of
 from shardhet.hf.folders.adapters import check_adapters, initialise_adapter
 from shardhet.hf.folders.reading import PretrainedRows, SafetensorsFolder
 from shardhet.records.layout import Span
-from shardhet.records.plan import Plan
+from shardhet.records.plan import Plan, plan_of
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def load_pretrained(
             ``lambda model: get_peft_model(model, lora_config)``.
         options: options of HetFSDP.
     """
-    folder, plan = Path(path), Plan.of(plan)
+    folder, plan = Path(path), plan_of(plan)
     options = {**options_of(distributed_config, plan), **options}
     group = default_group(options.get("group"))
     model = meta_model(
