@@ -222,11 +222,12 @@ def test_another_measured_device_takes_part_in_collectives() -> None:
 def test_what_more_would_give_is_what_the_command_plans_with_more(
     line: list[str], of: str, amount: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    cluster = "cluster=rtx4090_2x3090"
     line += ["leave_out=never"]
-    plan_main([*line, "explain=true"])
+    plan_main([cluster, *line, "explain=true"])
     told = re.search(rf"{of} +. {amount} +. +(\S+) . +\+", capsys.readouterr().out)
     assert told is not None
-    request = read_request(DOOR, line)
+    request = read_request(DOOR, [cluster, *line])
     assert request is not None
     conf, inputs = load(DOOR, request, PlannerConf)
     here = Situation(

@@ -18,7 +18,8 @@ from shardhet.config.models import DecoderConf
 from shardhet.config.planning import PlannerConf, SimulateConf
 from shardhet.planner.stages.bound import together_s
 from shardhet.pricing.derive import derive_profile
-from shardhet.records.cluster import Cluster
+from shardhet.profiler.here import FoundCard
+from shardhet.records.cluster import Cluster, DeviceSpec
 from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.shown import recomputed
 from shardhet.records.workload import Workload
@@ -30,8 +31,15 @@ QUICK = ["what_if_s=0", "model=gpt_125m"]
 EVERYTHING = ["explain=true", "baselines=true"]
 
 
+def with_cards(*arguments: str) -> list[str]:
+    """With a cluster, if none is named."""
+    hardware = ("cluster=", "cards=", "measured=", "network=")
+    is_named = any(each.startswith(hardware) for each in arguments)
+    return [*arguments] if is_named else ["cluster=rtx4090_2x3090", *arguments]
+
+
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    plan_main(arguments)
+    plan_main(with_cards(*arguments))
     return " ".join(capsys.readouterr().out.split())
 
 
@@ -41,7 +49,7 @@ def refused(
     """The exit code and what stands on stderr."""
     assert callable(command)
     with pytest.raises(SystemExit) as raised:
-        command(arguments)
+        command(with_cards(*arguments))
     code = raised.value.code
     assert isinstance(code, int)
     return code, capsys.readouterr().err
@@ -304,6 +312,7 @@ REFUSALS = {
     "network=10GbE": "network: it has no effect without cards. Drop it, or give cards.",
     "cards=4090 cluster=office": "cluster: it has no effect beside cards. Drop one of them.",
     "cards=4090|3090 network=fast": "between_nodes is 'fast' but must be the name of a link",
+    "cluster=gpu[01-02]": "Give cards='gpu01: CARDxN | gpu02: CARDxN' network=LINK, with",
     "globl_batch_size=3": "Did you mean global_batch_size?",
     "global_batch_size=0": "global_batch_size: 0 but it must be at least 1",
     "global_batch_size=abc": "'abc' of type 'str' could not be converted to Integer",
@@ -312,7 +321,7 @@ REFUSALS = {
     "spared=[1]": "spared: ['1'] but only objective=least_memory asks for it",
     "objective=least_memory spared=[H100]": "spared: H100: no such device. Give a position",
     "cluster=nowhere": "cluster: choose one of a100_a10g_v100_t4_64",
-    "cluster=demo_4": "cluster: choose one of a100_a10g_v100_t4_64",
+    "cluster=demo_4": "cluster: demo_4 describes no hardware. Choose one of a100_a10g_v100",
     "cluster=absent.yaml": "cluster_file: 'absent.yaml' does not exist",
     "measured=/nowhere": "Pass the one that shardhet measure out=... has written",
     "model.num_heads=3": "model.num_kv_heads: 4 but it must divide num_heads 3",
@@ -504,7 +513,7 @@ def test_a_simulated_step_is_shown_and_traced(
 ) -> None:
     said(capsys, *QUICK, f"out={tmp_path}/plan.json")
     model = "model=gpt_125m"
-    simulate_main([f"{tmp_path}/plan.json", model, f"trace={tmp_path}/trace.json"])
+    simulate_main(with_cards(f"{tmp_path}/plan.json", model, f"trace={tmp_path}/trace.json"))
     text = " ".join(capsys.readouterr().out.split())
     assert "gpt_125m on 3 devices: a step of 64 samples takes" in text
     assert "of it for links" in text
@@ -526,7 +535,9 @@ def test_pictures_are_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     picture = tmp_path / "plan.png"
     said(capsys, *QUICK, f"out={tmp_path}/plan.json", f"picture={picture}")
     assert picture.stat().st_size > 5000
-    simulate_main([f"{tmp_path}/plan.json", "model=gpt_125m", f"picture={tmp_path}/s.svg"])
+    simulate_main(
+        with_cards(f"{tmp_path}/plan.json", "model=gpt_125m", f"picture={tmp_path}/s.svg")
+    )
     assert (tmp_path / "s.svg").stat().st_size > 5000
 
 
@@ -704,6 +715,26 @@ def test_cards_are_typed_as_a_shell_hands_them_over(
     text = said(capsys, cards, "network=10 GbE", "leave_out=never", *QUICK)
     assert "4 devices of 3 kinds" in text
     assert "Links that are not stated are assumed: PCIe 3 x16." in text
+
+
+def test_a_cluster_that_is_not_named_is_what_is_here(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusal(*arguments: str) -> str:
+        with pytest.raises(SystemExit):
+            plan_main([*QUICK, *arguments])
+        return capsys.readouterr().err
+
+    assert "torch sees no GPU on this machine. Name the cards, as in cards='4090" in refusal()
+    assert "cluster.x=1: of no cluster. Name one of conf/" in refusal("cluster.x=1")
+    card = DeviceSpec(host="a", kind="Tesla T4", memory_capacity_bytes=15 * 2**30)
+    monkeypatch.setattr(
+        "shardhet.profiler.here.cards_here", lambda: [FoundCard(device=card)] * 2
+    )
+    plan_main([*QUICK, "leave_out=never"])
+    told = capsys.readouterr()
+    assert "2 devices of 1 kind" in told.out
+    assert "Tesla T4" in told.out
 
 
 def test_the_cluster_is_checked_before_the_model_is_read(

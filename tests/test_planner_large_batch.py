@@ -104,7 +104,14 @@ def test_a_batch_that_is_merely_huge_is_told_the_largest_that_fits(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
-        main(["model=llama_1b", "global_batch_size=1000000", "max_rounds=1"])
+        main(
+            [
+                "cluster=rtx4090_2x3090",
+                "model=llama_1b",
+                "global_batch_size=1000000",
+                "max_rounds=1",
+            ]
+        )
     text = capsys.readouterr().err
     assert "a global batch of 1,000,000 does not fit beside the state. Lower" in text
     assert "no single sample" not in text

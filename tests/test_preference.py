@@ -99,7 +99,7 @@ def test_all_numbers_of_rounds_that_divide_the_batch_are_looked_at() -> None:
 
 def test_three_cards_are_filled_to_one_level(capsys: pytest.CaptureFixture[str]) -> None:
     """In one round the fastest, for 0.2 % of its step, leaves nothing of a budget."""
-    keys = ["model=llama_1b", "what_if_s=0", "explain=true"]
+    keys = ["cluster=rtx4090_2x3090", "model=llama_1b", "what_if_s=0", "explain=true"]
     keys = [*keys, "max_rounds=1"]
     main(keys)
     shown = capsys.readouterr()

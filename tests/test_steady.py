@@ -49,6 +49,6 @@ def test_the_loss_is_that_over_the_best_plan_at_each_speed(seed: int) -> None:
 
 
 def test_the_loss_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    plan_main(["model=gpt_125m", "explain=true", "leave_out=never"])
+    plan_main(["cluster=rtx4090_2x3090", "model=gpt_125m", "explain=true", "leave_out=never"])
     text = " ".join(capsys.readouterr().out.split())
     assert "With each kind's speed 20% off, this plan" in text

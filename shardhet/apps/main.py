@@ -6,6 +6,7 @@ from importlib import import_module
 # Command -> (module with ``main(arguments)``, what it is for).
 COMMANDS = {
     "doctor": ("shardhet.apps.doctor", "check versions, devices and links for problems"),
+    "cluster": ("shardhet.apps.cluster", "describe these cards in a file, to plan for them"),
     "measure": ("shardhet.apps.measure", "measure the speed of these devices with a model"),
     "plan": ("shardhet.apps.plan", "find the best plan for a cluster and a model"),
     "simulate": ("shardhet.apps.simulate", "simulate one step of a plan, event by event"),

@@ -70,7 +70,8 @@ DOOR = Door(
     usage="""\
 shardhet plan key=value ...
 
-  shardhet plan cluster=two_regions_128 model=llama_7b global_batch_size=512
+  shardhet plan cards='4090+A6000 | 3090x2' network=10GbE model=llama_1b
+  shardhet plan model=llama_1b         for the cards of this machine
   shardhet plan cluster=my_cluster.yaml model=gpt_1_3b out=plan.json picture=plan.png
   shardhet plan measured=FOLDER        the three files that shardhet measure has written
   shardhet plan limits.0.memory_gib=8 limits.3.batch=0 'equal=[[1,2]]'

@@ -68,7 +68,8 @@ class Inputs:
 class InputsConf(Checked):
     """Hardware and model, described or measured."""
 
-    cluster: dict[str, Any] = MISSING  # a description; its files are in cluster/described
+    # A description; its files are in cluster/described.  null: the cards that are here.
+    cluster: dict[str, Any] | None = None
     cluster_file: str | None = None  # your own description instead
     cards: str | None = None  # or these cards: 4090+A6000 | 3090x2
     network: str | None = None  # between their hosts: 10 GbE; null: 1 GbE

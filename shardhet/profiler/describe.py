@@ -22,6 +22,7 @@ from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
 from shardhet.profiler.batch import ExampleBatch, LossFn, TrainedModel
 from shardhet.profiler.counting import Counts, count_loss_outside, count_unit, steady
+from shardhet.profiler.here import cluster_here, said_of
 from shardhet.profiler.sketch import CPU, ModelSketch, UnitSketch, pass_on, sketch_model
 from shardhet.records.cluster import Cluster
 from shardhet.records.described import described_cluster
@@ -101,7 +102,7 @@ def describe(
 def plan_for(
     model: nn.Module,
     batch: Example,
-    cluster: Cluster | str | Path,
+    cluster: Cluster | str | Path | None = None,
     *,
     global_batch_size: int,
     units: Sequence[type[nn.Module] | str] | None = None,
@@ -112,7 +113,7 @@ def plan_for(
     """The plan to prefer for training ``model`` on ``cluster``, which need not be at hand.
 
     ``cluster`` is a ``Cluster``, the path of a description, or the cards of each host, as
-    ``4090+A6000 | 3090x2``.
+    ``4090+A6000 | 3090x2``.  None: this host's cards or, where ranks were started, theirs.
 
         with torch.device("meta"):
             model = MyModel()
@@ -130,17 +131,21 @@ def plan_for(
     """
     from shardhet.planner import find_plan  # imports numpy
 
-    if not isinstance(cluster, Cluster):
+    is_here = cluster is None
+    if cluster is None:
+        cluster = cluster_here()
+    elif not isinstance(cluster, Cluster):
         cluster = Cluster.named(described_cluster(cluster))
     if profile is None:
         cluster.check_described()
-    if cluster.assumed:
-        logger.warning("plan_for: %s", cluster.assumed)
     workload = describe(model, batch, units=units, loss_fn=loss_fn, param_dtype=param_dtype)
     _check_can_be_planned(model, workload)
     setting = Setting(cluster, workload, profile or derive_profile(cluster, workload))
 
     def make() -> str:
+        for line in ([said_of(cluster)] if is_here else []) + [cluster.assumed]:
+            if line:
+                logger.warning("plan_for: %s", line)
         logger.info("planning for %d devices", cluster.world_size)
         plan = find_plan(setting, global_batch_size=global_batch_size)
         logger.info("%s", plan)

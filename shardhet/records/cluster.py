@@ -1,7 +1,7 @@
 """What hardware there is: one record per device, and the nodes and links between them."""
 
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, chain, islice
@@ -25,6 +25,7 @@ from shardhet.records.kinds import (
     named_kind,
     unknown_kind,
 )
+from shardhet.records.launchers import of_launcher
 from shardhet.records.written import (
     ASSUMED,
     DEFAULT_LINKS,
@@ -269,6 +270,7 @@ class Cluster(Document):
         between them, as ``10 GbE``.
         """
         with _at("cards"):
+            refuse_launcher(cards)
             document = cards_document(cards, network, built_in_kinds())
         found = cls.from_description(document, source="cards", folder=Path())
         if ":" in cards:
@@ -288,9 +290,17 @@ class Cluster(Document):
         A description may name the kinds of ``kinds.csv``.  Its own ``kinds`` come first; they
         are a list, or the path of another file, relative to this one, with such a list.
         """
-        return cls.from_description(
-            read_document(path), source=str(path), folder=Path(path).parent
-        )
+        document, mistake = None, ValueError()
+        try:
+            document = read_document(path)
+        except ValueError as error:
+            mistake = error
+        if not isinstance(document, dict) or "nodes" not in document:
+            with _at(str(path)), suppress(UnicodeDecodeError):
+                refuse_launcher(Path(path).read_text(encoding="utf-8"), document)
+        if document is None:
+            raise mistake
+        return cls.from_description(document, source=str(path), folder=Path(path).parent)
 
     @classmethod
     def from_description(cls, document: Any, *, source: str, folder: Path) -> Self:
@@ -401,6 +411,12 @@ def _named(
                     devices[j] = replace(device, kind=named_kind(device.kind, described))
         nodes.append(replace(node, devices=tuple(devices)))
     return replace(description, nodes=tuple(nodes))
+
+
+def refuse_launcher(text: str, document: Any = None) -> None:
+    """Raise ``ValueError`` if this describes what is launched, not what there is."""
+    if (instead := of_launcher(text, document)) is not None:
+        raise ValueError(instead)
 
 
 @contextmanager

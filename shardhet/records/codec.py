@@ -107,8 +107,12 @@ def read_document(path: str | Path) -> Any:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not text ({error}). Give a JSON or YAML file.") from None
-    if Path(path).suffix not in (".yaml", ".yml"):
-        return parse_json(text, source=str(path))
+    parse = parse_yaml if Path(path).suffix in (".yaml", ".yml") else parse_json
+    return parse(text, source=str(path))
+
+
+def parse_yaml(text: str, *, source: str) -> Any:
+    """The document in ``text``; error messages name ``source`` as the file."""
     import yaml  # imported here: most files are JSON, which needs no extra package
 
     if yaml.__with_libyaml__:
@@ -119,7 +123,7 @@ def read_document(path: str | Path) -> Any:
         return yaml.load(text, Loader=_with_names_once(yaml.SafeLoader))  # for its message
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{path}: not YAML ({reason}). Fix the line it names.") from None
+        raise ValueError(f"{source}: not YAML ({reason}). Fix the line it names.") from None
 
 
 def parse_json(text: str, *, source: str) -> Any:

@@ -89,6 +89,16 @@ def name_by_driver(kind: str) -> str:
     return re.sub(r" \(\d+ GB\)$", "", kind)
 
 
+def kind_of_memory(name: str, nbytes: int) -> str:
+    """The kind that the driver calls so, with memory nearest to this; ``name`` if none is."""
+    known = built_in_kinds().values()
+    alike = [kind for kind in known if name_by_driver(kind.kind) == name]
+    nearest = min(
+        alike, key=lambda kind: abs(kind.memory_capacity_bytes - nbytes), default=None
+    )
+    return name if nearest is None else nearest.kind
+
+
 def named_kind(name: str, known: Mapping[str, DeviceKind]) -> str:
     """The known kind that ``name`` means: a whole name, or what tells it from all others.
 

@@ -53,7 +53,8 @@ def _spelled_out(key: Any, value: Any, where: str) -> Any:
         return {each: _number(flops, FLOPS, where) for each, flops in value.items()}
     if name.endswith(("_bytes", "_bytes_per_s")):
         number = _number(value, PACES if name.endswith("_s") else BYTES, where)
-        is_whole = isinstance(number, float) and number.is_integer()
+        # 23.65 GiB is no whole number of bytes; 64.0e+9 is one, and 64.5 a mistake.
+        is_whole = isinstance(value, str) or (isinstance(number, float) and number.is_integer())
         return int(number) if is_whole and name.endswith("_bytes") else number
     return spelled_out(value, where)
 

@@ -31,6 +31,7 @@ from shardhet.config.compose import (
 from shardhet.config.planning import Inputs, InputsConf, LimitConf, register_planning_schemas
 from shardhet.config.reasons import CHOICES, reasons_of
 from shardhet.records.cluster import DESCRIPTIONS, Cluster
+from shardhet.records.launchers import of_launcher
 
 DESCRIBED = "described"  # the folder of the group cluster that holds descriptions
 LIMITS = "limits."
@@ -94,6 +95,10 @@ def read_request(door: Door, arguments: Sequence[str]) -> Request | None:
 def _spelled_out(override: str) -> str:
     """An override with short forms spelled out for Hydra."""
     key, _, value = override.partition("=")
+    if key == "cluster" and Path(value).is_file():
+        return f"cluster_file={value}"
+    if key == "cluster" and of_launcher(value):
+        key = "cards"  # which refuses it
     if key in ("cards", "network") and value[:1] not in ("'", '"'):
         quoted = value.replace("\\", "\\\\").replace('"', '\\"')
         return f'{key}="{quoted}"'  # Hydra's grammar has no + and |
@@ -107,6 +112,9 @@ def _spelled_out(override: str) -> str:
 def composed(door: Door, request: Request) -> tuple[DictConfig, dict[str, str]]:
     """The configuration and the file chosen for each group; errors are SystemExit."""
     overrides = [each for each in request.overrides if not each.startswith(LIMITS)]
+    changed = [each for each in overrides if each.startswith("cluster.")]
+    if changed and not any(each.startswith("cluster=") for each in overrides):
+        raise ConfigError(f"{changed[0]}: of no cluster. Name one of conf/, as cluster=office.")
     GlobalHydra.instance().clear()
     with (
         searching_first(request.config_dir),
@@ -182,6 +190,12 @@ def load(door: Door, request: Request, schema: type[Conf]) -> tuple[Conf, Inputs
     conf = to_checked(cfg, schema)
 
     def described() -> Cluster:
+        if cfg.cluster is None:
+            from shardhet.profiler.here import cluster_here, said_of  # imports torch
+
+            found = cluster_here()
+            Console(stderr=True, highlight=False, soft_wrap=True).print(said_of(found))
+            return found
         choice = choices["cluster"]
         document: Any = OmegaConf.to_container(cfg.cluster)
         if "nodes" not in document:
