@@ -1,6 +1,8 @@
 """The corpus, the batches drawn from it, and how a plan deals them out."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,7 +100,58 @@ def test_a_folder_of_text_is_mapped_from_token_files(tmp_path: Path) -> None:
     assert first.train.size + first.held_out.size == 100 * 8 - 10 + 100
     (root / "page_0.md").write_text("changed")
     assert TextDir(root=root, pattern="*.md").load(cache_dir).digest == first.digest
-    assert sorted(path.name for path in cache_dir.iterdir()) == ["held_out.npy", "train.npy"]
+    assert TextDir(root=root, pattern="*.txt").load(cache_dir).train.size < 20  # not the same
+
+
+LINES = [f"line {i}\n" for i in range(40)]
+TALK = {"instruction": "Add.", "input": "1 1", "output": "2"}
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "content", "held_out"),
+    [
+        ({}, "a.txt", "".join(LINES), "line 38\nline 39\n"),
+        ({"held_out_share": 0.5}, "a.txt", "".join(LINES[:10]), "".join(LINES[5:10])),
+        ({"held_out_share": 0.0}, "a.txt", "".join(LINES), ""),
+        ({}, "a.txt", "x" * 40, "xx"),  # one long line
+        ({"held_out": "b.txt"}, "a.txt", "".join(LINES), "of its own"),
+        ({}, "a.jsonl", "".join(f'{{"text": "n{i}"}}\n' for i in range(30)), "n29"),
+        ({"field": "body"}, "a.jsonl", '{"body": "one"}\n\n{"body": "two"}', "two"),
+        ({"chat": str}, "a.jsonl", '{"messages": [1]}\n{"messages": [2]}', "[2]"),
+        ({}, "a.jsonl", '{"messages": []}', ValueError("a.jsonl:1: a conversation, but")),
+        ({}, "a.jsonl", '\n{"txt": 1}', ValueError(r"a.jsonl:2: an object with \['txt'\] but")),
+        ({}, "a.jsonl", '{"text', ValueError("a.jsonl:1: Unterminated string")),
+    ],
+)
+def test_one_file_is_enough_text(
+    options: dict[str, Any], name: str, content: str, held_out: Any, tmp_path: Path
+) -> None:
+    """Each byte is trained on or held out, in its order; lines and documents stay whole."""
+    (tmp_path / name).write_text(content)
+    (tmp_path / "b.txt").write_text("of its own")
+    if "held_out" in options:
+        options = {"held_out": tmp_path / options["held_out"]}
+    source = TextDir(root=tmp_path / name, **options)
+    if isinstance(held_out, ValueError):
+        with pytest.raises(ValueError, match=str(held_out)):
+            source.load(tmp_path / "tokens")
+        return
+    corpus = source.load(tmp_path / "tokens")
+    train, judged = (each.tobytes().decode() for each in (corpus.train, corpus.held_out))
+    assert judged == held_out + "\0" * bool(held_out)
+    if name == "a.txt" and "held_out" not in options:
+        assert train.rstrip("\0") + judged.rstrip("\0") == content
+    assert not any(f"{mark}\0" in train for mark in ("line", "\0", "{"))
+
+
+def test_conversations_are_written_by_the_template(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(TALK)}\n" * 2)
+    corpus = TextDir(root=tmp_path / "a.jsonl", chat=str).load(tmp_path / "tokens")
+    talk = [
+        {"role": "user", "content": "Add.\n\n1 1"},
+        {"role": "assistant", "content": "2"},
+    ]
+    assert corpus.train.tobytes().decode() == corpus.held_out.tobytes().decode() == f"{talk}\0"
 
 
 def test_a_pattern_that_leaves_nothing_is_refused_with_it(tmp_path: Path) -> None:

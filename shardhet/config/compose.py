@@ -63,6 +63,7 @@ HOSTS_OWN_KEYS = (  # paths; contents of folders are compared instead
     "replicas.folder",
     "model.path",
     "data.path",
+    "data.held_out",
     "data.cache_dir",
     "plan.path",
     "plan.measured",

@@ -23,7 +23,7 @@ from shardhet.records.workload import Workload
 
 if TYPE_CHECKING:
     from shardhet.models.decoder import DecoderConfig
-    from shardhet.training.data import Corpus
+    from shardhet.training.data import Chat, Corpus
 
 NUM_BYTES = 256
 
@@ -214,8 +214,11 @@ class DataConf(Checked, prefix="data."):
                 "larger tokens are those of a model=hf with a tokenizer.json."
             )
 
-    def load(self, token_dir: Path) -> "Corpus":
-        """The text as bytes; large texts are mapped from files in ``token_dir``."""
+    def load(self, token_dir: Path, chat: "Chat | None" = None) -> "Corpus":
+        """The text as bytes; large texts are mapped from files in ``token_dir``.
+
+        ``chat`` writes the messages of a conversation as text.
+        """
         raise NotImplementedError
 
 
@@ -225,7 +228,7 @@ class PySourceConf(DataConf):
 
     kind: DataKind = DataKind.PYSOURCE
 
-    def load(self, token_dir: Path) -> "Corpus":
+    def load(self, token_dir: Path, chat: "Chat | None" = None) -> "Corpus":
         """Read at every start: 9 MB."""
         from shardhet.training.data import PySource
 
@@ -234,26 +237,54 @@ class PySourceConf(DataConf):
 
 @dataclass(kw_only=True)
 class TextDirConf(DataConf):
-    """All files below a folder whose names match a pattern."""
+    """A file, or all files below a folder whose names match a pattern: text, or JSON lines."""
 
     kind: DataKind = DataKind.TEXT_DIR
     path: str = MISSING
     pattern: str = "*.txt"
+    # Text for evaluations, which is not trained on: another file or folder; a share of each
+    # file, its last part; or none.  null: one file in 20, by a hash of its path, and the last
+    # 0.05 of each where there are fewer.
+    held_out: str | None = None
+    field: str = "text"  # of JSON lines (*.jsonl); those without it are conversations
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not Path(self.path).is_dir():
+        if not Path(self.path).exists():
             raise ConfigError(
-                f"data.path: {self.path!r} is not a folder. Pass the folder of your texts."
+                f"data.path: {self.path!r} does not exist. Pass the file or folder of your "
+                "texts."
             )
-        if not any(Path(self.path).rglob(self.pattern)):
+        share = self._held_out_share
+        is_path = self.held_out is not None and share is None
+        if not 0 <= (share or 0) < 1 or (is_path and not Path(str(self.held_out)).exists()):
+            raise ConfigError(
+                f"data.held_out: {self.held_out!r} is neither a file or folder nor a share "
+                "below 1. Set data.held_out=0.05, a path, or none."
+            )
+        if Path(self.path).is_dir() and not any(Path(self.path).rglob(self.pattern)):
             raise ConfigError(
                 f"data.pattern: no file below {self.path!r} fits {self.pattern!r}. Give "
                 "another, such as '*.md'."
             )
 
-    def load(self, token_dir: Path) -> "Corpus":
+    @property
+    def _held_out_share(self) -> float | None:
+        try:
+            return 0.0 if self.held_out == "none" else float(str(self.held_out))
+        except ValueError:
+            return None
+
+    def load(self, token_dir: Path, chat: "Chat | None" = None) -> "Corpus":
         """The files, joined in ``token_dir`` by the first rank of each host."""
         from shardhet.training.data import TextDir
 
-        return TextDir(root=Path(self.path), pattern=self.pattern).load(token_dir)
+        share = self._held_out_share
+        return TextDir(
+            root=Path(self.path),
+            pattern=self.pattern,
+            held_out=Path(self.held_out) if self.held_out and share is None else None,
+            held_out_share=share,
+            field=self.field,
+            chat=chat,
+        ).load(token_dir)

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,21 @@ class PretrainedFolder:
         path = self.path / TOKENIZER
         return path if path.is_file() else None
 
+    def chat(self, messages: list[Any]) -> str:
+        """A conversation as the tokenizer's chat template writes it.
+
+        Raises ``ValueError`` if it cannot.
+        """
+        try:
+            return str(
+                _whole_tokenizer(self.path).apply_chat_template(messages, tokenize=False)
+            )
+        except Exception as error:  # of the template, or because there is none
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"a conversation that {self.path} does not write as text: {reason}"
+            ) from None
+
     @property
     def has_weights(self) -> bool:
         """Whether the folder contains weights."""
@@ -143,6 +159,13 @@ class PretrainedFolder:
             Objective.MASKED: transformers.AutoModelForMaskedLM,
             Objective.SECOND_HALF: transformers.AutoModelForSeq2SeqLM,
         }[self.objective]
+
+
+@cache
+def _whole_tokenizer(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
 
 
 def _find(name: str) -> Path:

@@ -13,10 +13,11 @@ between two steps, see the same samples in the same order:
 """
 
 import hashlib
+import json
 import os
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -38,6 +39,11 @@ SKIPPED_FOLDERS = frozenset(
     | {"encodings", "pydoc_data"}
 )
 HELD_OUT_PERCENT = 5
+FEW_FILES = 100 // HELD_OUT_PERCENT  # below, a hash of the path may hold out none or most
+JSON_LINES = (".jsonl", ".ndjson")
+SEPARATOR_BYTE = bytes([SEPARATOR])
+
+Chat = Callable[[list[Any]], str]  # the messages of a conversation as text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,14 +91,26 @@ class PySource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextDir:
-    """All files below ``root`` that match ``pattern``, held out by a hash of the path."""
+    """A file, or all files below a folder that match ``pattern``; see ``_documents_in``.
+
+    Held out are files, by a hash of their path; or the last part of each, of at least
+    ``held_out_share``: by default where there are too few files.  Or ``held_out`` is another
+    file or folder.
+    """
 
     root: Path
     pattern: str = "*.txt"
+    held_out: Path | None = None
+    held_out_share: float | None = None
+    field: str = "text"  # of JSON lines
+    chat: Chat | None = None
 
     def load(self, cache_dir: Path) -> Corpus:
         """The corpus, mapped from the token files in ``cache_dir``; built there if absent."""
-        paths = [cache_dir / f"{part}.npy" for part in ("train", "held_out")]
+        places = [each and str(each.absolute()) for each in (self.root, self.held_out)]
+        named = f"{places} {self.pattern} {self.held_out_share} {self.field}"
+        folder = cache_dir / hashlib.sha256(named.encode()).hexdigest()[:12]
+        paths = [folder / f"{part}.npy" for part in ("train", "held_out")]
         if not all(path.exists() for path in paths):
             corpus = self._read()
             for path, text in zip(paths, (corpus.train, corpus.held_out), strict=True):
@@ -101,20 +119,90 @@ class TextDir:
         return Corpus(train=train, held_out=held_out)
 
     def _read(self) -> Corpus:
-        documents = list(_files_below(self.root, self.pattern))
-        corpus = _join(documents)
-        if not corpus.train.size or not corpus.held_out.size:
+        found = [
+            (n, self._documents_in(path)) for n, path in _files_below(self.root, self.pattern)
+        ]
+        share = HELD_OUT_PERCENT / 100 if self.held_out_share is None else self.held_out_share
+        if self.held_out is not None:
+            judged = _files_below(self.held_out, self.pattern)
+            parts = [(text, b"") for _, text in found]
+            parts += [(b"", self._documents_in(path)) for _, path in judged]
+        elif (
+            self.held_out_share is None
+            and len(found) >= FEW_FILES
+            and any(is_held_out(name) for name, _ in found)
+        ):
+            parts = [(b"", text) if is_held_out(name) else (text, b"") for name, text in found]
+        else:
+            parts = [_cut(text, share) for _, text in found]
+        train, held_out = (
+            b"".join(each[i] + SEPARATOR_BYTE for each in parts if each[i]) for i in range(2)
+        )
+        if not train or not (held_out or share == 0):
             raise ValueError(
-                f"{self.root}: {len(documents)} files fit {self.pattern!r}, with "
-                f"{corpus.train.size} bytes to train on and {corpus.held_out.size} held out "
-                f"(one file in {100 // HELD_OUT_PERCENT}, by a hash of its path), but both are "
-                "needed. Name another folder or pattern, or cut large files into more."
+                f"{self.root}: {len(found)} files fit {self.pattern!r}, with {len(train)} "
+                f"bytes to train on and {len(held_out)} held out, but both are needed. Name "
+                "another folder or pattern, or set data.held_out."
             )
-        return corpus
+        return Corpus(
+            train=np.frombuffer(train, dtype=np.uint8),
+            held_out=np.frombuffer(held_out, dtype=np.uint8),
+        )
+
+    def _documents_in(self, path: Path) -> bytes:
+        """The text of a file; of JSON lines, that of each line, with separators between."""
+        if path.suffix not in JSON_LINES:
+            return path.read_bytes()
+        documents = []
+        for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+            if line.strip():
+                try:
+                    text = self._text_of(json.loads(line))
+                except ValueError as error:
+                    raise ValueError(f"{path}:{number}: {error}") from None
+                documents.append(text.replace(chr(SEPARATOR), "").encode())
+        return SEPARATOR_BYTE.join(documents)
+
+    def _text_of(self, row: Any) -> str:
+        """The text of one line: a field, or a conversation as the model's template has it."""
+        fields = row if isinstance(row, dict) else {}
+        if isinstance(fields.get(self.field), str):
+            return str(fields[self.field])
+        messages = fields.get("messages")
+        for question, answer in (("instruction", "output"), ("prompt", "completion")):
+            if question in fields and answer in fields:
+                asked = "\n\n".join(filter(None, (fields[question], fields.get("input"))))
+                messages = [{"role": "user", "content": asked}]
+                messages += [{"role": "assistant", "content": fields[answer]}]
+        if not isinstance(messages, list):
+            raise ValueError(
+                f"an object with {sorted(fields) or 'no fields'} but {self.field!r} is needed, "
+                "or messages, or instruction and output. Set data.field=NAME of the text."
+            )
+        if self.chat is None:
+            raise ValueError(
+                "a conversation, but nothing says how it is written as text. Choose model=hf "
+                "with a folder whose tokenizer has a chat template."
+            )
+        return self.chat(messages)
+
+
+def _cut(text: bytes, share: float) -> tuple[bytes, bytes]:
+    """``text`` and the last part of it, of whole documents; of one document, of whole lines."""
+    at = round(len(text) * (1 - share))
+    mark = SEPARATOR_BYTE if SEPARATOR_BYTE in text else b"\n"
+    if share:
+        after = text.find(mark, max(0, at - 1), -1) + 1
+        if not after and mark == SEPARATOR_BYTE:
+            after = text.rfind(mark, 0, at) + 1
+        at = after or at
+    return text[:at].rstrip(SEPARATOR_BYTE), text[at:]
 
 
 def _files_below(root: Path, pattern: str) -> Iterator[tuple[str, Path]]:
     """(path relative to ``root`` with forward slashes, path), sorted by the former."""
+    if root.is_file():
+        return iter([(root.name, root)])
     return _sorted_by_name(root, root.rglob(pattern))
 
 
@@ -128,7 +216,7 @@ def _join(documents: Iterable[tuple[str, Path]]) -> Corpus:
     train, held_out = bytearray(), bytearray()
     for name, path in documents:
         part = held_out if is_held_out(name) else train
-        part += path.read_bytes() + bytes([SEPARATOR])
+        part += path.read_bytes() + SEPARATOR_BYTE
     return Corpus(
         train=np.frombuffer(bytes(train), dtype=np.uint8),
         held_out=np.frombuffer(bytes(held_out), dtype=np.uint8),

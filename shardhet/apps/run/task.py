@@ -58,7 +58,7 @@ class Task:
 
     module: nn.Module  # on the meta device
     batches: Batches
-    judged: Batch
+    judged: Batch | None  # None: nothing is held out
     data_digest: str  # equal on two machines exactly if their samples are
     score_name: str  # of what ``score`` returns
     # Scores of simpler methods: a third of a second, for the rank that shows them.
@@ -75,7 +75,7 @@ class Task:
 
 def make_task(conf: TrainConf, *, global_batch_size: int, token_dir: Path) -> Task:
     """The task that the configuration describes; the same on every rank."""
-    text = conf.data.load(token_dir)
+    text = _text(conf, token_dir)
     if isinstance(conf.model, HfConf):
         return _hf_task(conf, conf.model, text, global_batch_size, token_dir)
     batches, judged = _batches(conf, text, global_batch_size)
@@ -93,7 +93,8 @@ def make_task(conf: TrainConf, *, global_batch_size: int, token_dir: Path) -> Ta
 
 def _in_bytes(task: Task, text: Corpus) -> Task:
     """The task on bytes as tokens, with tables as baselines."""
-    assert isinstance(task.judged, TokenBatch)
+    if not isinstance(task.judged, TokenBatch):
+        return task
     return replace(
         task,
         score_name="bits per byte",
@@ -104,7 +105,12 @@ def _in_bytes(task: Task, text: Corpus) -> Task:
 def make_files(conf: TrainConf, *, token_dir: Path) -> None:
     """Write the files that all ranks of a host read, unless they exist."""
     own = own_tokenizer(conf.model, conf.data) if isinstance(conf.model, HfConf) else None
-    _as_tokens(conf.data, conf.data.load(token_dir), token_dir, own)
+    _as_tokens(conf.data, _text(conf, token_dir), token_dir, own)
+
+
+def _text(conf: TrainConf, token_dir: Path) -> Corpus:
+    chat = conf.model.folder().chat if isinstance(conf.model, HfConf) else None
+    return conf.data.load(token_dir, chat)
 
 
 def make_module(model: ModelConf, data: DataConf, precision: Precision) -> nn.Module:
@@ -127,10 +133,10 @@ def _hf_task(
     if folder.objective is Objective.MASKED:
         mask = partial(masked, fraction=model.mask_fraction, mask_token=_mask_token(own))
         batches = ChangedBatches(text=batches, change=partial(mask, seed=conf.seed))
-        judged = mask(judged, seed=0, step=STEPLESS_SEED)
+        judged = judged and mask(judged, seed=0, step=STEPLESS_SEED)
     elif folder.objective is Objective.SECOND_HALF:
         batches = ChangedBatches(text=batches, change=second_half)
-        judged = second_half(judged)
+        judged = judged and second_half(judged)
     module = folder.in_memory(
         dtype=DTYPE_BY_PRECISION[conf.precision],
         weights=model.weights,
@@ -186,8 +192,8 @@ def _mask_token(own: ModelTokenizer | None) -> int:
 
 def _batches(
     conf: TrainConf, corpus: Corpus, global_batch_size: int
-) -> tuple[GlobalBatches, TokenBatch]:
-    """The training batches, and the held-out samples for evaluations."""
+) -> tuple[GlobalBatches, TokenBatch | None]:
+    """The training batches, and the held-out samples for evaluations, if there are any."""
     data = conf.data
     batches = GlobalBatches(
         corpus=corpus,
@@ -195,6 +201,8 @@ def _batches(
         global_batch_size=global_batch_size,
         seed=conf.seed,
     )
+    if not corpus.held_out.size:
+        return batches, None
     judged = held_out_windows(corpus, seq_len=data.seq_len, num_samples=data.num_judged_samples)
     return batches, judged
 

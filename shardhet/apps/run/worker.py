@@ -331,6 +331,8 @@ class Run:
             display.show_devices(uses)
 
     def _evaluate(self, step: int, display: Display) -> None:
+        if self._built.task.judged is None:
+            return
         evaluation = self.trainer.evaluate(self._built.task.judged)
         score, name = self._built.task.score(evaluation), self._built.task.score_name
         values = {"held_out_loss": evaluation.mean_loss, f"held_out_{_snake(name)}": score}
