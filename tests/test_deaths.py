@@ -1,12 +1,14 @@
 """A rank that raises or dies in the middle of training is named by all others in seconds."""
 
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
@@ -16,6 +18,7 @@ from shardhet import Plan
 from shardhet.comm.failure import SECONDS_TO_HEAR_THE_CAUSE
 from tests.hosts import on_different_hosts
 from tests.misdeeds import commit
+from tests.programs import TORCHRUN, run
 from tests.selection import one_in
 from tests.test_bad_input import HOSTS, PLAN, TURNED, WITHIN_S, others_hear, wrap
 from tests.worlds import Outcome, run_ranks_expecting_failure
@@ -184,3 +187,14 @@ def test_a_rank_of_another_host_that_is_busy_is_not_called_dead() -> None:
     )
     assert "ended without a message, cut off, or computing still" in first.message
     assert busy.message.startswith("rank 2 (any device on gamma) did not answer within 3 s")
+
+
+def test_a_rank_with_fewer_batches_is_named_as_that(tmp_path: Path) -> None:
+    """Its program has ended with status 0; the others wait for its next step."""
+    program = ("-m", "tests.toys.short_loader")
+    done = run([*TORCHRUN, "--nproc-per-node=2", *program], tmp_path)
+    assert re.search(
+        r"RuntimeError: rank 1 \(.*\) ended without an exception after 2 steps, while this "
+        r"rank is in model\(\.\.\.\) of step 3\. Give every rank as many batches",
+        done.stderr,
+    )

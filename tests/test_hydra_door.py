@@ -45,6 +45,11 @@ def test_torchrun_is_told_what_is_wrong_with_a_configuration(
     assert refuse(error, None).code == 1
     assert capsys.readouterr().err == f"{error}\nNothing was started.\n"
     assert not list(tmp_path.iterdir())
-    refuse(error, ENV)
+    try:
+        raise error
+    except ConfigError as raised:
+        refuse(raised, ENV)
     told = json.loads((tmp_path / "error.json").read_text())["message"]
-    assert told["extraInfo"]["py_callstack"].strip().endswith(str(error))
+    callstack = told["extraInfo"]["py_callstack"].strip()
+    assert callstack.endswith(str(error))
+    assert callstack.count("\n") <= 4  # in a report that is long enough

@@ -1,5 +1,6 @@
 """Failure propagation: every rank reports one rank's failure, within seconds."""
 
+import atexit
 import json
 import os
 import re
@@ -27,6 +28,7 @@ SECONDS_BETWEEN_LOOKS = 0.05
 MIB, GIB = 2**20, 2**30
 LIMIT_AFTER_FAILURE = 0.9  # of the memory that was predicted, or had been allocated
 MEND = "All ranks stop. Fix the cause on that rank and start again."
+ENDED = "shardhet_ended_"  # in the store, with a position
 OF_CUDA = "ncclUnhandledCudaError"  # in torch's error, if a call of CUDA failed in NCCL
 NO_HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # in torch's RuntimeError
 TRACEBACK = "SHARDHET_TRACEBACK"  # "full": with the frames inside of this package
@@ -130,6 +132,7 @@ class Lifeline:
         if not _hooks_before:
             _hooks_before.append(sys.excepthook)
             sys.excepthook = _tell_before_the_end
+            atexit.register(_say_that_it_ended)
 
     @property
     def doing(self) -> str:
@@ -156,6 +159,13 @@ class Lifeline:
         except Exception as error:
             self._announce(error)
             raise
+
+    def say_that_it_ended(self) -> None:
+        """Leave word that this rank's program came to its end, if that is to be read then."""
+        with suppress(RuntimeError):
+            if holder_of(self._store)[1] is None:  # a rank may have taken the store along
+                steps = f"{progress.step} step{'s' * (progress.step != 1)}"
+                self._store.set(f"{ENDED}{self._channel.position}", steps)
 
     def tell(self, error: BaseException) -> None:
         """Announce an error that ends this process outside of ``guard``, unless others have."""
@@ -247,6 +257,14 @@ class Lifeline:
             for position in range(len(self._names))
             if not store.check([f"shardhet_signed_off_{position}"])
         ]
+        for position in silent:
+            if store.check([f"{ENDED}{position}"]):
+                steps = store.get(f"{ENDED}{position}").decode()
+                return (
+                    f"{self._names[position]} ended without an exception after {steps}, while "
+                    f"this rank is in {self.doing} of step {progress.step + 1}. Give every "
+                    "rank as many batches: is its loader shorter?"
+                )
         ended, unknown = self._split_by_host(silent)
         if ended:
             return (
@@ -286,6 +304,12 @@ class Lifeline:
 
 _lifelines: WeakSet[Lifeline] = WeakSet()
 _hooks_before: list[Callable[..., Any]] = []  # at most one
+
+
+def _say_that_it_ended() -> None:
+    if getattr(sys, "last_value", None) is None:  # what the interpreter ends with
+        for each in list(_lifelines):
+            each.say_that_it_ended()
 
 
 def _tell_before_the_end(kind: type[BaseException], error: BaseException, trace: Any) -> None:

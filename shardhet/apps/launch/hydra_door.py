@@ -138,8 +138,9 @@ def _say(error: ConfigError, what_follows: str, env: RankEnv | None) -> None:
     console.print(f"{error}{what_follows}", markup=False)
     if env is None:
         return
+    error.__traceback__ = None  # the report has what follows; its last line is the message
     try:
-        raise error  # the report has a traceback, whose last line is the message
+        raise error from None
     except ConfigError:
         get_error_handler().record_exception(error)
     if env.may_start_again:
