@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from shardhet.config.models import SampleShape
 from shardhet.config.reasons import reasons_of
 from shardhet.config.train import Precision, TrainConf
 from shardhet.profiler.measure import MeasuringEffort, measure
-from shardhet.records.plan import Plan
+from shardhet.records.plan import HoldsFor, Plan
 from shardhet.training.optim import OptimizerSpec, WarmupDecay
 from tests.selection import one_in
 from tests.test_fewer import setting_of
@@ -241,6 +242,30 @@ def test_every_choice_comes_back_from_its_run_folder(choice: str, tmp_path: Path
     checked_world_size(conf, num_launched=None) if choice != "logger=wandb" else None
     save_resolved(cfg, tmp_path / "config.yaml")
     assert load_resolved(tmp_path / "config.yaml") == conf
+
+
+@pytest.mark.parametrize(
+    ("keys", "found"),
+    [
+        ([], Precision.BF16),
+        (["optim=sgd", "data.seq_len=100", "precision=BF16"], Precision.BF16),
+        (["precision=FP32"], "precision: float32 but the plan was made for bfloat16. Train"),
+        (["data.seq_len=129"], "data.seq_len: 129 but the plan was made for 128"),
+        (["+optim.arguments.amsgrad=true"], "optim: 3 tensors kept .* was made for 2"),
+    ],
+)
+def test_a_plan_says_what_it_holds_for(keys: list[str], found: Any, tmp_path: Path) -> None:
+    """Its precision is followed where none is given; what takes more memory is refused."""
+    path = tmp_path / "plan.json"
+    said = HoldsFor(param_dtype="bfloat16", tokens_per_sample=128, num_moments=2)
+    replace(Plan.even(2, microbatch_size=1), holds_for=said).save(path)
+    conf = conf_with("plan=file", f"plan.path={path}", "cluster.device=CPU", *keys)
+    if isinstance(found, Precision):
+        assert checked_world_size(conf, num_launched=None) == 2
+        assert conf.precision is found
+        return
+    with pytest.raises(ConfigError, match=found):
+        checked_world_size(conf, num_launched=None)
 
 
 @pytest.mark.parametrize("experiment", choices_by_group(conf_dir())["experiment"])

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardhet import ExampleBatch, HetFSDP, Plan, describe, mean_of_samples
+from shardhet.records.plan import HoldsFor
 from tests.worlds import run_ranks
 
 ALONE = Plan.even(1, microbatch_size=2)
@@ -41,6 +43,30 @@ def net() -> nn.Module:
 def test_options_of_a_wrong_type_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         HetFSDP(net(), ALONE, **options)
+
+
+@pytest.mark.parametrize(
+    ("holds_for", "param_dtype", "words"),
+    [
+        (
+            "bfloat16",
+            None,
+            "is for a model that computes in torch.bfloat16 but .*float32",
+        ),
+        ("float32", torch.float16, "Pass param_dtype=torch.float32, or plan again"),
+        ("bfloat16", torch.bfloat16, None),
+    ],
+)
+def test_a_plan_for_another_precision_is_refused(
+    holds_for: str, param_dtype: torch.dtype | None, words: str | None
+) -> None:
+    said = HoldsFor(param_dtype=holds_for, tokens_per_sample=1, num_moments=2)
+    plan = replace(ALONE, holds_for=said)
+    if words is None:
+        assert HetFSDP(net(), plan, param_dtype=param_dtype).plan.holds_for == said
+        return
+    with pytest.raises(ValueError, match=words):
+        HetFSDP(net(), plan, param_dtype=param_dtype)
 
 
 def test_devices_and_dimensions_may_be_said_in_other_ways() -> None:

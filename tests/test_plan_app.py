@@ -20,7 +20,7 @@ from shardhet.planner.stages.bound import together_s
 from shardhet.pricing.derive import derive_profile
 from shardhet.profiler.here import FoundCard
 from shardhet.records.cluster import Cluster, DeviceSpec
-from shardhet.records.plan import Plan, RankPlan
+from shardhet.records.plan import HoldsFor, Plan, RankPlan
 from shardhet.records.shown import recomputed
 from shardhet.records.workload import Workload
 from tests.selection import for_campaign, one_in
@@ -55,12 +55,28 @@ def refused(
     return code, capsys.readouterr().err
 
 
+def test_a_plan_for_several_hosts_says_what_to_start_on_each(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    keys = ("cluster=lab", "leave_out=never", "max_rounds=1", "global_batch_size=16")
+    text = said(capsys, *keys, *QUICK, f"out={tmp_path}/plan.json")
+    for host, num in (("a100", 2), ("v100", 4)):
+        assert (
+            f"on {host}: torchrun --nnodes=2 --nproc-per-node={num} --rdzv-backend=c10d "
+            f"--rdzv-endpoint=a100:29500 -m shardhet.apps.train plan=file "
+            f"plan.path={tmp_path}/plan.json ..."
+        ) in text
+
+
 def test_a_plan_is_shown_with_its_reasons_and_its_rivals(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     text = said(capsys, *EVERYTHING, f"out={tmp_path}/plan.json")
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.global_batch_size == 64
+    assert plan.holds_for == HoldsFor(
+        param_dtype="bfloat16", tokens_per_sample=2048, num_moments=2
+    )
     assert "llama_1b: 1,100,048,384 parameters in 24 units, bfloat16; 3 devices" in text
     assert "Times are derived: within a factor of 1.4 for nine of ten blocks" in text
     assert "they were not measured" in text

@@ -12,6 +12,7 @@ from shardhet.apps.cli.quantities import of_budget
 from shardhet.apps.cli.streamed import Waiting
 from shardhet.apps.planning.fewer_devices import BetterWithout, better_without, ranges
 from shardhet.apps.planning.inputs import Door, load, read_request
+from shardhet.apps.planning.keeping import keep_plan
 from shardhet.apps.planning.replicas import told_price
 from shardhet.apps.planning.report import (
     Alternative,
@@ -82,7 +83,6 @@ shardhet plan key=value ...
   shardhet plan replicas.every=10      and what it takes to lose no more steps than that""",
 )
 LEAST_LOSS = 5e-4  # that is stated
-LAST_PLAN = Path(".shardhet", "last_plan.json")  # of commands without out=
 # Sufficient for comparisons; the plan itself is searched until it is proven optimal.
 COMPARED = Effort(relative_gap=1e-4)
 COMPARED_IF_UNLIKE = Effort(relative_gap=1e-3, max_exact_additions=1e7)
@@ -252,7 +252,7 @@ def _show_faster_pipeline(
         half = pipeline_in_float16(conf, inputs, demands, report.solution.step_time_s)
     if half is not None:
         console.print(half, markup=False, soft_wrap=True)
-    _keep(conf, report.solution.plan, console)
+    keep_plan(inputs.setting, report.solution.plan, conf.out, console)
     return True
 
 
@@ -423,7 +423,7 @@ def _shortfall(inputs: Inputs, demands: Demands, batch: int) -> str:
 
 def _write(conf: PlannerConf, report: PlanReport, console: Console) -> None:
     """Write the requested files."""
-    _keep(conf, report.solution.plan, console)
+    keep_plan(report.inputs.setting, report.solution.plan, conf.out, console)
     if conf.setting_out is not None:
         report.inputs.setting.save(conf.setting_out)
         console.print(
@@ -436,16 +436,3 @@ def _write(conf: PlannerConf, report: PlanReport, console: Console) -> None:
 
         draw_report(report, Path(conf.picture))
         console.print(f"drawn to {conf.picture}", markup=False, soft_wrap=True)
-
-
-def _keep(conf: PlannerConf, plan: Plan, console: Console) -> None:
-    """Write the plan where it was asked for, or as the last one of this folder."""
-    if conf.out is not None:
-        plan.save(conf.out)
-        console.print(f"written to {conf.out}", markup=False, soft_wrap=True)
-        return
-    with suppress(OSError):  # a folder that cannot be written to has no last plan
-        LAST_PLAN.parent.mkdir(exist_ok=True)
-        plan.save(LAST_PLAN)
-        said = f"The plan is in {LAST_PLAN} until the next one; out=plan.json keeps it."
-        console.print(said, markup=False, soft_wrap=True)

@@ -70,7 +70,7 @@ def _train(cfg: DictConfig) -> None:
         Console(highlight=False).print(goes_on, markup=False, soft_wrap=True)
 
     def begin() -> None:
-        cfg.cluster.num_ranks = world_size
+        cfg.cluster.num_ranks, cfg.precision = world_size, conf.precision
         folder.begin(cfg)
 
     if env is None:
@@ -123,6 +123,7 @@ def checked_world_size(conf: TrainConf, *, num_launched: int | None) -> int:
     conf.optim.check()
     conf.check_resume()
     conf.check_rebalance()
+    conf.check_holds()
     conf.check_model_fits_data()
     world_size = conf.world_size(num_launched)
     conf.check_link(world_size, is_launched=num_launched is not None)

@@ -48,6 +48,8 @@ class MeasureConf(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.precision is Precision.AUTO:
+            self.precision = Precision.FP32
         check_fp16_accumulation(self.fp16_accumulation, self.precision)
 
     def world_size(self, num_launched: int | None) -> int:

@@ -66,6 +66,10 @@ class ModelConf(Checked, prefix="model."):
         """The name in reports of the model chosen by ``model=choice``."""
         return choice
 
+    def counted_tokens(self, seq_len: int) -> int:
+        """The tokens of a sample that a workload counts with."""
+        return seq_len
+
     def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
         """The model as counts and bytes; ConfigError if its shape is impossible."""
         raise NotImplementedError

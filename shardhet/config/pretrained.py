@@ -115,6 +115,13 @@ class HfConf(ModelConf):
         trained = sum(each.numel() for each in module.parameters() if each.requires_grad)
         return f"{type(adapted.get_base_model()).__name__} (LoRA: {trained:,} trained)"
 
+    def counted_tokens(self, seq_len: int) -> int:
+        """Those of the encoder, if there is one."""
+        from shardhet.models.pretrained import Objective
+
+        is_halved = self.folder().objective is Objective.SECOND_HALF
+        return seq_len // 2 if is_halved else seq_len
+
     def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
         """The model's workload, counted on tensors without memory."""
         import torch

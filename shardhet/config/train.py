@@ -27,13 +27,14 @@ from shardhet.config.training import (
     OptimConf,
     PlanConf,
 )
-from shardhet.records.plan import Plan
+from shardhet.records.plan import HoldsFor, Plan
 from shardhet.training.guard import OnBadStep
 
 
 class Precision(Enum):
     """Number formats; gradients are summed in the format of the stored parameters."""
 
+    AUTO = "auto"  # that of a plan that says it, else FP32; resolved in ``__post_init__``
     FP64 = "float64"
     FP32 = "float32"
     BF16 = "bfloat16"  # of gathered parameters and activations; stored in float32
@@ -137,7 +138,7 @@ class TrainConf(Checked):
     seed: int = checked(0, at_least(0))  # of weights, batches and dropout
     num_steps: int = checked(200, at_least(1))
     max_grad_norm: float = checked(1.0, above(0))
-    precision: Precision = Precision.FP32
+    precision: Precision = Precision.AUTO
     # Products in float16 also sum in float16: twice as fast on GeForce cards, but sums keep 11
     # bits instead of 24, so those of K terms are off by about sqrt(K) / 2^11 of their size.
     fp16_accumulation: bool = False
@@ -182,6 +183,9 @@ class TrainConf(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        held = self._plan_holds_for
+        if self.precision is Precision.AUTO:
+            self.precision = Precision.FP32 if held is None else Precision(held.param_dtype)
         check_fp16_accumulation(self.fp16_accumulation, self.precision)
         rolls_back = self.guard.on_bad_step is OnBadStep.ROLL_BACK
         if rolls_back and not self.checkpoint.every:
@@ -222,6 +226,31 @@ class TrainConf(Checked):
     def to_plan(self, world_size: int) -> Plan:
         """The plan for ``world_size`` ranks."""
         return self.plan.to_record(self.cluster.devices(world_size))
+
+    @property
+    def _plan_holds_for(self) -> HoldsFor | None:
+        return (
+            self.plan.to_record(()).holds_for if isinstance(self.plan, FilePlanConf) else None
+        )
+
+    def check_holds(self) -> None:
+        """Raise if the plan was made for another precision, or for less memory."""
+        held = self._plan_holds_for
+        if held is None:
+            return
+        tokens = self.model.counted_tokens(self.data.seq_len)
+        num_moments = self.optim.to_record().count_moments()
+        kept = f"{num_moments} tensors kept for each parameter"
+        for key, here, there, is_fit in (
+            ("precision", self.precision.value, held.param_dtype, False),
+            ("data.seq_len", tokens, held.tokens_per_sample, tokens < held.tokens_per_sample),
+            ("optim", kept, held.num_moments, num_moments <= held.num_moments),
+        ):
+            if here != there and not is_fit:
+                raise ConfigError(
+                    f"{key}: {here} but the plan was made for {there}. Train as it says, or "
+                    "plan again for this run."
+                )
 
     def check_resume(self) -> None:
         """Raise if there is nothing at the path to resume from."""

@@ -106,6 +106,15 @@ def check_options(
     _check_apart(module)
     for field in fields(precision):
         check_dtype(field.name, getattr(precision, field.name))
+    computed = precision.param_dtype or next(
+        (each.dtype for each in module.parameters() if each.is_floating_point()), None
+    )
+    held = None if plan.holds_for is None else getattr(torch, plan.holds_for.param_dtype)
+    if held not in (None, computed):
+        raise ValueError(
+            f"plan: it is for a model that computes in {held} but HetFSDP gathers {computed}. "
+            f"Pass param_dtype={held}, or plan again for this model."
+        )
     if loss_fn is not None and not callable(loss_fn):
         raise ValueError(f"HetFSDP: loss_fn is {loss_fn!r} but must be a function.")
     try:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from shardhet.comm import devices

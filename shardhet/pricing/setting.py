@@ -1,6 +1,6 @@
 """The input of every price: a cluster, a workload and measurements."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -32,6 +32,10 @@ class Setting:
             Workload.load(path / WORKLOAD_FILE),
             Profile.load(path / PROFILE_FILE),
         )
+
+    def named(self, plan: Plan) -> Plan:
+        """The plan, which says what it holds for."""
+        return replace(plan, holds_for=self.workload.holds_for)
 
     def check_plan(self, plan: Plan, *, name: str) -> None:
         """Raise ``ValueError`` unless ``plan`` is for this model on as many devices.

@@ -147,7 +147,7 @@ def plan_for(
             if line:
                 logger.warning("plan_for: %s", line)
         logger.info("planning for %d devices", cluster.world_size)
-        plan = find_plan(setting, global_batch_size=global_batch_size)
+        plan = setting.named(find_plan(setting, global_batch_size=global_batch_size))
         logger.info("%s", plan)
         return plan.to_json()
 

@@ -108,6 +108,15 @@ class PlannedUnit:
     numel: int  # elements of all its parameters
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldsFor:
+    """What the memory and times of a plan were counted for."""
+
+    param_dtype: str  # of parameters in flight and of compute
+    tokens_per_sample: int
+    num_moments: int  # that the optimizer keeps per parameter
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan(ShownPlan, Document):
     """One entry per device, in an order that the plan itself defines.
@@ -129,6 +138,7 @@ class Plan(ShownPlan, Document):
     stages: tuple[Stage, ...] | None = None  # of a pipeline; None: all devices have all units
     two_level_units: Annotated[tuple[str, ...], OMITTABLE] = ()  # cross once per node
     resident_units: Annotated[tuple[str, ...], OMITTABLE] = ()  # frozen parts stay whole
+    holds_for: HoldsFor | None = None  # None: it was not said
     ranks: tuple[RankPlan, ...]
     units: tuple[PlannedUnit, ...] = ()
 

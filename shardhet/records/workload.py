@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Self
 
 from shardhet.records.codec import OMITTABLE, Bounds, Count, Document, PositiveInt, repeated
 from shardhet.records.layout import FlatLayout
-from shardhet.records.plan import PlannedUnit
+from shardhet.records.plan import HoldsFor, PlannedUnit
 
 _FIGURES = (
     "forward_flops",
@@ -178,6 +178,15 @@ class Workload(Document):
         trained_part = self.trained_numel / self.numel
         num_tensors = 1 + (1 + self.num_moments) * trained_part
         return trained_part * self.state_bytes_per_element / num_tensors
+
+    @property
+    def holds_for(self) -> HoldsFor:
+        """What a plan says of the workload that it was made for."""
+        return HoldsFor(
+            param_dtype=self.param_dtype,
+            tokens_per_sample=self.tokens_per_sample,
+            num_moments=self.num_moments,
+        )
 
     def with_moments(self, num_moments: int) -> Self:
         """The workload with an optimizer that keeps ``num_moments`` tensors per parameter."""
