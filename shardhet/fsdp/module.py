@@ -110,8 +110,8 @@ class HetFSDP(ModuleInRounds):
         row_source: RowSource | None = None,
     ) -> None:
         super().__init__()
-        self._precision = check_options(module, loss_fn, seed, param_dtype, reduce_dtype)
         plan, group = plan_of(plan), default_group(group)
+        self._precision = check_options(module, plan, loss_fn, seed, param_dtype, reduce_dtype)
         mine = planned_device(plan, group) if rehearse or is_rehearsal() else device_spec
         device = device_for("cpu" if rehearse or is_rehearsal() else device, module)
         members = Members.of_plan(group, plan, device=device, device_spec=mine)

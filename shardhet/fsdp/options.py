@@ -18,6 +18,7 @@ from shardhet.fsdp.params.optimizer_gate import are_rows
 from shardhet.fsdp.sharding.build import MixedPrecision
 from shardhet.fsdp.state_door import ModuleWithState
 from shardhet.records.codec import meant
+from shardhet.records.plan import Plan
 
 _DISPATCH = torch.Tensor.__torch_dispatch__  # of parameters that are plain memory
 
@@ -98,7 +99,7 @@ def _places(tensor: Tensor) -> Tensor:
 
 
 def check_options(
-    module: Any, loss_fn: Any, seed: Any, param_dtype: Any, reduce_dtype: Any
+    module: Any, plan: Plan, loss_fn: Any, seed: Any, param_dtype: Any, reduce_dtype: Any
 ) -> MixedPrecision:
     """Raise ``TypeError`` or ``ValueError`` for what cannot be wrapped, or in this way."""
     precision = MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
