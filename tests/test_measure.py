@@ -26,12 +26,13 @@ from shardhet.profiler.compute import ComputeMeasurement, UnitSamples, candidate
 from shardhet.profiler.host import HostPartReport, room_of
 from shardhet.profiler.measure import MeasuringEffort, measure
 from shardhet.profiler.stopwatch import Stopwatch, timing_of, typical_mean
-from shardhet.profiler.subsets import some_of, subsets_to_measure
 from shardhet.profiler.traffic import (
     CollectiveSamples,
     GroupSamples,
     PairSamples,
     sizes_to_measure,
+    some_of,
+    subsets_to_measure,
     uneven_shares,
 )
 from shardhet.profiler.unit_runner import Started

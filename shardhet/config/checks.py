@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, TypeVar
@@ -116,3 +117,15 @@ class Checked:
 
     def __post_init__(self) -> None:
         check_fields(self, self._prefix)
+
+
+def number_of(key: str, text: str) -> float:
+    """``10M`` or ``2.5e9`` as a number."""
+    factor = {"k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}.get(text[-1:], 1.0)
+    try:
+        number = factor * float(text if factor == 1 else text[:-1])
+    except ValueError:
+        number = 0.0
+    if not 0 < number < inf:
+        raise ConfigError(f"{key}: {text!r} is no number. Write 10M, 2.5B or 300000.")
+    return number

@@ -50,7 +50,7 @@ from shardhet.config.training import (
     PlanKind,
     ProportionalPlanConf,
 )
-from shardhet.records.described import conf_dir as conf_dir
+from shardhet.records.written import conf_dir as conf_dir
 
 C = TypeVar("C")  # a schema
 

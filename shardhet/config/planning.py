@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from fnmatch import fnmatchcase
 from functools import partial
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from shardhet.config.checks import (
     checked,
     config_errors,
     is_fraction,
+    number_of,
     one_of,
 )
 from shardhet.config.compose import register_schemas
@@ -342,7 +342,7 @@ class PlannerConf(InputsConf):
         """How long ``for_tokens`` take; None if that is not asked."""
         if self.for_tokens is None:
             return None
-        hours = _number("for_tokens", self.for_tokens) / tokens_per_s / 3600
+        hours = number_of("for_tokens", self.for_tokens) / tokens_per_s / 3600
         days = f" ({hours / 24:,.1f} days)" * (hours >= 48)
         time = f"{hours:,.1f} hours{days}" if hours >= 2 else f"{60 * hours:,.0f} minutes"
         return f"{self.for_tokens} tokens take {time}."
@@ -435,18 +435,6 @@ def _positions(what: str, key: str, devices: Sequence[DeviceSpec]) -> list[int]:
             f"kind or pattern of it: {kinds}."
         )
     return named
-
-
-def _number(key: str, text: str) -> float:
-    """``10M`` or ``2.5e9`` as a number."""
-    factor = {"k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}.get(text[-1:], 1.0)
-    try:
-        number = factor * float(text if factor == 1 else text[:-1])
-    except ValueError:
-        number = 0.0
-    if not 0 < number < inf:
-        raise ConfigError(f"{key}: {text!r} is no number. Write 10M, 2.5B or 300000.")
-    return number
 
 
 def _check_file(key: str, path: Path) -> None:

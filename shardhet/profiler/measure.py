@@ -26,14 +26,16 @@ from shardhet.profiler.describe import describe_sketch, trained_dtype
 from shardhet.profiler.host import HostPartReport
 from shardhet.profiler.reserved import Reserved, find_reserved
 from shardhet.profiler.sketch import ModelSketch, sketch_model
-from shardhet.profiler.subsets import among_some, some_of, subsets_to_measure
 from shardhet.profiler.traffic import (
     Channels,
     CollectiveSamples,
     GroupSamples,
     PairSamples,
     Traffic,
+    among_some,
     sizes_to_measure,
+    some_of,
+    subsets_to_measure,
 )
 from shardhet.profiler.turns import turn_overhead_seconds
 from shardhet.records.cluster import DeviceSpec

@@ -7,6 +7,7 @@ which ``shardhet.pricing.derive`` takes off.
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from shardhet.records.kinds import DeviceKind, named_kind
@@ -130,3 +131,16 @@ def _card(written: str, known: Mapping[str, DeviceKind]) -> dict[str, Any]:
             "with + between two cards, x2 behind two alike, and | between two hosts."
         )
     return {"kind": named_kind(name, known), "count": int(number)}
+
+
+def conf_dir() -> Path:
+    """The folder ``conf/``, inside the installed package or next to it in a checkout."""
+    package_dir = Path(__file__).parent.parent
+    installed = package_dir / "conf"
+    return installed if installed.is_dir() else package_dir.parent / "conf"
+
+
+def described_cluster(name: str | Path) -> str | Path:
+    """The path of the cluster that is described under this name; else the name as it is."""
+    path = conf_dir() / "cluster" / "described" / f"{name}.yaml"
+    return path if path.is_file() else name
