@@ -10,8 +10,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from shardhet.apps.cli.quantities import counted, percent
+from shardhet.apps.plan import DOOR
 from shardhet.apps.plan import main as plan_main
+from shardhet.apps.planning.inputs import load, read_request
 from shardhet.apps.planning.sentences import form_lines
+from shardhet.apps.planning.what_if import Asked, forms
 from shardhet.apps.simulate import main as simulate_main
 from shardhet.config.compose import conf_dir
 from shardhet.config.models import DecoderConf
@@ -444,7 +447,29 @@ def test_where_no_plan_exists_the_nearest_miss_is_said(
     assert "a round has 1,000,000 samples, of which one device may compute" in text
     code, text = refused(capsys, "model=llama_13b")
     assert code == 1
-    assert "the state of 196.31 GiB does not fit" in text
+    assert "the state of 196.31 GiB (193.95 GiB, and copies that collectives make) does" in text
+
+
+def test_hosts_whose_stated_memory_is_the_limit_are_told_what_they_lack(tmp_path: Path) -> None:
+    path = tmp_path / "cards.yaml"
+    path.write_text(
+        "version: 1\nnodes:\n"
+        "- {host: a, host_memory_bytes: 16 GiB, devices: [{kind: L4}, {kind: RTX 4090}]}\n"
+        "- {host: b, host_memory_bytes: 8 GiB, devices: [{kind: RTX 3090}]}\n"
+    )
+    request = read_request(DOOR, [f"cluster={path}", "model=llama_7b", "global_batch_size=4"])
+    assert request is not None
+    conf, inputs = load(DOOR, request, PlannerConf)
+    demands = conf.to_demands(inputs.setting.cluster.devices)
+    asked = Asked(conf=conf, inputs=inputs, demands=demands, best=None)
+    [larger] = [each for each in forms(asked) if each.change.startswith("more memory of hosts")]
+    told = re.fullmatch(
+        r"which keeps (\S+) GiB on a \(16.0 stated\) and (\S+) GiB on b \(8.0 stated\).",
+        larger.reach()[1],
+    )
+    assert told is not None
+    assert float(told[1]) > 16
+    assert float(told[2]) > 8
 
 
 @pytest.mark.campaign  # a search for the largest batch, which has its own tests

@@ -42,8 +42,7 @@ def nearest_miss(problem: Problem, builder: TableBuilder, *, stride: int = 1) ->
     per_numel = model.bytes_per_stored_numel
     room = sum(group.count * float(group.room.max()) for group in problem.groups)
     if room >= problem.state_numel:
-        state_bytes = problem.state_numel * per_numel
-        return _no_sample_fits(model, builder.demands, state_bytes, room * per_numel)
+        return _no_sample_fits(model, builder.demands, problem.state_numel, room * per_numel)
     is_rest = problem.state_numel < model.workload.numel * (1 - 1e-6)
     state, who = (
         ("the rest of the state, beside what limits fix, of", "the other devices")
@@ -51,7 +50,7 @@ def nearest_miss(problem: Problem, builder: TableBuilder, *, stride: int = 1) ->
         else ("the state of", f"all {model.cluster.world_size} devices")
     )
     return (
-        f"plan: {state} {_gib(problem.state_numel * per_numel)} does not fit: {who} "
+        f"plan: {state} {_state(model, problem.state_numel)} does not fit: {who} "
         f"together have room for {_gib(room * per_numel)} while they compute nothing, "
         "and less beside one sample. Add devices, raise memory budgets, or train a smaller "
         "model."
@@ -59,7 +58,7 @@ def nearest_miss(problem: Problem, builder: TableBuilder, *, stride: int = 1) ->
 
 
 def _no_sample_fits(
-    model: CostModel, demands: Demands, state_bytes: float, room_bytes: float
+    model: CostModel, demands: Demands, state_numel: float, room_bytes: float
 ) -> str:
     """The state fits in the room of idle devices; say what a single sample needs at best."""
     every = RankPlan(microbatch_sizes=(1,), state_share=0.0, recomputed_units=EVERY_UNIT)
@@ -76,10 +75,10 @@ def _no_sample_fits(
     if enough:
         i = min(enough, key=taken.__getitem__)
         left_bytes = room_bytes - taken[i]
-        if left_bytes < state_bytes:
+        if left_bytes < state_numel * model.bytes_per_stored_numel:
             left = (
                 f", which leaves room on all devices for {_gib(left_bytes)} of the state of "
-                f"{_gib(state_bytes)}"
+                f"{_state(model, state_numel)}"
             )
     return (
         f"plan: the state fits, but no single sample beside it: device {i} "
@@ -87,6 +86,13 @@ def _no_sample_fits(
         f"recomputed, of {_gib(budgets[i])}{left}. Take shorter samples (seq_len), add "
         "memory, or cut the model into smaller units."
     )
+
+
+def _state(model: CostModel, numel: float) -> str:
+    """How much the state takes, by itself and with the copies that collectives make of it."""
+    alone = _gib(numel * model.workload.state_bytes_per_element)
+    whole = _gib(numel * model.bytes_per_stored_numel)
+    return whole if whole == alone else f"{whole} ({alone}, and copies that collectives make)"
 
 
 def _gib(nbytes: float) -> str:

@@ -7,7 +7,7 @@ from math import inf
 
 from rich.console import Console
 
-from shardhet.apps.cli.quantities import counted
+from shardhet.apps.cli.quantities import GIB, counted
 from shardhet.apps.cli.streamed import StreamedTable
 from shardhet.apps.planning.fewer_devices import better_without, named
 from shardhet.apps.planning.report import speed_part
@@ -79,6 +79,10 @@ def forms(asked: Asked) -> Iterator[Variant]:
             yield _form(
                 "host memory", key, _host(asked, more[0] or inputs, more[1] or optimizer)
             )
+    states_memory = any(node.host_memory_bytes is not None for node in setting.cluster.nodes)
+    if asked.best is None and states_memory:
+        key = "more memory of hosts, with inputs_on_host=true optimizer_on_host=true,"
+        yield _form("host memory", key, lambda: _in_larger_hosts(asked))
     model = conf.model
     if asked.best is None and isinstance(model, HfConf) and not model.lora.rank:
         lora = LoraConf(rank=LORA_RANK, targets=list(LORA_TARGETS))
@@ -98,6 +102,25 @@ def _host(asked: Asked, keeps_inputs: bool, keeps_optimizer: bool) -> Reach:
         may_keep_optimizer_on_host=keeps_optimizer,
     )
     return lambda: (asked.solved(asked.inputs.setting, demands).samples_per_s, "")
+
+
+def _in_larger_hosts(asked: Asked) -> tuple[float, str]:
+    """What plans reach if hosts have as much memory as they take, and what that is."""
+    setting = asked.inputs.setting
+    cluster = setting.cluster
+    nodes = tuple(replace(node, host_memory_bytes=None) for node in cluster.nodes)
+    demands = replace(
+        asked.demands, may_keep_inputs_on_host=True, may_keep_optimizer_on_host=True
+    )
+    larger = replace(setting, cluster=replace(cluster, nodes=nodes))
+    found = asked.solved(larger, demands)
+    told = []
+    for node, here in zip(cluster.nodes, cluster.positions_by_node, strict=True):
+        taken = sum(found.predicted.ranks[i].memory.host_bytes for i in here)
+        if taken and node.host_memory_bytes is not None:
+            stated = f"{node.host_memory_bytes / GIB:.1f} stated"
+            told.append(f"{taken / GIB:.1f} GiB on {node.host} ({stated})")
+    return found.samples_per_s, f"which keeps {' and '.join(told)}."
 
 
 def _described(asked: Asked, conf: PlannerConf) -> tuple[float, str]:
