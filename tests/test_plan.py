@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardhet.records.cluster import DeviceSpec
-from shardhet.records.plan import EVERY_UNIT, Plan, PlannedUnit, RankPlan, plan_of
+from shardhet.records.plan import EVERY_UNIT, HoldsFor, Plan, PlannedUnit, RankPlan, plan_of
 from shardhet.records.stages import Stage
 
 Json = Any
@@ -652,15 +652,17 @@ def test_a_plan_is_printed_as_the_table_of_its_devices() -> None:
     )
     table = """\
 4 devices; a step is 56 samples (num_rounds=2, the table shows one round)
-+-----------------------------------------------------------------+
-| device       | microbatches | recomputes |  share | on the host |
-|--------------+--------------+------------+--------+-------------|
-| 0 L4         |        3 x 8 |        all | 25.00% |           - |
-| 1-2 Tesla T4 |        1 x 2 |          - | 25.00% |           - |
-| 3 Tesla T4   |            - |          - | 25.00% |   optimizer |
-+-----------------------------------------------------------------+"""
++---------------------------------------------------------------------------+
+| device       | samples | microbatches | recomputes |  state | on the host |
+|--------------+---------+--------------+------------+--------+-------------|
+| 0 L4         |      48 |        3 x 8 |        all | 25.00% |           - |
+| 1-2 Tesla T4 |       4 |        1 x 2 |          - | 25.00% |           - |
+| 3 Tesla T4   |       0 |            - |          - | 25.00% |   optimizer |
++---------------------------------------------------------------------------+"""
     assert str(plan) == table
     assert plan._repr_html_() == f"<pre>{table}</pre>"
+    kept = HoldsFor(param_dtype="bfloat16", tokens_per_sample=1, num_moments=2)
+    assert "a step is 56 samples in bfloat16 (num" in str(replace(plan, holds_for=kept))
     assert repr(plan) == f"<Plan {plan.digest} of 4 devices and 56 samples a step>"
 
 

@@ -57,11 +57,12 @@ def _heading(plan: Any) -> str:
         f"{field.name}={value}"
         for field in fields(plan)
         if field.default is not MISSING
-        and field.name not in ("stages", "units", "last_round_size")
+        and field.name not in ("stages", "units", "last_round_size", "holds_for")
         and (value := getattr(plan, field.name)) != field.default
     ]
     said += ["the table shows one round"] * (plan.num_rounds > 1)
     step = f"{plan.world_size} devices; a step is {plan.global_batch_size:,} samples"
+    step += "" if plan.holds_for is None else f" in {plan.holds_for.param_dtype}"
     return f"{step} ({', '.join(said)})" if said else step
 
 
