@@ -252,7 +252,7 @@ def test_a_model_a_batch_and_a_cluster_make_a_plan(tmp_path: Path) -> None:
     workload = describe(decoder(TINY), text(64), param_dtype=torch.bfloat16)
     cluster = Cluster.load(path)
     setting = Setting(cluster, workload, derive_profile(cluster, workload))
-    assert plan == find_plan(setting, global_batch_size=24)
+    assert plan == setting.named(find_plan(setting, global_batch_size=24))
     assert as_example(tokens) == ExampleBatch(args=(tokens,))
     assert as_example({"input_ids": tokens}) == ExampleBatch(kwargs={"input_ids": tokens})
 

@@ -43,7 +43,7 @@ from shardhet.fsdp.step.runtime import Runtime
 from shardhet.fsdp.step.unit_by_unit import check_is_not_open, unit_by_unit
 from shardhet.fsdp.surface import guard_root
 from shardhet.records.cluster import DeviceSpec
-from shardhet.records.plan import Plan, plan_of
+from shardhet.records.plan import Plan
 
 
 class HetFSDP(ModuleInRounds):
@@ -110,8 +110,10 @@ class HetFSDP(ModuleInRounds):
         row_source: RowSource | None = None,
     ) -> None:
         super().__init__()
-        plan, group = plan_of(plan), default_group(group)
-        self._precision = check_options(module, plan, loss_fn, seed, param_dtype, reduce_dtype)
+        group = default_group(group)
+        plan, self._precision = check_options(
+            module, plan, loss_fn, seed, param_dtype, reduce_dtype
+        )
         mine = planned_device(plan, group) if rehearse or is_rehearsal() else device_spec
         device = device_for("cpu" if rehearse or is_rehearsal() else device, module)
         members = Members.of_plan(group, plan, device=device, device_spec=mine)

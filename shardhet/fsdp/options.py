@@ -18,7 +18,7 @@ from shardhet.fsdp.params.optimizer_gate import are_rows
 from shardhet.fsdp.sharding.build import MixedPrecision
 from shardhet.fsdp.state_door import ModuleWithState
 from shardhet.records.codec import meant
-from shardhet.records.plan import Plan
+from shardhet.records.plan import Plan, plan_of
 
 _DISPATCH = torch.Tensor.__torch_dispatch__  # of parameters that are plain memory
 
@@ -99,11 +99,15 @@ def _places(tensor: Tensor) -> Tensor:
 
 
 def check_options(
-    module: Any, plan: Plan, loss_fn: Any, seed: Any, param_dtype: Any, reduce_dtype: Any
-) -> MixedPrecision:
-    """Raise ``TypeError`` or ``ValueError`` for what cannot be wrapped, or in this way."""
+    module: Any, given: Any, loss_fn: Any, seed: Any, param_dtype: Any, reduce_dtype: Any
+) -> tuple[Plan, MixedPrecision]:
+    """The plan that is ``given`` and the dtypes.
+
+    Raises ``TypeError`` or ``ValueError`` for what cannot be wrapped, or in this way.
+    """
     precision = MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     _check_wrapped(module)
+    plan = plan_of(given)
     _check_apart(module)
     for field in fields(precision):
         check_dtype(field.name, getattr(precision, field.name))
@@ -122,7 +126,7 @@ def check_options(
         index(seed)
     except TypeError:
         raise ValueError(f"HetFSDP: seed is {seed!r} but must be a whole number.") from None
-    return precision
+    return plan, precision
 
 
 def check_dtype(name: str, dtype: Any) -> None:
