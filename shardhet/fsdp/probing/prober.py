@@ -127,10 +127,11 @@ class Prober:
         *,
         has_gradients: bool,
         splits: bool,
+        first: Exception | None = None,
     ) -> Findings:
+        """``first`` is what was wrong with a loss of the last unit's output, but its place."""
         attempts = self._attempts(call)
-        problem: Exception | None = None
-        is_refused = False
+        problem = first
         num_computing = sum(row[0] for row in self._control.exchange([float(call is not None)]))
         gathered = {
             param: unit
@@ -145,18 +146,24 @@ class Prober:
             attempt.is_alone = num_computing == 1
             found = attempt.run()
             staying = -1 if attempt.staying is None else attempt.staying
+            if i == 0 and found is not None and first is None:
+                problem = _explained(found, call, attempts, is_refused=attempt.is_refused)
             is_used = isinstance(found, LossUsedError)
             rows = self._control.exchange([float(found is not None), staying, float(is_used)])
             if not any(row[0] for row in rows):
                 return self._settle(attempt, has_gradients)
             if more := {int(row[1]) for row in rows if row[1] >= 0}:
                 self._keep_unsharded(more)
-            if more or (any(row[2] for row in rows) and self._model.loss.moves_out()):
-                return self._find(call, run_module, has_gradients=has_gradients, splits=splits)
-            if i == 0:
-                problem, is_refused = found, attempt.is_refused
+            elif any(row[2] for row in rows) and self._model.loss.moves_out():
+                first = None if isinstance(problem, LossUsedError) else problem
+            else:
+                continue
+            return self._find(
+                call, run_module, has_gradients=has_gradients, splits=splits, first=first
+            )
+        self._model.loss.is_outside &= self._model.loss.is_settled
         if problem is not None:
-            raise _explained(problem, call, attempts, is_refused=is_refused)
+            raise problem
         while True:  # until the rank that has failed raises, which raises here
             self._control.exchange([0.0])
 
