@@ -122,6 +122,35 @@ def _epochs(rank: int, plan: Plan, words: Words, options: dict[str, Any]) -> Any
     return epochs
 
 
+def _accumulates(rank: int, plan: Plan) -> None:
+    model, module = wrapped(plan)
+    words = Words()
+    model.batches_per_step = 2
+    step: list[int] = []
+    for i, batch in enumerate(shardhet.loader(words, model)):
+        step += numbers_of(model, batch)
+        loss = model.forward_backward(batch["inputs"], batch["targets"])
+        assert model.is_between_steps == i % 2 == (loss is not None)
+        if model.is_between_steps:
+            expected = mean_of(module, *(each[step] for each in words.columns))
+            assert loss == pytest.approx(expected, rel=1e-12)
+            check_grads(model, module)
+            model.zero_grad()
+            step.clear()
+    assert model.step == len(BATCHES) / 2
+
+
+@pytest.mark.parametrize("name", ["two", "stores", "rounds"])
+def test_a_step_may_have_several_batches_of_a_loader(name: str) -> None:
+    run_ranks(_accumulates, PLANS[name].world_size, PLANS[name])
+
+
+def test_stages_refuse_a_step_of_several_batches() -> None:
+    plan = PLANS["stages"]
+    for each in run_ranks_expecting_failure(_accumulates, plan.world_size, plan):
+        assert "batches_per_step is 2, but stages compute" in each.message, each.message
+
+
 KINDS = ["dict", "tuple", "stream", "dict, 2 workers", "stream, 1 worker"]
 
 

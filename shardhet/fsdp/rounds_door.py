@@ -61,22 +61,28 @@ class ModuleInRounds(ModuleWithState):
         scaler: torch.amp.GradScaler | None = None,
         **kwargs: Any,
     ) -> float | None:
-        """All rounds of a step: ``model(...)`` and ``backward`` for each.  Collective.
+        """All rounds of a batch: ``model(...)`` and ``backward`` for each.  Collective.
 
-        The arguments hold this rank's samples of the whole step, round after round, as in
+        The arguments hold this rank's samples of a global batch, round after round, as in
         ``plan.sample_indices(model.position, num_samples)``.  The model, or ``loss_fn``,
         returns ``(loss_sum, num_tokens)``, the latter within a mapping, too.  ``scaler`` scales
         the loss, in float16.  Returns the mean of the loss, as ``backward`` does of the last
-        round, but never scaled.
+        round, but never scaled; None after other batches of the step than the last.
 
         Under stages every rank passes all arguments of its samples, and all ranks get the mean.
         """
-        if self._runtime.rounds.have_begun:
+        if self._runtime.rounds.moment.round % self.plan.num_rounds:
             self.drop_rounds()
         mean = None
         with self._lifeline.guard("forward_backward"):
             self._check_intact()
-            call = self._call_of_step(args, kwargs, loss_inputs)
+            if self._pipeline is not None and self.batches_per_step > 1:
+                raise ValueError(
+                    f"forward_backward: batches_per_step is {self.batches_per_step}, but stages"
+                    " compute all rounds of a step at once. Give a plan with more rounds, "
+                    "whose global batch is that of the step."
+                )
+            call = self._call_of_batch(args, kwargs, loss_inputs)
             parts = self._parts(call, caller="forward_backward")
         if self._pipeline is not None:
             calls = [self._call_of_round(part, call) for part in parts]
@@ -135,15 +141,15 @@ class ModuleInRounds(ModuleWithState):
                     "Call model.forward_backward; to evaluate, call this in torch.no_grad()."
                 )
             self._check_intact()
-            call = self._call_of_step(args, kwargs, loss_inputs)
+            call = self._call_of_batch(args, kwargs, loss_inputs)
             parts = self._parts(call, caller="model(...)")
             calls = [self._call_of_round(part, call) for part in parts]
         return pipeline.evaluate(call, calls, is_training=self.module.training)
 
-    def _call_of_step(self, args: Any, kwargs: Any, loss_inputs: Any) -> ModelCall:
-        """A call with this rank's samples of all rounds."""
+    def _call_of_batch(self, args: Any, kwargs: Any, loss_inputs: Any) -> ModelCall:
+        """A call with this rank's samples of all rounds of a batch."""
         of_loss = loss_inputs if isinstance(loss_inputs, tuple) else (loss_inputs,)
-        planned = self._runtime.rounds.number * self.plan.ranks[self.position].rank_batch_size
+        planned = self.plan.num_rounds * self.plan.ranks[self.position].rank_batch_size
         call = ModelCall.of(
             self._forward,
             args,
@@ -157,7 +163,7 @@ class ModuleInRounds(ModuleWithState):
 
     def _parts(self, call: ModelCall, *, caller: str) -> list[Arguments]:
         own = self.plan.ranks[self.position].rank_batch_size
-        return call.in_rounds(self._runtime.rounds.number, own, caller=caller)
+        return call.in_rounds(self.plan.num_rounds, own, caller=caller)
 
     def _call_of_round(self, part: Arguments, whole: ModelCall | None = None) -> ModelCall:
         own = self.plan.ranks[self.position].rank_batch_size
@@ -170,7 +176,7 @@ class ModuleInRounds(ModuleWithState):
                 f"({', '.join(self._ragged)}) are as many in each round as its samples have, "
                 "and stages hand over tensors of one shape. Give a plan without stages."
             )
-        cut_from = whole if self._runtime.rounds.number > 1 else None
+        cut_from = whole if self.plan.num_rounds > 1 else None
         call = call.brought(self._comm.device, self._precision.param_dtype)
         return replace(call, cut_from=cut_from, of_loss=choices_of(self._loss.loss_fn))
 
@@ -195,8 +201,9 @@ class ModuleInRounds(ModuleWithState):
     def batches_per_step(self) -> int:
         """How many of the plan's batches one optimizer step has; 1 unless it is set.
 
-        A step has all rounds of each, one after the other.  Set it to the same on all ranks,
-        between steps: a step in progress is dropped, and the model is probed again.
+        A step has all rounds of each, one after the other, and ends, with gradients, when
+        ``is_between_steps``.  Set it to the same on all ranks, between steps: a step in
+        progress is dropped, and the model is probed again.
         """
         return self._runtime.rounds.batches_per_step
 

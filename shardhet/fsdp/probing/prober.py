@@ -133,11 +133,7 @@ class Prober:
         attempts = self._attempts(call)
         problem = first
         num_computing = sum(row[0] for row in self._control.exchange([float(call is not None)]))
-        gathered = {
-            param: unit
-            for param, unit in self._model.gathered.items()
-            if unit not in self.staying
-        }
+        gathered = {p: i for p, i in self._model.gathered.items() if i not in self.staying}
         model = replace(self._model, gathered=gathered)
         for i, axes in enumerate(attempts):
             attempt = Attempt(
@@ -322,14 +318,11 @@ class Prober:
         try:
             for index in sorted(self.staying):
                 self._unshard(index)
-            if probe is not None:
-                output = run()
-                while (segment := self._finder.end()) is not None:
-                    self._take(segment.unit)
-                return output, self._finder.found
-            while (segment := self._finder.follow()) is not None:
+            output = None if probe is None else run()
+            go_on = self._finder.follow if probe is None else self._finder.end
+            while (segment := go_on()) is not None:
                 self._take(segment.unit)
-            return None, self._finder.found
+            return output, self._finder.found
         except (LostPeerError, PeerFailed, GatherFailed):
             raise
         except (Exception, Refusal, StaysUnsharded):
