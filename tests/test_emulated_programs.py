@@ -13,10 +13,15 @@ QUICK = ("debug=quick", *FEW_TEXTS, "data.num_judged_samples=2", "optim.lr=1e-3"
 every_size = pytest.mark.parametrize("num_ranks", one_in(3, [2, 1, 4]))
 
 
-def run_on_accelerators(folder: Path, *arguments: str, **environment: str) -> str:
-    """What the program prints."""
+def put_accelerators(folder: Path) -> None:
+    """Let every rank of the programs that start in ``folder`` have one."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import tests.emulated.everywhere\n"
     (folder / "sitecustomize.py").write_text(code)
+
+
+def run_on_accelerators(folder: Path, *arguments: str, **environment: str) -> str:
+    """What the program prints."""
+    put_accelerators(folder)
     done = run([*SHARDHET, *arguments], folder, within_s=200.0, **environment)
     logs = "".join(path.read_text() for path in folder.rglob("rank*.log"))
     assert done.returncode == 0, done.stdout + done.stderr + logs

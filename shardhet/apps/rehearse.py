@@ -1,6 +1,6 @@
-"""``shardhet rehearse PROGRAM --plan FILE``: run a program on CPUs under a plan for any cards.
+"""``shardhet rehearse PROGRAM --cards CARDS``: run a program on CPUs, as it would run on cards.
 
-One process stands in for each of the plan's devices, and computes and stores what that would.
+One process stands in for each device, and computes and stores what that would.
 """
 
 import argparse
@@ -15,7 +15,9 @@ from shardhet.apps.launch.crash import Failure
 from shardhet.apps.launch.launch import start_ranks
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.comm.members import REHEARSE
+from shardhet.records.cluster import Cluster
 from shardhet.records.plan import Plan
+from shardhet.records.written import described_cluster
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -23,26 +25,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="shardhet rehearse",
         description="Run a program that uses HetFSDP as it is, on this machine's CPU: one "
-        "process for each device of the plan. What is not known here is passed on to it.",
+        "process for each device. What is not known here is passed on to it.",
         allow_abbrev=False,
     )
     parser.add_argument("program", type=Path, help="a Python file")
-    parser.add_argument(
-        "--plan", type=Path, required=True, help="the plan.json that it follows"
+    either = parser.add_mutually_exclusive_group(required=True)
+    either.add_argument(
+        "--plan", type=Path, help="the plan.json that it follows, and plan_for returns"
+    )
+    either.add_argument(
+        "--cards", help="as '4090 | 3090x2', or a description: plan_for plans for these"
     )
     given, passed_on = parser.parse_known_args(arguments)
     try:
-        plan = Plan.load(given.plan)
+        if given.plan is None:
+            rehearsed = given.cards
+            world_size = Cluster.named(described_cluster(given.cards)).world_size
+        else:
+            rehearsed = str(given.plan.resolve())
+            world_size = Plan.load(given.plan).world_size
     except (OSError, ValueError) as error:
-        parser.error(f"--plan: {error}")
+        parser.error(f"--{'cards' if given.plan is None else 'plan'}: {error}")
     if not given.program.is_file():
         parser.error(f"{given.program} is not a file. Give the Python file to run.")
     # Programs that ask for an accelerator take the CPU instead.
-    os.environ |= {REHEARSE: "1", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    os.environ |= {REHEARSE: rehearsed, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     with TemporaryDirectory() as folder:
         start_ranks(
             RunFolder(Path(folder)),
-            plan.world_size,
+            world_size,
             worker_module=__name__,
             arguments=(str(given.program), *passed_on),
         )

@@ -18,7 +18,8 @@ from shardhet.records.cluster import DeviceSpec
 from shardhet.records.nodes import Nodes
 from shardhet.records.plan import Plan
 
-REHEARSE = "SHARDHET_REHEARSE"  # of `shardhet rehearse`, for the programs that it starts
+# Of `shardhet rehearse`, for the programs that it starts: its plan's file, its cards, or just 1
+REHEARSE = "SHARDHET_REHEARSE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,12 @@ def local_device_spec(device: torch.device) -> DeviceSpec:
 def is_rehearsal() -> bool:
     """Whether `shardhet rehearse` has started this process."""
     return bool(os.environ.get(REHEARSE))
+
+
+def rehearsed() -> str | None:
+    """The plan's file or the cards that are rehearsed for, if they are known."""
+    told = os.environ.get(REHEARSE)
+    return None if told == "1" else told or None
 
 
 def planned_device(plan: Plan, group: dist.ProcessGroup | None) -> DeviceSpec:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardhet.comm.members import rehearsed
 from shardhet.comm.noticeboard import from_first_rank
 from shardhet.fsdp.microbatch.loss import loss_pair
 from shardhet.fsdp.options import check_dtype
@@ -113,7 +114,8 @@ def plan_for(
     """The plan to prefer for training ``model`` on ``cluster``, which need not be at hand.
 
     ``cluster`` is a ``Cluster``, the path of a description, or the cards of each host, as
-    ``4090+A6000 | 3090x2``.  None: this host's cards or, where ranks were started, theirs.
+    ``4090+A6000 | 3090x2``.  None: this host's cards or, where ranks were started, theirs;
+    those of ``shardhet rehearse``, or its plan.
 
         with torch.device("meta"):
             model = MyModel()
@@ -131,6 +133,8 @@ def plan_for(
     """
     from shardhet.planner import find_plan  # imports numpy
 
+    if cluster is None and (cluster := rehearsed()) and Path(cluster).suffix == ".json":
+        return _rehearsed_plan(cluster, global_batch_size)
     is_here = cluster is None
     if cluster is None:
         cluster = cluster_here()
@@ -156,6 +160,16 @@ def plan_for(
     if key not in _plans:
         _plans[key] = Plan.from_json(from_first_rank(key, make, what="the plan"))
     return _plans[key]
+
+
+def _rehearsed_plan(path: str, global_batch_size: int) -> Plan:
+    plan = Plan.load(path)
+    if plan.global_batch_size != global_batch_size:
+        raise ValueError(
+            f"{path}: a step has {plan.global_batch_size} samples, but {global_batch_size} are "
+            "asked for. Rehearse with a plan for as many, or with --cards."
+        )
+    return plan
 
 
 _plans: dict[str, Plan] = {}  # by a digest of what they were made for

@@ -3,7 +3,9 @@
 ``sitecustomize.py`` with ``import tests.emulated.everywhere`` on the path of all processes.
 """
 
+import socket
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ import torch.distributed as dist
 from shardhet.apps.launch import joining
 from shardhet.comm import devices
 from shardhet.comm.transport import wants_gloo
+from shardhet.profiler import describe
+from shardhet.records.cluster import Cluster
 from tests.emulated.accelerator import Accelerator
 
 _stack = ExitStack()
@@ -27,11 +31,31 @@ def _choose_device(*_: Any) -> torch.device:
 _init_process_group = dist.init_process_group
 
 
-def _init(backends: str) -> None:
-    assert backends == ("gloo" if wants_gloo() else "cpu:gloo,cuda:nccl")
+def _init(backends: str | None = None) -> None:
+    if backends is None:  # a program of one's own
+        _choose_device()
+    else:
+        assert backends == ("gloo" if wants_gloo() else "cpu:gloo,cuda:nccl")
     _init_process_group("gloo")
 
 
+def _cluster_here() -> Cluster:
+    kind = {
+        "kind": "emulated",
+        "source": "made up",
+        "memory_capacity_bytes": "16 GiB",
+        "memory_bandwidth_bytes_per_s": "1 GB/s",
+        "peak_flops_per_s": {"float32": "10 GFLOP/s"},
+    }
+    host = {
+        "host": socket.gethostname(),
+        "devices": [{"kind": "emulated", "count": dist.get_world_size()}],
+    }
+    document = {"version": 1, "nodes": [host], "kinds": [kind]}
+    return Cluster.from_description(document, source="here", folder=Path())
+
+
+describe.cluster_here = _cluster_here
 joining.choose_device = _choose_device
 dist.init_process_group = _init  # type: ignore[assignment]
 devices.backends_for = lambda _device: "cpu:gloo,cuda:nccl"
