@@ -2,9 +2,12 @@
 
 import io
 
+import pytest
 from rich.console import Console
 
 from shardhet.apps.cli.display import Display, device_table, microbatches
+from shardhet.apps.cli.streamed import WideConsole, figures_table
+from shardhet.apps.launch.crash import RankConsole
 from shardhet.apps.run.measure_report import disturbances
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan
@@ -77,3 +80,17 @@ def test_a_disturbed_measurement_is_named() -> None:
     [first, *_] = disturbances(device)
     assert "a microbatch of 2 took 108.00 ms, one of 4 16.00 ms" in first
     assert not disturbances(device_profile("x", lambda m: (m * 1e-3, 0.0), sizes=[1, 2, 4]))
+
+
+@pytest.mark.parametrize("kind", [WideConsole, RankConsole])
+def test_tables_in_a_pipe_keep_their_columns_whole(
+    kind: type[WideConsole], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    table = figures_table("device", *(f"{name}, forward + backward ms" for name in "abc"))
+    table.add_row("0 NVIDIA GeForce RTX 4090 Laptop GPU", "1", "2", "3")
+    console = kind(file=io.StringIO())
+    console.print(table)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert printed.count("forward + backward ms") == 3
+    assert "4090 Laptop GPU" in printed

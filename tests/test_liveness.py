@@ -18,6 +18,7 @@ import torch
 
 import shardhet
 from shardhet.comm import devices
+from shardhet.comm.liveness import watch
 from shardhet.comm.liveness.connections import (
     GREETING_WITHIN_S,
     MOST_GREETING,
@@ -314,6 +315,19 @@ def test_one_line_says_who_waits_for_whom_and_in_what() -> None:
         "(cpu) is in loading the next batch of step 6, at model.py:12."
     )
     assert standstill(replace(own, is_waiting=False), {}).endswith("others may wait for it.")
+
+
+def test_a_wait_is_told_of_after_a_third_of_the_patience(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks that are measured take turns, for as long as their patience says."""
+    said: list[str] = []
+    monkeypatch.setattr(watch, "_say", said.append)
+    one = SimpleNamespace(_cadence=Cadence(), _has_told=False, _num_reads=1, _seen={}, _rank=0)
+    for still_s, num_said in ((19.0, 0), (59.0, 0), (60.0, 1), (70.0, 1)):
+        own = replace(WAITING, still_s=still_s, patience_s=180.0)
+        watch.Watch._tell_of_standstill(one, own)  # type: ignore[arg-type]
+        assert len(said) == num_said
 
 
 def test_where_steps_are_long_the_patience_is_five_of_the_slowest(

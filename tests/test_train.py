@@ -156,6 +156,7 @@ def test_a_trace_names_what_the_runtime_does_per_unit(tmp_path: Path) -> None:
     steps = ["trace=true", "trace_steps.first_step=2", "trace_steps.num_steps=2"]
     done = run([*ALONE, *SMALL, *steps, "cluster.num_ranks=2", "logger=csv"], tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "profiler_start" not in done.stderr + done.stdout  # a line of torch's own
     [run_dir] = run_dirs(tmp_path)
     for rank in range(2):
         trace = json.loads((run_dir / "traces" / f"rank{rank}.json").read_text())

@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from shardhet.apps.cli.streamed import WideConsole
 from shardhet.checkpoint import CheckpointError, Checkpoints
 from shardhet.checkpoint.format.manifest import Manifest
 from shardhet.checkpoint.format.metadata import StoredTensor
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--tensors", action="store_true", help="list every tensor of the model")
     given = parser.parse_args(arguments)
-    console = Console(highlight=False, soft_wrap=True)
+    console = WideConsole(soft_wrap=True)
     if not given.path.is_dir():
         parser.error(f"{given.path} is not a folder. Give the folder of a checkpoint.")
     of_run = given.path / "checkpoints"

@@ -9,14 +9,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
-from rich.console import Console
 from rich.table import Table
 
 from shardhet.apps.cli.display import device_name
 from shardhet.apps.cli.outputs import check_outputs
 from shardhet.apps.cli.plots import Lane, draw_timeline
 from shardhet.apps.cli.quantities import duration
-from shardhet.apps.cli.streamed import figures_table
+from shardhet.apps.cli.streamed import WideConsole, figures_table
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.run.tracing import NUM_STEPS, POSITION
 from shardhet.config.checks import ConfigError
@@ -109,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(f"{path} is missing. {remedy}")
     names = [device_name(i, each) for i, each in enumerate(folder.load_devices())]
     predicted, measured = predicted_parts(folder), measured_parts(folder)
-    console = Console(highlight=False, soft_wrap=True)
+    console = WideConsole(soft_wrap=True)
     for i in sorted(measured):
         console.print(_table_of_phases(names[i], predicted[i], measured[i]))
     pairs = [(names[i], predicted[i], measured[i]) for i in sorted(measured)]

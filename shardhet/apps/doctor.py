@@ -26,7 +26,7 @@ from pathlib import Path
 from rich.table import Table
 
 from shardhet.apps.launch.crash import RankConsole
-from shardhet.apps.launch.launch import FILE_WIDTH, RunFailedExit, start_ranks
+from shardhet.apps.launch.launch import RunFailedExit, start_ranks
 from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder, versions
 
@@ -91,9 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if given.ranks is not None and given.ranks < 1:
         parser.error(f"--ranks: {given.ranks} but it must be at least 1.")
-    console = RankConsole(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = FILE_WIDTH
+    console = RankConsole(soft_wrap=True)
     facts = find_facts()
     if facts.gpus and (given.ranks or 0) > len(facts.gpus):
         parser.error(f"--ranks: {given.ranks} but this host has {len(facts.gpus)} GPUs.")

@@ -44,7 +44,7 @@ def main() -> None:
 def check_as_rank(folder: RunFolder, env: RankEnv) -> None:
     """Run this rank's part of the checks; the first rank prints."""
     with joined(ClusterConf(), folder, env, hang_timeout_s=HANG_TIMEOUT_S) as device:
-        console = RankConsole(quiet=env.rank != 0, highlight=False, soft_wrap=True)
+        console = RankConsole(quiet=env.rank != 0, soft_wrap=True)
         _check_hosts(console, env, device)
         if env.world_size > 1:
             _check_links(console, device)

@@ -32,8 +32,8 @@ from shardhet.config.measure import (
 
 PROFILE_NAME = "profile.json"
 MEASURE_REMARKS = """\
-hang_timeout_s     end the measurement if a rank makes no progress for so long (or time_limit_s,
-                   if that is longer) while others wait for it. 0 or null: never
+hang_timeout_s     end the measurement if a rank makes no progress for so long (or three times
+                   time_limit_s, if that is longer) while others wait for it. 0 or null: never
 """
 USAGE = """\
 [bold]shardhet measure key=value ... out=DIR[/]   measure these devices with this model

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from shardhet.apps.cli.outputs import check_folder_output, check_outputs
 from shardhet.apps.cli.quantities import of_budget
-from shardhet.apps.cli.streamed import Waiting
+from shardhet.apps.cli.streamed import Waiting, WideConsole
 from shardhet.apps.planning.fewer_devices import BetterWithout, better_without, ranges
 from shardhet.apps.planning.inputs import Door, load, read_request
 from shardhet.apps.planning.keeping import keep_plan
@@ -22,7 +22,6 @@ from shardhet.apps.planning.report import (
     proof_lines,
     show_alternatives,
     show_plan,
-    wide_console,
 )
 from shardhet.apps.planning.stages import faster_pipeline, show_pipeline
 from shardhet.apps.planning.what_if import (
@@ -111,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_folder_output("setting_out", conf.setting_out)
         waiting = Waiting(errors)
         try:
-            show(conf, inputs, demands, wide_console(), waiting)
+            show(conf, inputs, demands, WideConsole(), waiting)
         except PlanError as error:
             errors.print(str(error), markup=False)
             alone, of_alone = conf.without_stages(inputs)

@@ -19,8 +19,7 @@ from rich.table import Table
 
 from shardhet.apps.cli.outputs import check_outputs
 from shardhet.apps.cli.plots import draw_curves
-from shardhet.apps.cli.streamed import figures_table
-from shardhet.apps.launch.launch import FILE_WIDTH
+from shardhet.apps.cli.streamed import WideConsole, figures_table
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import leaves_of
@@ -100,10 +99,7 @@ def table_of(records: Sequence[Record]) -> Table:
 
 def show(records: Sequence[Record]) -> None:
     """Print the table, of which a file gets all columns whole."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = FILE_WIDTH
-    console.print(table_of(records))
+    WideConsole().print(table_of(records))
 
 
 class TableAtTheEnd(Callback):

@@ -7,9 +7,9 @@ from rich.console import Console
 
 from shardhet.apps.cli.outputs import check_outputs
 from shardhet.apps.cli.quantities import counted, duration, of_budget
-from shardhet.apps.cli.streamed import figures_table
+from shardhet.apps.cli.streamed import WideConsole, figures_table
 from shardhet.apps.planning.inputs import Door, load, read_request
-from shardhet.apps.planning.report import Row, rows_of, source_line, wide_console
+from shardhet.apps.planning.report import Row, rows_of, source_line
 from shardhet.config.checks import ConfigError
 from shardhet.config.planning import Inputs, SimulateConf
 from shardhet.records.plan import Plan
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         console.print(f"{error}\nNothing was simulated.", markup=False)
         raise SystemExit(2) from None
     found = rows_of(plan, predicted, lambda i: 1 - timeline.idle_fraction(i))
-    console = wide_console()
+    console = WideConsole()
     _show(inputs, plan, timeline, found, console)
     _write(conf, inputs, timeline, found, console)
 

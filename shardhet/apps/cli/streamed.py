@@ -1,14 +1,26 @@
 """Tables of figures, at once or row by row, and a status line."""
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Timer
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 PATIENCE_S = 1.0  # what takes longer is named while it runs
+FILE_COLUMNS = 200  # of what is no terminal, so that nothing is cut and paths are not wrapped
+
+
+class WideConsole(Console):
+    """A console as wide as the terminal, or wide enough for tables in a file or a pipe."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, **options)
+        if not self.is_terminal and "COLUMNS" not in os.environ:
+            self.width = FILE_COLUMNS
 
 
 def figures_table(*names: str, num_left: int = 1, wraps: bool = False) -> Table:

@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.panel import Panel
 from rich.text import Text
 
+from shardhet.apps.cli.streamed import WideConsole
 from shardhet.apps.launch.memory_limits import PlansAgainError
 from shardhet.apps.launch.run_folder import RunFolder, write_whole
 from shardhet.comm.failure import INTERNAL
@@ -33,7 +34,7 @@ KEY = "shardhet"  # of a failure, in what torch's launcher reads of a rank
 OUTPUT_CLOSED = 128 + signal.SIGPIPE  # as shells report a program killed by SIGPIPE
 
 
-class RankConsole(Console):
+class RankConsole(WideConsole):
     """The console of a rank.  If nobody reads its output, as after ``| head``, the run ends."""
 
     def on_broken_pipe(self) -> None:

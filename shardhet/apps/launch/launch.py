@@ -14,6 +14,7 @@ from uuid import uuid4
 
 from rich.console import Console
 
+from shardhet.apps.cli.streamed import WideConsole
 from shardhet.apps.launch import rank_start
 from shardhet.apps.launch.crash import (
     OUTPUT_CLOSED,
@@ -28,7 +29,6 @@ from shardhet.apps.launch.run_folder import IN_MEMORY, RunFolder
 from shardhet.config.training import LinkConf
 
 INTERRUPTED = "Ctrl-C"
-FILE_WIDTH = 200  # columns, so that paths are not wrapped if the output is a file
 
 
 class RunFailedExit(SystemExit):
@@ -169,10 +169,7 @@ def _cause(folder: RunFolder, log_dir: Path, failures: Mapping[int, Any]) -> Fai
 
 def _show(cause: Failure, folder: RunFolder) -> None:
     """Show one panel."""
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        console.width = FILE_WIDTH
-    console.print(crash_panel(cause, folder))
+    WideConsole(stderr=True).print(crash_panel(cause, folder))
 
 
 def _ending(exit_code: int) -> str:

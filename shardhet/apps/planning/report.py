@@ -3,7 +3,6 @@
 The plan is shown at once.  What takes more planning follows, each row as it is known.
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -41,7 +40,6 @@ from shardhet.records.shown import alike, microbatches, named_row, recomputed
 from shardhet.simulator.stages import PipelinePrice
 from shardhet.simulator.timeline import Timeline
 
-FILE_COLUMNS = 160  # in a file, where nothing is cut
 MANY_ROWS = 32
 
 
@@ -123,13 +121,6 @@ def rows_of(
             )
         )
     return found
-
-
-def wide_console() -> Console:
-    """A console for tables: as wide as the terminal, or wide enough in a file."""
-    console = Console(highlight=False)
-    is_sized = console.is_terminal or "COLUMNS" in os.environ
-    return console if is_sized else Console(highlight=False, width=FILE_COLUMNS)
 
 
 def show_plan(report: PlanReport, console: Console) -> None:

@@ -41,11 +41,11 @@ def measure_as_rank(conf: MeasureConf, folder: RunFolder, env: RankEnv) -> None:
         env,
         transport=conf.transport,
         # Ranks that share a host take turns, each for a part of the time limit.
-        hang_timeout_s=conf.hang_timeout_s and max(conf.hang_timeout_s, conf.time_limit_s),
+        hang_timeout_s=conf.hang_timeout_s and max(conf.hang_timeout_s, 3 * conf.time_limit_s),
         needs_bfloat16=conf.precision is Precision.BF16,
         fp16_accumulation=conf.fp16_accumulation,
     ) as device:
-        console = RankConsole(quiet=env.rank != 0, highlight=False)
+        console = RankConsole(quiet=env.rank != 0)
         with Progress(console) as progress:
             measured = measure(
                 model_to_measure(conf),

@@ -75,7 +75,7 @@ def plan_here(
         limit = OwnMemoryLimit(folder, mine, env.local_rank).read()
     present, found = zip(*everyone.exchange_objects((mine, limit)), strict=True)
     limits = {rank: each for rank, each in enumerate(found) if each is not None}
-    console = RankConsole(quiet=env.rank != 0, highlight=False)
+    console = RankConsole(quiet=env.rank != 0)
     for each in limits.values():
         console.print(each.why, markup=False, soft_wrap=True)
     if isinstance(conf.plan, MeasuredPlanConf):
@@ -164,7 +164,7 @@ def _measure(
 ) -> Setting:
     """Measure all devices that are there, for this start and later ones.  Collective."""
     assert isinstance(conf.plan, MeasuredPlanConf)
-    console = RankConsole(quiet=env.rank != 0, highlight=False)
+    console = RankConsole(quiet=env.rank != 0)
     console.print(f"measuring all devices: {why}", markup=False, soft_wrap=True)
     with Progress(console) as progress, phase("measuring"):
         measured = measure(

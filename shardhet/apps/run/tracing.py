@@ -4,6 +4,7 @@ The trace shows the runtime's computations and waits by name, as "forward blocks
 microbatch) or "wait_gather blocks.3".
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class Tracer:
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         self._memory.begin()
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it says where it starts and stops
         self._profile = profile(activities=activities)
         self._profile.start()
         self._profile.add_metadata_json(POSITION, str(self._model.position))

@@ -142,7 +142,7 @@ class Run:
 
     def train(self) -> None:
         """Run all steps, reports of device use and evaluations."""
-        console = RankConsole(quiet=not self.is_rank_zero, highlight=False)
+        console = RankConsole(quiet=not self.is_rank_zero)
         listens = self._listen()
         with listens as notice, self.begin(console) as display, self._log.closing():
             if self.trainer.guard.rolls_back:

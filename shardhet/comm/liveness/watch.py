@@ -50,6 +50,7 @@ HANG_TIMEOUT_S = 60.0
 SECONDS_TO_LEAVE = 2.0
 HUB = 0  # the rank to which those of other hosts connect
 USUAL = Cadence()
+PARTS_OF_PATIENCE = 3  # a rank that has no progress for one of them is told of
 
 
 def watch_ranks(
@@ -71,9 +72,10 @@ def watch_ranks(
     A rank is accused only if others wait for it and it has made no progress for
     ``hang_timeout_s``, or for five times the slowest of the last 20 steps if that is longer;
     for ten times as long before the first step has ended, while torch compiles, and inside
-    ``with phase("evaluating")``; never at a prompt of a debugger.  After 20 s without progress
-    a line says who waits for whom.  None or 0 switches the watch off.  A rank that torchrun or
-    ``shardhet train`` has started also ends if that process is gone, with or without a watch.
+    ``with phase("evaluating")``; never at a prompt of a debugger.  After a third of that, but
+    not before 20 s, a line says who waits for whom.  None or 0 switches the watch off.  A rank
+    that torchrun or ``shardhet train`` has started also ends if that process is gone, with or
+    without a watch.
 
     Args:
         hang_timeout_s: the least time without progress, in seconds.
@@ -319,7 +321,7 @@ class Watch:
             )
 
     def _tell_of_standstill(self, own: Sign) -> None:
-        tells_after_s = self._cadence.tells_after_s
+        tells_after_s = max(self._cadence.tells_after_s, own.patience_s / PARTS_OF_PATIENCE)
         if own.still_s < tells_after_s:
             self._has_told = False
         elif not self._has_told and self._num_reads:
