@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+TOOLS := $(VENV)/.tools
 WORKERS := 3
 
 # Each test starts processes; without compiled files each would compile the package anew.
@@ -16,22 +17,22 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
 
-demo: $(INSTALLED) ## train a small model on emulated unequal devices and compare
+demo: $(INSTALLED) ## plan for emulated unequal devices, train, and compare with even sharding
 	@$(BIN)/python -m shardhet.apps.demo
 
 # Lint runs beside the tests.  Many of these wait, so there are more workers than cores; those
 # that time things come last, alone.
-test: $(INSTALLED) ## lint and tests
+test: $(TOOLS) ## lint and tests
 	@$(MAKE) --no-print-directory -j2 lint together
 	@$(BIN)/python -m pytest -m alone
 
-together: $(INSTALLED)
+together: $(TOOLS)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone and not campaign"
 
-campaign: $(INSTALLED) ## the cases that `make test` has a sample of
+campaign: $(TOOLS) ## the cases that `make test` has a sample of
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m campaign
 
-lint: $(INSTALLED) ## style, types and import contracts
+lint: $(TOOLS) ## style, types and import contracts
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
@@ -47,6 +48,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	    { echo "$(PYTHON) is too old: shardhet needs Python 3.11. Run make PYTHON=python3.11"; exit 1; }
 	@test -x $(BIN)/pip || \
 	    { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
-	@echo "installing shardhet and its tools into $(VENV) (a few minutes the first time)"
+	@echo "installing shardhet into $(VENV) (a few minutes the first time)"
+	@$(BIN)/python -m pip install -q -e '.[plots]' -c constraints.txt
+	@touch $@
+
+$(TOOLS): $(INSTALLED)
+	@echo "installing the tools of tests into $(VENV)"
 	@$(BIN)/python -m pip install -q -e '.[dev]' -c constraints.txt
 	@touch $@
