@@ -125,3 +125,14 @@ def test_who_is_late_is_told_by_what_it_computes_and_links_by_the_waits_of_all()
     assert "links" not in text
     assert "there may be a faster plan" in text
     assert "wait" not in verdict([("0 alone", parts(10), parts(20, 5))])
+
+
+def test_where_all_devices_are_late_alike_the_machine_is_blamed_and_none_of_them() -> None:
+    alike = [("0", parts(10), parts(13, 5)), ("1", parts(8, 2), parts(10.4, 7))]
+    text = verdict(alike)
+    assert text.startswith("All devices compute at least 30% longer than predicted")
+    assert "Device " not in text
+    assert "links" not in text
+    text = verdict([alike[0], ("1", parts(8), parts(20.8))])
+    assert "Device 1 computes 10.4 s a step longer than the others do" in text
+    assert "(+100%)" in text

@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from shardhet import Cluster, Plan, Workload, find_plan, simulate
 from shardhet.apps.compare import main as compare
-from shardhet.apps.demo import parts
+from shardhet.apps.demo import EVEN, RUN, _measured_ratio, parts
 from shardhet.apps.run.prediction import Outcome, Prediction
 from shardhet.checkpoint import Checkpoints
 from shardhet.pricing.derive import derive_profile
@@ -48,6 +48,17 @@ def test_all_of_it_runs_and_stays_in_one_folder(
     compare([str(demo / "run")])
     told = capsys.readouterr().out
     assert all(f"device {i} emulated" in told for i in range(4))
+
+
+def test_the_ratio_to_even_sharding_is_measured(tmp_path: Path) -> None:
+    for name, seconds, said in ((RUN, 1.0, 0.9), (EVEN, 1.5, 1.8)):
+        (tmp_path / name).mkdir()
+        lines = [{"step_time_s": 9.0 if i < 3 else seconds} for i in range(10)]
+        lines[0]["predicted_step_time_s"] = said
+        text = "".join(f"{json.dumps(line)}\n" for line in lines)
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+    told = "1000 ms a step, and 1500 ms with even sharding: 1.50 times as fast. Predicted: 2.00"
+    assert told in _measured_ratio(tmp_path)
 
 
 def test_each_command_reads_what_an_earlier_one_writes() -> None:

@@ -8,7 +8,7 @@ from rich.console import Console
 from shardhet.apps.cli.display import Display, device_table, microbatches
 from shardhet.apps.cli.streamed import WideConsole, figures_table
 from shardhet.apps.launch.crash import RankConsole
-from shardhet.apps.run.measure_report import disturbances
+from shardhet.apps.run.measure_report import BUSY, disturbances, warnings_of
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan
 from shardhet.training.device_use import DeviceUse
@@ -79,7 +79,10 @@ def test_a_disturbed_measurement_is_named() -> None:
     device = device_profile("x", lambda m: (took_s[m], 0.0), sizes=[1, 2, 4, 8])
     [first, *_] = disturbances(device)
     assert "a microbatch of 2 took 108.00 ms, one of 4 16.00 ms" in first
-    assert not disturbances(device_profile("x", lambda m: (m * 1e-3, 0.0), sizes=[1, 2, 4]))
+    calm = device_profile("x", lambda m: (m * 1e-3, 0.0), sizes=[1, 2, 4])
+    assert not disturbances(calm)
+    assert f"x: {first}" in warnings_of([device, calm])
+    assert warnings_of([device, device]) == [BUSY]  # of which no device is the cause
 
 
 @pytest.mark.parametrize("kind", [WideConsole, RankConsole])

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,10 @@ WAITING = {
 PHASES = COMPUTING | WAITING
 NUM_SHOWN = 8
 NOTABLE = 0.05  # difference of a device's compute, of what was predicted
+BUSY = (
+    "All devices compute at least {:.0%} longer than predicted, so the machine was busier or "
+    "slower than when it was measured. Measure and train while nothing else runs."
+)
 # Categories of torch.profiler.  On a GPU the time of a label is that of its kernels.
 ON_HOST, ON_DEVICE = "user_annotation", "gpu_user_annotation"
 OPTIMIZER_LABEL = "Optimizer.step"
@@ -206,9 +211,10 @@ def differences_of(device: str, predicted: StepParts, measured: StepParts) -> li
 
 
 def verdict(pairs: Sequence[tuple[str, StepParts, StepParts]]) -> str:
-    """Where most of the difference is: computing on one device, or waiting on all of them.
+    """Where most of the difference is: computing on all devices or on one, or waiting on all.
 
-    Where one device is late the others wait, and not itself; for links all of them do.
+    Where one device is late the others wait, and not itself; for links all of them do.  A
+    device is late by what it takes longer than the others do, beside what was predicted.
     """
     names = [name for name, _, _ in pairs]
     computed = [[parts.of_phases(COMPUTING) for parts in each] for _, *each in pairs]
@@ -216,19 +222,26 @@ def verdict(pairs: Sequence[tuple[str, StepParts, StepParts]]) -> str:
     waits_s = [measured_s - predicted_s for predicted_s, measured_s in waited]
     notable_s = NOTABLE * max(c[0] + w[0] for c, w in zip(computed, waited, strict=True))
     # Of those that are predicted to compute; one without samples and state does not.
-    longer = [(m - p, p, i) for i, (p, m) in enumerate(computed) if p]
+    ratios = [m / p for p, m in computed if p]
+    shared = min(ratios) if len(ratios) > 1 else 1.0
+    is_shared = shared > 1 + NOTABLE
+    scale = shared if is_shared else 1.0
+    longer = [(m - scale * p, scale * p, i) for i, (p, m) in enumerate(computed) if p]
     found: list[tuple[float, str]] = []
+    if is_shared:
+        found.append((math.inf, BUSY.format(shared - 1)))
     if late := [each for each in longer if each[0] > NOTABLE * each[1]]:
         longer_s, predicted_s, i = max(late)
         others_s = max((s for j, s in enumerate(waits_s) if j != i), default=0.0)
         waits = f", and others wait up to {duration(others_s)} longer"
         text = (
-            f"Device {names[i]} computes {duration(longer_s)} a step longer than predicted "
+            f"Device {names[i]} computes {duration(longer_s)} a step longer than "
+            f"{'the others do beside their predictions' if is_shared else 'predicted'} "
             f"({longer_s / predicted_s:+.0%}){waits * (others_s > notable_s)}. Measure again, "
             "or train with rebalance=true."
         )
         found.append((longer_s, text))
-    if len(pairs) > 1 and min(waits_s) > notable_s:
+    if len(pairs) > 1 and min(waits_s) > notable_s and not is_shared:
         text = (
             f"All devices wait at least {duration(min(waits_s))} a step longer than predicted: "
             "links are slower or busier than when they were measured."

@@ -1,5 +1,6 @@
 """Output of rank zero during a measurement: progress and results."""
 
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 
@@ -14,6 +15,10 @@ from shardhet.profiler.measure import Measurement
 from shardhet.records.profiles import Collectives, DeviceProfile
 
 DISTURBED = 1.3  # times the seconds of more samples; kernels alone differ by less
+POOR = "Plans and predictions will be poor; measure again, longer (time_limit_s) or alone."
+BUSY = (
+    f"On all devices some microbatches took longer than larger ones: the host was busy. {POOR}"
+)
 MAX_ROWS = 8  # sizes in a table; the file has all of them
 
 
@@ -49,8 +54,6 @@ def show_measurement(console: Console, measured: Measurement, folder: Path) -> N
             "element",
             soft_wrap=True,
         )
-        for warning in disturbances(device):
-            console.print(warning, style="yellow", soft_wrap=True)
     for node in setting.cluster.nodes:
         if node.host_bytes_per_s is not None:
             free, pace = node.host_memory_bytes, node.host_bytes_per_s / 1e9
@@ -83,8 +86,18 @@ def show_measurement(console: Console, measured: Measurement, folder: Path) -> N
                 f"{node.link.bandwidth_bytes_per_s / 1e9:.2f} GB/s ({node.link.source})",
                 soft_wrap=True,
             )
+    for warning in warnings_of(setting.profile.devices):
+        console.print(warning, style="yellow", soft_wrap=True)
     console.print(f"\nwritten to {folder}; next:", soft_wrap=True)
     console.print(f"  shardhet plan measured={folder} global_batch_size=64", soft_wrap=True)
+
+
+def warnings_of(devices: Sequence[DeviceProfile]) -> list[str]:
+    """What was disturbed, by device; one sentence that blames none if all of them were."""
+    found = [(each.device_kind, disturbances(each)) for each in devices]
+    if len(found) > 1 and all(texts for _, texts in found):
+        return [BUSY]
+    return [f"{kind}: {text}" for kind, texts in found for text in texts]
 
 
 def disturbances(device: DeviceProfile) -> list[str]:
@@ -98,8 +111,7 @@ def disturbances(device: DeviceProfile) -> list[str]:
                 found.append(
                     f"{unit.unit_kind}: a microbatch of {sizes[i]} took {less_s * 1e3:.2f} ms, "
                     f"one of {sizes[j]} {more_s * 1e3:.2f} ms: something else used the device "
-                    "meanwhile. Plans and predictions will be poor; measure again, longer "
-                    "(time_limit_s) or alone."
+                    f"meanwhile. {POOR}"
                 )
                 break
     return found
