@@ -5,22 +5,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardhet.apps.cli.quantities import unit_of
+
 WIDTH_INCHES = 10.0
 LANE_INCHES = 0.35  # height of a device's bar
-# The colour of each kind of span in a lane, in the order of the legend.
-COLOR_BY_WORK = {
-    "forward": "tab:blue",
-    "backward": "tab:orange",
-    "optimizer": "tab:green",
-    "wait_gather": "0.85",
-    "wait_reduce": "0.75",
-    "wait_stage": "0.8",
-    "agree": "0.92",
-    "gather": "tab:purple",
-    "reduce": "tab:brown",
-    "hand_over": "tab:red",
-    "to_host": "tab:olive",
-    "to_device": "tab:cyan",
+BYTES_BY_UNIT = {"MiB": 2**20, "GiB": 2**30}
+# The colour and the legend's words of each kind of span in a lane, in the legend's order.
+SHOWN_BY_WORK = {
+    "forward": ("tab:blue", "forward"),
+    "backward": ("tab:orange", "backward, with what is recomputed"),
+    "optimizer": ("tab:green", "optimizer step"),
+    "wait_gather": ("0.85", "waits for parameters"),
+    "wait_reduce": ("0.75", "waits for gradients"),
+    "wait_stage": ("0.8", "waits for another stage"),
+    "agree": ("0.92", "waits for the slowest device"),
+    "gather": ("tab:purple", "links: parameters to devices that compute"),
+    "reduce": ("tab:brown", "links: gradients to devices that store"),
+    "hand_over": ("tab:red", "links: from stage to stage"),
+    "to_host": ("tab:olive", "copies to the host"),
+    "to_device": ("tab:cyan", "copies from the host"),
 }
 
 
@@ -31,8 +34,8 @@ class DeviceBar:
     label: str
     num_samples: int
     state_share: float
-    gib_by_part: Mapping[str, float]  # memory by purpose
-    budget_gib: float
+    bytes_by_part: Mapping[str, float]  # memory by purpose
+    budget_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +44,8 @@ class Lane:
 
     label: str
     spans: Sequence[tuple[str, float, float]]  # kind of work, start, seconds
-    memory_gib: Sequence[tuple[float, float]] = ()  # start in seconds, memory held from then on
+    memory_bytes: Sequence[tuple[float, float]] = ()  # start in seconds, held from then on
+    budget_bytes: float = 0.0
 
 
 def draw_plan(title: str, bars: Sequence[DeviceBar], lanes: Sequence[Lane], path: Path) -> None:
@@ -68,7 +72,8 @@ def draw_plan(title: str, bars: Sequence[DeviceBar], lanes: Sequence[Lane], path
 def draw_timeline(title: str, lanes: Sequence[Lane], path: Path) -> None:
     """Draw what every device does over a step, and the memory that lanes say it holds."""
     plt = pyplot()
-    says_memory = any(lane.memory_gib for lane in lanes)
+    says_memory = any(lane.memory_bytes for lane in lanes)
+    unit = unit_of(max(lane.budget_bytes for lane in lanes))
     heights = [LANE_INCHES * len(lanes) + 1.2, *([3.0] if says_memory else [])]
     drawing, panels = plt.subplots(
         len(heights),
@@ -84,10 +89,11 @@ def draw_timeline(title: str, lanes: Sequence[Lane], path: Path) -> None:
         panels[0, 0].set_xlabel("")
         memory_axes = panels[1, 0]
         for lane in lanes:
-            if lane.memory_gib:
-                seconds, held = zip(*lane.memory_gib, strict=True)
-                memory_axes.step(seconds, held, where="post", label=lane.label)
-        memory_axes.set_ylabel("GiB held")
+            if lane.memory_bytes:
+                seconds, held = zip(*lane.memory_bytes, strict=True)
+                shown = [each / BYTES_BY_UNIT[unit] for each in held]
+                memory_axes.step(seconds, shown, where="post", label=lane.label)
+        memory_axes.set_ylabel(f"{unit} held")
         memory_axes.set_xlabel("seconds")
         memory_axes.set_ylim(bottom=0)
         memory_axes.legend(fontsize="small")
@@ -98,21 +104,21 @@ def draw_timeline(title: str, lanes: Sequence[Lane], path: Path) -> None:
 def _draw_memory(axes: Any, bars: Sequence[DeviceBar]) -> None:
     """Draw stacked bars of the parts, with the budget as a mark."""
     labels = [bar.label for bar in bars]
+    unit = unit_of(max(bar.budget_bytes for bar in bars))
     left = [0.0] * len(bars)
-    for part in bars[0].gib_by_part:
-        widths = [bar.gib_by_part[part] for bar in bars]
+    for part in bars[0].bytes_by_part:
+        widths = [bar.bytes_by_part[part] / BYTES_BY_UNIT[unit] for bar in bars]
         axes.barh(labels, widths, left=left, label=part)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    budgets = [bar.budget_gib for bar in bars]
-    axes.plot(budgets, range(len(bars)), "k|", markersize=14, label="budget")
-    axes.set_xlabel("GiB, each")
-    axes.legend(fontsize="x-small", ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    budgets = [bar.budget_bytes / BYTES_BY_UNIT[unit] for bar in bars]
+    axes.plot(budgets, range(len(bars)), "k|", markersize=14, label="budget of the plan")
+    axes.set_xlabel(f"{unit}, each")
+    axes.legend(fontsize="x-small", ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 def _draw_lanes(axes: Any, lanes: Sequence[Lane]) -> None:
     """Draw a bar per lane, coloured by kind of work."""
-    for work, color in COLOR_BY_WORK.items():
-        label = work.replace("_", " ")
+    for work, (color, label) in SHOWN_BY_WORK.items():
         for i, lane in enumerate(lanes):
             spans = [(start, seconds) for what, start, seconds in lane.spans if what == work]
             if spans:
@@ -121,7 +127,7 @@ def _draw_lanes(axes: Any, lanes: Sequence[Lane]) -> None:
     axes.set_yticks(range(len(lanes)), [lane.label for lane in lanes])
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
-    axes.legend(fontsize="x-small", ncols=8, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    axes.legend(fontsize="x-small", ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 def draw_curves(

@@ -9,8 +9,6 @@ from shardhet.pricing.step_cost import MemoryParts
 from shardhet.simulator.simulation import simulate
 from shardhet.simulator.timeline import Timeline
 
-GIB = 2**30
-
 
 def draw_report(report: PlanReport, path: Path) -> None:
     """Draw the plan's devices and the timeline of its step."""
@@ -20,8 +18,8 @@ def draw_report(report: PlanReport, path: Path) -> None:
             label=row.label,
             num_samples=row.rank.rank_batch_size,
             state_share=row.share,
-            gib_by_part=_gib_by_part(row.cost.memory),
-            budget_gib=row.cost.memory_budget_bytes / GIB,
+            bytes_by_part=_bytes_by_part(row.cost.memory),
+            budget_bytes=row.cost.memory_budget_bytes,
         )
         for row in found
     ]
@@ -40,9 +38,11 @@ def lanes(timeline: Timeline, found: Sequence[Row]) -> list[Lane]:
     for row in found:
         rank = timeline.ranks[row.positions[0]]
         spans = [(each.work.value, each.start_s, each.seconds) for each in rank.events]
-        held = [(point.time_s, point.nbytes / GIB) for point in rank.memory]
+        held = [(point.time_s, point.nbytes) for point in rank.memory]
         held.append((timeline.step_time_s, held[-1][1]))
-        drawn.append(Lane(label=row.label, spans=spans, memory_gib=held))
+        budget = row.cost.memory_budget_bytes
+        lane = Lane(label=row.label, spans=spans, memory_bytes=held, budget_bytes=budget)
+        drawn.append(lane)
         copied = [(each.work.value, each.start_s, each.seconds) for each in rank.copies]
         if copied:
             drawn.append(Lane(label=f"{row.label}, copies", spans=copied))
@@ -50,11 +50,11 @@ def lanes(timeline: Timeline, found: Sequence[Row]) -> list[Lane]:
     return [*drawn, Lane(label="links", spans=sent)] if sent else drawn
 
 
-def _gib_by_part(memory: MemoryParts) -> Mapping[str, float]:
+def _bytes_by_part(memory: MemoryParts) -> Mapping[str, float]:
     return {
-        "state": memory.resting_bytes / GIB,
-        "unsharded": (memory.unsharded_bytes + memory.grad_bytes) / GIB,
-        "inputs of units": memory.boundary_bytes / GIB,
-        "activations": memory.activation_bytes / GIB,
-        "reserved": memory.reserved_bytes / GIB,
+        "state between steps": memory.resting_bytes,
+        "gathered parameters, whole gradients": memory.unsharded_bytes + memory.grad_bytes,
+        "inputs of units": memory.boundary_bytes,
+        "activations": memory.activation_bytes,
+        "process and libraries": memory.reserved_bytes,
     }
