@@ -139,51 +139,104 @@ def test_stages_refuse_what_has_another_shape_than_in_an_earlier_round(
 # What a forward keeps once a value is large
 
 
-class Grows(Net):
-    """Computes with the longest position so far, or keeps a table that is long enough."""
+class Grows(nn.Module):
+    """Computes with the longest position so far: by a buffer that follows it, by the number
+    alone, outside of units or in one, or by a table that is long enough.
+    """
 
-    def __init__(self, *, is_table: bool) -> None:
-        super().__init__(linear)
-        self.is_table, self.longest = is_table, 8
-        self.register_buffer("kept", self.made(8), persistent=False)
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.longest = kind, 8
+        self.units = nn.ModuleList([linear(), linear()])
+        self.register_buffer("kept", self.made(), persistent=False)
+        self.double()
 
-    def made(self, longest: int) -> Tensor:
-        positions = torch.arange(longest, dtype=torch.float64)
-        return positions.cos() if self.is_table else torch.full((1,), 8 / longest).double()
+    def made(self) -> Tensor:
+        positions = torch.arange(self.longest, dtype=torch.float64)
+        return positions.cos() if self.kind == "table" else 8 / (positions[-1:] + 1)
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+    def scaled(self, x: Tensor, positions: Tensor) -> Tensor:
         if positions.max() + 1 > self.longest:
             self.longest = int(positions.max()) + 1
-            self.register_buffer("kept", self.made(self.longest), persistent=False)
-        return super().forward(x) * (self.kept[positions, None] if self.is_table else self.kept)
+            if self.kind in ("buffer", "table"):
+                self.register_buffer("kept", self.made(), persistent=False)
+        if self.kind in ("number", "in a unit"):
+            return x * (8 / self.longest)
+        return x * (self.kept[positions, None] if self.kind == "table" else self.kept)
+
+    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, int]:
+        if self.kind == "in a unit":
+            x = self.units[0](x, positions)
+        else:
+            x = self.scaled(self.units[0](x), positions)
+        return self.units[1](x).square().sum(), len(x)
 
 
-def _grows(rank: int, is_table: bool) -> None:
+class GrowsInside(Grows):
+    """A unit of this kind."""
+
+    def __init__(self) -> None:
+        super().__init__("number")
+        self.weight = nn.Parameter(torch.eye(WIDTH).double())
+        del self.units
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return self.scaled(x, positions) @ self.weight
+
+
+LONG = [3, 5, 7, 6, 4, 2, 5, 20]
+OF_EIGHT = {
+    "ranks": Plan.by_hand(microbatch_sizes=[4, 4]),
+    "stores": Plan.by_hand(microbatch_sizes=[2, 0, 6]),
+    "rounds": Plan.by_hand(microbatch_sizes=[4], num_rounds=2),
+    "stages": Plan.by_hand(
+        microbatch_sizes=[4, 4],
+        num_rounds=2,
+        stages=[Stage(units=(f"units.{i}",), num_ranks=1) for i in range(2)],
+    ),
+    "microbatches": Plan.by_hand(microbatch_sizes=[4], rank_batch_sizes=[8]),
+    "at once": Plan.by_hand(microbatch_sizes=[8]),
+}
+
+
+def _grows(rank: int, plan: Plan, kind: str) -> None:
     torch.manual_seed(0)
-    reference, x = Grows(is_table=is_table), draw(8, WIDTH)
-    model = HetFSDP(copy.deepcopy(reference), Plan.by_hand(microbatch_sizes=[4, 4]))
+    reference, x = Grows(kind), draw(8, WIDTH)
+    if kind == "in a unit":
+        reference.units[0] = GrowsInside()
+    model = HetFSDP(copy.deepcopy(reference), plan, units=UNITS)
     mine = model.plan.sample_indices(model.position)
-    for positions in (
-        torch.tensor([3, 5, 7, 6, 4, 2, 5, 1]),
-        torch.tensor([3, 5, 7, 6, 4, 2, 5, 20]),
-    ):
+    for positions in torch.tensor([[3, 5, 7, 6, 4, 2, 5, 1], LONG, LONG]):
         for each in (model, reference):
             each.zero_grad()
-        model.backward(model(x[mine], positions[mine]).square().sum(), len(mine))
-        (reference(x, positions).square().sum() / len(x)).backward()
+        model.forward_backward(x[mine], positions[mine])
+        loss_sum, number = reference(x, positions)
+        (loss_sum / number).backward()
         compare_grads(model, reference)
 
 
-def test_a_buffer_that_follows_the_largest_value_so_far_is_refused() -> None:
-    for each in run_ranks_expecting_failure(_grows, 2, False):
-        assert "a buffer that this forward has replaced" in each.message, each.message
+@pytest.mark.parametrize("kind", ["buffer", "number", "in a unit"])
+@pytest.mark.parametrize("name", ["ranks", "stores", "rounds", "stages"])
+def test_what_follows_the_largest_value_so_far_is_refused(name: str, kind: str) -> None:
+    plan = OF_EIGHT[name]
+    outcomes = run_ranks_expecting_failure(_grows, plan.world_size, plan, kind)
+    says(outcomes, "that this forward has changed", "kept" if kind == "buffer" else "longest")
 
 
-def test_a_table_that_becomes_longer_on_one_rank_is_right() -> None:
-    run_ranks(_grows, 2, True)
+def test_what_follows_the_largest_value_is_refused_between_microbatches() -> None:
+    cut = OF_EIGHT["microbatches"]
+    outcomes = run_ranks_expecting_failure(_grows, 1, cut, "in a unit")
+    says(outcomes, "that this forward has changed", "units.0.longest")
+    run_ranks(_grows, 1, cut, "number")
+    run_ranks(_grows, 1, OF_EIGHT["at once"], "in a unit")
 
 
-# What the program writes to a buffer between steps
+@pytest.mark.parametrize("name", ["ranks", "stores", "rounds", "microbatches"])
+def test_a_table_that_becomes_longer_on_one_rank_is_right(name: str) -> None:
+    run_ranks(_grows, OF_EIGHT[name].world_size, OF_EIGHT[name], "table")
+
+
+# What the program writes between steps
 
 
 def on_rank_zero(pair: Pair) -> None:
@@ -200,9 +253,14 @@ def others_than_elsewhere(pair: Pair) -> None:
     pair.module.offset.fill_(1.0 + pair.model.position)
 
 
+def a_number_of_its_own(pair: Pair) -> None:
+    pair.module.norm.eps = 1e-3 * (1 + pair.model.position)
+
+
 def on_all(pair: Pair) -> None:
-    pair.plain.offset.mul_(2.0)
-    pair.module.offset.mul_(2.0)
+    for each in (pair.plain, pair.module):
+        each.offset.mul_(2.0)
+        each.norm.eps = 1e-3
 
 
 def as_rank_zero(pair: Pair) -> None:
@@ -230,12 +288,20 @@ def test_buffers_may_be_written_on_all_ranks(plan: Plan, write: Callable[[Pair],
 
 
 @pytest.mark.parametrize("plan", [UNEVEN, APART], ids=["uneven", "apart"])
-@pytest.mark.parametrize("write", [on_rank_zero, on_the_last_rank, others_than_elsewhere])
-def test_a_buffer_that_ranks_write_unalike_is_named(
-    plan: Plan, write: Callable[[Pair], None]
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (on_rank_zero, "offset"),
+        (on_the_last_rank, "offset"),
+        (others_than_elsewhere, "offset"),
+        (a_number_of_its_own, "norm.eps"),
+    ],
+)
+def test_what_ranks_write_unalike_is_named(
+    plan: Plan, write: Callable[[Pair], None], name: str
 ) -> None:
     outcomes = run_ranks_expecting_failure(_writes, len(plan.ranks), plan, write)
-    says(outcomes, "not the same on all ranks: offset. Write the same values")
+    says(outcomes, f"not the same on all ranks: {name}. Write the same values")
 
 
 class Shifted(nn.Linear):

@@ -12,8 +12,8 @@ from shardhet.fsdp.microbatch.batching import BatchAxis, Layout, VisitRules, fla
 from shardhet.fsdp.microbatch.signature import ModelCall, choice_of
 from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.probing.module_state import (
-    BufferWrites,
     Edits,
+    Writes,
     choosing_attributes,
     digest_of,
 )
@@ -22,13 +22,15 @@ from shardhet.fsdp.probing.prober import Findings, Prober
 from shardhet.fsdp.sharding.unit import UnitModule
 
 _UNLIKE = (
-    "model.backward: the program has written buffers between forwards, and they are not the "
-    "same on all ranks: {}. Write the same values on every rank, outside of `if rank == 0`."
+    "model.backward: the program has written buffers or numbers of modules between forwards, "
+    "and they are not the same on all ranks: {}. Write the same values on every rank, outside "
+    "of `if rank == 0`; what is this rank's own belongs outside of the model."
 )
 _KEEPS = (
-    "model.backward: a buffer that this forward has replaced is another one on some ranks: it "
-    "follows the largest value of the samples so far (rope_type='dynamic'), perhaps, and each "
-    "rank has its own. Compute it from all samples before the step, or from each sample."
+    "model.backward: a buffer or number that this forward has changed is not that of one "
+    "process with all samples: {}. It follows the largest value of the samples so far "
+    "(rope_type='dynamic'), perhaps, and each rank, round or microbatch has its own. Compute "
+    "it from all samples before the step, or from each sample."
 )
 
 UNKNOWN = -1  # the index of findings that do not exist yet
@@ -45,11 +47,13 @@ class KnownCalls:
         self._choices = choosing_attributes(prober.module)
         self._edits = Edits(prober.module)
 
-        # Buffers that the program has written since the last backward, and those that the last
-        # forward has, unforeseen.
+        # Buffers and numbers that the program has written since the last backward, and those
+        # that forwards have, unforeseen; whether after others of the step had computed.
         self._by_program: frozenset[str] = frozenset()
         self._by_forward: frozenset[str] = frozenset()
-        self._writes = BufferWrites(prober.module)
+        self._is_late = False
+        self._counted: set[str] = set()  # numbers that forwards change, which is no program's
+        self._writes = Writes(prober.module)
 
         # Of the forward in progress
         self._index = UNKNOWN
@@ -75,6 +79,7 @@ class KnownCalls:
         """What calls have in common that the same findings are for."""
         if self._edits.are_new():
             _check_places(self._prober)
+            self._look_anew()
             self._choices = choosing_attributes(self._prober.module)
         chosen = tuple(choice_of(held.get(name)) for held, name in self._choices)
         edits = self._edits.number
@@ -106,6 +111,7 @@ class KnownCalls:
                 splits=any(row[0] for row in rows),
             )
             self._writes.take()
+            self._counted |= {".".join(filter(None, number)) for number in findings.counted}
             self._findings.append(findings)
             index = len(self._findings) - 1
             if call.num_samples and findings.is_certain:
@@ -117,35 +123,53 @@ class KnownCalls:
         self._num_calls.clear()
         return self.current
 
-    def end_forward(self) -> None:
-        """End the forward, which may have changed modules, their hooks and buffers."""
-        self._edits.end_forward()
-        self._by_forward = self._writes.take() - self.current.rewritten
+    def end_forward(self, *, follows: bool, is_cut: bool) -> None:
+        """End the forward, which may have changed modules, their hooks and attributes.
+
+        ``follows``: others of its step; ``is_cut``: into several microbatches.
+        """
+        found = self._writes.take() - self.current.rewritten
+        of_units = [each.fqn + "." for unit in self._prober.units for each in unit.modules]
+        if found and torch.is_grad_enabled():
+            inside = any(each.startswith(tuple(of_units)) for each in found)
+            self._is_late |= follows or (is_cut and inside)
+        self._by_forward |= found
+        if self._edits.end_forward():
+            self._look_anew()
 
     def look(self) -> None:
-        """Note what the program has written to buffers, between forwards."""
-        self._by_program, self._by_forward = self._by_program | self._writes.take(), frozenset()
+        """Note what the program has written between forwards."""
+        self._by_program |= self._writes.take() - self._counted
+
+    def _look_anew(self) -> None:
+        self.look()
+        self._writes = Writes(self._prober.module)
 
     @property
     def written(self) -> float:
-        """A number for the values of buffers that were written; 0 for none."""
+        """A number for the values of what was written; 0 for nothing, -1 if too late."""
+        if self._is_late:
+            return -1.0
         return digest_of(self._prober.module, self._by_program | self._by_forward)
 
     def check_written(self, of_all: Sequence[float], have_samples: Sequence[bool]) -> None:
-        """Raise ``ValueError`` if ``written`` differs because buffers do; begin anew.
+        """Raise ``ValueError`` if ``written`` differs because values do; begin anew.
 
-        Those that a forward writes are of ranks with samples.  Collective.
+        What a forward writes is of ranks with samples.  Collective.
         """
-        mine, self._by_program = (self._by_program, self._by_forward), frozenset()
-        if len(set(of_all)) == 1:
+        mine = self._by_program, self._by_forward
+        self._by_program = self._by_forward = frozenset()
+        is_late, self._is_late = min(of_all) < 0, False
+        if len(set(of_all)) == 1 and not is_late:
             return
         told = self._control.exchange_objects(mine)
         names = [frozenset[str]().union(*each) for each in zip(*told, strict=True)]
         found = self._control.exchange([digest_of(self._prober.module, each) for each in names])
         if len({of_program for of_program, _ in found}) > 1:
             raise ValueError(_UNLIKE.format(", ".join(sorted(names[0]))))
-        if len({row[1] for row, has in zip(found, have_samples, strict=True) if has}) > 1:
-            raise ValueError(_KEEPS)
+        of_forward = {row[1] for row, has in zip(found, have_samples, strict=True) if has}
+        if is_late or len(of_forward) > 1:
+            raise ValueError(_KEEPS.format(", ".join(sorted(names[1]))))
 
     def count(self, module: UnitModule) -> int:
         """The number of earlier calls of the module in this forward."""

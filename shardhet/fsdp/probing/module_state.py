@@ -93,12 +93,25 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other)
 
 
-class BufferWrites:
-    """Finds the buffers of a model that are written after this object is made."""
+class Writes:
+    """Finds what of a model is written after this object is made: buffers, and the numbers that
+    its modules have as attributes by then.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._before = _versions(module)
+        self._numbers = [
+            (".".join(filter(None, (fqn, name))), vars(each), name)
+            for fqn, each in module.named_modules()
+            for name, value in vars(each).items()
+            if isinstance(value, int | float)
+        ]
+        self._before = self._look()
+
+    def _look(self) -> dict[str, tuple[Any, int]]:
+        """Values and versions of tensors, by fqn."""
+        buffers = {fqn: (each, each._version) for fqn, each in self._module.named_buffers()}
+        return buffers | {fqn: (held.get(name), 0) for fqn, held, name in self._numbers}
 
     def written(self) -> dict[str, Tensor]:
         """Buffers by fqn that were written in place or replaced since."""
@@ -110,16 +123,23 @@ class BufferWrites:
         return found
 
     def take(self) -> frozenset[str]:
-        """Fqns of those that were written or replaced since the last call of this, apart from
-        new ones and tables that have become longer.
+        """Fqns of what was written since the last call of this, apart from new buffers, tables
+        that have become longer, and numbers that are their lengths.
         """
-        before, self._before = self._before, _versions(self._module)
+        before, self._before = self._before, self._look()
         return frozenset(
             fqn
             for fqn, (each, version) in self._before.items()
             for old, old_version in [before.get(fqn, (each, version))]
-            if (version != old_version if each is old else not _is_longer(each, old))
+            if (version != old_version if each is old else not self._goes_on(fqn, each, old))
         )
+
+    def _goes_on(self, fqn: str, value: Any, before: Any) -> bool:
+        if isinstance(value, Tensor):
+            return isinstance(before, Tensor) and _is_longer(value, before)
+        module = self._module.get_submodule(fqn.rpartition(".")[0])
+        lengths = [n for each in module.buffers(recurse=False) for n in each.shape]
+        return isinstance(value, int | float) and (value == before or value in lengths)
 
     def check(self) -> None:
         """Raise ``Refusal`` if ranks would come to differ in one, because the model trains."""
@@ -145,18 +165,16 @@ def _is_longer(tensor: Tensor, before: Tensor) -> bool:
     return torch.equal(tensor[tuple(map(slice, before.shape))], before)
 
 
-def _versions(module: nn.Module) -> dict[str, tuple[Tensor, int]]:
-    return {fqn: (buffer, buffer._version) for fqn, buffer in module.named_buffers()}
-
-
 def digest_of(module: nn.Module, fqns: Set[str]) -> float:
-    """A number for the values of these buffers; 0 for none."""
+    """A number for the values of these buffers and numbers; 0 for none."""
     digest = 0
-    for fqn, each in module.named_buffers() if fqns else ():
-        if fqn in fqns:
-            content = each.detach().to("cpu").reshape(-1).view(torch.uint8).numpy().tobytes()
-            form = f"{fqn} {each.shape} {each.dtype}".encode()
-            digest = zlib.crc32(form + content, digest)
+    for fqn in sorted(fqns):
+        inside, _, name = fqn.rpartition(".")
+        content, value = b"", getattr(module.get_submodule(inside), name, None)
+        if isinstance(value, Tensor):
+            content = value.detach().to("cpu").reshape(-1).view(torch.uint8).numpy().tobytes()
+            value = (value.shape, value.dtype)
+        digest = zlib.crc32(f"{fqn} {value}".encode() + content, digest)
     return float(digest)
 
 
@@ -208,17 +226,17 @@ class Edits:
 
     def are_new(self) -> bool:
         """Whether there is one since the last forward, or the last call of this."""
-        if self._look() == self._seen:
-            return False
-        self.number += 1
-        self.end_forward()
-        return True
+        is_new = self.end_forward()
+        self.number += is_new
+        return is_new
 
-    def end_forward(self) -> None:
-        """Take over what the forward has changed."""
-        if not self._seen or self._look() != self._seen:
-            self._held = [vars(each) for each in self._module.modules()]
-            self._seen = self._look()
+    def end_forward(self) -> bool:
+        """Take over what the forward has changed; whether there is anything."""
+        if self._seen and self._look() == self._seen:
+            return False
+        self._held = [vars(each) for each in self._module.modules()]
+        self._seen = self._look()
+        return True
 
     def _look(self) -> list[tuple[Any, ...]]:
         return [

@@ -53,8 +53,8 @@ from shardhet.fsdp.probing.apart import (
 from shardhet.fsdp.probing.caches import CacheSwitch
 from shardhet.fsdp.probing.examine import Examiner
 from shardhet.fsdp.probing.module_state import (
-    BufferWrites,
     Number,
+    Writes,
     check_params,
     numbers,
     restored_modules,
@@ -173,7 +173,7 @@ class Probe:
         self.inputs: list[SeenInput] = []
         self._refs: list[ref[Tensor]] = []  # of their tensors
         self.counted: set[Number] = set()  # attributes that a forward has changed
-        self.rewritten: set[str] = set()  # buffers
+        self.rewritten: set[str] = set()  # buffers and numbers
         self.values: dict[str, Mapping[Number, Any]] = {}  # of attributes, after each run
         self.begins_with: Mapping[Number, Any] = {}  # attributes' values before the next run
         self._seen: dict[CallKey, Seen] = {}
@@ -232,7 +232,7 @@ class Probe:
         self._num_calls.clear()
         with _isolated(self._module, self._norms):
             set_numbers(self._module, self.begins_with)
-            writes, before = BufferWrites(self._module), numbers(self._module)
+            writes, before = Writes(self._module), numbers(self._module)
             given = [tensor for tensor, _ in inputs]
             self._watcher.give(given)
             self._watcher.made_rows.begin(inputs)

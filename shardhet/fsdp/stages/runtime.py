@@ -238,7 +238,7 @@ class StageRuntime(Runtime):
             self._walk.end_forward()
         else:
             self._walk.pass_forward()
-        self._known.end_forward()
+        self._known.end_forward(follows=self.rounds.have_begun, is_cut=batch.is_cut)
         self._walk.launch_ahead()  # while the host waits for the next phase's tensors
         return output
 

@@ -139,8 +139,11 @@ class Pipeline:
             runtime.norms.apply(self._control)
             has_grad = self._backward.agree_on_grads()
             mine = [0.0, 0.0] if sums is None else sums.read().tolist()
-            rows = self._share(mine, checksums, "forward_backward")
-        of_loss = torch.tensor(rows, dtype=torch.float64)
+            known = runtime.calls.known
+            rows = self._share([*mine, known.written], checksums, "forward_backward")
+            have_samples = [any(of.num_samples for of in each) for each in self._told]
+            known.check_written([row[2] for row in rows], have_samples)
+        of_loss = torch.tensor(rows, dtype=torch.float64)[:, :2]
         assert num_tokens in (0, of_loss[:, 1].sum()), "counted as the model does"
         return self._backward.end_step(of_loss, has_grad, None if num_tokens else scale)
 
@@ -281,11 +284,8 @@ class Pipeline:
     def _do_backward(self, now: RoundPhase) -> None:
         runtime, each = self._runtime, self._rounds[now.round]
         made = self._made.pop(now.round, [])
-        grads: list[Tensor | None] = []
-        if each.batch.num_samples and self._is_last:
-            grads = [self._seeds.pop(now.round)]
-        else:
-            grads = self._exchange.take(now)
+        begins = each.batch.num_samples and self._is_last
+        grads = [self._seeds.pop(now.round)] if begins else self._exchange.take(now)
         pairs = [
             (edge, grad)
             for edge, grad in zip(made, grads, strict=False)

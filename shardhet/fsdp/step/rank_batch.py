@@ -29,6 +29,11 @@ class RankBatch:
         """The number of samples of this rank."""
         return sum(self.microbatch_sizes)
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether they are several microbatches."""
+        return len(self.microbatch_sizes) > 1
+
 
 def beside_others(call: ModelCall, control: Channel) -> tuple[ModelCall, bool]:
     """The call, knowing whether others have rows of ragged arguments; whether any rank has."""

@@ -216,6 +216,7 @@ class Runtime:
             self._walk.pass_forward()
             output = findings.make_empty_output(self.calls.anchor)
         self._count_everywhere(findings)
+        self._known.end_forward(follows=self.rounds.have_begun, is_cut=self.step.batch.is_cut)
         self._end_forward(is_training)
         return output
 
@@ -232,7 +233,6 @@ class Runtime:
 
     def _end_forward(self, is_training: bool) -> None:
         self.features.is_in_forward = False
-        self._known.end_forward()
         if is_training:
             self.norms.apply(self._control)
         self.step.awaits_backward = torch.is_grad_enabled()
