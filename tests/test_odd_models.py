@@ -10,7 +10,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardhet import HetFSDP, Plan
-from tests.test_probe import WIDTH, Net, both_ways, check, draw, plan_for, squared
+from tests.test_probe import (
+    WIDTH,
+    Net,
+    both_ways,
+    check,
+    compare_grads,
+    draw,
+    plan_for,
+    squared,
+)
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
 ALONE = plan_for(recomputes=False)
@@ -560,3 +569,45 @@ def test_evaluation_on_one_rank_is_told_how_to() -> None:
             "to evaluate on some of them alone, enter model.unit_by_unit()" in outcome.message
         )
     run_ranks(_evaluates, 3, "unit by unit")
+
+
+# Two rows for each sample
+
+
+class Scored(nn.Module):
+    """A score for each of its rows, or, of pairs, the loss of preferring the first."""
+
+    def __init__(self, *, joins: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.joins = linear(), nn.Linear(WIDTH, 1), joins
+        self.double()
+
+    def forward(self, *pair: Tensor) -> Any:
+        scores = self.last(self.first(torch.cat(pair)).tanh()).squeeze(-1)
+        return preference(scores) if self.joins else scores
+
+
+def preference(scores: Tensor) -> tuple[Tensor, int]:
+    chosen, rejected = scores.chunk(2)
+    return -nn.functional.logsigmoid(chosen - rejected).sum(), len(chosen)
+
+
+def _prefers(rank: int, plan: Plan, joins: bool) -> None:
+    torch.manual_seed(0)
+    reference = Scored(joins=joins)
+    model = HetFSDP(copy.deepcopy(reference), plan, units=["first", "last"])
+    pair, own = draw(2, 3, WIDTH), plan.sample_indices(model.position)
+    if not joins:
+        model(torch.cat([each[own] for each in pair]))
+    model.forward_backward(*(each[own] for each in pair))
+    loss_sum, number = reference(*pair)
+    (loss_sum / number).backward()
+    compare_grads(model, reference)
+
+
+@pytest.mark.parametrize("sizes", [[2, 1], [1, 0, 2]], ids=str)
+def test_pairs_are_joined_in_forward(sizes: list[int]) -> None:
+    plan = Plan.by_hand(microbatch_sizes=sizes)
+    run_ranks(_prefers, len(sizes), plan, True)
+    for each in run_ranks_expecting_failure(_prefers, len(sizes), plan, False):
+        assert "If a sample has 2 rows (torch.cat([chosen, rejected])), pass" in each.message

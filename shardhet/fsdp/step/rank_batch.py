@@ -1,5 +1,6 @@
 """The part of the global batch that each rank computes in a step."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -95,10 +96,25 @@ def agree_on_batch(
 
 
 def _check_fits_plan(plan: Plan, sizes: Sequence[int]) -> None:
-    for i, (size, rank) in enumerate(zip(sizes, plan.ranks, strict=True)):
-        if size > rank.rank_batch_size:
+    planned = [rank.rank_batch_size for rank in plan.ranks]
+    factors = {
+        size / own if own else math.inf
+        for size, own in zip(sizes, planned, strict=True)
+        if size
+    }
+    is_joined = len(factors) == 1 and max(factors).is_integer()
+    for i, (size, own) in enumerate(zip(sizes, planned, strict=True)):
+        if size > own:
             raise ValueError(
                 f"model(...): position {i} of the plan got {size} samples but the plan "
-                f"gives it {rank.rank_batch_size}, and memory was planned for that. Let "
-                "shardhet.loader(dataset, model) deal the global batch."
+                f"gives it {own}, and memory was planned for that. "
+                + (_JOINED.format(size // own) if is_joined else _DEAL)
             )
+
+
+_DEAL = "Let shardhet.loader(dataset, model) deal the global batch."
+_JOINED = (
+    "If a sample has {} rows (torch.cat([chosen, rejected])), pass them as arguments of their "
+    "own to a module that joins them in its forward, and wrap that one; else let "
+    "shardhet.loader(dataset, model) deal the global batch."
+)
