@@ -378,6 +378,22 @@ def test_means_are_not_added_up(tmp_path: Path) -> None:
         one_step(tmp_path, mean, gradient_accumulation_steps=2)
 
 
+def test_a_head_outside_of_units_is_trained_in_bfloat16(tmp_path: Path) -> None:
+    from shardhet.hf import HetTrainer
+
+    args = arguments(tmp_path, max_steps=2, logging_steps=1, bf16=True)
+    trainer = HetTrainer(classifier().float(), args, plan=ONE, train_dataset=labelled(8))
+    trainer.train()
+    args.per_device_train_batch_size = 4
+    plain = transformers.Trainer(classifier().float(), args, train_dataset=labelled(8))
+    plain.train()
+    found, expected = (
+        [each["loss"] for each in log if "loss" in each]
+        for log in (trainer.state.log_history, plain.state.log_history)
+    )
+    assert found == pytest.approx(expected, rel=1e-2)
+
+
 WEIGHTS = torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64)
 
 

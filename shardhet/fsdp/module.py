@@ -16,6 +16,7 @@ from shardhet.comm.liveness import watch_unless_decided
 from shardhet.comm.members import Members, is_rehearsal, planned_device
 from shardhet.comm.progress import progress
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
+from shardhet.fsdp.microbatch.layered import autocast_as, autocast_dtype_now
 from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.microbatch.ragged import CountRows, known_ragged
 from shardhet.fsdp.microbatch.signature import BatchDims
@@ -231,7 +232,9 @@ class HetFSDP(ModuleInRounds):
     def _run_module(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: tuple[Any, ...]
     ) -> Any:
-        with self._loss.of(loss_inputs), self._caches.off():
+        kind = self.device.type
+        autocast = autocast_as(kind, autocast_dtype_now(kind))  # also of probes of one context
+        with self._loss.of(loss_inputs), self._caches.off(), autocast:
             wrapped = partial(self._function, self.module) if self._function else self.module
             output = wrapped(*args, **kwargs)
             output = self._loss.of_output(output)
