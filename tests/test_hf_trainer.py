@@ -1,5 +1,6 @@
 """transformers' Trainer under a plan is transformers' Trainer on one process."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -488,6 +489,33 @@ def test_a_mean_over_next_tokens_is_trained_as_on_one_process(
     plain = train_with_own_mean(transformers.Trainer, str(tmp_path), plan)
     for fqn, param in plain.items():
         torch.testing.assert_close(found[fqn], param, rtol=0, atol=PARAM_BAR)
+
+
+def count_adapters(rank: int, folder: str) -> list[Any]:
+    from peft import LoraConfig, get_peft_model
+
+    from shardhet.hf import HetTrainer
+
+    warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by an old name
+    with as_torchrun_starts(rank, PLAN.world_size):
+        model = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"]))
+        before = [*model.get_nb_trainable_parameters(), model.num_parameters()]
+        trainer = HetTrainer(model, arguments(folder), plan=PLAN)
+        inside: Any = trainer.model
+        return [
+            [before[0], *before],
+            [
+                trainer.get_num_trainable_parameters(),
+                *inside.get_nb_trainable_parameters(),
+                inside.num_parameters(),
+            ],
+        ]
+
+
+def test_parameters_are_counted_for_the_whole_model(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    for before, after in run_ranks(count_adapters, 3, str(tmp_path), timeout_s=FIRST_CASE_S):
+        assert after == before
 
 
 def test_batches_of_an_evaluation_stay_apart_if_asked(tmp_path: Path) -> None:

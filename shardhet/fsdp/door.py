@@ -65,6 +65,8 @@ _OF_ROWS = (
     "model.state_dict() and model.load_state_dict(state), or, with the optimizer, "
     "shardhet.checkpoint.save(model, optimizer, folder) and load"
 )
+# Of PEFT and transformers: they count elements of parameters.
+COUNTS_INSIDE = ("get_nb_trainable_parameters", "num_parameters")
 REFUSED_INSIDE = ("merge_adapter", "merge_and_unload", "save_pretrained", "push_to_hub")
 
 
@@ -136,9 +138,20 @@ def watch_inside(root: nn.Module, flats: Sequence[FlatTensor], rows: RowGroup) -
         for name in REFUSED_INSIDE:
             if callable(getattr(module, name, None)):
                 module.__dict__[name] = partial(refuse, name, REFUSED[name])
+        for name in COUNTS_INSIDE:
+            method = getattr(module, name, None)
+            if callable(method):
+                module.__dict__[name] = partial(_counted, method, name, flats)
         for name in ("state_dict", "load_state_dict"):
             method = getattr(module, name)
             module.__dict__[name] = partial(_with_whole, method, name, fqn, flats, rows)
+
+
+def _counted(
+    count: Callable[..., Any], name: str, flats: Sequence[FlatTensor], *args: Any, **kwargs: Any
+) -> Any:
+    """The result of ``count`` for whole parameters, whose values it does not need."""
+    return with_stand_ins(name, lambda: count(*args, **kwargs), flats)
 
 
 def _with_whole(

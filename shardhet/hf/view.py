@@ -49,6 +49,11 @@ class TrainerView(Trainer):
     ) -> None:
         """Do nothing: parameters are loaded with the optimizer's state, once there is one."""
 
+    def get_num_trainable_parameters(self) -> int:
+        """Of the whole model, not of this rank's rows."""
+        trainable = (flat for flat in self.het._flats if flat.is_trainable)
+        return sum(slot.shape.numel() for flat in trainable for slot in flat.slots)
+
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
         """The number of samples in an epoch."""
         return len(dataloader.dataset)  # type: ignore[arg-type]  # it has a length: see above
