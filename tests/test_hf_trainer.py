@@ -379,6 +379,38 @@ def test_means_are_not_added_up(tmp_path: Path) -> None:
         one_step(tmp_path, mean, gradient_accumulation_steps=2)
 
 
+def test_what_compute_loss_keeps_when_it_is_tried_is_put_back(tmp_path: Path) -> None:
+    from shardhet.hf import HetTrainer
+
+    class Keeping(HetTrainer):
+        calls = 0
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            self.losses.append(len(inputs["labels"]))
+            self.log({"calls": float(self.calls)})
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    args = arguments(tmp_path, max_steps=3, logging_strategy="no")
+    trainer = Keeping(classifier(), args, plan=ONE, train_dataset=labelled(12))
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.losses = []
+    trainer.train()
+    logged = [each["calls"] for each in trainer.state.log_history if "calls" in each]
+    assert (trainer.calls, trainer.losses, logged) == (3, [4, 4, 4], [1.0, 2.0, 3.0])
+
+
+def test_a_loss_of_what_compute_loss_keeps_is_refused(tmp_path: Path) -> None:
+    calls: list[None] = []
+
+    def warmed_up(outputs: Any, labels: Tensor, **_: Any) -> Tensor:
+        calls.append(None)
+        return loss_in_float64(outputs, labels) * min(1.0, len(calls) / 100)
+
+    with pytest.raises(ValueError, match="another when it is computed again"):
+        one_step(tmp_path, warmed_up)
+
+
 def test_a_head_outside_of_units_is_trained_in_bfloat16(tmp_path: Path) -> None:
     from shardhet.hf import HetTrainer
 
@@ -420,6 +452,26 @@ def test_what_looks_like_a_mean_of_one_class_or_sample_is_refused(
     label = torch.tensor(0) if loss is weighted else torch.tensor(1.0, dtype=torch.float64)
     with pytest.raises(ValueError, match="neither a sum over samples nor a mean over labels"):
         one_classified(tmp_path, label, batch_size, compute_loss_func=loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bool])
+def test_weights_of_samples_that_are_alike_at_first_do_not_pass_for_none(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    from shardhet.hf import HetTrainer
+
+    class Weighing(HetTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
+            weight = inputs.pop("weight")
+            losses = F.cross_entropy(model(**inputs).logits, inputs["labels"], reduction="none")
+            return (weight * losses).sum() / weight.sum()
+
+    samples = [{**each, "weight": torch.ones((), dtype=dtype)} for each in labelled(4)]
+    args = arguments(tmp_path, max_steps=1, remove_unused_columns=False)
+    plan = Plan.by_hand(microbatch_sizes=[1], num_rounds=4)
+    trainer = Weighing(classifier(), args, plan=plan, train_dataset=samples)
+    with pytest.raises(ValueError, match="neither a sum over samples nor a mean over labels"):
+        trainer.train()
 
 
 def one_classified(folder: Path, label: Tensor, batch_size: int, **options: Any) -> Any:

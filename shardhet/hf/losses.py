@@ -80,13 +80,16 @@ def probes(
 ) -> list[Parts]:
     """Batches of a rank, each with its two parts, for ``find_kind``.
 
-    The second one has other labels, and more rows if it takes more to have all classes.
+    The second one has other labels, and more rows if it takes more to have all classes.  What
+    else is one number or flag per sample, which may weigh it, has unlike values there.
     """
     found: list[Parts] = []
     for others in (False, True):
         whole = dict(inputs)
         num, middle = max(2, num_rows(whole)), None
+        columns = _columns(whole, label_names)
         if others:
+            num = max(num, 4) if columns else num
             more = num_rows_of_classes(whole, label_names, num_classes)
             num = max(num, 1 + more)
             middle = num - more if more else None
@@ -95,11 +98,26 @@ def probes(
         first = range(middle)
         if others:
             whole = relabelled(whole, label_names, first, num_classes)
+            weights = [LESS] * middle + [MORE * (i % 2 == 0) for i in range(num - middle)]
+            whole |= {name: torch.tensor(weights).to(whole[name]) for name in columns}
         else:
             whole = unevenly_labelled(whole, label_names, [0])
         spans = (Span(0, num), Span(0, middle), Span(middle, num))
         found.append([rows_of(whole, span) for span in spans])
     return found
+
+
+def _columns(inputs: Mapping[str, Any], label_names: Sequence[str]) -> list[str]:
+    """What has one number with a fraction, or one flag, for each sample, and is no label."""
+    return [
+        name
+        for name, each in inputs.items()
+        if isinstance(each, Tensor)
+        and each.dim() == 1
+        and len(each)
+        and name not in label_names
+        if each.is_floating_point() or each.dtype == torch.bool
+    ]
 
 
 def find_kind(
@@ -122,6 +140,7 @@ def find_kind(
         losses = [[loss_of(part, 1.0) for part in parts] for parts in probes]
         number = MANY.get(losses[0][0].dtype, MOST)
         of_many = float(loss_of(probes[0][0], number))
+        again = float(loss_of(probes[0][0], 1.0))
     model.train(was_training)
     dtype, device = losses[0][0].dtype, losses[0][0].device.type
     tolerance = TOLERANCE.get(dtype, LOW_PRECISION_TOLERANCE)
@@ -133,10 +152,18 @@ def find_kind(
         weights = [_weights(kind, parts, label_names) for parts in probes]
         errors.append(max(map(_error, values, weights)) / tolerance)
     undivided = _error([values[0][0], of_many, 0.0], [1.0, number, 1.0]) / tolerance
-    found = model.exchange([*values[0], *values[1], *errors, undivided])
-    sum_off, mean_off, shifted_off, undivided = (
-        max(row[i] for row in found) for i in (6, 7, 8, 9)
+    repeated = _error([values[0][0], again, 0.0], [1.0, 1.0, 1.0]) / tolerance
+    found = model.exchange([*values[0], *values[1], *errors, undivided, repeated])
+    sum_off, mean_off, shifted_off, undivided, repeated = (
+        max(row[i] for row in found) for i in (6, 7, 8, 9, 10)
     )
+    if repeated > 1:
+        raise ValueError(
+            "the loss of the same samples is another when it is computed again, because it "
+            "depends on what compute_loss keeps from call to call, or draws. Ranks call it for "
+            "unlike samples, and not equally often. Compute it from the inputs, the model's "
+            "outputs and trainer.state.global_step."
+        )
     if sum_off <= 1 < undivided:
         raise ValueError(
             "the loss is a sum over samples, but not all of it is divided by "

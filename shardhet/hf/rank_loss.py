@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import unwrap_peft_model
 
+from shardhet.fsdp.probing.module_state import restored_names
 from shardhet.hf.losses import LossKind, check_positions, find_kind, num_labels, probes
 from shardhet.hf.view import TrainerView
 from shardhet.records.layout import Span
@@ -49,9 +50,10 @@ class RankLoss:
                 with self._said_to_be(number):
                     return self._loss(part, with_outputs=False)[0]
 
-            self.kind = find_kind(
-                self._trainer.het, tried, names, loss_of, predicts_next=self.predicts_next
-            )
+            with self._leaving_nothing():
+                self.kind = find_kind(
+                    self._trainer.het, tried, names, loss_of, predicts_next=self.predicts_next
+                )
 
     @torch.no_grad()
     def untrained(self, inputs: dict[str, Any]) -> Tensor:
@@ -59,10 +61,20 @@ class RankLoss:
         trainer = self._trainer
         was_training = trainer.het.training
         trainer.het.eval()
-        with trainer.compute_loss_context_manager():
+        with trainer.compute_loss_context_manager(), self._leaving_nothing():
             loss, _ = self._loss(inputs, with_outputs=False)
         trainer.het.train(was_training)
         return loss
+
+    @contextmanager
+    def _leaving_nothing(self) -> Iterator[None]:
+        """A context in which ``compute_loss`` is only tried: what it keeps is put back."""
+        trainer = self._trainer
+        before = dict(vars(trainer))
+        with restored_names([trainer.compute_loss, trainer.compute_loss_func]):
+            yield
+        vars(trainer).clear()
+        vars(trainer).update(before)
 
     @contextmanager
     def _said_to_be(self, number: float) -> Iterator[None]:

@@ -36,25 +36,37 @@ def restored_modules(module: nn.Module) -> Iterator[None]:
     modules = list(module.modules())
     attributes = [dict(each.__dict__) for each in modules]
     hooks = [hook for saved in attributes for kind in _HOOKS for hook in saved[kind].values()]
-    named = named_by(hooks)
-    of_hooks = [value for _, value in named]
-    for value in of_hooks.copy():  # lists by name, perhaps
-        of_hooks += value.values() if isinstance(value, dict) else ()
-    contents = [
-        (value, _content_of(value))  # of hooks too, which some models add when first called
-        for values in (*(saved.values() for saved in attributes), of_hooks)
-        for value in values
-    ]
-    tensors = [*module.buffers(), *(each for each in of_hooks if type(each) is Tensor)]
-    copies = [(each, each.detach().clone()) for each in tensors if not each.is_meta]
+    # Hooks too, which some models add when first called
+    held = [value for saved in attributes for value in saved.values()]
+    held = [each for each in held if not isinstance(each, Tensor)]
+    with restored_names(hooks, [*held, *module.buffers()]):
+        try:
+            yield
+        finally:
+            for each, saved in zip(modules, attributes, strict=True):
+                each.__dict__.clear()
+                each.__dict__.update(saved)
+
+
+@contextmanager
+def restored_names(functions: Sequence[Any], more: Sequence[Any] = ()) -> Iterator[None]:
+    """A context that restores what ``functions`` name, and containers and tensors in ``more``.
+
+    It holds a copy of the tensors.
+    """
+    named = named_by(functions)
+    values = [value for _, value in named]
+    for value in values.copy():  # lists by name, perhaps
+        values += value.values() if isinstance(value, dict) else ()
+    values += more
+    contents = [(each, _content_of(each)) for each in values]
+    tensors = [each for each in values if type(each) is Tensor and not each.is_meta]
+    copies = [(each, each.detach().clone()) for each in tensors]
     try:
         yield
     finally:
         for put, value in named:
             put(value)
-        for each, saved in zip(modules, attributes, strict=True):
-            each.__dict__.clear()
-            each.__dict__.update(saved)
         for container, content in contents:
             _put_back(container, content)
         with torch.no_grad():
