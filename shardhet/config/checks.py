@@ -1,9 +1,9 @@
 """Checks of single values; errors name the key, its value and the allowed values."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from inspect import signature
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -50,46 +50,34 @@ def check_can_be_folder(key: str, name: str) -> None:
     check_takes_files(key, name, there)
 
 
-def at_least(least: float) -> Check:
-    """That a value is ``>= least`` and not NaN, if it is given."""
+def _must(be: str, holds: Callable[[Any], bool]) -> Check:
+    """That ``holds`` of a value, if it is given; the error says what it must ``be``."""
 
-    def check(key: str, value: float | None) -> None:
-        if value is not None and not (math.isfinite(value) and value >= least):
-            raise ConfigError(f"{key}: {value} but it must be at least {least}.")
+    def check(key: str, value: Any) -> None:
+        if value is not None and not holds(value):
+            raise ConfigError(f"{key}: {value!r} but it must {be}.")
 
     return check
+
+
+def at_least(least: float) -> Check:
+    """That a value is ``>= least`` and finite, if it is given."""
+    return _must(f"be at least {least}", lambda value: least <= value < inf)
 
 
 def above(bound: float) -> Check:
-    """That a value is ``> bound`` and not NaN, if it is given."""
-
-    def check(key: str, value: float | None) -> None:
-        if value is not None and not (math.isfinite(value) and value > bound):
-            raise ConfigError(f"{key}: {value} but it must be above {bound}.")
-
-    return check
-
-
-def is_fraction(key: str, value: float | None) -> None:
-    """Check that ``0 <= value <= 1``, if it is given."""
-    if value is not None and not 0 <= value <= 1:
-        raise ConfigError(f"{key}: {value} but it must lie between 0 and 1.")
-
-
-def is_below_one(key: str, value: float) -> None:
-    """Check that ``0 <= value < 1``, so that something is left over."""
-    if not 0 <= value < 1:
-        raise ConfigError(f"{key}: {value} but it must be at least 0 and below 1.")
+    """That a value is ``> bound`` and finite, if it is given."""
+    return _must(f"be above {bound}", lambda value: bound < value < inf)
 
 
 def one_of(choices: Sequence[str]) -> Check:
     """That a value is one of ``choices``."""
+    return _must(f"be one of {', '.join(choices)}", choices.__contains__)
 
-    def check(key: str, value: str) -> None:
-        if value not in choices:
-            raise ConfigError(f"{key}: {value!r} but it must be one of {', '.join(choices)}.")
 
-    return check
+is_fraction = _must("lie between 0 and 1", lambda value: 0 <= value <= 1)
+# So that something is left over.
+is_below_one = _must("be at least 0 and below 1", lambda value: 0 <= value < 1)
 
 
 def checked(default: T, *checks: Check) -> T:
@@ -102,6 +90,12 @@ def check_fields(conf: Any, prefix: str) -> None:
     for each in fields(conf):
         for check in each.metadata.get("checks", ()):
             check(prefix + each.name, getattr(conf, each.name))
+
+
+def fields_of(conf: Any, made: Callable[..., Any]) -> dict[str, Any]:
+    """The values of fields that ``made``, a class or a function, takes under the same names."""
+    taken = signature(made).parameters
+    return {each.name: getattr(conf, each.name) for each in fields(conf) if each.name in taken}
 
 
 @dataclass

@@ -16,6 +16,7 @@ from shardhet.config.checks import (
     at_least,
     checked,
     config_errors,
+    fields_of,
     is_below_one,
 )
 from shardhet.pricing import architectures
@@ -99,11 +100,7 @@ class DecoderConf(ModelConf):
             )
         with config_errors("model"):
             return Workload.transformer(
-                num_layers=self.num_layers,
-                width=self.width,
-                num_heads=self.num_heads,
-                num_kv_heads=self.num_kv_heads,
-                hidden_width=self.hidden_width,
+                **fields_of(self, Workload.transformer),
                 vocab_size=samples.vocab_size or self.usual_vocab_size,
                 seq_len=samples.seq_len or self.usual_seq_len,
                 fuses_norms=True,  # on GPUs, which described clusters are of
@@ -116,14 +113,7 @@ class DecoderConf(ModelConf):
 
         try:
             return DecoderConfig(
-                vocab_size=vocab_size,
-                width=self.width,
-                num_layers=self.num_layers,
-                num_heads=self.num_heads,
-                num_kv_heads=self.num_kv_heads,
-                hidden_width=self.hidden_width,
-                seq_len=seq_len,
-                dropout=self.dropout,
+                **fields_of(self, DecoderConfig), vocab_size=vocab_size, seq_len=seq_len
             )
         except ValueError as error:
             raise ConfigError(f"model.{error}") from None
@@ -152,10 +142,7 @@ class MaskedLmConf(EncoderConf):
         """The workload of ``architectures.masked_lm``."""
         with config_errors("model"):
             return architectures.masked_lm(
-                num_layers=self.num_layers,
-                width=self.width,
-                num_heads=self.num_heads,
-                hidden_width=self.hidden_width,
+                **fields_of(self, architectures.masked_lm),
                 vocab_size=samples.vocab_size or self.usual_vocab_size,
                 seq_len=samples.seq_len or self.usual_seq_len,
                 param_dtype=param_dtype,
@@ -180,12 +167,8 @@ class VitConf(EncoderConf):
             )
         with config_errors("model"):
             return architectures.vit(
-                num_layers=self.num_layers,
-                width=self.width,
-                num_heads=self.num_heads,
-                hidden_width=self.hidden_width,
+                **fields_of(self, architectures.vit),
                 image_side=self.usual_image_side,
-                patch_side=self.patch_side,
                 num_classes=self.usual_num_classes,
                 param_dtype=param_dtype,
             )

@@ -15,6 +15,7 @@ from shardhet.config.checks import (
     at_least,
     checked,
     config_errors,
+    fields_of,
     is_below_one,
 )
 from shardhet.config.models import (
@@ -95,13 +96,8 @@ class HfConf(ModelConf):
         lora = self.lora
         if not lora.rank:
             return None
-        return Lora(
-            rank=lora.rank,
-            alpha=lora.alpha,
-            targets=tuple(lora.targets),
-            dropout=lora.dropout,
-            frozen_dtype=param_dtype,
-        )
+        given = fields_of(lora, Lora) | {"targets": tuple(lora.targets)}
+        return Lora(**given, frozen_dtype=param_dtype)
 
     def title(self, choice: str) -> str:
         """The folder's own name."""

@@ -15,6 +15,7 @@ from shardhet.config.checks import (
     at_least,
     checked,
     config_errors,
+    fields_of,
     is_fraction,
 )
 from shardhet.records.cluster import DeviceSpec
@@ -280,9 +281,7 @@ class StageConf:
 
     def to_record(self) -> Stage:
         """The stage of a plan."""
-        return Stage(
-            units=tuple(self.units), num_ranks=self.num_ranks, in_flight=self.in_flight
-        )
+        return Stage(**fields_of(self, Stage) | {"units": tuple(self.units)})
 
 
 @dataclass(kw_only=True)
@@ -316,23 +315,10 @@ class ByHandPlanConf(PlanConf):
                 "plan.microbatch_sizes: it is empty. Give one entry per device: "
                 "'plan.microbatch_sizes=[8,4]'."
             )
+        stages = [each.to_record() for each in self.stages]
+        given = fields_of(self, Plan.by_hand) | {"stages": stages, "devices": devices}
         with config_errors():
-            return Plan.by_hand(
-                devices=devices,
-                microbatch_sizes=self.microbatch_sizes,
-                num_microbatches=self.num_microbatches or None,
-                state_shares=self.state_shares or None,
-                recompute=self.recompute or False,
-                inputs_on_host=self.inputs_on_host or False,
-                optimizer_on_host=self.optimizer_on_host or False,
-                reshard_after_forward=self.reshard_after_forward,
-                num_rounds=self.num_rounds,
-                reshard_after_backward=self.reshard_after_backward,
-                reduce_each_round=self.reduce_each_round,
-                resident_units=self.resident_units,
-                global_batch_size=self.global_batch_size,
-                stages=[each.to_record() for each in self.stages] or None,
-            )
+            return Plan.by_hand(**{name: each for name, each in given.items() if each != []})
 
 
 @dataclass(kw_only=True)
@@ -416,11 +402,8 @@ def _proportional(
 ) -> Plan:
     with config_errors():
         plan = Plan.proportional(
-            speeds=speeds,
-            global_batch_size=conf.global_batch_size,
-            microbatch_size=conf.microbatch_size,
-            state_shares=state_shares or None,
-            recompute=conf.recompute,
+            **fields_of(conf, Plan.proportional)
+            | {"speeds": speeds, "state_shares": state_shares or None}
         )
     ranks = zip(plan.ranks, devices, strict=True)
     return replace(plan, ranks=tuple(replace(rank, device=device) for rank, device in ranks))
