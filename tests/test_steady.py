@@ -18,18 +18,18 @@ NONE = Demands()
 def test_every_kind_is_disturbed_both_ways() -> None:
     setting = setting_of("fss", s_per_byte=1e-9)
     found = disturbances(setting)
-    assert [(each.device_kind, each.speed) for each in found] == [
+    assert list(found) == [
         ("f", 1 - OFF),
         ("f", 1 + OFF),
         ("s", 1 - OFF),
         ("s", 1 + OFF),
     ]
     before = setting.profile.unit("s", "block").forward_s.at(4)
-    after = found[2].setting.profile
+    after = found["s", 1 - OFF].profile
     assert after.unit("s", "block").forward_s.at(4) == pytest.approx(before / 0.8)
     assert after.unit("f", "block") == setting.profile.unit("f", "block")
-    assert disturbances(setting_of("ss", s_per_byte=1e-9)) == []
-    assert disturbances(setting_of("abcdefghi", s_per_byte=1e-9)) == []
+    assert disturbances(setting_of("ss", s_per_byte=1e-9)) == {}
+    assert disturbances(setting_of("abcdefghi", s_per_byte=1e-9)) == {}
 
 
 @pytest.mark.campaign  # that it is told stays
@@ -41,9 +41,9 @@ def test_the_loss_is_that_over_the_best_plan_at_each_speed(seed: int) -> None:
     found = disturbances(setting)
     loss = loss_of(plan, found, demands=NONE, effort=DEFAULT_EFFORT)
     least = []
-    for each in found:
-        step_s = CostModel(each.setting).predict(plan).step_time_s
-        best = solve(each.setting, global_batch_size=batch)
+    for disturbed in found.values():
+        step_s = CostModel(disturbed).predict(plan).step_time_s
+        best = solve(disturbed, global_batch_size=batch)
         least.append(step_s / best.predicted.step_time_s - 1)
     assert loss.relative == pytest.approx(max(0.0, *least), abs=1e-9)
 

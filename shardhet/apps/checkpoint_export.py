@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from shardhet.apps.cli.streamed import refusing, say
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.checkpoint import CheckpointError
 from shardhet.checkpoint.format.reading import SavedCheckpoint
@@ -43,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"{given.out} exists. Name a new file, or remove it.")
     if not given.out.absolute().parent.is_dir():
         parser.error(f"{given.out.absolute().parent} is not a folder. Create it first.")
-    try:
+    kinds = (CheckpointError, ConfigError, OSError)
+    with refusing("\nNothing was exported.", kinds, status=1):
         saved = SavedCheckpoint.open(given.path)
         saved.verify()
         tensors = read_model(saved)
@@ -51,14 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             write_folder(tensors, given.out, RunFolder(saved.folder.parent.parent))
         else:
             write_model(tensors, given.out, given.to)
-    except (CheckpointError, ConfigError, OSError) as error:
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
-        console.print(f"{error}\nNothing was exported.", markup=False)
-        raise SystemExit(1) from None
     num = sum(tensor.numel() for tensor in tensors.values())
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{len(tensors)} tensors with {num:,} elements", markup=False)
-    console.print(f"written to {given.out}", markup=False)
+    found = f"{len(tensors)} tensors with {num:,} elements"
+    say(Console(highlight=False), found, f"written to {given.out}")
 
 
 def write_model(tensors: Mapping[str, Tensor], path: Path, to: str) -> None:

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from shardhet.apps.cli.streamed import WideConsole
+from shardhet.apps.cli.streamed import WideConsole, refusing
 from shardhet.checkpoint import CheckpointError, Checkpoints
 from shardhet.checkpoint.format.manifest import Manifest
 from shardhet.checkpoint.format.metadata import StoredTensor
@@ -44,13 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if any(broken):
             raise SystemExit(1)
         return
-    try:
+    with refusing("", (CheckpointError,), status=1):
         saved = SavedCheckpoint.open(given.path)
         summary = summary_of(saved)
         saved.verify()
-    except CheckpointError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(str(error), markup=False)
-        raise SystemExit(1) from None
     console.print(_table(summary))
     if given.tensors:
         for name, each in summary.tensors.items():

@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from shardhet.apps.cli.outputs import check_outputs
+from shardhet.apps.cli.streamed import refusing, say
 from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.records.codec import parse_yaml
 
@@ -42,28 +43,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Describe and write; the exit status is 2 if nothing can be described."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(given):
-        Console(highlight=False, soft_wrap=True).print(USAGE, markup=False)
+        say(Console(highlight=False), USAGE)
         return
-    errors = Console(stderr=True, highlight=False, soft_wrap=True)
-    try:
+    errors = Console(stderr=True, highlight=False)
+    with refusing("\nNothing was written."):
         conf = _conf_of(given)
         check_outputs(out=conf.out)
         text = _text_of(conf)
-    except ValueError as error:
-        errors.print(f"{error}\nNothing was written.", markup=False)
-        raise SystemExit(2) from None
     if text is None:  # another rank's
         return
     if "..." in text:
-        errors.print(
-            "kinds: not every card is known. Fill in what stands as ... from its data sheet.",
-            markup=False,
-        )
+        unknown = "not every card is known. Fill in what stands as ... from its data sheet."
+        say(errors, f"kinds: {unknown}")
     if conf.out is None:
         sys.stdout.write(text)
         return
     Path(conf.out).write_text(text, encoding="utf-8")
-    errors.print(f"written to {conf.out}: shardhet plan cluster={conf.out} ...", markup=False)
+    say(errors, f"written to {conf.out}: shardhet plan cluster={conf.out} ...")
 
 
 def _conf_of(given: Sequence[str]) -> DescribedConf:

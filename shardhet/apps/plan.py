@@ -9,8 +9,8 @@ from rich.console import Console
 
 from shardhet.apps.cli.outputs import check_folder_output, check_outputs
 from shardhet.apps.cli.quantities import of_budget
-from shardhet.apps.cli.streamed import Waiting, WideConsole
-from shardhet.apps.planning.fewer_devices import BetterWithout, better_without, ranges
+from shardhet.apps.cli.streamed import Waiting, WideConsole, refusing, say
+from shardhet.apps.planning.fewer_devices import BetterWithout, ranges
 from shardhet.apps.planning.inputs import Door, load, read_request
 from shardhet.apps.planning.keeping import keep_plan
 from shardhet.apps.planning.replicas import told_price
@@ -32,12 +32,12 @@ from shardhet.apps.planning.what_if import (
     show_gains,
     that_fit,
     tried_within,
+    without_some,
 )
 from shardhet.config.planning import LEAST_THROUGHPUT, Inputs, PlannerConf
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
 from shardhet.planner.advice.explain import (
     MANY_KINDS,
-    NEGLIGIBLE,
     Gain,
     Objective,
     Situation,
@@ -103,7 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if request is None:
         return
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
-    try:
+    # Of a ConfigError, or files that do not match.
+    with refusing("\nNothing was planned."):
         conf, inputs = load(DOOR, request, PlannerConf)
         demands = conf.to_demands(inputs.setting.cluster.devices)
         check_outputs(out=conf.out, picture=conf.picture)
@@ -112,16 +113,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             show(conf, inputs, demands, WideConsole(), waiting)
         except PlanError as error:
-            errors.print(str(error), markup=False)
+            say(errors, str(error))
             alone, of_alone = conf.without_stages(inputs)
             asked = Asked(conf=alone, inputs=of_alone, demands=demands, best=None)
             with waiting.for_("trying what would help"):
                 for line in that_fit(asked):
-                    errors.print(line, markup=False)
+                    say(errors, line)
             raise SystemExit(1) from None
-    except ValueError as error:  # a ConfigError, or files that do not match
-        errors.print(f"{error}\nNothing was planned.", markup=False)
-        raise SystemExit(2) from None
 
 
 def show(
@@ -140,7 +138,7 @@ def show(
     with waiting.for_("planning"):
         answer = answer or _answer(conf, inputs, demands)
         if conf.leave_out == "auto":
-            without = _without(conf, inputs, demands, answer.solution)
+            without = _without(_asked(conf, inputs, demands, answer.solution))
         if without is not None:
             inputs = replace(inputs, setting=without.fewer.setting)
             demands = without.fewer.demands
@@ -165,29 +163,22 @@ def show(
     show_plan(report, console)
     _tell_time(conf, inputs, answer.solution.samples_per_s, console)
     if conf.replicas.every:
-        console.print(_replicas(conf, report), markup=False, soft_wrap=True)
+        say(console, _replicas(conf, report))
     _write(conf, report, console)
     if conf.explain:
-        for line in proof_lines(report):
-            console.print(line, markup=False, soft_wrap=True)
+        say(console, *proof_lines(report))
     if conf.baselines:
         alternatives = _alternatives(inputs, demands, report.solution.plan, waiting)
         note = _comparison_note(demands, inputs.setting.cluster.world_size)
         show_alternatives(report, alternatives, console, note=note)
     if answer.objective is not None and conf.what_if_s:
-        of_all = Asked(
-            conf=conf,
-            inputs=inputs,
-            demands=demands,
-            best=answer.solution,
-            effort=_compared(inputs.setting),
-        )
+        of_all = _asked(conf, inputs, demands, answer.solution)
         alone = replace(answer, solution=solution)
         _show_what_would_help(alone, of_all, situation, console, waiting)
     if conf.explain and conf.what_if_s and conf.objective == "throughput":
         with waiting.for_("planning for other speeds"):
             line = _steadiness(solution.plan, situation.setting, situation.demands)
-        console.print(line, markup=False, soft_wrap=True)
+        say(console, line)
 
 
 def _show_what_would_help(
@@ -211,8 +202,7 @@ def _show_what_would_help(
     else:
         found = tried_within(gains(), conf.what_if_s)
     explanation = explained(answer.solution, situation, found)
-    for line in (pace_line(explanation), *limit_lines(explanation)):
-        console.print(line, markup=False, soft_wrap=True)
+    say(console, pace_line(explanation), *limit_lines(explanation))
     if not conf.explain:
         show_best(found, len(variants), console, unit=unit)
 
@@ -234,31 +224,27 @@ def _show_faster_pipeline(
     with waiting.for_("planning stages"):
         better = None
         if flat is not None:
-            better = _without(alone, of_alone, demands, flat)
+            better = _without(_asked(alone, of_alone, demands, flat))
         fewer = None if better is None else better.fewer
         report = faster_pipeline(conf, inputs, flat, fewer, demands=demands, effort=effort)
     if report is None:
-        line = f"No faster pipeline of up to {conf.max_stages} stages was found."
-        console.print(line, markup=False, soft_wrap=True)
+        say(console, f"No faster pipeline of up to {conf.max_stages} stages was found.")
         return False
     show_pipeline(report, console, explains=conf.explain)
     _tell_time(conf, inputs, report.solution.samples_per_s, console)
     reached = report.solution.samples_per_s
     if better is not None and better.fewer.solution.samples_per_s > LEAST_GAIN * reached:
         better = replace(better, samples_per_s_with_all=reached)
-        console.print(better.gain_line, markup=False, soft_wrap=True)
+        say(console, better.gain_line)
     with waiting.for_("planning stages in float16"):
         half = pipeline_in_float16(conf, inputs, demands, report.solution.step_time_s)
-    if half is not None:
-        console.print(half, markup=False, soft_wrap=True)
+    say(console, half)
     keep_plan(inputs.setting, report.solution.plan, conf.out, console)
     return True
 
 
 def _tell_time(conf: PlannerConf, inputs: Inputs, samples_per_s: float, to: Console) -> None:
-    line = conf.time_line(samples_per_s * inputs.setting.workload.tokens_per_sample)
-    if line is not None:
-        to.print(line, markup=False, soft_wrap=True)
+    say(to, conf.time_line(samples_per_s * inputs.setting.workload.tokens_per_sample))
 
 
 def _replicas(conf: PlannerConf, report: PlanReport) -> str:
@@ -294,20 +280,16 @@ def _steadiness(plan: Plan, setting: Setting, demands: Demands) -> str:
     )
 
 
-def _without(
-    conf: PlannerConf, inputs: Inputs, demands: Demands, whole: PlanSolution
-) -> BetterWithout | None:
+def _asked(conf: PlannerConf, inputs: Inputs, demands: Demands, best: PlanSolution) -> Asked:
+    effort = _compared(inputs.setting)
+    return Asked(conf=conf, inputs=inputs, demands=demands, best=best, effort=effort)
+
+
+def _without(asked: Asked) -> BetterWithout | None:
     """The devices that are better left out, if that is asked for."""
-    if conf.objective != "throughput" or conf.leave_out == "never":
+    if asked.conf.objective != "throughput" or asked.conf.leave_out == "never":
         return None
-    return better_without(
-        inputs,
-        whole,
-        demands=demands,
-        derived=conf.derived if conf.measured is None else None,
-        effort=_compared(inputs.setting),
-        tolerance=conf.tolerance,
-    )
+    return without_some(asked)
 
 
 def _comparison_note(demands: Demands, world_size: int) -> str:
@@ -349,16 +331,8 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
 
         def samples_per_s(situation: Situation) -> float:
             """What the plan of a situation reaches; ``PlanError`` if that is no more."""
-            return solve(
-                situation.setting,
-                global_batch_size=batch,
-                demands=situation.demands,
-                effort=_compared(setting),
-                tolerance=conf.tolerance,
-                is_bounded=False,
-                near=best.plan.form,
-                at_most_s=best.predicted.step_time_s / (1 + NEGLIGIBLE),
-            ).samples_per_s
+            asked = _asked(conf, inputs, demands, best)
+            return asked.solved(situation.setting, situation.demands).samples_per_s
 
         return _Answer(best, best.samples_per_s, samples_per_s)
     wanted = conf.min_samples_per_s or LEAST_THROUGHPUT * best.samples_per_s
@@ -425,13 +399,10 @@ def _write(conf: PlannerConf, report: PlanReport, console: Console) -> None:
     keep_plan(report.inputs.setting, report.solution.plan, conf.out, console)
     if conf.setting_out is not None:
         report.inputs.setting.save(conf.setting_out)
-        console.print(
-            f"written to {conf.setting_out}: measured={conf.setting_out} takes these devices",
-            markup=False,
-            soft_wrap=True,
-        )
+        path = conf.setting_out
+        say(console, f"written to {path}: measured={path} takes these devices")
     if conf.picture is not None:
         from shardhet.apps.planning.pictures import draw_report
 
         draw_report(report, Path(conf.picture))
-        console.print(f"drawn to {conf.picture}", markup=False, soft_wrap=True)
+        say(console, f"drawn to {conf.picture}")

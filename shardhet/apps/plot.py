@@ -19,7 +19,7 @@ from rich.table import Table
 
 from shardhet.apps.cli.outputs import check_outputs
 from shardhet.apps.cli.plots import draw_curves
-from shardhet.apps.cli.streamed import WideConsole, figures_table
+from shardhet.apps.cli.streamed import WideConsole, figures_table, say
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import leaves_of
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     draw_curves({each.name: each.curves for each in records}, Path(given.out))
     show(records)
-    Console(highlight=False, soft_wrap=True).print(f"drawn to {given.out}", markup=False)
+    say(Console(highlight=False), f"drawn to {given.out}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from shardhet.apps.cli.outputs import check_outputs
 from shardhet.apps.cli.quantities import counted, duration, of_budget
-from shardhet.apps.cli.streamed import WideConsole, figures_table
+from shardhet.apps.cli.streamed import WideConsole, figures_table, refusing, say
 from shardhet.apps.planning.inputs import Door, load, read_request
 from shardhet.apps.planning.report import Row, rows_of, source_line
 from shardhet.config.checks import ConfigError
@@ -35,16 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     request = read_request(DOOR, arguments or [])
     if request is None:
         return
-    try:
+    with refusing("\nNothing was simulated."):
         conf, inputs = load(DOOR, request, SimulateConf)
         plan = _load_plan(request.files[0])
         check_outputs(trace=conf.trace, picture=conf.picture)
         stage_of = conf.part_of(inputs, has_stages=True)
         predicted, timeline = price_and_timeline(plan, inputs.setting, stage_of)
-    except ValueError as error:
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
-        console.print(f"{error}\nNothing was simulated.", markup=False)
-        raise SystemExit(2) from None
     found = rows_of(plan, predicted, lambda i: 1 - timeline.idle_fraction(i))
     console = WideConsole()
     _show(inputs, plan, timeline, found, console)
@@ -107,11 +103,11 @@ def _write(
 ) -> None:
     if conf.trace is not None:
         timeline.save_chrome_trace(conf.trace)
-        console.print(f"written to {conf.trace}", markup=False, soft_wrap=True)
+        say(console, f"written to {conf.trace}")
     if conf.picture is not None:
         from shardhet.apps.cli.plots import draw_timeline
         from shardhet.apps.planning.pictures import lanes
 
         title = f"one step of {inputs.name}, simulated"
         draw_timeline(title, lanes(timeline, found), Path(conf.picture))
-        console.print(f"drawn to {conf.picture}", markup=False, soft_wrap=True)
+        say(console, f"drawn to {conf.picture}")

@@ -21,6 +21,7 @@ from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardhet.apps.cli.help import show_help
+from shardhet.apps.cli.streamed import say
 from shardhet.apps.launch.hydra_door import enter, launched_environment, refuse
 from shardhet.apps.launch.launch import start_ranks
 from shardhet.apps.launch.run_folder import RunFolder
@@ -67,7 +68,7 @@ def _train(cfg: DictConfig) -> None:
         raise refuse(error, env) from None
 
     if goes_on is not None and (env is None or env.rank == 0):
-        Console(highlight=False).print(goes_on, markup=False, soft_wrap=True)
+        say(Console(highlight=False), goes_on)
 
     def begin() -> None:
         cfg.cluster.num_ranks, cfg.precision = world_size, conf.precision

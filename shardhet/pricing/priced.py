@@ -95,12 +95,7 @@ class Priced:
     @property
     def form(self) -> StepForm:
         """The form of the plans that are priced."""
-        return StepForm(
-            num_rounds=self.num_rounds,
-            reshard_after_forward=self.reshard_after_forward,
-            reshard_after_backward=self.reshard_after_backward,
-            reduce_each_round=self.reduce_each_round,
-        )
+        return StepForm.of(self)
 
     def in_form(self, form: StepForm) -> Self:
         """The same setting for plans of another form."""

@@ -183,12 +183,7 @@ class Plan(ShownPlan, Document):
     @property
     def form(self) -> StepForm:
         """The rounds of a step, and how often units are gathered and reduced."""
-        return StepForm(
-            num_rounds=self.num_rounds,
-            reshard_after_forward=self.reshard_after_forward,
-            reshard_after_backward=self.reshard_after_backward,
-            reduce_each_round=self.reduce_each_round,
-        )
+        return StepForm.of(self)
 
     @property
     def world_size(self) -> int:

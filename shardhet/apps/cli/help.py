@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from shardhet.apps.cli.streamed import say
 from shardhet.config.compose import CONFIG_NAME, VERSION_BASE, conf_dir
 
 USAGE = """\
@@ -66,9 +67,8 @@ def show_help(
     found = choices_by_group(conf_dir(), own_dir)
     console.print(choices_table({g: found[g] for g in found if groups is None or g in groups}))
     console.print("\nChange any value, as in optim.lr=1e-3. The values now:\n")
-    console.print(indented(OmegaConf.to_yaml(cfg)), markup=False, soft_wrap=True)
-    if remarks:
-        console.print(remarks, markup=False, soft_wrap=True)
+    say(console, indented(OmegaConf.to_yaml(cfg)))
+    say(console, remarks)
     console.print(FLAGS, markup=False)
 
 

@@ -1,4 +1,4 @@
-"""Tables of figures, at once or row by row, and a status line."""
+"""Sentences, tables of figures, at once or row by row, and a status line."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -21,6 +21,24 @@ class WideConsole(Console):
         super().__init__(highlight=False, **options)
         if not self.is_terminal and "COLUMNS" not in os.environ:
             self.width = FILE_COLUMNS
+
+
+def say(console: Console, *lines: str | None) -> None:
+    """Print lines as they are, a path or a key in one piece; None is left out."""
+    for line in filter(None, lines):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def refusing(
+    what_follows: str, kinds: tuple[type[Exception], ...] = (ValueError,), *, status: int = 2
+) -> Iterator[None]:
+    """Context whose errors of these kinds end the program, which says them and what follows."""
+    try:
+        yield
+    except kinds as error:
+        say(Console(stderr=True, highlight=False), f"{error}{what_follows}")
+        raise SystemExit(status) from None
 
 
 def figures_table(*names: str, num_left: int = 1, wraps: bool = False) -> Table:
@@ -50,10 +68,10 @@ class StreamedTable:
         self._widths = [max(len(name), width) for name, width in columns]
         self._num_left = num_left
         if title is not None:
-            self._print(title)
-        self._print(f"+{'-' * (sum(self._widths) + 3 * len(columns) - 1)}+")
+            say(self._console, title)
+        say(self._console, f"+{'-' * (sum(self._widths) + 3 * len(columns) - 1)}+")
         self.add_row(*(name for name, _ in columns))
-        self._print(f"|{'+'.join('-' * (width + 2) for width in self._widths)}|")
+        say(self._console, f"|{'+'.join('-' * (width + 2) for width in self._widths)}|")
 
     def add_row(self, *cells: str) -> None:
         """Print one row."""
@@ -61,14 +79,11 @@ class StreamedTable:
             cell.ljust(width) if i < self._num_left else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(cells, self._widths, strict=True))
         ]
-        self._print(f"| {' | '.join(aligned)} |")
+        say(self._console, f"| {' | '.join(aligned)} |")
 
     def end(self) -> None:
         """Print the last line."""
-        self._print(f"+{'-' * (sum(self._widths) + 3 * len(self._widths) - 1)}+")
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, soft_wrap=True)
+        say(self._console, f"+{'-' * (sum(self._widths) + 3 * len(self._widths) - 1)}+")
 
 
 class Waiting:

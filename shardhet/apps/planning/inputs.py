@@ -20,6 +20,7 @@ from rich.console import Console
 
 from shardhet.apps.cli.help import choices_by_group, choices_table, indented
 from shardhet.apps.cli.quantities import counted
+from shardhet.apps.cli.streamed import say
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import (
     VERSION_BASE,
@@ -84,7 +85,7 @@ def read_request(door: Door, arguments: Sequence[str]) -> Request | None:
         return None
     if given.cfg:
         cfg, _ = composed(door, request)
-        Console(highlight=False, soft_wrap=True).print(OmegaConf.to_yaml(cfg), markup=False)
+        say(Console(highlight=False), OmegaConf.to_yaml(cfg))
         return None
     if len(files) != door.num_files:
         named = f" ({', '.join(files)}; keys are written key=value)" if files else ""
@@ -240,7 +241,7 @@ def _descriptions() -> list[str]:
 
 def show_help(door: Door, request: Request, console: Console) -> None:
     """Show how the command is used, the choices of each group, and all keys with values."""
-    console.print(door.usage, markup=False, soft_wrap=True)
+    say(console, door.usage)
     groups = {
         "cluster": choices_by_group(conf_dir() / "cluster")[DESCRIBED],
         "model": choices_by_group(conf_dir())["model"],
@@ -250,5 +251,4 @@ def show_help(door: Door, request: Request, console: Console) -> None:
     console.print("\nChange any value; these are the defaults:\n")
     text = (conf_dir() / f"{door.config_name}.yaml").read_text(encoding="utf-8")
     _, _, keys = text.partition("  - _self_\n")
-    console.print(indented(keys), markup=False, soft_wrap=True)
-    console.print(FLAGS, markup=False, soft_wrap=True)
+    say(console, indented(keys), FLAGS)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from shardhet.apps.cli.streamed import say
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import Plan
 
@@ -25,8 +26,7 @@ def keep_plan(setting: Setting, plan: Plan, path: str | None, console: Console) 
     else:
         said = [f"written to {path}", *launch_lines(plan, path)]
     setting.named(plan).save(path or LAST_PLAN)
-    for line in said:
-        console.print(line, markup=False, soft_wrap=True)
+    say(console, *said)
 
 
 def launch_lines(plan: Plan, path: str) -> Iterator[str]:

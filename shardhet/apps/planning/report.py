@@ -17,7 +17,7 @@ from shardhet.apps.cli.quantities import (
     percent,
     unit_of,
 )
-from shardhet.apps.cli.streamed import StreamedTable, figures_table
+from shardhet.apps.cli.streamed import StreamedTable, figures_table, say
 from shardhet.apps.planning.fewer_devices import BetterWithout, ranges
 from shardhet.apps.planning.sentences import (
     OVER_GLOO,
@@ -37,6 +37,7 @@ from shardhet.pricing.step_cost import RankCost, StepCost
 from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.profiles import Source
 from shardhet.records.shown import alike, microbatches, named_row, recomputed
+from shardhet.records.workload import Workload
 from shardhet.simulator.stages import PipelinePrice
 from shardhet.simulator.timeline import Timeline
 
@@ -125,8 +126,7 @@ def rows_of(
 
 def show_plan(report: PlanReport, console: Console) -> None:
     """Print the plan and what it reaches."""
-    for line in _heading(report):
-        console.print(line, markup=False, soft_wrap=True)
+    say(console, *_heading(report))
     _show_devices(report, console)
     lines = list(_result(report))
     if report.without is not None:
@@ -135,8 +135,7 @@ def show_plan(report: PlanReport, console: Console) -> None:
             "This plan leaves them out.",
             *report.without.launch_lines(),
         ]
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+    say(console, *lines)
 
 
 def _heading(report: PlanReport) -> Iterator[str]:
@@ -218,15 +217,9 @@ def _show_devices(report: PlanReport, console: Console) -> None:
 
 def _result(report: PlanReport) -> Iterator[str]:
     solution, workload = report.solution, report.inputs.setting.workload
-    tokens_per_s = solution.samples_per_s * workload.tokens_per_sample
-    yield (
-        f"predicted step {duration(solution.predicted.step_time_s)}: "
-        f"{solution.samples_per_s:,.4g} samples/s"
-        + f", {tokens_per_s:,.0f} tokens/s"
-        * (workload.tokens_per_sample > 1)
-        + f"; {speed_part(report.inputs.setting, solution):.2f} of the sum of the devices' "
-        "speeds"
-    )
+    part = speed_part(report.inputs.setting, solution)
+    step_s = solution.predicted.step_time_s
+    yield predicted_line(step_s, solution.samples_per_s, part, workload)
     yield from form_lines(solution.plan, workload, report.full_kind)
     if meets_over_gloo(report.inputs.setting.cluster):
         yield OVER_GLOO
@@ -238,6 +231,16 @@ def _result(report: PlanReport) -> Iterator[str]:
             f"Unused devices: {ranges(unused)}. They compute and store nothing, and "
             "collectives run without them."
         )
+
+
+def predicted_line(step_s: float, samples_per_s: float, part: float, workload: Workload) -> str:
+    """What a plan reaches, which is ``part`` of the sum of the devices' speeds."""
+    tokens = workload.tokens_per_sample
+    return (
+        f"predicted step {duration(step_s)}: {samples_per_s:,.4g} samples/s"
+        + f", {samples_per_s * tokens:,.0f} tokens/s" * (tokens > 1)
+        + f"; {part:.2f} of the sum of the devices' speeds"
+    )
 
 
 def proof_lines(report: PlanReport) -> Iterator[str]:
@@ -311,8 +314,7 @@ def show_alternatives(
             faster = f"{seconds / ours:.2f} x as fast"
             table.add_row(each.name, duration(seconds), speed, faster)
     table.end()
-    for line in notes:
-        console.print(line, markup=False, soft_wrap=True)
+    say(console, *notes)
 
 
 def pace_line(explanation: Explanation) -> str:

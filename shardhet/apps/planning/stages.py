@@ -10,13 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from shardhet.apps.cli.quantities import MIB, counted, duration, unit_of
-from shardhet.apps.cli.streamed import figures_table
+from shardhet.apps.cli.streamed import figures_table, say
 from shardhet.apps.planning.fewer_devices import named, ranges
 from shardhet.apps.planning.report import (
     Row,
     cells_in,
     columns_in,
     on_host_lines,
+    predicted_line,
     rows_of,
     source_line,
 )
@@ -115,13 +116,11 @@ def show_pipeline(report: PipelineReport, console: Console, *, explains: bool = 
         f"{counted(batch, 'sample')} in {counted(len(found.stages), 'stage')}",
         source_line(report.inputs),
     ]
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+    say(console, *lines)
     console.print(_table(report))
     proof = _proof(report) if explains else ()
     said = (_result(report), _on_host(report), _hand_over(found), _rivals(report), proof)
-    for line in chain(*said):
-        console.print(line, markup=False, soft_wrap=True)
+    say(console, *chain(*said))
 
 
 def _table(report: PipelineReport) -> Table:
@@ -179,12 +178,8 @@ def units_in_short(fqns: Sequence[str], of_model: Sequence[str]) -> str:
 
 def _result(report: PipelineReport) -> Iterator[str]:
     found, workload = report.solution, report.inputs.setting.workload
-    tokens = found.samples_per_s * workload.tokens_per_sample
-    yield (
-        f"predicted step {duration(found.step_time_s)}: {found.samples_per_s:,.4g} samples/s"
-        + f", {tokens:,.0f} tokens/s" * (workload.tokens_per_sample > 1)
-        + f"; {found.lower_bound_s / found.step_time_s:.2f} of the sum of the devices' speeds"
-    )
+    part = found.lower_bound_s / found.step_time_s
+    yield predicted_line(found.step_time_s, found.samples_per_s, part, workload)
     plan = found.plan
     shown = " (the table shows one)" * (plan.num_rounds > 1)
     in_flight = ", ".join(str(stage.in_flight) for stage in found.stages)

@@ -8,8 +8,8 @@ from math import inf
 from rich.console import Console
 
 from shardhet.apps.cli.quantities import GIB, counted
-from shardhet.apps.cli.streamed import StreamedTable
-from shardhet.apps.planning.fewer_devices import better_without, named
+from shardhet.apps.cli.streamed import StreamedTable, say
+from shardhet.apps.planning.fewer_devices import BetterWithout, better_without, named
 from shardhet.apps.planning.report import speed_part
 from shardhet.apps.planning.stages import pipeline_below, unused_in
 from shardhet.config.planning import Inputs, PlannedPrecision, PlannerConf
@@ -56,13 +56,27 @@ class Asked:
         )
 
 
+def without_some(asked: Asked) -> BetterWithout | None:
+    """The devices that are better left out of the plan; None if there are none."""
+    conf = asked.conf
+    assert asked.best is not None
+    return better_without(
+        asked.inputs,
+        asked.best,
+        demands=asked.demands,
+        derived=conf.derived if conf.measured is None else None,
+        effort=asked.effort,
+        tolerance=conf.tolerance,
+    )
+
+
 def forms(asked: Asked) -> Iterator[Variant]:
     """Plans that were not allowed; of throughput only."""
     conf, demands, setting = asked.conf, asked.demands, asked.inputs.setting
     if conf.objective != "throughput":
         return
     if asked.best is not None and conf.leave_out == "ask":
-        yield _form("fewer devices", "leave_out=auto", lambda: _without(asked, asked.best))
+        yield _form("fewer devices", "leave_out=auto", lambda: _without(asked))
     if could_be_float16(conf, setting):
         yield _form("float16", "precision=FP16", lambda: _in_float16(asked))
     num_units = sum(bool(unit.fqn) for unit in setting.workload.units)
@@ -146,17 +160,8 @@ def _in_stages(asked: Asked) -> tuple[float, str]:
     return found.samples_per_s, f"a pipeline of {stages}: {'; then '.join(groups)}."
 
 
-def _without(asked: Asked, best: PlanSolution | None) -> tuple[float, str]:
-    conf = asked.conf
-    assert best is not None
-    found = better_without(
-        asked.inputs,
-        best,
-        demands=asked.demands,
-        derived=conf.derived if conf.measured is None else None,
-        effort=asked.effort,
-        tolerance=conf.tolerance,
-    )
+def _without(asked: Asked) -> tuple[float, str]:
+    found = without_some(asked)
     if found is None:
         raise PlanError(TOO_SLOW)
     return found.fewer.solution.samples_per_s, found.note
@@ -234,8 +239,7 @@ def show_best(tried: Sequence[Gain], num_variants: int, console: Console, *, uni
     if len(tried) < num_variants:
         of = f"{of}, of which there was time (what_if_s) for {len(tried)},"
     if not best:
-        line = f"Nothing {of} would help (explain=true shows all)."
-        console.print(line, markup=False, soft_wrap=True)
+        say(console, f"Nothing {of} would help (explain=true shows all).")
         return
     title = f"What would help most {of} (explain=true shows all)"
     table = _table([gain.variant for gain in best], console, unit, title)
@@ -265,5 +269,4 @@ def _add(table: StreamedTable, gain: Gain) -> None:
 def _show_notes(gains: Iterable[Gain], console: Console) -> None:
     for gain in gains:
         if gain.note and not gain.is_none:
-            line = f"{gain.variant.change}: {gain.note}"
-            console.print(line, markup=False, soft_wrap=True)
+            say(console, f"{gain.variant.change}: {gain.note}")

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from shardhet import DeviceSpec, Setting
+from shardhet.apps.cli.streamed import say
 from shardhet.apps.launch.crash import RankConsole
 from shardhet.apps.launch.memory_limits import MemoryLimit, OwnMemoryLimit
 from shardhet.apps.launch.rank_env import RankEnv
@@ -77,7 +78,7 @@ def plan_here(
     limits = {rank: each for rank, each in enumerate(found) if each is not None}
     console = RankConsole(quiet=env.rank != 0)
     for each in limits.values():
-        console.print(each.why, markup=False, soft_wrap=True)
+        say(console, each.why)
     if isinstance(conf.plan, MeasuredPlanConf):
         asked = _Asked(conf.plan.global_batch_size, conf.plan.max_stages)
         stored = _of_rank_zero(partial(_stored, conf, conf.plan, folder, present), everyone)
@@ -85,8 +86,7 @@ def plan_here(
             stored = _measure(conf, mine, stored, folder=folder, env=env, device=device)
         _tell_unlike(conf, stored, console)
         made = _planned(present, stored, asked, limits, everyone)
-        for line in made.told:
-            console.print(line, markup=False, soft_wrap=True)
+        say(console, *made.told)
         return replace(made, own_limit=limit)
     measured = conf.plan.measured if isinstance(conf.plan, FilePlanConf) else None
     setting = Setting.load(measured) if measured else None
@@ -131,7 +131,7 @@ def _tell_unlike(conf: TrainConf, setting: Setting, console: RankConsole) -> Non
             "if that were so here. Run shardhet measure with the keys of this run."
         )
         logger.warning("%s", text)
-        console.print(f"Note: {text}", markup=False, soft_wrap=True)
+        say(console, f"Note: {text}")
 
 
 def _stored(
@@ -165,7 +165,7 @@ def _measure(
     """Measure all devices that are there, for this start and later ones.  Collective."""
     assert isinstance(conf.plan, MeasuredPlanConf)
     console = RankConsole(quiet=env.rank != 0)
-    console.print(f"measuring all devices: {why}", markup=False, soft_wrap=True)
+    say(console, f"measuring all devices: {why}")
     with Progress(console) as progress, phase("measuring"):
         measured = measure(
             model_to_measure(conf),

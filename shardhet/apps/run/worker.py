@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from shardhet import HetFSDP, Rebalancer
 from shardhet.apps.cli.display import Display, device_table
 from shardhet.apps.cli.quantities import counted
+from shardhet.apps.cli.streamed import say
 from shardhet.apps.launch.crash import OUTPUT_CLOSED, RankConsole
 from shardhet.apps.launch.end_notice import EndNotice
 from shardhet.apps.launch.joining import joined
@@ -175,7 +176,7 @@ class Run:
         logger.info("%s", text)
         if self.is_rank_zero:
             text += f"\ngo on with: {self._folder.how_to_go_on}"
-            console.print(text, markup=False, soft_wrap=True)
+            say(console, text)
 
     def _listen(self) -> EndNotice:
         """What tells all ranks if this one learns that the run has to end."""
@@ -215,8 +216,7 @@ class Run:
             )
         show_start(console, self._conf, self._built.task, self._model, self._built.resumed)
         if self._conf.compile:
-            said = say_who_compiles(self._model, self._built.why_eager, self._folder)
-            console.print(said, markup=False, soft_wrap=True)
+            say(console, say_who_compiles(self._model, self._built.why_eager, self._folder))
         if not console.is_terminal:
             console.print(device_table(self._model.plan, self._built.devices))
         return Display(
@@ -359,10 +359,10 @@ def show_start(
         f"{counted(model.plan.global_batch_size, 'sample')}"
     )
     if resumed is not None:
-        said = f"goes on after step {model.step}, from {resumed.came_from or resumed.path}"
-        console.print(said, markup=False, soft_wrap=True)
+        source = resumed.came_from or resumed.path
+        say(console, f"goes on after step {model.step}, from {source}")
     if (loss := conf.checkpoint.loss) and not conf.replicas.every:
-        console.print(loss, markup=False, soft_wrap=True)
+        say(console, loss)
 
 
 def say_who_compiles(model: HetFSDP, reason: str | None, folder: RunFolder) -> str:

@@ -18,6 +18,7 @@ a cluster of many kinds).
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import numpy as np
 
@@ -142,31 +143,33 @@ class _Trials:
     def _step_s(self, part: Positions, setting: Setting, at_most_s: float) -> float:
         """The least step on a part; ``at_most_s`` if not below it."""
         try:
-            return solve(
-                setting,
-                global_batch_size=self.whole.plan.global_batch_size,
-                demands=self.demands.only(part),
-                effort=self.effort,
-                is_bounded=False,
-                near=self.whole.plan.form,
-                at_most_s=at_most_s,
-            ).predicted.step_time_s
+            return self._solved(part, setting, at_most_s=at_most_s).predicted.step_time_s
         except ValueError:  # or the demands need the devices that are left out
             return at_most_s
 
+    def _solved(
+        self,
+        part: Positions,
+        setting: Setting,
+        *,
+        at_most_s: float = inf,
+        tolerance: float | None = None,
+    ) -> PlanSolution:
+        return solve(
+            setting,
+            global_batch_size=self.whole.plan.global_batch_size,
+            demands=self.demands.only(part),
+            effort=self.effort,
+            tolerance=tolerance,
+            is_bounded=False,
+            near=self.whole.plan.form,
+            at_most_s=at_most_s,
+        )
+
     def _planned(self, part: Positions, setting: Setting) -> Fewer | None:
         """The plan for a part; None if it is no better than that for all."""
-        demands = self.demands.only(part)
         try:
-            solution = solve(
-                setting,
-                global_batch_size=self.whole.plan.global_batch_size,
-                demands=demands,
-                effort=self.effort,
-                tolerance=self.tolerance,
-                is_bounded=False,
-                near=self.whole.plan.form,
-            )
+            solution = self._solved(part, setting, tolerance=self.tolerance)
         except ValueError:  # nothing fits after rounding to rows
             return None
         if solution.predicted.step_time_s >= self._most_s:
@@ -177,7 +180,7 @@ class _Trials:
             kept=part,
             left_out=tuple(i for i in every if i not in kept),
             setting=setting,
-            demands=demands,
+            demands=self.demands.only(part),
             solution=solution,
         )
 

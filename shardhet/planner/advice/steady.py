@@ -9,7 +9,7 @@ loses
 Memory does not depend on speed, so a plan that fits fits under every disturbance.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -26,16 +26,10 @@ OFF = 0.2
 MAX_KINDS = 8  # every disturbance takes a search
 
 
+Disturbed = Mapping[tuple[str, float], Setting]  # by the kind at another speed, and its speed
+
+
 @dataclass(frozen=True, slots=True)
-class Disturbance:
-    """One kind of device at another speed."""
-
-    device_kind: str
-    speed: float  # relative to the profile's
-    setting: Setting
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
     """What a plan loses at most, and under which disturbance."""
 
@@ -44,39 +38,32 @@ class Loss:
     speed: float
 
 
-def disturbances(setting: Setting, *, off: float = OFF) -> list[Disturbance]:
+def disturbances(setting: Setting, *, off: float = OFF) -> Disturbed:
     """Every kind of device slower and faster; none if the kinds are too many, or only one.
 
     One kind at another speed changes the step, but hardly the best plan.
     """
     kinds = dict.fromkeys(str(device.kind) for device in setting.cluster.devices)
     if not 1 < len(kinds) <= MAX_KINDS:
-        return []
+        return {}
     here = Situation(setting=setting, demands=Demands())
-    return [
-        Disturbance(kind, speed, at_other_speed(here, frozenset({kind}), speed).setting)
+    return {
+        (kind, speed): at_other_speed(here, frozenset({kind}), speed).setting
         for kind in kinds
         for speed in (1 - off, 1 + off)
-    ]
+    }
 
 
-def loss_of(
-    plan: Plan,
-    disturbed: Sequence[Disturbance],
-    *,
-    demands: Demands,
-    effort: Effort,
-) -> Loss:
+def loss_of(plan: Plan, disturbed: Disturbed, *, demands: Demands, effort: Effort) -> Loss:
     """What the plan loses at most; ``disturbed`` must not be empty."""
-    first = disturbed[0]
-    worst = Loss(relative=0.0, device_kind=first.device_kind, speed=first.speed)
-    for each in disturbed:
-        step_s = CostModel(each.setting).predict(plan).step_time_s
+    worst = Loss(0.0, *next(iter(disturbed)))
+    for (kind, speed), setting in disturbed.items():
+        step_s = CostModel(setting).predict(plan).step_time_s
         # Only a larger loss than the worst so far matters.
         at_most_s = step_s / (1 + worst.relative)
         with suppress(PlanError):  # if it is no larger
             best = solve(
-                each.setting,
+                setting,
                 global_batch_size=plan.global_batch_size,
                 demands=demands,
                 effort=effort,
@@ -84,9 +71,5 @@ def loss_of(
                 near=plan.form,
                 at_most_s=at_most_s,
             )
-            worst = Loss(
-                relative=step_s / best.predicted.step_time_s - 1,
-                device_kind=each.device_kind,
-                speed=each.speed,
-            )
+            worst = Loss(step_s / best.predicted.step_time_s - 1, kind, speed)
     return worst

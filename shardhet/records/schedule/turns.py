@@ -25,7 +25,7 @@ ranks begin together.  What was launched after the last turn of a round goes on 
 
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 AHEAD = 1  # how many later turns' launches are made when a turn begins
 
@@ -84,6 +84,16 @@ class StepForm:
                 "units would be kept for the next round but not for their backward. Set "
                 "reshard_after_forward=False too."
             )
+
+    @classmethod
+    def of(cls, stated: Any) -> Self:
+        """The form of what has the same fields, such as a plan."""
+        return cls(
+            num_rounds=stated.num_rounds,
+            reshard_after_forward=stated.reshard_after_forward,
+            reshard_after_backward=stated.reshard_after_backward,
+            reduce_each_round=stated.reduce_each_round,
+        )
 
     def is_like(self, other: "StepForm") -> bool:
         """Whether only the number of rounds differs."""
