@@ -112,7 +112,7 @@ def die_while_wrapping(rank: int, place: str) -> None:
 @pytest.mark.parametrize(
     "place",
     [
-        "fsdp.module.check_options",
+        "fsdp.module.checked",
         "comm.groups.count_alike",
         "comm.groups.meet",
         "comm.members.match_devices",

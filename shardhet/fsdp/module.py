@@ -20,7 +20,7 @@ from shardhet.fsdp.microbatch.layered import autocast_as, autocast_dtype_now
 from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.microbatch.ragged import CountRows, known_ragged
 from shardhet.fsdp.microbatch.signature import BatchDims
-from shardhet.fsdp.options import batch_dims, check_options, device_for
+from shardhet.fsdp.options import batch_dims, checked, device_for
 from shardhet.fsdp.params import host_step
 from shardhet.fsdp.params.optimizer_gate import ParamsBefore
 from shardhet.fsdp.params.param_hooks import ParamHooks
@@ -112,9 +112,7 @@ class HetFSDP(ModuleInRounds):
     ) -> None:
         super().__init__()
         group = default_group(group)
-        plan, self._precision = check_options(
-            module, plan, loss_fn, seed, param_dtype, reduce_dtype
-        )
+        plan, self._precision = checked(module, plan, loss_fn, seed, param_dtype, reduce_dtype)
         mine = planned_device(plan, group) if rehearse or is_rehearsal() else device_spec
         device = device_for("cpu" if rehearse or is_rehearsal() else device, module)
         members = Members.of_plan(group, plan, device=device, device_spec=mine)
@@ -144,7 +142,7 @@ class HetFSDP(ModuleInRounds):
         self._flats = [flat for unit in (*built, root) for flat in unit.flats]
         self._param_by_fqn = _in_order(before.by_fqn, self._flats)
         self._rows = RowGroup(self._comm, members.control, self._lifeline)
-        self._know_params(hooks, before)
+        _know_params(self, hooks, before)
         self.module, self._ragged = module, known_ragged(module, ragged)
         self._loss, self._caches = FusedLoss(loss_fn), CacheSwitch(module)
         self._batch_dim, self._forward = batch_dims(batch_dim, module.forward), module.forward
@@ -187,15 +185,6 @@ class HetFSDP(ModuleInRounds):
         self._backward = self._make_backward(self._runtime)
         self._pipeline = Pipeline.of(self._runtime, self._backward, self._run_module)
         intercept(self.module, self._runtime.calls, self._loss.for_plan(plan), self._pieces)
-
-    def _know_params(self, hooks: ParamHooks, before: ParamsBefore) -> None:
-        """Let optimizers step rows, and refuse those that hold parameters from ``before``."""
-        if not self._rows.is_alone:  # a lone rank stores whole parameters
-            places = [(flat, i) for flat in self._flats for i in range(len(flat.slots))]
-            guard([_with_rows(*place, self._rows) for place in places])
-        host_step.know(self._param_by_fqn.values(), self._comm, self._lifeline)
-        before.give_up(self._lifeline)
-        hooks.leave_out_present(self._param_by_fqn)
 
     # Training #
 
@@ -301,6 +290,16 @@ class HetFSDP(ModuleInRounds):
     def name_in_trace(self, *, is_traced: bool) -> None:
         """Label computations and waits, per unit, in torch.profiler's records from now on."""
         self._runtime.observers.is_traced = is_traced
+
+
+def _know_params(model: HetFSDP, hooks: ParamHooks, before: ParamsBefore) -> None:
+    """Let optimizers step rows, and refuse those that hold parameters from ``before``."""
+    if not model._rows.is_alone:  # a lone rank stores whole parameters
+        places = [(flat, i) for flat in model._flats for i in range(len(flat.slots))]
+        guard([_with_rows(*place, model._rows) for place in places])
+    host_step.know(model._param_by_fqn.values(), model._comm, model._lifeline)
+    before.give_up(model._lifeline)
+    hooks.leave_out_present(model._param_by_fqn)
 
 
 def _runtime_by(

@@ -98,7 +98,7 @@ def _places(tensor: Tensor) -> Tensor:
     return places.as_strided(tensor.shape, tensor.stride(), 0).flatten()
 
 
-def check_options(
+def checked(
     module: Any, given: Any, loss_fn: Any, seed: Any, param_dtype: Any, reduce_dtype: Any
 ) -> tuple[Plan, MixedPrecision]:
     """The plan that is ``given`` and the dtypes.

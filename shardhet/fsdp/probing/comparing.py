@@ -1,7 +1,7 @@
 """Compares what a model computes for some samples with what it computes for others."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardhet.fsdp.microbatch.batching import BatchAxis, Join, Rule, flatten
+from shardhet.fsdp.probing.watch import Refusal
 from shardhet.records.layout import Span
 
 MAX_NODES = 2000  # of an object whose fingerprint is taken
@@ -184,3 +185,16 @@ def is_mean_over_some(
     return are_numbers_equal(neither + both, first + second, eps) and are_numbers_equal(
         ab + c * (factor - 1), abc * factor, eps, amplified
     )
+
+
+def check_params(module: nn.Module, storages: Container[int]) -> None:
+    """Raise ``Refusal`` if a parameter is not in one of the ``storages`` that hold them."""
+    for fqn, param in module.named_parameters():
+        if param.untyped_storage()._cdata not in storages:
+            raise Refusal(
+                RuntimeError(
+                    f"{fqn}: the model's forward has replaced it, or its data, by another "
+                    "tensor, which no rank would keep. Write this rank's rows between steps "
+                    "instead (with torch.no_grad(): for param in model.parameters(): ...)."
+                )
+            )

@@ -2,7 +2,7 @@
 
 import zlib
 from collections import deque
-from collections.abc import Container, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
@@ -437,16 +437,3 @@ class CountedNumbers:
             for (module, name), value in zip(self._modules, theirs, strict=True):
                 if value is not None:  # None: no longer a number
                     setattr(module, name, value)
-
-
-def check_params(module: nn.Module, storages: Container[int]) -> None:
-    """Raise ``Refusal`` if a parameter is not in one of the ``storages`` that hold them."""
-    for fqn, param in module.named_parameters():
-        if param.untyped_storage()._cdata not in storages:
-            raise Refusal(
-                RuntimeError(
-                    f"{fqn}: the model's forward has replaced it, or its data, by another "
-                    "tensor, which no rank would keep. Write this rank's rows between steps "
-                    "instead (with torch.no_grad(): for param in model.parameters(): ...)."
-                )
-            )

@@ -51,11 +51,11 @@ from shardhet.fsdp.probing.apart import (
     mixes_backward,
 )
 from shardhet.fsdp.probing.caches import CacheSwitch
+from shardhet.fsdp.probing.comparing import check_params
 from shardhet.fsdp.probing.examine import Examiner
 from shardhet.fsdp.probing.module_state import (
     Number,
     Writes,
-    check_params,
     numbers,
     restored_modules,
     set_numbers,
