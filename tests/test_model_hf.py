@@ -37,7 +37,13 @@ from shardhet.config.models import SampleShape
 from shardhet.config.pretrained import HfConf
 from shardhet.config.train import TrainConf
 from shardhet.models.decoder import next_token_loss
-from shardhet.models.pretrained import LanguageModel, Lora, Objective, PretrainedFolder
+from shardhet.models.pretrained import (
+    LanguageModel,
+    Lora,
+    Objective,
+    PretrainedFolder,
+    language_loss,
+)
 from shardhet.profiler.describe import describe, describe_sketch
 from shardhet.profiler.sketch import sketch_model
 from tests.parity import Batch, Course, Problem, check_parity
@@ -126,8 +132,10 @@ def test_any_language_model_is_counted_from_its_configuration(
     folder = PretrainedFolder.open(str(make_folder(tmp_path, kind)))
     assert folder.objective is OBJECTIVES.get(kind, Objective.NEXT_TOKEN)
     module = folder.on_meta(dtype=torch.float32)
-    called = LanguageModel.of(module, folder.objective)
-    assert called.loss_is_in_head == (kind != "gemma2")  # which caps its logits
+    called = LanguageModel(folder.objective)
+    sketch = sketch_model(called.trained(module, vocab_size=VOCAB_SIZE, seq_len=SEQ_LEN))
+    assert sketch.goes_on == (kind == "gemma2")  # which caps its logits
+    assert sketch.times_loss
     workload = HfConf(path=str(folder.path)).to_workload(
         SampleShape(seq_len=SEQ_LEN), param_dtype="float32"
     )
@@ -139,19 +147,19 @@ def test_any_language_model_is_counted_from_its_configuration(
 
 
 def test_logits_that_wait_for_a_loss_outside_are_counted(tmp_path: Path) -> None:
-    folder = PretrainedFolder.open(str(make_folder(tmp_path, "gemma2")))
-    module = folder.on_meta(dtype=torch.float32)
-    called = LanguageModel.of(module, folder.objective)
-    trained = called.trained(module, vocab_size=VOCAB_SIZE, seq_len=SEQ_LEN)
-    inside, outside = [
-        describe(module, trained.batch, loss_fn=next_token_loss, loss_is_outside=is_outside)
-        for is_outside in (False, True)
-    ]
-    head = inside.units[0].kind  # tied to the embedding
-    extra = outside.kind_by_name[head].input_bytes - inside.kind_by_name[head].input_bytes
+    from transformers import AutoConfig
+
+    input_bytes = []
+    for cap in (None, 30.0):
+        config = AutoConfig.for_model("gemma2", **GROUPED, final_logit_softcapping=cap)
+        config.save_pretrained(tmp_path / str(cap))
+        workload = describe_folder(PretrainedFolder.open(str(tmp_path / str(cap))), None)
+        head = workload.units[0].kind  # tied to the embedding
+        input_bytes.append(workload.kind_by_name[head].input_bytes)
+    inside, outside = input_bytes
     logits_bytes = 4 * SEQ_LEN * VOCAB_SIZE
     # The head's output, the cap's tanh, the log-probabilities; the capped logits are freed.
-    assert 3 * logits_bytes <= extra <= 4.1 * logits_bytes
+    assert 3 * logits_bytes <= outside - inside <= 4.1 * logits_bytes
 
 
 def test_frozen_parameters_have_no_gradient_and_no_moments(llama: Path) -> None:
@@ -174,14 +182,7 @@ def losses_in_half(rank: int, path: str) -> None:
         module = folder.in_memory(dtype=torch.float32, weights=True, seed=5, lora=lora)
         frozen = {each.dtype for each in module.parameters() if not each.requires_grad}
         assert frozen == {frozen_dtype or torch.float32}
-        called = LanguageModel.of(module, folder.objective)
-        model = HetFSDP(
-            module,
-            plan,
-            param_dtype=torch.bfloat16,
-            loss_fn=called.loss_fn,
-            units=called.units,
-        )
+        model = HetFSDP(module, plan, param_dtype=torch.bfloat16, loss_fn=language_loss)
         trained = [each for each in model.parameters() if each.requires_grad]
         assert {each.dtype for each in trained} == {torch.float32}
         optimizer = torch.optim.AdamW(trained, lr=0.1)
@@ -219,8 +220,9 @@ def test_frozen_weights_are_stored_as_they_are_computed_with(llama: Path) -> Non
 
 def describe_folder(folder: PretrainedFolder, lora: Lora | None) -> Any:
     module = folder.on_meta(dtype=torch.float32, lora=lora)
-    called = LanguageModel.of(module, folder.objective)
-    trained = called.trained(module, vocab_size=VOCAB_SIZE, seq_len=SEQ_LEN)
+    trained = LanguageModel(folder.objective).trained(
+        module, vocab_size=VOCAB_SIZE, seq_len=SEQ_LEN
+    )
     return describe(module, trained.batch, loss_fn=trained.loss_fn)
 
 
@@ -253,8 +255,7 @@ def test_what_cannot_be_is_said_before_any_rank_starts(
 def problem_of(path: str, lora: Lora | None = None) -> Problem:
     """Training the folder's model, in double precision."""
     folder = PretrainedFolder.open(path)
-    meta = folder.on_meta(dtype=torch.float64, lora=lora)
-    called = LanguageModel.of(meta, folder.objective)
+    called = LanguageModel(folder.objective)
 
     def make_module() -> nn.Module:
         has = folder.has_weights
@@ -271,18 +272,14 @@ def problem_of(path: str, lora: Lora | None = None) -> Problem:
     def loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | int]:
         if isinstance(model, HetFSDP):
             return called(model, tuple(batch.values()))
-        outside = LanguageModel(
-            objective=folder.objective, loss_is_in_head=False, units=called.units
-        )
-        loss_sum, num_tokens = outside(model, tuple(batch.values()))
-        return loss_sum, num_tokens
+        tokens, targets = batch.values()
+        return language_loss(model(**called.inputs(tokens)), called.predicted(targets))
 
-    units = None if called.loss_is_in_head else called.units
     return Problem(
         make_module=make_module,
         make_batch=make_batch,
         loss=loss,
-        options={"loss_fn": called.loss_fn, "units": units},
+        options={"loss_fn": language_loss},
     )
 
 

@@ -55,7 +55,7 @@ def described(lora: Lora | None, **changes: Any) -> Workload:
     with tempfile.TemporaryDirectory() as name:
         pretrained = _folder(name, **changes)
         module = pretrained.on_meta(dtype=torch.bfloat16, lora=lora)
-    model = LanguageModel.of(module, pretrained.objective).trained(
+    model = LanguageModel(pretrained.objective).trained(
         module,
         vocab_size=pretrained.vocab_size,
         seq_len=SEQ_LEN,

@@ -137,7 +137,7 @@ class HfConf(ModelConf):
         with config_errors("model"):
             dtype: torch.dtype = getattr(torch, param_dtype)
             module = folder.on_meta(dtype=torch.float32, lora=self.adapters(dtype))
-            model = LanguageModel.of(module, folder.objective).trained(
+            model = LanguageModel(folder.objective).trained(
                 module,
                 vocab_size=folder.vocab_size,
                 seq_len=seq_len,

@@ -4,7 +4,6 @@ The folder is what ``save_pretrained`` writes: config.json, and optionally weigh
 tokenizer.json.  transformers is imported only when a model is requested.
 """
 
-import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,18 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardhet.fsdp.probing.caches import CacheSwitch
-from shardhet.fsdp.sharding.wrapping import find_units
 from shardhet.models.decoder import next_token_loss
-from shardhet.profiler.batch import ExampleBatch, LossFn, TrainedModel
-from shardhet.profiler.sketch import copy_with, last_module_fqn, quiet_fakes
-
-logger = logging.getLogger(__name__)
+from shardhet.profiler.batch import ExampleBatch, TrainedModel
+from shardhet.profiler.counting import logits_of
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
-PROBED_TOKENS = 4
 NUM_EXAMPLES = 32
 NOISE_STD = 0.02  # the usual initializer_range
 
@@ -240,47 +233,22 @@ def _adapted(model: Any, lora: Lora | None) -> nn.Module:
     return adapted
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LanguageModel:
-    """How a Hugging Face model is called with tokens, and where its loss is computed.
+def language_loss(output: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """``next_token_loss`` of logits, or of the output of a model that has them."""
+    return next_token_loss(logits_of(output), targets)
 
-    If the model returns the output of its last unit, the loss follows that unit, microbatch
-    by microbatch.  Otherwise (a cap on logits, a cast) it follows the whole model.
-    """
+
+@dataclass(frozen=True, slots=True)
+class LanguageModel:
+    """How a Hugging Face model is called with tokens; its ``loss_fn`` is ``language_loss``."""
 
     objective: Objective
-    loss_is_in_head: bool
-    units: tuple[str, ...]
-
-    @classmethod
-    def of(cls, module: nn.Module, objective: Objective) -> "LanguageModel":
-        """Find out by a forward pass without values; ``module`` is not changed."""
-        units = find_units(module, None, keeps_last=True)
-        head = last_module_fqn(module, units)
-        tokens = torch.zeros(2, PROBED_TOKENS, dtype=torch.int64)
-        return cls(
-            objective=objective,
-            loss_is_in_head=_hands_on(module, head, _inputs(objective, tokens)),
-            units=tuple(fqn for unit in units for fqn in unit.fqns),
-        )
-
-    @property
-    def loss_fn(self) -> LossFn | None:
-        """The ``loss_fn`` for HetFSDP."""
-        return next_token_loss if self.loss_is_in_head else None
 
     def __call__(self, model: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
         """(loss_sum, num_tokens) of ``model``, a HetFSDP, for tokens and targets."""
         tokens, targets = tensors
-        targets = _predicted(self.objective, targets)
-        inputs = _inputs(self.objective, tokens)
-        if self.loss_is_in_head:
-            output = model(**inputs, loss_inputs=(targets,))
-            return getattr(output, "logits", output)
-        output = model(**inputs)
-        if isinstance(output, tuple):  # on a rank that never had a sample
-            return output
-        return next_token_loss(output.logits, targets)
+        # In place of logits, unless the model changes them: then it is all that there is.
+        return logits_of(model(**self.inputs(tokens), loss_inputs=(self.predicted(targets),)))
 
     def trained(
         self,
@@ -298,58 +266,27 @@ class LanguageModel:
         return TrainedModel(
             module=module,
             batch=ExampleBatch(
-                kwargs=_inputs(self.objective, tokens),
-                loss_inputs=(_predicted(self.objective, tokens),),
+                kwargs=self.inputs(tokens), loss_inputs=(self.predicted(tokens),)
             ),
-            loss_fn=next_token_loss,
-            loss_is_outside=not self.loss_is_in_head,
+            loss_fn=language_loss,
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
             init_fn=fill_with_noise,
             seed=seed,
         )
 
+    def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
+        """The arguments of the model."""
+        if self.objective is not Objective.SECOND_HALF:
+            return {"input_ids": tokens}
+        half = tokens.shape[1] // 2
+        return {"input_ids": tokens[:, :half], "decoder_input_ids": tokens[:, half:]}
 
-def _inputs(objective: Objective, tokens: Tensor) -> dict[str, Tensor]:
-    if objective is not Objective.SECOND_HALF:
-        return {"input_ids": tokens}
-    half = tokens.shape[1] // 2
-    return {"input_ids": tokens[:, :half], "decoder_input_ids": tokens[:, half:]}
-
-
-def _predicted(objective: Objective, targets: Tensor) -> Tensor:
-    """The targets at the positions that the model predicts."""
-    if objective is not Objective.SECOND_HALF:
-        return targets
-    return targets[:, targets.shape[1] // 2 :].contiguous()
-
-
-def _hands_on(module: nn.Module, head_fqn: str, inputs: dict[str, Tensor]) -> bool:
-    """Whether the model returns what its head returns, even if that is a loss."""
-    # Expert kernels exist only for some dtypes.
-    return any(
-        _hands_on_in(dtype, module, head_fqn, inputs) for dtype in (None, torch.bfloat16)
-    )
-
-
-def _hands_on_in(
-    dtype: torch.dtype | None, module: nn.Module, head_fqn: str, inputs: dict[str, Tensor]
-) -> bool:
-    def fake(tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
-
-    with quiet_fakes(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        copied = copy_with(module, fake, param_dtype=dtype)
-        loss = (torch.empty(()), torch.empty(()))
-        head = copied.get_submodule(head_fqn)
-        head.register_forward_hook(lambda _module, _args, _output: loss)
-        try:
-            with CacheSwitch(copied).off():
-                output = copied(**{name: fake(each) for name, each in inputs.items()})
-        except Exception as error:  # code after the head may fail on a loss in any way
-            logger.info("%s: a loss in place of its logits: %s", type(module).__name__, error)
-            return False
-        return getattr(output, "logits", None) is loss
+    def predicted(self, targets: Tensor) -> Tensor:
+        """The targets at the positions that the model predicts."""
+        if self.objective is not Objective.SECOND_HALF:
+            return targets
+        return targets[:, targets.shape[1] // 2 :].contiguous()
 
 
 @torch.no_grad()

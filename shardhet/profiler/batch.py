@@ -81,7 +81,6 @@ class TrainedModel:
     batch: ExampleBatch
     units: Sequence[type[nn.Module] | str] | None = None
     loss_fn: LossFn | None = None
-    loss_is_outside: bool = False  # timed in the head, but all logits of a rank are counted
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     init_fn: Callable[[nn.Module], None] | None = None

@@ -132,7 +132,7 @@ class ComputeMeasurement:
         emulated: EmulatedDevice | None,
     ) -> None:
         """``memory_bytes`` is what this rank may use."""
-        self._model = replace(model, loss_fn=pass_on) if sketch.goes_on else model
+        self._model = model if sketch.times_loss else replace(model, loss_fn=pass_on)
         self._device = device
         self._workload = workload
         self._memory_bytes = memory_bytes

@@ -46,7 +46,6 @@ def describe(
     *,
     units: Sequence[type[nn.Module] | str] | None = None,
     loss_fn: LossFn | None = None,
-    loss_is_outside: bool = False,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     tokens_per_sample: int | None = None,
@@ -58,9 +57,8 @@ def describe(
     ``model`` may be on the meta device; nothing is allocated or computed.  ``units``,
     ``loss_fn``, ``param_dtype`` and ``reduce_dtype`` are those of HetFSDP.
 
-    ``loss_is_outside`` means that the model goes on computing with the output of its last
-    unit, so HetFSDP has no ``loss_fn`` and the loss follows the model; all logits are then
-    counted.
+    Where the model goes on computing with the output of its last unit, the loss follows the
+    model, and all logits are counted.
 
     ``batch`` is an example of the model's inputs, as ``plan_for`` takes it.
     ``tokens_per_sample`` is for throughput;
@@ -81,7 +79,6 @@ def describe(
         batch=as_example(batch),
         units=units,
         loss_fn=loss_fn,
-        loss_is_outside=loss_is_outside,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
     )
@@ -211,8 +208,7 @@ def describe_sketch(
     kinds = []
     stored = orig_dtype(model.module)
     in_flight = model.param_dtype or stored
-    is_outside = model.loss_is_outside or sketch.goes_on
-    in_head = pass_on if is_outside else model.loss_fn
+    in_head = pass_on if sketch.goes_on else model.loss_fn
     for name, unit in sketch.unit_by_kind.items():
         counted = partial(
             count_unit,
@@ -224,7 +220,7 @@ def describe_sketch(
         )
         smaller, larger = [steady(partial(counted, num_samples=size)) for size in SIZES]
         kind = _kind(name, unit, smaller, larger)
-        if is_outside and any(call.is_head for call in unit.calls):
+        if sketch.goes_on and any(call.is_head for call in unit.calls):
             assert model.loss_fn is not None
             outside = partial(
                 count_loss_outside,

@@ -127,6 +127,7 @@ class ModelSketch:
     units: tuple[UnitSketch, ...]
     output: Any  # of the model, without the loss
     goes_on: bool  # whether the loss is that of this output, not of the head's
+    times_loss: bool  # with the head, of whose output it can be computed
     head_fqn: str | None  # the module that the loss follows, if there is a ``loss_fn``
     stored_itemsizes: Mapping[str, int]  # of every parameter by name, before any cast
 
@@ -151,8 +152,7 @@ def sketch_model(model: TrainedModel, device: torch.device = CPU) -> ModelSketch
         copied = copy_with(model.module, fake, param_dtype=model.param_dtype)
         modules = find_units(copied, model.units, keeps_last=model.loss_fn is not None)
         drafts = draft_units(copied, modules)
-        is_outside = model.loss_is_outside
-        recorder = _Recorder(copied, drafts, loss_fn=model.loss_fn, is_outside=is_outside)
+        recorder = _Recorder(copied, drafts, loss_fn=model.loss_fn)
         first, second = [
             recorder.record(
                 model.batch.of_size(size).map(fake).cast(model.param_dtype), model.param_dtype
@@ -175,7 +175,8 @@ def sketch_model(model: TrainedModel, device: torch.device = CPU) -> ModelSketch
         fake_mode=fake_mode,
         units=_named_by_kind(drafts, calls_by_unit),
         output=recorder.output,
-        goes_on=recorder.goes_on and not is_outside,
+        goes_on=recorder.goes_on,
+        times_loss=recorder.times_loss,
         head_fqn=recorder.head_fqn,
         stored_itemsizes={
             fqn: param.element_size()
@@ -228,12 +229,7 @@ class _Recorder:
     """Runs a model and records how its units are called."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        drafts: Sequence[UnitDraft],
-        *,
-        loss_fn: LossFn | None,
-        is_outside: bool,
+        self, model: nn.Module, drafts: Sequence[UnitDraft], *, loss_fn: LossFn | None
     ) -> None:
         self._model = model
         self._modules = [
@@ -243,8 +239,9 @@ class _Recorder:
         ]
         last = last_module_fqn(model, [draft.modules for draft in drafts])
         self._cache_switch = CacheSwitch(model)
-        self._loss_fn, self._is_outside = loss_fn, is_outside
+        self._loss_fn = loss_fn
         self.goes_on = False  # whether the model computes with the head's output
+        self.times_loss = True
         self.output: Any = None  # of the model, in the last forward
         self.head_fqn = None if loss_fn is None else last
 
@@ -286,15 +283,24 @@ class _Recorder:
         return seen
 
     def _add_loss(self, heads: Sequence[_Seen], batch: ExampleBatch) -> None:
-        """Let calls of the head return the loss, if HetFSDP will compute it there."""
+        """Let calls of the head return the loss: where it is computed, or takes as long."""
         returned = {id(leaf) for leaf in flatten(self.output)[0]}
         made = [leaf for each in heads for leaf in flatten(each.output)[0]]
         self.goes_on = bool(heads) and not any(id(leaf) in returned for leaf in made)
-        if self._loss_fn is None or (self.goes_on and not self._is_outside):
+        loss_fn = self._loss_fn
+        if loss_fn is None or not self.times_loss:
             return
-        for each in heads:
-            each.output = self._loss_fn(each.output, *batch.loss_inputs)
-            loss_pair(each.output, self._loss_fn)
+        try:
+            losses = [loss_fn(each.output, *batch.loss_inputs) for each in heads]
+            for loss in losses:
+                loss_pair(loss, loss_fn)
+        except Exception:  # it may be of what the model makes of the head's output alone
+            self.times_loss = False
+            if not self.goes_on:
+                raise
+            return
+        for each, loss in zip(heads, losses, strict=True):
+            each.output = loss
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from shardhet.checkpoint import Resumed
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
 from shardhet.comm.groups import Communicators
 from shardhet.config.compose import portable_values
-from shardhet.config.pretrained import HfConf
 from shardhet.config.train import Precision, TrainConf
 from shardhet.fsdp.params.host_step import check_room
 from shardhet.planner.problem.demands import Demands
@@ -102,11 +101,6 @@ def _task(
         make_files(conf, token_dir=token_dir)
     everyone.exchange([env.local_rank])  # the others wait for the files
     task = make_task(conf, global_batch_size=plan.global_batch_size, token_dir=token_dir)
-    if task.loss_fn is None and isinstance(conf.model, HfConf):
-        plan.refuse_stages(
-            "model: its loss is not that of its last unit's output",
-            "Choose another model, or give a plan without stages",
-        )
     check_same_on_all_ranks(task.data_digest, what="data", channel=everyone)
     return task
 
@@ -129,7 +123,6 @@ def _trainer(
         plan,
         device=device,
         param_dtype=PARAM_DTYPE_BY_PRECISION.get(conf.precision),
-        units=task.units,
         loss_fn=task.loss_fn,
         seed=conf.seed,
         device_spec=spec,

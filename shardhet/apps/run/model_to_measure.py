@@ -35,7 +35,7 @@ def model_to_measure(conf: MeasureConf | TrainConf) -> TrainedModel:
         module = folder.on_meta(
             dtype=DTYPE_BY_PRECISION[conf.precision], lora=conf.model.adapters(param_dtype)
         )
-        return LanguageModel.of(module, folder.objective).trained(
+        return LanguageModel(folder.objective).trained(
             module,
             vocab_size=folder.vocab_size,
             seq_len=conf.data.seq_len,

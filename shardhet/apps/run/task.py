@@ -17,7 +17,7 @@ from shardhet.config.models import (
 from shardhet.config.pretrained import HfConf
 from shardhet.config.train import Precision, TrainConf
 from shardhet.models.decoder import Decoder
-from shardhet.models.pretrained import LanguageModel, Objective
+from shardhet.models.pretrained import LanguageModel, Objective, language_loss
 from shardhet.profiler.batch import LossFn
 from shardhet.training.data import (
     Batch,
@@ -65,7 +65,6 @@ class Task:
     baselines: Callable[[], Mapping[str, float]] = dict
     model_name: str | None = None  # None: the name of its kind in the configuration
     loss_fn: LossFn | None = None  # of HetFSDP
-    units: tuple[str, ...] | None = None  # of HetFSDP; None: found
     run: Run = run_plainly  # of the trainer
 
     def score(self, evaluation: Evaluation) -> float:
@@ -143,7 +142,6 @@ def _hf_task(
         seed=conf.seed,
         lora=model.adapters(PARAM_DTYPE_BY_PRECISION.get(conf.precision)),
     )
-    called = LanguageModel.of(module, folder.objective)
     task = Task(
         module=module,
         batches=batches,
@@ -151,9 +149,8 @@ def _hf_task(
         data_digest=f"{corpus.digest} {BYTES if own is None else own.digest}",
         score_name="bits per token",
         model_name=model.name_of(module),
-        loss_fn=called.loss_fn,
-        units=None if called.loss_is_in_head else called.units,
-        run=called,
+        loss_fn=language_loss,
+        run=LanguageModel(folder.objective),
     )
     has_all_bytes = own is None and folder.objective is Objective.NEXT_TOKEN
     return _in_bytes(task, text) if has_all_bytes else task
