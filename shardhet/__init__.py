@@ -84,6 +84,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "checkpoint":
+        return import_module("shardhet.checkpoint")
     if name not in _MODULE_BY_NAME:
         raise AttributeError(f"module 'shardhet' has no attribute {name!r}")
     return getattr(import_module(_MODULE_BY_NAME[name]), name)

@@ -1,8 +1,11 @@
 """What HetFSDP is given that it cannot use is refused by the argument's name."""
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardhet import ExampleBatch, HetFSDP, Plan, describe, mean_of_samples
+from shardhet import Cluster, ExampleBatch, HetFSDP, Plan, describe, mean_of_samples, plan_for
 from shardhet.records.plan import HoldsFor
 from tests.worlds import run_ranks
 
@@ -53,7 +56,11 @@ def test_options_of_a_wrong_type_are_refused(options: dict[str, Any], words: str
             None,
             "is for a model that computes in torch.bfloat16 but .*float32",
         ),
-        ("float32", torch.float16, "Pass param_dtype=torch.float32, or plan again"),
+        (
+            "float32",
+            torch.float16,
+            "HetTrainer options=.*torch.float32}.*, or plan for torch.float16",
+        ),
         ("bfloat16", torch.bfloat16, None),
     ],
 )
@@ -67,6 +74,28 @@ def test_a_plan_for_another_precision_is_refused(
         return
     with pytest.raises(ValueError, match=words):
         HetFSDP(net(), plan, param_dtype=param_dtype)
+
+
+def test_an_example_without_targets_is_told_where_they_go() -> None:
+    with pytest.raises(ValueError, match=r"missing.*'target'.*loss_inputs=\(targets,\)"):
+        plan_for(
+            net(),
+            torch.ones(2, 3),
+            "4090",
+            global_batch_size=2,
+            loss_fn=mean_of_samples(F.cross_entropy),
+        )
+
+
+def test_the_package_alone_has_its_checkpoints() -> None:
+    program = "import shardhet; shardhet.checkpoint.save"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_an_empty_description_of_a_cluster_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cards.yaml").touch()
+    with pytest.raises(ValueError, match=r"cards.yaml: None but must be an object"):
+        Cluster.load(tmp_path / "cards.yaml")
 
 
 def test_devices_and_dimensions_may_be_said_in_other_ways() -> None:

@@ -118,7 +118,8 @@ def checked(
     if held not in (None, computed):
         raise ValueError(
             f"plan: it is for a model that computes in {held} but HetFSDP gathers {computed}. "
-            f"Pass param_dtype={held}, or plan again for this model."
+            f'Pass param_dtype={held} (to HetTrainer options={{"param_dtype": {held}}}), or '
+            f"plan for {computed} (shardhet plan precision=FP32, BF16 or FP16)."
         )
     if loss_fn is not None and not callable(loss_fn):
         raise ValueError(f"HetFSDP: loss_fn is {loss_fn!r} but must be a function.")

@@ -294,11 +294,16 @@ class _Recorder:
             losses = [loss_fn(each.output, *batch.loss_inputs) for each in heads]
             for loss in losses:
                 loss_pair(loss, loss_fn)
-        except Exception:  # it may be of what the model makes of the head's output alone
+        except Exception as error:  # it may be of what the model makes of the head's output
             self.times_loss = False
-            if not self.goes_on:
-                raise
-            return
+            if self.goes_on:
+                return
+            if isinstance(error, TypeError) and not batch.loss_inputs:
+                raise ValueError(
+                    f"batch: loss_fn does not take what it holds for it ({error}). Give the "
+                    "example its targets: ExampleBatch(args=(inputs,), loss_inputs=(targets,))."
+                ) from error
+            raise
         for each, loss in zip(heads, losses, strict=True):
             each.output = loss
 

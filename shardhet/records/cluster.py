@@ -290,7 +290,8 @@ class Cluster(Document):
         A description may name the kinds of ``kinds.csv``.  Its own ``kinds`` come first; they
         are a list, or the path of another file, relative to this one, with such a list.
         """
-        document, mistake = None, ValueError()
+        document: Any = None
+        mistake: ValueError | None = None
         try:
             document = read_document(path)
         except ValueError as error:
@@ -298,7 +299,7 @@ class Cluster(Document):
         if not isinstance(document, dict) or "nodes" not in document:
             with _at(str(path)), suppress(UnicodeDecodeError):
                 refuse_launcher(Path(path).read_text(encoding="utf-8"), document)
-        if document is None:
+        if mistake is not None:
             raise mistake
         return cls.from_description(document, source=str(path), folder=Path(path).parent)
 
