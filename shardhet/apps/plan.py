@@ -202,7 +202,8 @@ def _show_what_would_help(
     else:
         found = tried_within(gains(), conf.what_if_s)
     explanation = explained(answer.solution, situation, found)
-    say(console, pace_line(explanation), *limit_lines(explanation))
+    limits = limit_lines(explanation) if len(found) == len(variants) else ()
+    say(console, pace_line(explanation), *limits)
     if not conf.explain:
         show_best(found, len(variants), console, unit=unit)
 

@@ -237,7 +237,7 @@ def show_best(tried: Sequence[Gain], num_variants: int, console: Console, *, uni
     best = sorted(helping, key=lambda gain: -gain.relative)[:MAX_SHOWN]
     of = f"of {counted(num_variants, 'change')}"
     if len(tried) < num_variants:
-        of = f"{of}, of which there was time (what_if_s) for {len(tried)},"
+        of = f"of the first {len(tried)} {of}, as what_if_s allows,"
     if not best:
         say(console, f"Nothing {of} would help (explain=true shows all).")
         return
