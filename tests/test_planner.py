@@ -92,11 +92,11 @@ def test_where_no_sample_fits_beside_the_state_what_it_leaves_is_told() -> None:
     with pytest.raises(PlanError, match="no single sample beside it") as raised:
         solve(Setting(cluster, WORKLOAD, profile), global_batch_size=batch, demands=demands)
     figures = [float(each) for each in re.findall(r"([\d.]+) GiB", str(raised.value))]
-    needed, of, left, state = figures
+    needed, of, left, with_copies, state = figures
     assert of == pytest.approx(budget / 2**30, rel=1e-2)
     assert state == pytest.approx(STATE_BYTES / 2**30, rel=5e-2)
     assert needed < of
-    assert left < state
+    assert left < state < with_copies
 
 
 @pytest.mark.parametrize("batch", [6, 7])

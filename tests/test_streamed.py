@@ -51,6 +51,6 @@ def test_the_plan_is_shown_and_written_before_anything_else_is_planned(
 
     monkeypatch.setattr(plan_app, "forms", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        plan_app.main(["model=gpt_125m", f"out={tmp_path}/plan.json"])
+        plan_app.main(["cluster=rtx4090_2x3090", "model=gpt_125m", f"out={tmp_path}/plan.json"])
     assert "predicted step" in capsys.readouterr().out
     assert (tmp_path / "plan.json").is_file()

@@ -320,16 +320,16 @@ def test_ranks_end_with_their_launcher_and_say_so(tmp_path: Path) -> None:
     assert f"the launcher of this rank, process {process.pid}, is gone" in errors
 
 
-def test_an_interrupted_run_ends_without_a_traceback(tmp_path: Path) -> None:
+def test_an_interrupted_run_ends_with_the_command_that_goes_on(tmp_path: Path) -> None:
     process = start([*ALONE, *SMALL, "num_steps=100000", "log_every=1"], tmp_path)
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step"):
             break
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert errors.splitlines()[-1] == "stopped by SIGINT"
+    said, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said.splitlines()[-1].startswith("go on with: shardhet train resume=")
     assert "Traceback" not in errors
 
 
