@@ -211,16 +211,15 @@ def _loss_of_what_is_returned(rank: int, kind: str) -> None:
         num_rounds=2,
     )
     torch.manual_seed(0)
-    module, x, y = (
-        Predicting(kind).double(),
-        torch.randn(8, 3).double(),
-        torch.randn(8).double(),
-    )
+    is_alone = kind == "a single layer"
+    module = (nn.Linear(3, 1) if is_alone else Predicting(kind)).double()
+    x, y = torch.randn(8, 3).double(), torch.randn(8, *[1] * is_alone).double()
     plain = copy.deepcopy(module)
     expected = F.mse_loss(plain(x), y)
     expected.backward()
     loss_fn = mean_of_samples(F.mse_loss)
-    model = HetFSDP(module, plan, units=[nn.Linear], loss_fn=loss_fn)
+    units = None if is_alone else [nn.Linear]
+    model = HetFSDP(module, plan, units=units, loss_fn=loss_fn)
     mine = plan.sample_indices(rank)
     for _ in range(2):
         model.zero_grad()
@@ -230,7 +229,9 @@ def _loss_of_what_is_returned(rank: int, kind: str) -> None:
         torch.testing.assert_close(model.clip_grad_norm_(1e9), norm, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["other shape", "function", "another unit's"])
+@pytest.mark.parametrize(
+    "kind", ["other shape", "function", "another unit's", "a single layer"]
+)
 def test_a_loss_is_that_of_what_the_model_returns(kind: str) -> None:
     run_ranks(_loss_of_what_is_returned, 3, kind)
     loss_fn = mean_of_samples(F.binary_cross_entropy_with_logits)  # which broadcasts nothing

@@ -76,6 +76,7 @@ class FusedLoss:
         modules = [each for unit in units for each in unit.modules]
         head = max(modules, key=lambda each: position_by_fqn[each.fqn], default=None)
         self._head = "" if head is None else head.fqn
+        self.is_outside |= head is None  # the model is a single layer
         return head
 
     def with_loss(self, head: UnitModule) -> UnitModule:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import Sampler, default_collate
+from torch.utils.data import DataLoader, Sampler, default_collate
 
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
 from shardhet.comm.progress import phase
@@ -291,6 +291,11 @@ def loader(
         raise ValueError(
             f"loader: {name} is given, but ranks take their samples of the plan's batches, in "
             "one order. Leave it out; sampler= gives another order."
+        )
+    if isinstance(dataset, DataLoader):
+        raise TypeError(
+            f"loader: it was given a {type(dataset).__name__} but deals out samples, not "
+            "batches. Give it the dataset of that loader, and its collate_fn."
         )
     if is_stream(dataset):
         if options.get("num_workers", 0) > 1:
