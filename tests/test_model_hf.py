@@ -36,7 +36,6 @@ from shardhet.config.measure import MeasureConf
 from shardhet.config.models import SampleShape
 from shardhet.config.pretrained import HfConf
 from shardhet.config.train import TrainConf
-from shardhet.models.decoder import next_token_loss
 from shardhet.models.pretrained import (
     LanguageModel,
     Lora,
@@ -478,5 +477,5 @@ def test_what_is_measured_is_what_is_trained(llama: Path) -> None:
             cluster=conf.cluster,
         )
     )
-    assert measured.loss_fn is next_token_loss
+    assert measured.loss_fn is language_loss
     assert measured.batch.tensors[0].shape[1] == SEQ_LEN

@@ -56,14 +56,16 @@ def _train(rank: int, culprit: int, on_accelerators: bool) -> list[tuple[float |
     torch.manual_seed(0)
     place: Accelerator | OnHost = Accelerator() if on_accelerators else OnHost()
     net = Net()
+    assert PLAN.stages is not None
+    stage = PLAN.stages[[culprit in each for each in PLAN.groups].index(True)]
     with place.installed():
         model = HetFSDP(net, PLAN, param_dtype=torch.float16, device=place.device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
         scaler = torch.amp.GradScaler(place.device.type, init_scale=FIRST_SCALE)
         seen = []
         for step in range(NUM_STEPS):
-            is_bad = rank == culprit and step == BAD_STEP
-            for block in net.blocks:
+            for i, block in enumerate(net.blocks):
+                is_bad = step == BAD_STEP and stage.has(f"blocks.{i}")
                 block.factor = 1e6 if is_bad else 1.0
             before = [p.detach().clone() for p in model.parameters()]
             given = batch_of(PLAN.global_batch_size, step)
