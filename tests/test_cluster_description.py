@@ -11,6 +11,7 @@ from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Link
 from shardhet.records.kinds import built_in_kinds
+from shardhet.records.profiles import Source
 from shardhet.records.workload import Workload
 from tests.selection import one_in
 
@@ -104,7 +105,7 @@ def test_the_clusters_that_come_along_can_be_planned_for(path: Path) -> None:
         num_layers=4, width=512, num_heads=8, seq_len=128, vocab_size=1000
     )
     profile = derive_profile(cluster, workload)
-    assert not profile.is_measured
+    assert profile.collectives.source is Source.DERIVED
     solution = solve(
         Setting(cluster, workload, profile),
         global_batch_size=4 * cluster.world_size,

@@ -12,13 +12,15 @@ from shardhet.apps.planning.report import limit_lines
 from shardhet.apps.planning.sentences import form_lines
 from shardhet.config.planning import PlannerConf
 from shardhet.planner import Demands, DeviceLimits, PlanSolution, solve
+from shardhet.planner.advice import explain
 from shardhet.planner.advice.explain import (
     Explanation,
     Resource,
     Situation,
-    explain,
     full_kind,
+    gain_of,
     larger_situations,
+    more_of_each,
     with_another,
 )
 from shardhet.pricing.derive import derive_profile
@@ -68,12 +70,9 @@ def solved(of: Situation) -> PlanSolution:
 
 def explained(of: Situation) -> Explanation:
     solution = solved(of)
-    return explain(
-        solution,
-        of,
-        value=solution.samples_per_s,
-        objective=lambda each: solved(each).samples_per_s,
-    )
+    more = more_of_each(of, lambda each: solved(each).samples_per_s)
+    gains = [gain_of(each, solution.samples_per_s) for each in more]
+    return explain.explained(solution, of, gains)
 
 
 def test_where_devices_compute_all_the_time_compute_limits() -> None:

@@ -36,6 +36,7 @@ from shardhet.profiler.traffic import (
     uneven_shares,
 )
 from shardhet.profiler.unit_runner import Started
+from shardhet.records.profiles import Source
 from shardhet.records.workload import Unit
 from shardhet.training.emulation import EmulatedDevice
 from tests.hosts import on_different_hosts
@@ -123,7 +124,7 @@ def test_the_slowest_rank_of_a_kind_stands_for_it() -> None:
     assert profile.device("x").optimizer_seconds_per_element == 3.0
     assert profile.turn_overhead_s == 1.5 / 100
     assert "the slowest of 2 ranks, 1.50 times the fastest" in profile.device("x").note
-    assert profile.is_measured
+    assert {each.source for each in profile.devices} == {Source.MEASURED}
 
 
 def test_devices_stand_by_host_with_its_slowest_link() -> None:
@@ -439,7 +440,7 @@ def test_collectives_over_gloo_have_one_level() -> None:
     assert others == [text] * 2
     profile = Profile.from_json(text)
     assert profile.two_levels is None
-    assert profile.is_measured
+    assert {each.source for each in profile.devices} == {Source.MEASURED}
 
 
 def fail_to_measure(rank: int) -> None:

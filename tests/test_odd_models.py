@@ -81,6 +81,29 @@ def test_a_loss_may_be_wider_than_the_model() -> None:
     assert model.backward(model(x, y), 5) == pytest.approx(float(reference(x, y) / 5), rel=1e-5)
 
 
+class Rotating(Net):
+    """Turns pairs of features by complex numbers, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__(linear)
+        turns = torch.polar(torch.ones(WIDTH // 2), torch.arange(WIDTH // 2) + 1.0)
+        self.register_buffer("turns", turns.to(torch.complex128).conj())
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.unflatten(1, (-1, 2)).contiguous())
+        return super().forward(torch.view_as_real(pairs * self.turns).flatten(1))
+
+
+def _rotate(_: int) -> None:
+    torch.manual_seed(0)
+    plan = Plan.by_hand(microbatch_sizes=[2, 0, 1], state_shares=[0.2, 0.5, 0.3])
+    check(plan, Rotating(), [draw(3, WIDTH)] * 2, squared, units=UNITS)
+
+
+def test_buffers_may_be_complex() -> None:
+    run_ranks(_rotate, 3)
+
+
 class Segments(nn.Module):
     """Adds the sum of those rows that lie in the same of some segments."""
 

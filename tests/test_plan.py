@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import EVERY_UNIT, HoldsFor, Plan, PlannedUnit, RankPlan, plan_of
+from shardhet.records.shown import samples_of_step
 from shardhet.records.stages import Stage
 
 Json = Any
@@ -673,3 +674,21 @@ def test_a_plan_is_given_as_it_is_by_its_file_or_by_batch_sizes(tmp_path: Path) 
         assert plan_of(each) == plan
     with pytest.raises(TypeError, match=r"plan is 3 but must be a Plan \(Plan.load"):
         plan_of(3)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan.by_hand(microbatch_sizes=[2, 0, 3], num_microbatches=[2, 0, 1], num_rounds=3),
+        Plan.by_hand(microbatch_sizes=[4, 1, 3], num_rounds=3, global_batch_size=21),
+        Plan.by_hand(
+            microbatch_sizes=[2, 1, 3],
+            num_rounds=2,
+            global_batch_size=5,
+            stages=[Stage(units=("a",), num_ranks=2), Stage(units=("b",), num_ranks=1)],
+        ),
+    ],
+)
+def test_the_samples_of_a_step_are_those_that_are_dealt(plan: Plan) -> None:
+    dealt = [len(plan.sample_indices(i)) for i in range(plan.world_size)]
+    assert samples_of_step(plan) == dealt

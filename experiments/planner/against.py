@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -21,7 +21,7 @@ from statistics import median
 from experiments.common.machine import REPOSITORY, Environment
 from experiments.common.results import write_csv
 from experiments.planner.large_clusters import EIGHT_KINDS, write_eight_kinds
-from experiments.planner.shell import PLAN_ALONE
+from experiments.planner.shell import EVERYTHING, PLAN_ALONE
 from shardhet.records.kinds import built_in_kinds
 
 HERE = Path(__file__).parent
@@ -48,6 +48,13 @@ def checked_out(commit: str, folder: Path) -> Path:
     folder.mkdir()
     subprocess.run(["tar", "-x", "-C", str(folder)], input=packed, check=True)
     return folder
+
+
+def keys_of(sources: Path, is_everything: bool) -> Sequence[str]:
+    """Those with which these sources show everything, or the plan alone."""
+    if "what_if_s" in (sources / "conf/planner.yaml").read_text(encoding="utf-8"):
+        return EVERYTHING if is_everything else PLAN_ALONE
+    return () if is_everything else ("explain=false", "baselines=false", "leave_out=never")
 
 
 def user_s(arguments: list[str], sources: Path, folder: Path) -> float:
@@ -125,15 +132,16 @@ def main() -> None:
         for size, arguments in cases(folder):
             if asked.devices and size not in asked.devices:
                 continue
-            for alone in ([], list(PLAN_ALONE)):
+            for is_everything in (True, False):
                 of_case = []
                 for run in range(-1, asked.runs):  # the first fills caches
                     for version, sources, more in versions:
-                        seconds = user_s([*arguments, *alone, *more], sources, folder)
+                        keys = [*arguments, *keys_of(sources, is_everything), *more]
+                        seconds = user_s(keys, sources, folder)
                         of_case.append(
                             Row(
                                 devices=size,
-                                is_everything=not alone,
+                                is_everything=is_everything,
                                 version=version,
                                 run=run,
                                 user_s=seconds,

@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 NUM_RUNS = 3  # of the plan alone; of everything, one
 MODEL = "llama_7b"
 SAMPLES_PER_DEVICE = 4
-PLAN_ALONE = ("what_if_s=0",)
+PLAN_ALONE, EVERYTHING = ("what_if_s=0",), ("explain=true", "baselines=true")
 NO_TORCH = 'raise ImportError("shardhet plan must not need torch")\n'
 
 
@@ -94,7 +94,7 @@ def main() -> None:
             arguments = [*arguments, f"model={model}", f"global_batch_size={batch}"]
             for run in range(NUM_RUNS + 1):
                 is_everything = run == NUM_RUNS
-                asked = arguments if is_everything else [*arguments, *PLAN_ALONE]
+                asked = [*arguments, *(EVERYTHING if is_everything else PLAN_ALONE)]
                 wall_s, cpu_s, peak_mib = timed(asked, environment)
                 rows.append(
                     Row(

@@ -223,9 +223,7 @@ def _show_faster_pipeline(
     effort = _compared(inputs.setting)
     alone, of_alone = conf.without_stages(inputs)
     with waiting.for_("planning stages"):
-        better = None
-        if flat is not None:
-            better = _without(_asked(alone, of_alone, demands, flat))
+        better = None if flat is None else _without(_asked(alone, of_alone, demands, flat))
         fewer = None if better is None else better.fewer
         report = faster_pipeline(conf, inputs, flat, fewer, demands=demands, effort=effort)
     if report is None:

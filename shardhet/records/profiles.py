@@ -345,9 +345,3 @@ class Profile(Document):
                 f"{unit_kind!r}; there are {known}. Measure it for this model."
             )
         return device.unit_by_kind[unit_kind]
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether no figure was derived from a specification."""
-        sources = [device.source for device in self.devices] + [self.collectives.source]
-        return Source.DERIVED not in sources

@@ -31,13 +31,13 @@ def plan_table(plan: Any) -> str:
     columns = ["device", "samples", "microbatches", "recomputes", "state"]
     on_host = any(rank.inputs_on_host or rank.optimizer_on_host for rank in plan.ranks)
     columns += ["on the host"] * on_host + ["stage"] * (plan.stages is not None)
-    rows = [columns]
+    rows, numbers = [columns], samples_of_step(plan)
     for positions in alike(plan, lambda i: plan.ranks[i].state_share):
         rank = plan.ranks[positions[0]]
         there = {"inputs": rank.inputs_on_host, "optimizer": rank.optimizer_on_host}
         cells = [
             named_row(positions, rank.device.kind or "any device"),
-            f"{len(plan.sample_indices(positions[0])):,}",
+            f"{numbers[positions[0]]:,}",
             microbatches(rank.microbatch_sizes),
             recomputed(rank, units),
             f"{rank.state_share:.2%}",
@@ -81,14 +81,28 @@ def _drawn(rows: Sequence[Sequence[str]]) -> list[str]:
     return [border, head, under, *body, border]
 
 
+def samples_of_step(plan: Any) -> list[int]:
+    """How many samples of a step each device computes, by position."""
+    found: list[int] = []
+    for group in plan.groups:
+        left = plan.round_size if plan.last_round_size is None else plan.last_round_size
+        for i in group:  # a last round that is smaller is dealt in this order
+            own = plan.ranks[i].rank_batch_size
+            last = min(own, left)
+            left -= last
+            found.append((plan.num_rounds - 1) * own + last)
+    return found
+
+
 def alike(plan: Any, share: Callable[[int], float]) -> list[range]:
     """Neighbouring positions that do the same, given the share of the state of each."""
+    numbers = samples_of_step(plan)
 
     def key(i: int) -> tuple[object, ...]:
         rank = plan.ranks[i]
         on_host = rank.inputs_on_host, rank.optimizer_on_host
         same = (rank.device.kind, rank.microbatch_sizes, rank.recomputed_units, on_host)
-        return (*same, len(plan.sample_indices(i)), plan.group_of(i))
+        return (*same, numbers[i], plan.group_of(i))
 
     found: list[range] = []
     for i in range(plan.world_size):

@@ -36,7 +36,13 @@ from shardhet.pricing.setting import Setting
 from shardhet.pricing.step_cost import RankCost, StepCost
 from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.profiles import Source
-from shardhet.records.shown import alike, microbatches, named_row, recomputed
+from shardhet.records.shown import (
+    alike,
+    microbatches,
+    named_row,
+    recomputed,
+    samples_of_step,
+)
 from shardhet.records.workload import Workload
 from shardhet.simulator.stages import PipelinePrice
 from shardhet.simulator.timeline import Timeline
@@ -107,7 +113,7 @@ def rows_of(
     def share(i: int) -> float:
         return costs[i].stored_numel / total
 
-    found = []
+    found, numbers = [], samples_of_step(plan)
     for positions in alike(plan, share):
         i = max(positions, key=lambda each: costs[each].memory.total_bytes)
         found.append(
@@ -115,7 +121,7 @@ def rows_of(
                 positions,
                 plan.ranks[i].device.kind or "device",
                 plan.ranks[i],
-                len(plan.sample_indices(i)),
+                numbers[i],
                 costs[i],
                 share(i),
                 busy_fraction(i),

@@ -189,7 +189,7 @@ class ModelCall:
                 continue
             if not leaf.numel():
                 continue
-            values, number = _real(leaf.detach()), 1
+            values, number = as_real(leaf.detach()), 1
             if factor and dim is not None:
                 values, number = values.movedim(dim, 0), self.num_samples
             total = total * 31 + _hash_rows(values.reshape(number, -1))
@@ -219,9 +219,7 @@ class ModelCall:
     def digests(self) -> list[Any]:
         """By leaf: a hash of the values of a tensor, and None for anything else."""
         return [
-            torch.hash_tensor(_real(leaf.detach()).contiguous()).tolist()
-            if isinstance(leaf, Tensor) and leaf.numel() and leaf.layout is torch.strided
-            else None
+            hash_of(leaf) if isinstance(leaf, Tensor) and leaf.layout is torch.strided else None
             for leaf in self.leaves
         ]
 
@@ -314,7 +312,14 @@ def _on(device: torch.device, tensor: Tensor, name: str) -> Tensor:
     )
 
 
-def _real(tensor: Tensor) -> Tensor:
+def hash_of(tensor: Tensor) -> Any:
+    """A hash of the values, computed where they are; 0 for none."""
+    values = as_real(tensor.detach()).contiguous()
+    return torch.hash_tensor(values).tolist() if values.numel() else 0
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs, in memory."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 

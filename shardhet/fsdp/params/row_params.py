@@ -68,14 +68,14 @@ def guard(params: Iterable[tuple[nn.Parameter, Callable[[], Rows]]]) -> None:
         put_in_front(RowParameter, param)
 
 
-def _prepare(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _prepare(optimizer: Any, args: Any, kwargs: Any) -> None:
     if optimizer not in _stepping:
         before = optimizer.register_step_pre_hook(_make_plain)
         after = optimizer.register_step_post_hook(_make_guarded)
-        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
+        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
         _stepping[optimizer] = before.id, []
     # Right around the step: hooks of the user's see what the user sees.
-    optimizer._optimizer_step_pre_hooks.move_to_end(_stepping[optimizer][0])  # type: ignore[attr-defined]
+    optimizer._optimizer_step_pre_hooks.move_to_end(_stepping[optimizer][0])
 
 
 def _make_plain(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:

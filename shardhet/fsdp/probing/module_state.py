@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.named import named_by
-from shardhet.fsdp.microbatch.signature import choice_of
+from shardhet.fsdp.microbatch.signature import as_real, choice_of
 from shardhet.fsdp.microbatch.surroundings import Surrounding
 from shardhet.fsdp.params.state import persistent_buffers
 from shardhet.fsdp.probing.comparing import are_close
@@ -184,7 +184,8 @@ def digest_of(module: nn.Module, fqns: Set[str]) -> float:
         inside, _, name = fqn.rpartition(".")
         content, value = b"", getattr(module.get_submodule(inside), name, None)
         if isinstance(value, Tensor):
-            content = value.detach().to("cpu").reshape(-1).view(torch.uint8).numpy().tobytes()
+            values = as_real(value.detach()).to("cpu").reshape(-1)
+            content = values.view(torch.uint8).numpy().tobytes()
             value = (value.shape, value.dtype)
         digest = zlib.crc32(f"{fqn} {value}".encode() + content, digest)
     return float(digest)

@@ -16,6 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
+from shardhet.fsdp.microbatch.signature import hash_of
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.flat import FlatTensor, ParamSlot
 from shardhet.fsdp.sharding.host_room import FlatKind, meet_room
@@ -285,10 +286,7 @@ def changes_arguments(unit_fqn: str, what: str) -> str:
 
 
 def _hashes(tensors: Iterable[tuple[str, Tensor]]) -> list[Any]:
-    return [
-        [fqn, torch.hash_tensor(tensor.detach()).tolist() if tensor.numel() else 0]
-        for fqn, tensor in tensors
-    ]
+    return [[fqn, hash_of(tensor)] for fqn, tensor in tensors]
 
 
 def _check_same_values(of_params: list[Any], module: nn.Module, control: Channel) -> None:

@@ -171,14 +171,6 @@ class Explanation:
         return next(each, None)
 
 
-def explain(
-    solution: PlanSolution, situation: Situation, *, value: float, objective: Objective
-) -> Explanation:
-    """Why the plan is no better; ``value`` is the ``objective`` of the situation."""
-    variants = more_of_each(situation, objective)
-    return explained(solution, situation, [gain_of(each, value) for each in variants])
-
-
 def explained(
     solution: PlanSolution, situation: Situation, gains: Sequence[Gain]
 ) -> Explanation:

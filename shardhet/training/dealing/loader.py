@@ -21,7 +21,13 @@ from shardhet.training.dealing.batches import (
     Share,
 )
 from shardhet.training.dealing.order import EpochOrder, SeededSampler
-from shardhet.training.dealing.stream import Read, ReadCollator, Stream, Tickets, is_stream
+from shardhet.training.dealing.stream import (
+    Read,
+    ReadCollator,
+    SampleStream,
+    Tickets,
+    is_stream,
+)
 from shardhet.training.resuming import check_unchanged
 
 END: Any = object()  # a batch may be anything else
@@ -55,13 +61,13 @@ class PlanSampler(PlanBatchSampler):
                 f"loader: it was given a {type(model_or_plan).__name__} after the dataset but "
                 "needs the HetFSDP, or its Plan. Wrap the model first."
             )
-        if not isinstance(dataset, Stream) and is_stream(dataset):
+        if not isinstance(dataset, SampleStream) and is_stream(dataset):
             raise ValueError(
                 f"PlanSampler: a {type(dataset).__name__} gives its samples in one order, so "
                 "there are no indices to deal out. Use shardhet.loader."
             )
         self._source, self.seed = model_or_plan, seed
-        plan, is_read = self.plan, isinstance(dataset, Stream)
+        plan, is_read = self.plan, isinstance(dataset, SampleStream)
         is_shuffled = sampler is None and not is_read if shuffle is None else shuffle
         name = type(sampler).__name__ if sampler is not None else f"shuffled: {is_shuffled}"
         self._facts = {
@@ -179,7 +185,7 @@ class Loader(PlanLoader):
         options: Mapping[str, Any],
     ) -> None:
         self._seeds, self._dealt = torch.Generator(), batches.collator(collate_fn)
-        self._stream = dataset if isinstance(dataset, Stream) else None
+        self._stream = dataset if isinstance(dataset, SampleStream) else None
         given: Any = self._dealt if self._stream is None else ReadCollator(self._dealt)
         super().__init__(dataset, batches, given, **{"generator": self._seeds, **options})
         batches.is_counting = False  # what workers have read ahead is not given yet
@@ -304,7 +310,7 @@ def loader(
                 "samples in one order is read by one worker, so that each comes once. Set "
                 "num_workers=1, or give a dataset with __len__ and __getitem__."
             )
-        dataset = Stream(dataset, seed=seed, drop_last=drop_last)
+        dataset = SampleStream(dataset, seed=seed, drop_last=drop_last)
     batches = PlanSampler(
         dataset,
         model_or_plan,

@@ -50,7 +50,7 @@ class Read(NamedTuple):
 class Tickets(OfEpoch):
     """(epoch, number) of every batch, without end: how many there are shows in the stream."""
 
-    def __init__(self, stream: "Stream") -> None:
+    def __init__(self, stream: "SampleStream") -> None:
         self._stream = stream
 
     def __len__(self) -> int:
@@ -62,7 +62,7 @@ class Tickets(OfEpoch):
         return ((self.epoch, number) for number in count())
 
 
-class Stream:
+class SampleStream:
     """Global batches of ``dataset``, by their tickets; a rank takes its ``share`` of each."""
 
     def __init__(self, dataset: Any, *, seed: int, drop_last: bool) -> None:
