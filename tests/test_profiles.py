@@ -61,7 +61,7 @@ def test_a_profile_is_read_as_it_was_written() -> None:
     again = Profile.from_json(SMALL.to_json())
     assert again == SMALL
     assert again.devices[0].source is Source.IMPORTED
-    assert again.collectives.source is Source.MEASURED
+    assert again.collectives.source is Source.IMPORTED
 
 
 def test_measured_positions_are_looked_up_and_others_lie_between() -> None:
