@@ -39,6 +39,7 @@ if "--lora" in sys.argv:
 args = TrainingArguments(
     "out",
     num_train_epochs=2,
+    per_device_train_batch_size=3,  # on average: the plan deals a batch to unlike cards
     learning_rate=1e-2,
     logging_steps=5,
     save_strategy="no",
@@ -48,7 +49,7 @@ args = TrainingArguments(
 trainer = HetTrainer(
     model,
     args,
-    plan=[6, 2, 2],  # samples of each card, or what shardhet.plan_for has returned
+    plan="auto",  # for these cards; or the samples of each, as [6, 2, 2]
     train_dataset=[tokenizer(text) for text in texts],
     data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
     processing_class=tokenizer,

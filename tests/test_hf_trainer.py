@@ -300,6 +300,20 @@ def test_batch_sizes_alone_or_the_path_of_its_file_are_a_plan(tmp_path: Path) ->
         assert HetTrainer(llama(), args, plan=given, train_dataset=dataset).plan == plan
 
 
+def test_a_plan_is_made_for_these_cards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shardhet.hf import HetTrainer
+
+    monkeypatch.setenv("SHARDHET_REHEARSE", "A6000")
+    args, dataset = arguments(tmp_path, per_device_train_batch_size=6), texts(8, seed=1)
+    with pytest.raises(ValueError, match=r"train_dataset.*there is none"):
+        HetTrainer(llama(), args, plan="auto")
+    plan = HetTrainer(llama().float(), args, plan="auto", train_dataset=dataset).plan
+    assert plan.ranks[0].device.kind == "NVIDIA RTX A6000"
+    assert plan.global_batch_size == 6
+
+
 def test_an_optimizer_on_the_host_is_fused(tmp_path: Path) -> None:
     from shardhet.hf import HetTrainer
 

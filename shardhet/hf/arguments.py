@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from shardhet.records.plan import Plan
-
 DEFAULT_BATCH_SIZE = TrainingArguments.__dataclass_fields__[
     "per_device_train_batch_size"
 ].default
@@ -63,8 +61,9 @@ REFUSED_OF_LAUNCH = {
 OFF = ("", "0", "false", "no", "off", "none")
 
 
-def checked(args: TrainingArguments, plan: Plan) -> TrainingArguments:
-    """A copy of ``args`` as for a single process with the whole global batch.
+def checked(args: TrainingArguments, world_size: int, whole: int) -> TrainingArguments:
+    """A copy of ``args`` as for a single process with the ``whole`` global batch of a plan for
+    ``world_size`` devices.
 
     Raises ``ValueError`` naming the first argument that a plan cannot honour.
     """
@@ -74,13 +73,13 @@ def checked(args: TrainingArguments, plan: Plan) -> TrainingArguments:
             raise ValueError(f"TrainingArguments: {name}={value!r}: {reason}.")
     _check_launch(args)
     _check_choices(args)
-    if args.world_size != plan.world_size:
+    if args.world_size != world_size:
         raise ValueError(
-            f"TrainingArguments: {args.world_size} processes but the plan has "
-            f"{plan.world_size} devices. Start the script with torchrun "
-            f"--nproc-per-node={plan.world_size}, and pass use_cpu=True where there is no GPU."
+            f"TrainingArguments: {args.world_size} processes but the plan has {world_size} "
+            f"devices. Start the script with torchrun --nproc-per-node={world_size}, and pass "
+            "use_cpu=True where there is no GPU."
         )
-    found, whole = args.per_device_train_batch_size, plan.global_batch_size
+    found = args.per_device_train_batch_size
     if found != DEFAULT_BATCH_SIZE and whole not in (found, found * args.world_size):
         raise ValueError(
             f"TrainingArguments: per_device_train_batch_size={found}, but the plan deals out "

@@ -33,6 +33,7 @@ from shardhet.hf.loaders import (
     plan_loader,
     training_loader,
 )
+from shardhet.hf.planned import planned_for
 from shardhet.hf.rank_loss import RankLoss
 from shardhet.hf.resuming import EndWhenAsked, WholeState, chosen, inner
 from shardhet.hf.stages.staged_evaluation import StagedEvaluation
@@ -69,8 +70,8 @@ class HetTrainer(TrainerView):
             model: a transformers model, equal on all ranks, or a HetFSDP of one.
             args: training arguments; those that a plan cannot honour are refused by name.
             plan: required unless ``model`` is a HetFSDP: a plan, the path of its file, or batch
-                sizes, ``[2, 2, 15]`` being short for
-                ``Plan.by_hand(microbatch_sizes=[2, 2, 15])``.
+                sizes, as ``[2, 2, 15]``.  ``"auto"`` plans for the ranks' cards and samples of
+                ``train_dataset``, ``per_device_train_batch_size`` a card on average.
             collates_whole_batch: let every rank collate the whole global batch and take its
                 rows, so that what a collator draws does not depend on the plan.  None does so
                 if it masks at random, if losses depend on padding, and in stages.
@@ -80,11 +81,14 @@ class HetTrainer(TrainerView):
         """
         wrapped = model if isinstance(model, HetFSDP) else None
         _check_overridden(type(self))
-        self.plan = _checked_plan(model, plan, options, kwargs)
         given = args or TrainingArguments()
-        args = checked(given, self.plan)
+        known = _checked_plan(model, plan, options, kwargs)
+        size = given.per_device_train_batch_size * given.world_size
+        size = size if known is None else known.global_batch_size
+        args = checked(given, (known or given).world_size, size)
         inside = model if wrapped is None else wrapped.module
         super().__init__(inside, args, **kwargs)
+        self.plan = known or planned_for(self, size, options or {})
         wrapped = wrapped or _wrapped(inside, self.plan, args, options)
         _check_device(wrapped, args)
         watch_ranks(hang_timeout_s=hang_timeout_s, device=wrapped.device)
@@ -307,7 +311,8 @@ def _checked_plan(
     plan: Plan | str | Path | Sequence[int] | None,
     options: Mapping[str, Any] | None,
     kwargs: Mapping[str, Any],  # of Trainer
-) -> Plan:
+) -> Plan | None:
+    """What is known before anything is made; None with "auto"."""
     if kwargs.get("model_init") is not None:
         raise ValueError("HetTrainer: model_init is refused. Pass the model itself.")
     if getattr(model, "is_distributed_loading_by_transformers", False):
@@ -324,9 +329,9 @@ def _checked_plan(
     if plan is None:
         raise ValueError(
             "HetTrainer: no plan. Pass plan=, which may be a list of batch sizes such as "
-            "[2, 2, 15], or a HetFSDP as the model."
+            '[2, 2, 15], or a HetFSDP as the model, or plan="auto" to plan for these cards.'
         )
-    return plan_of(plan)
+    return None if plan == "auto" else plan_of(plan)
 
 
 def _choose_collating(trainer: TrainerView, wanted: bool | None) -> None:
