@@ -291,9 +291,11 @@ def test_cards_of_two_vendors_are_said_to_meet_over_gloo(
 def test_how_long_a_number_of_tokens_takes_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "for_tokens=10M", "what_if_s=0")
     assert "24,010 tokens/s" in text
-    assert "10M tokens take 7 minutes." in text
-    conf = PlannerConf(for_tokens="2.5B")
-    assert conf.time_line(1e4) == "2.5B tokens take 69.4 hours (2.9 days)."
+    assert "10M tokens take 7 minutes" in text
+    prices = ("price_per_kwh=0.3", "price_per_hour=2")
+    text = said(capsys, "for_tokens=10B", "what_if_s=0", *prices)
+    assert "10B tokens take 115.7 hours (4.8 days), and at most 133.0 kWh by the limits" in text
+    assert "They cost 271.3" in text
     code, text = refused(capsys, "for_tokens=many")
     assert code == 2
     assert "for_tokens: 'many' is no number. Write 10M" in text

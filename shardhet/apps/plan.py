@@ -34,6 +34,7 @@ from shardhet.apps.planning.what_if import (
     tried_within,
     without_some,
 )
+from shardhet.config.checks import number_of
 from shardhet.config.planning import LEAST_THROUGHPUT, Inputs, PlannerConf
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
 from shardhet.planner.advice.explain import (
@@ -243,7 +244,20 @@ def _show_faster_pipeline(
 
 
 def _tell_time(conf: PlannerConf, inputs: Inputs, samples_per_s: float, to: Console) -> None:
-    say(to, conf.time_line(samples_per_s * inputs.setting.workload.tokens_per_sample))
+    """Say how long ``for_tokens`` take, and what they cost where power or prices are known."""
+    if conf.for_tokens is None:
+        return
+    cluster, tokens = inputs.setting.cluster, number_of("for_tokens", conf.for_tokens)
+    hours = tokens / samples_per_s / inputs.setting.workload.tokens_per_sample / 3600
+    days = f" ({hours / 24:,.1f} days)" * (hours >= 48)
+    time = f"{hours:,.1f} hours{days}" if hours >= 2 else f"{60 * hours:,.0f} minutes"
+    watts = [cluster.kind(each.kind).board_power_w for each in cluster.devices]
+    kwh = None if None in watts else sum(filter(None, watts)) * hours / 1000
+    energy = "" if kwh is None else f", and at most {kwh:,.1f} kWh by the limits of the boards"
+    prices = [(conf.price_per_kwh, kwh), (conf.price_per_hour, hours)]
+    cost = sum(price * amount for price, amount in prices if price and amount)
+    said = f"{conf.for_tokens} tokens take {time}{energy}"
+    say(to, f"{said}. They cost {cost:,.2f}." if cost else f"{said}.")
 
 
 def _replicas(conf: PlannerConf, report: PlanReport) -> str:

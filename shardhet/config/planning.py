@@ -278,6 +278,8 @@ class PlannerConf(InputsConf):
 
     global_batch_size: int = checked(64, at_least(1))
     for_tokens: str | None = None  # "10M": how long so many tokens take is said
+    price_per_kwh: float | None = checked(None, above(0))  # what they cost then, in any money
+    price_per_hour: float | None = checked(None, above(0))  # of all devices together
     objective: str = checked(OBJECTIVES[0], one_of(OBJECTIVES))
     # For least_memory; null: 95 % of the best plan's.
     min_samples_per_s: float | None = checked(None, above(0))
@@ -306,7 +308,8 @@ class PlannerConf(InputsConf):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.time_line(1.0)
+        if self.for_tokens is not None:
+            number_of("for_tokens", self.for_tokens)
         if self.leave_out == "auto" and self.objective != OBJECTIVES[0]:
             raise ConfigError(
                 f"leave_out: auto but objective={self.objective}. Devices are left out for "
@@ -337,15 +340,6 @@ class PlannerConf(InputsConf):
     def has_stages(self) -> bool:
         """Whether pipelines are looked for, whose stages have communicators of their own."""
         return self.max_stages > 1
-
-    def time_line(self, tokens_per_s: float) -> str | None:
-        """How long ``for_tokens`` take; None if that is not asked."""
-        if self.for_tokens is None:
-            return None
-        hours = number_of("for_tokens", self.for_tokens) / tokens_per_s / 3600
-        days = f" ({hours / 24:,.1f} days)" * (hours >= 48)
-        time = f"{hours:,.1f} hours{days}" if hours >= 2 else f"{60 * hours:,.0f} minutes"
-        return f"{self.for_tokens} tokens take {time}."
 
     def without_stages(self, inputs: Inputs) -> tuple["PlannerConf", Inputs]:
         """The same for plans without stages, beside which less memory is left free."""

@@ -105,6 +105,8 @@ def read_document(path: str | Path) -> Any:
     """The unchecked content of a ``.json``, ``.yaml`` or ``.yml`` file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such file. Give a file that exists.") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not text ({error}). Give a JSON or YAML file.") from None
     parse = parse_yaml if Path(path).suffix in (".yaml", ".yml") else parse_json

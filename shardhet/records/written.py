@@ -88,12 +88,13 @@ def link_named(name: str, where: str) -> dict[str, Any]:
         latency_s, bytes_per_s = FABRIC_LATENCY_S, INFINIBAND_BITS_PER_S[fabric[1]] / 8
     else:
         found = MEASURED.fullmatch(plain.removesuffix("ethernet").strip())
-        if found is None or not found[2] or found[2] not in PACES:
+        paces = PACES | {"g": PACES["gbe"]}  # as networks are called
+        if found is None or not found[2] or found[2] not in paces:
             raise ValueError(
                 f"{where} is {name!r} but must be the name of a link. Write {LINK_EXAMPLES}, "
                 "or latency_s and bandwidth_bytes_per_s."
             )
-        latency_s, bytes_per_s = NETWORK_LATENCY_S, float(found[1]) * PACES[found[2]]
+        latency_s, bytes_per_s = NETWORK_LATENCY_S, float(found[1]) * paces[found[2]]
         if where.endswith(": link"):
             latency_s = PCIE_LATENCY_S
     return {"latency_s": latency_s, "bandwidth_bytes_per_s": bytes_per_s, "source": name}
@@ -123,7 +124,7 @@ def cards_document(
 def _card(written: str, known: Mapping[str, DeviceKind]) -> dict[str, Any]:
     name = written.strip()
     # "RTX 580" and "rx 580" are no 580 cards: the x of a number follows no letter of its case.
-    count = re.fullmatch(r"(\d{1,2}) *[xX] *(.+)|(.+?) *(?<![a-z])x *(\d{1,3})", name)
+    count = re.fullmatch(r"(\d{1,2}) *[xX*] *(.+)|(.+?) *(?<![a-z])[x*] *(\d{1,3})", name)
     number, name = (count[1] or count[4], count[2] or count[3]) if count else ("1", name)
     if not name or int(number) < 1:
         raise ValueError(
