@@ -1,4 +1,4 @@
-"""Drawn steps of several rounds are those of one process; experiments/rounds runs hundreds."""
+"""Drawn steps of several rounds are those of one process."""
 
 import pytest
 

@@ -18,8 +18,14 @@ from experiments.capability.run import inputs_of
 from experiments.common.machine import Environment
 from experiments.common.results import markdown_table, write_csv
 from experiments.pipelines.others import Found, Others
-from experiments.published.inputs import loaded
-from shardhet.config.planning import Inputs, PlannedPrecision, PlannerConf
+from shardhet.apps.plan import DOOR
+from shardhet.apps.planning.inputs import Request, load
+from shardhet.config.planning import (
+    Inputs,
+    PlannedPrecision,
+    PlannerConf,
+    register_planning_schemas,
+)
 from shardhet.planner import Demands, PlanError, solve
 from shardhet.planner.stages.find import MAX_STAGES, find_pipeline
 from shardhet.planner.stages.groups import Positions
@@ -83,8 +89,10 @@ def cases() -> Iterator[tuple[str, str, int, PlannerConf, Inputs]]:
     """All of them, as ``shardhet plan`` reads them."""
     for cluster, model, batch in SITES:
         yield cluster, model, batch, *inputs_of(cluster, model, batch, ("seq_len=2048",))
+    register_planning_schemas()
     for cluster, model, batch in PUBLISHED:
-        yield cluster, model, batch, *loaded(cluster, f"model={model}")
+        request = Request((f"cluster=described/{cluster}", f"model={model}"), (), None)
+        yield cluster, model, batch, *load(DOOR, request, PlannerConf)
 
 
 def ours(others: Others, *, on_host: bool) -> Found | None:

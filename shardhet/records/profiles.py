@@ -28,7 +28,6 @@ from shardhet.records.codec import (
 # How a layer's time is extrapolated beyond the measured sizes.  Chosen on the 424 curves of
 # Cephalo's published profiles (sizes 1-5 predict the largest).  With one kind of GPU held out:
 # median error 2.9 %, p90 14.5 % (plain least squares: 3.8 and 15.8).
-# See experiments/layer_time.
 PROPORTIONAL_PART = 0.1  # weight of the proportional slope; the fit's slope has the rest
 SLOPE_GROWTH = 1.02  # devices under sustained load slow down a little
 

@@ -66,7 +66,8 @@ class FusedLoss:
             raise LossUsedError(
                 f"loss_fn: applied to what the model returns, a {type(output).__name__}, it "
                 f"raised {type(error).__name__}: {error}"
-                + ". Pass the targets as loss_inputs=." * (not self._inputs)
+                + ". Pass the targets as loss_inputs=."
+                * (not self._inputs)
             ) from error
 
     def find_head(self, module: nn.Module, units: Sequence[FSDPUnit]) -> UnitModule | None:

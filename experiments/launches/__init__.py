@@ -1,1 +1,0 @@
-"""Does every launch make exactly one complete run folder?"""

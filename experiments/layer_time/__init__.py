@@ -1,1 +1,0 @@
-"""How does a layer's time go on beyond the sizes that were measured?"""

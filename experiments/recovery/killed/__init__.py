@@ -1,1 +1,0 @@
-"""Runs that lose their launcher, their agent or a rank."""

@@ -1,1 +1,0 @@
-"""Manifests with other values, signed anew: refused or harmless."""

@@ -1,1 +1,0 @@
-"""Recorded comings and goings of spot instances, played to two ways of going on."""

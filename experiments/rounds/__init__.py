@@ -1,1 +1,0 @@
-"""Steps of several rounds, drawn by the hundred, against one process."""

@@ -1,1 +1,0 @@
-"""What do the trainer, its display, metrics and data cost?"""
