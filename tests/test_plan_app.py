@@ -808,19 +808,6 @@ def test_a_peak_in_teraflops_is_told_from_flops(
     assert "Write 67.0e+12 if TFLOP/s are meant." in text
 
 
-def test_the_price_of_replicas_is_shown_if_it_is_asked_for(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    quick = ["cluster=l4_a6000_p40_p100", "explain=false", "baselines=false", "leave_out=never"]
-    plan_main(quick)
-    assert "Replicas" not in capsys.readouterr().out
-    plan_main([*quick, "replicas.every=1"])
-    text = capsys.readouterr().out
-    assert "Replicas every step: " in text
-    assert "on each of 2 nodes for 2 versions" in text
-    assert "it is 5% at most" in text
-
-
 def test_units_are_named_by_the_last_part_of_their_names() -> None:
     rank = RankPlan(microbatch_sizes=(1,), state_share=1, recomputed_units=("*.0", "*head"))
     adapted = ["base.model.layers.0", "base.model.layers.1", "base.model.head"]

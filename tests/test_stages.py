@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardhet.pricing.replicas import replica_price
 from shardhet.records.plan import Plan, PlannedUnit
 from shardhet.records.schedule import (
     Handover,
@@ -25,7 +24,7 @@ from shardhet.records.schedule import (
 )
 from shardhet.records.stages import Stage, rounds_in_flight, stage_by_unit
 from shardhet.simulator.simulation import simulate
-from tests.test_replica_price import setting
+from tests.test_overlap import _setting_of
 
 FIRST = Stage(units=("embedding", "blocks.[01]"), num_ranks=2)
 LAST = Stage(units=("blocks.2", "head"), num_ranks=1)
@@ -136,12 +135,8 @@ def test_units_are_dealt_to_stages_by_patterns() -> None:
 
 
 def test_prices_refuse_stages() -> None:
-    three = setting((3, "here"))
-    plan = in_stages()
     with pytest.raises(ValueError, match="cost model: the plan has 2 stages"):
-        simulate(plan, three)
-    with pytest.raises(ValueError, match="replica_price: the plan has 2 stages"):
-        replica_price(plan, three)
+        simulate(in_stages(), _setting_of(Plan.by_hand(microbatch_sizes=[1, 1, 1]), 0.1))
 
 
 # The order of rounds

@@ -13,7 +13,6 @@ from shardhet.apps.cli.streamed import Waiting, WideConsole, refusing, say
 from shardhet.apps.planning.fewer_devices import BetterWithout, ranges
 from shardhet.apps.planning.inputs import Door, load, read_request
 from shardhet.apps.planning.keeping import keep_plan
-from shardhet.apps.planning.replicas import told_price
 from shardhet.apps.planning.report import (
     Alternative,
     PlanReport,
@@ -59,8 +58,6 @@ from shardhet.planner.misses import even_shortfall
 from shardhet.planner.objectives import largest_batch, largest_batch_size, least_memory
 from shardhet.planner.search.search import Effort
 from shardhet.pricing.cost import CostModel
-from shardhet.pricing.derive import LINK_FRACTION
-from shardhet.pricing.replicas import replica_price
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import Plan
 from shardhet.simulator.simulation import simulate
@@ -79,8 +76,7 @@ shardhet plan key=value ...
   shardhet plan objective=largest_batch        or least_memory, or throughput
   shardhet plan objective=least_memory spared=[0]    on the device with the screen
   shardhet plan leave_out=auto         without the devices that only slow it down
-  shardhet plan max_stages=3           a pipeline of groups of devices, where that is faster
-  shardhet plan replicas.every=10      and what it takes to lose no more steps than that""",
+  shardhet plan max_stages=3           a pipeline of groups of devices, where that is faster""",
 )
 LEAST_LOSS = 5e-4  # that is stated
 # Sufficient for comparisons; the plan itself is searched until it is proven optimal.
@@ -163,8 +159,6 @@ def show(
         )
     show_plan(report, console)
     _tell_time(conf, inputs, answer.solution.samples_per_s, console)
-    if conf.replicas.every:
-        say(console, _replicas(conf, report))
     _write(conf, report, console)
     if conf.explain:
         say(console, *proof_lines(report))
@@ -258,16 +252,6 @@ def _tell_time(conf: PlannerConf, inputs: Inputs, samples_per_s: float, to: Cons
     cost = sum(price * amount for price, amount in prices if price and amount)
     said = f"{conf.for_tokens} tokens take {time}{energy}"
     say(to, f"{said}. They cost {cost:,.2f}." if cost else f"{said}.")
-
-
-def _replicas(conf: PlannerConf, report: PlanReport) -> str:
-    price = replica_price(
-        report.solution.plan,
-        report.inputs.setting,
-        link_fraction=1.0 if conf.measured else conf.link_fraction or LINK_FRACTION,
-        write_bytes_per_s=conf.replicas.write_gb_per_s * 1e9,
-    )
-    return told_price(price, report.times.step_time_s, conf.replicas.every)
 
 
 def _compared(setting: Setting) -> Effort:

@@ -35,7 +35,6 @@ from shardhet.planner.problem.demands import Demands, DeviceLimits
 from shardhet.planner.stages.groups import MAX_STAGES
 from shardhet.pricing import derive
 from shardhet.pricing.part import part_of
-from shardhet.pricing.replicas import WRITE_BYTES_PER_S
 from shardhet.pricing.setting import CLUSTER_FILE, PROFILE_FILE, WORKLOAD_FILE, Setting
 from shardhet.records.cluster import USABLE_MEMORY_FRACTION, Cluster, DeviceSpec
 from shardhet.records.margin import with_fraction, with_libraries
@@ -264,15 +263,6 @@ class LimitConf:
 
 
 @dataclass(kw_only=True)
-class PricedReplicasConf(Checked, prefix="replicas."):
-    """Replicas of the state, whose price is shown; ``shardhet train`` keeps them."""
-
-    every: int = checked(0, at_least(0))  # steps between two replicas; 0: none
-    # Of one rank, to its node's memory or disk.
-    write_gb_per_s: float = checked(WRITE_BYTES_PER_S / 1e9, above(0))
-
-
-@dataclass(kw_only=True)
 class PlannerConf(InputsConf):
     """The configuration of ``shardhet plan``."""
 
@@ -298,7 +288,6 @@ class PlannerConf(InputsConf):
     leave_out: str = checked(LEAVE_OUT[0], one_of(LEAVE_OUT))
     # A plan may be this part slower than the fastest if it is simpler and fills memory less.
     tolerance: float = checked(TOLERANCE, at_least(0), is_fraction)
-    replicas: PricedReplicasConf = field(default_factory=PricedReplicasConf)
     what_if_s: float = checked(30.0, at_least(0))  # for trying what would help; 0: nothing
     explain: bool = False  # what was proven, what all changes that were tried give
     baselines: bool = False
@@ -359,7 +348,6 @@ class PlannerConf(InputsConf):
             "equal": bool(self.equal),
             "picture": self.picture is not None,
             "setting_out": self.setting_out is not None,
-            "replicas": self.replicas.every > 0,
         }
         return [key for key, is_set in beside.items() if is_set]
 

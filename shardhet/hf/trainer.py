@@ -69,9 +69,9 @@ class HetTrainer(TrainerView):
         Args:
             model: a transformers model, equal on all ranks, or a HetFSDP of one.
             args: training arguments; those that a plan cannot honour are refused by name.
-            plan: required unless ``model`` is a HetFSDP: a plan, the path of its file, or batch
-                sizes, as ``[2, 2, 15]``.  ``"auto"`` plans for the ranks' cards and samples of
-                ``train_dataset``, ``per_device_train_batch_size`` a card on average.
+            plan: of a model that is no HetFSDP: a plan, its file, batch sizes (``[2, 2, 15]``),
+                or ``"auto"``: for the ranks' cards and samples like the first, of which a card
+                gets ``per_device_train_batch_size`` on average.
             collates_whole_batch: let every rank collate the whole global batch and take its
                 rows, so that what a collator draws does not depend on the plan.  None does so
                 if it masks at random, if losses depend on padding, and in stages.
@@ -83,10 +83,10 @@ class HetTrainer(TrainerView):
         _check_overridden(type(self))
         given = args or TrainingArguments()
         known = _checked_plan(model, plan, options, kwargs)
-        size = given.per_device_train_batch_size * given.world_size
-        size = size if known is None else known.global_batch_size
-        args = checked(given, (known or given).world_size, size)
+        on_average = given.per_device_train_batch_size * given.world_size
+        size = on_average if known is None else known.global_batch_size
         inside = model if wrapped is None else wrapped.module
+        args = checked(given, (known or given).world_size, size)
         super().__init__(inside, args, **kwargs)
         self.plan = known or planned_for(self, size, options or {})
         wrapped = wrapped or _wrapped(inside, self.plan, args, options)
@@ -119,7 +119,7 @@ class HetTrainer(TrainerView):
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: a search would create the model anew in this process."""
         raise RuntimeError(
-            "HetTrainer: hyperparameter_search is refused. Start one run per setting."
+            "HetTrainer: hyperparameter_search is refused. Start a run for each."
         )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
