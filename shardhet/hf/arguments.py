@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
+from shardhet.records.plan import Plan
+
 DEFAULT_BATCH_SIZE = TrainingArguments.__dataclass_fields__[
     "per_device_train_batch_size"
 ].default
@@ -61,9 +63,9 @@ REFUSED_OF_LAUNCH = {
 OFF = ("", "0", "false", "no", "off", "none")
 
 
-def checked(args: TrainingArguments, world_size: int, whole: int) -> TrainingArguments:
-    """A copy of ``args`` as for a single process with the ``whole`` global batch of a plan for
-    ``world_size`` devices.
+def checked(args: TrainingArguments, plan: Plan | None) -> TrainingArguments:
+    """A copy of ``args`` as for a single process with the whole global batch; if no plan is
+    made yet, with as many samples as a plain Trainer's ranks have together.
 
     Raises ``ValueError`` naming the first argument that a plan cannot honour.
     """
@@ -73,13 +75,14 @@ def checked(args: TrainingArguments, world_size: int, whole: int) -> TrainingArg
             raise ValueError(f"TrainingArguments: {name}={value!r}: {reason}.")
     _check_launch(args)
     _check_choices(args)
-    if args.world_size != world_size:
+    if plan is not None and args.world_size != plan.world_size:
         raise ValueError(
-            f"TrainingArguments: {args.world_size} processes but the plan has {world_size} "
-            f"devices. Start the script with torchrun --nproc-per-node={world_size}, and pass "
-            "use_cpu=True where there is no GPU."
+            f"TrainingArguments: {args.world_size} processes but the plan has "
+            f"{plan.world_size} devices. Start the script with torchrun "
+            f"--nproc-per-node={plan.world_size}, and pass use_cpu=True where there is no GPU."
         )
     found = args.per_device_train_batch_size
+    whole = found * args.world_size if plan is None else plan.global_batch_size
     if found != DEFAULT_BATCH_SIZE and whole not in (found, found * args.world_size):
         raise ValueError(
             f"TrainingArguments: per_device_train_batch_size={found}, but the plan deals out "

@@ -12,9 +12,7 @@ from shardhet.training.resuming import random_states, restore_random_states
 NUM_SAMPLES = 2  # of the example; plan_for multiplies them itself
 
 
-def planned_for(
-    trainer: TrainerView, global_batch_size: int, options: Mapping[str, Any]
-) -> Plan:
+def planned_for(trainer: TrainerView, options: Mapping[str, Any]) -> Plan:
     """The plan for ``trainer``'s model; rank 0 makes it.  Collective.
 
     What the dataset and the collator draw for the example is put back.
@@ -31,4 +29,5 @@ def planned_for(
     batch = collate(list(islice(iter(trainer.train_dataset), NUM_SAMPLES)))
     restore_random_states(states, trainer.args.device)
     same = {name: options[name] for name in ("units", "param_dtype") if name in options}
-    return plan_for(trainer.model, dict(batch), global_batch_size=global_batch_size, **same)
+    size = trainer.args.per_device_train_batch_size  # of all ranks: see ``checked``
+    return plan_for(trainer.model, dict(batch), global_batch_size=size, **same)

@@ -69,9 +69,9 @@ class HetTrainer(TrainerView):
         Args:
             model: a transformers model, equal on all ranks, or a HetFSDP of one.
             args: training arguments; those that a plan cannot honour are refused by name.
-            plan: of a model that is no HetFSDP: a plan, its file, batch sizes (``[2, 2, 15]``),
-                or ``"auto"``: for the ranks' cards and samples like the first, of which a card
-                gets ``per_device_train_batch_size`` on average.
+            plan: required unless ``model`` is a HetFSDP: a plan, the path of its file, batch
+                sizes (``[2, 2, 15]``), or ``"auto"``: made for the ranks' cards, which get
+                ``per_device_train_batch_size`` samples on average.
             collates_whole_batch: let every rank collate the whole global batch and take its
                 rows, so that what a collator draws does not depend on the plan.  None does so
                 if it masks at random, if losses depend on padding, and in stages.
@@ -83,12 +83,10 @@ class HetTrainer(TrainerView):
         _check_overridden(type(self))
         given = args or TrainingArguments()
         known = _checked_plan(model, plan, options, kwargs)
-        on_average = given.per_device_train_batch_size * given.world_size
-        size = on_average if known is None else known.global_batch_size
         inside = model if wrapped is None else wrapped.module
-        args = checked(given, (known or given).world_size, size)
+        args = checked(given, known)
         super().__init__(inside, args, **kwargs)
-        self.plan = known or planned_for(self, size, options or {})
+        self.plan = known or planned_for(self, options or {})
         wrapped = wrapped or _wrapped(inside, self.plan, args, options)
         _check_device(wrapped, args)
         watch_ranks(hang_timeout_s=hang_timeout_s, device=wrapped.device)
@@ -119,7 +117,7 @@ class HetTrainer(TrainerView):
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: a search would create the model anew in this process."""
         raise RuntimeError(
-            "HetTrainer: hyperparameter_search is refused. Start a run for each."
+            "HetTrainer: hyperparameter_search is refused. Start one run per setting."
         )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
