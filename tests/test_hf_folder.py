@@ -296,6 +296,59 @@ def test_what_cannot_be_read_by_rows_is_refused(tmp_path: Path) -> None:
     assert model.plan.world_size == 1
 
 
+@pytest.mark.parametrize(
+    "tensors, words",
+    [
+        ({"lm_head.weight": None}, "'lm_head.weight'.* not in the file"),
+        ({"model.embed_tokens.weight": torch.ones(64, 32)}, "'model.embed_tokens.weight'.* or in two files"),
+        ({"lm_head.weight": torch.ones(64, 31)}, "lm_head.weight has shape"),
+        ({"lm_head.weight": torch.ones(64, 32, dtype=torch.int8)}, "is torch.int8 but"),
+    ],
+)
+def test_a_folder_that_does_not_hold_what_its_index_lists_is_refused(
+    tensors: dict[str, Tensor | None], words: str, tmp_path: Path
+) -> None:
+    """As several ranks write it with torch.distributed.checkpoint's HuggingFaceStorageWriter."""
+    from safetensors.torch import load_file, save_file
+
+    from shardhet.hf import load_pretrained
+
+    _llama().save_pretrained(tmp_path, max_shard_size="40KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    path = tmp_path / index["lm_head.weight"]
+    assert index["model.embed_tokens.weight"] != path.name
+    changed = {**load_file(path), **tensors}
+    save_file({key: t for key, t in changed.items() if t is not None}, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=words):
+        load_pretrained(tmp_path, ONE)
+
+
+@pytest.mark.parametrize(
+    "tensors, words",
+    [
+        ([torch.ones(2, 3)], "'b'.* never written"),
+        ([torch.ones(3, 2)], r"a: torch.float32 \(3, 2\) came but torch.float32 \(2, 3\)"),
+        ([torch.ones(2, 3).int()], "a: torch.int32"),
+        ([torch.ones(2, 3)] * 2, "a: .* came but nothing is still to be written"),
+    ],
+)
+def test_a_file_is_written_as_its_header_says(
+    tensors: list[Tensor], words: str, tmp_path: Path
+) -> None:
+    from shardhet.hf.folders.writing import StreamedFolder
+
+    listed = {"a": torch.ones(2, 3), "b": torch.ones(1)}
+    files = StreamedFolder(tmp_path, listed, stem="model", max_shard_bytes=MIB)
+
+    def write() -> None:
+        for tensor in tensors:
+            files.write("a", tensor)
+        files.close()
+
+    with pytest.raises(ValueError, match=words):
+        write()
+
+
 def adapt_and_save(rank: int, folder: str) -> None:
     """LoRA on a folder that is read by rows; the adapter is saved alone."""
     from peft import LoraConfig, PeftModel, get_peft_model

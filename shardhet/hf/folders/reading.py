@@ -6,6 +6,7 @@ tensors of the folder one rule turns into which parameters.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -41,18 +42,30 @@ class SafetensorsFolder:
         self.folder = folder
         if (folder / INDEX).is_file():
             index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-            names = sorted(set(index["weight_map"].values()))
+            listed: dict[str, str] = index["weight_map"]
         elif (folder / WEIGHTS).is_file():
-            names = [WEIGHTS]
+            listed = {"": WEIGHTS}
         else:
             found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
             raise ValueError(
                 f"{folder}: found {found[:12]} but no {WEIGHTS} or {INDEX}. Save the model "
                 "with save_pretrained, or download it with huggingface_hub.snapshot_download."
             )
-        self._files = [safe_open(folder / name, framework="pt") for name in names]
-        keys_by_file = [(file, file.keys()) for file in self._files]
-        self._file_by_key = {key: file for file, keys in keys_by_file for key in keys}
+        files = {
+            name: safe_open(folder / name, framework="pt")
+            for name in sorted(set(listed.values()))
+        }
+        places = [(key, name) for name, file in files.items() for key in file.keys()]  # noqa: SIM118
+        self._file_by_key = {key: files[name] for key, name in places}
+        # Ranks that write with torch.distributed.checkpoint may leave both behind.
+        wrong = {key for key, _ in {*listed.items()} - {*places, ("", WEIGHTS)}}
+        wrong |= {key for key, number in Counter(key for key, _ in places).items() if number > 1}
+        if wrong:
+            raise ValueError(
+                f"{folder}: {sorted(wrong)[:8]} of {INDEX} are not in the file that it names, "
+                "or in two files, but each tensor is needed once. Save the model again from "
+                "one process."
+            )
 
     @property
     def keys(self) -> list[str]:
@@ -236,8 +249,16 @@ class PretrainedRows:
                 f"{folder.folder}: {[key for _, key in recipe.sources]} are all "
                 f"{recipe.name!r} of the model. Save the model again with one of them."
             )
+        dtype = self._whole[recipe.name].dtype
+        for _, key in recipe.sources:
+            saved = folder.read(key, Span(0, 0)).dtype
+            if saved.is_floating_point != dtype.is_floating_point:
+                raise ValueError(
+                    f"{folder.folder}: {key} is {saved} but {recipe.name} is {dtype}. Save it "
+                    "again in a dtype of that kind, or load with from_pretrained."
+                )
         shapes = [
-            torch.empty(folder.shape(key), dtype=self._whole[recipe.name].dtype, device="meta")
+            torch.empty(folder.shape(key), dtype=dtype, device="meta")
             for _, key in recipe.sources
         ]
         for name, made in recipe.apply(shapes, self._model).items():

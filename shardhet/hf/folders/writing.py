@@ -41,7 +41,6 @@ class Place:
 
     file: str
     offset_bytes: int  # from the file's beginning
-    nbytes: int
 
 
 class StreamedFolder:
@@ -56,7 +55,7 @@ class StreamedFolder:
         self.is_sharded = len(groups) > 1
         self._place_by_name: dict[str, Place] = {}
         self._files: dict[str, IO[bytes]] = {}
-        self._left = set(tensors)
+        self._left = dict(tensors)
         self.total_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
         for i, group in enumerate(groups):
             suffix = f"-{i + 1:05d}-of-{len(groups):05d}" if self.is_sharded else ""
@@ -69,17 +68,17 @@ class StreamedFolder:
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write a tensor at its position."""
-        place = self._place_by_name[name]
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        if flat.numel() != place.nbytes or name not in self._left:
+        place, listed = self._place_by_name[name], self._left.pop(name, None)
+        if listed is None or (tensor.shape, tensor.dtype) != (listed.shape, listed.dtype):
+            needed = "nothing" if listed is None else f"{listed.dtype} {tuple(listed.shape)}"
             raise ValueError(
-                f"{name}: {flat.numel()} bytes came for {place.nbytes}, or came twice. Save a "
-                "model of which every parameter keeps its shape."
+                f"{name}: {tensor.dtype} {tuple(tensor.shape)} came but {needed} is still to be "
+                "written. Save a model whose parameters keep their shapes and dtypes."
             )
         file = self._files[place.file]
         file.seek(place.offset_bytes)
+        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         file.write(flat.numpy().data)
-        self._left.discard(name)
 
     def close(self) -> None:
         """Close the files; raises ``ValueError`` if a tensor was never written."""
@@ -110,8 +109,7 @@ class StreamedFolder:
         file.truncate(data_start + start)
         self._files[file_name] = file
         for name, span in spans.items():
-            place = Place(file_name, data_start + span.start, span.numel)
-            self._place_by_name[name] = place
+            self._place_by_name[name] = Place(file_name, data_start + span.start)
 
 
 def _grouped(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
