@@ -7,10 +7,13 @@ from functools import reduce
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from transformers.trainer_pt_utils import nested_numpify
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
-from shardhet.hf.predictions import joined, predictions_in
+from shardhet.fsdp.probing.module_state import restored_names
+from shardhet.hf.predictions import joined, mixes, predictions_in
 from shardhet.hf.rank_loss import RankLoss
 from shardhet.hf.view import TrainerView
 from shardhet.training.dealing.rows import num_rows
@@ -42,6 +45,7 @@ class EvaluationPass:
         self._sums: list[tuple[float, int, int]] = []
         # Of each batch, of all ranks: predictions, labels, inputs
         self._batches: list[list[Any]] = []
+        self._mixes = False  # preprocess_logits_for_metrics mixes samples
 
     def add(self, inputs: dict[str, Any]) -> None:
         """Evaluate this rank's samples of one batch.  Collective."""
@@ -50,6 +54,12 @@ class EvaluationPass:
             self._sums.append((loss_sum, num_items, num_rows(inputs)))
         if self._loss_only:
             return
+        is_first = not self._batches
+        if is_first and any(row[0] for row in self._trainer.het.exchange([self._mixes])):
+            raise ValueError(
+                "preprocess_logits_for_metrics: what it returns for a sample depends on others "
+                "of its batch, of which ranks have parts. Compute it in compute_metrics."
+            )
         mine = [None if part is None else nested_numpify(part) for part in parts]
         self._batches.append(self._of_all(mine))
 
@@ -86,11 +96,21 @@ class EvaluationPass:
         labels: Any = tuple(inputs[name] for name in names) if has_labels else None
         labels = labels[0] if labels is not None and len(labels) == 1 else labels
         if trainer.preprocess_logits_for_metrics is not None:
+            self._mixes = self._mixes or (not self._batches and self._is_mixing(logits, labels))
             logits = trainer.preprocess_logits_for_metrics(logits, labels)
         main_input = None
         if "inputs" in trainer.args.include_for_metrics:
             main_input = inputs[getattr(trainer.model, "main_input_name", "input_ids")]
         return float(loss_sum), num_items, logits, labels, main_input
+
+    def _is_mixing(self, logits: Any, labels: Any) -> bool:
+        """Whether preprocessing gives other values to samples beside others, half as large."""
+        preprocess: Any = self._trainer.preprocess_logits_for_metrics
+        halved = tree_map_only(Tensor, lambda each: (each / 2).to(each.dtype), logits)
+        whole = joined(logits, halved), joined(labels, labels)
+        with restored_names([preprocess]):
+            parts = preprocess(logits, labels), preprocess(halved, labels)
+            return mixes(preprocess(*whole), *parts)
 
     def result(self, num_samples: int, prefix: str) -> EvalLoopOutput:
         """The metrics over all ranks, named with ``prefix``.  Collective."""

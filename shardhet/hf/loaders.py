@@ -14,6 +14,7 @@ from transformers.trainer_utils import seed_worker
 
 from shardhet.comm import devices
 from shardhet.hf.losses import LOW_PRECISION_TOLERANCE, TOLERANCE
+from shardhet.hf.predictions import mixes
 from shardhet.hf.view import TrainerView
 from shardhet.records.layout import Span
 from shardhet.training.dealing.batches import (
@@ -53,6 +54,7 @@ def evaluation_loader(trainer: TrainerView, eval_dataset: Any) -> PlanLoader:
 
 def evaluation_sampler(trainer: TrainerView, dataset: Any) -> Any:
     """The order of transformers in one process, which groups by length here too if asked."""
+    trainer.follow_args()
     args = trainer.args
     trainer.args = copy.copy(args)
     trainer.args.per_device_eval_batch_size *= args.world_size
@@ -140,7 +142,8 @@ def _padding_matters(
     is_training: bool,
 ) -> bool | None:
     """Whether a sample's loss depends on what it is collated with, as the places of answers do
-    among padded tokens; None if no samples of unlike widths were met.  Collective.
+    among padded tokens do, and weights that a collator computes; None if no samples of unlike
+    widths were met.  Collective.
 
     Each rank would pad to its own longest sample, but one process to that of the whole batch.
     """
@@ -151,6 +154,9 @@ def _padding_matters(
         return trainer._prepare_inputs(dict(collate(copy.deepcopy(list(chosen)))))
 
     widths = [_widths(collated(sample)) for sample in samples]
+    if _is_any(trainer, bool(samples) and _mixes(collated, samples, widths)):
+        _warn(trainer, "what data_collator makes of a sample depends on others of its batch")
+        return True
     if not widths or min(widths) == max(widths):
         return None
     short, wide = (samples[widths.index(each)] for each in (min(widths), max(widths)))
@@ -166,13 +172,37 @@ def _padding_matters(
         tolerance = LOW_PRECISION_TOLERANCE
     first, second = map(float, losses)
     is_other = abs(first - second) > tolerance * max(abs(first), 1e-12)
-    matters = any(row[0] for row in trainer.het.exchange([float(is_other)]))
-    if matters and trainer.het.rank == 0:
-        logger.warning(
-            "HetTrainer: losses depend on how far a batch is padded, so every rank collates "
-            "whole batches. Pad all samples to one length to spare it that."
-        )
+    matters = _is_any(trainer, is_other)
+    if matters:
+        _warn(trainer, "losses depend on how far a batch is padded")
     return matters
+
+
+def _is_any(trainer: TrainerView, found: bool) -> bool:
+    return any(row[0] for row in trainer.het.exchange([float(found)]))
+
+
+def _warn(trainer: TrainerView, reason: str) -> None:
+    if trainer.het.rank == 0:
+        logger.warning(
+            f"HetTrainer: {reason}, so every rank collates whole batches. Pad all samples to "
+            "one length, and compute things of each sample alone, to spare it that."
+        )
+
+
+def _mixes(collated: Callable[..., Any], samples: list[Any], widths: list[list[int]]) -> bool:
+    """Whether what samples become depends on others of their batch, but for what is drawn.
+
+    Each part ends with the widest samples, so that all are padded alike.
+    """
+    widest = [samples[each.index(max(each))] for each in zip(*widths, strict=False)]
+    middle = len(samples) // 2
+    parts = (samples, samples, samples[:middle], samples[middle:])
+    whole, again, *halves = (
+        rows_of(collated(*part, *widest), Span(0, len(part))) for part in parts
+    )
+    lasting = [name for name in whole if not mixes(again[name], whole[name])]
+    return any(mixes(whole[name], *(half[name] for half in halves)) for name in lasting)
 
 
 def _widths(batch: Any) -> list[int]:
@@ -201,5 +231,5 @@ def _as_prepared(trainer: TrainerView, sampler: Any, dataset: Any) -> Any:
         sampler.data_source,
         sampler.replacement,
         sampler.num_samples,
-        data_seed=trainer.args.data_seed,
+        data_seed=trainer.accelerator.dataloader_config.data_seed,
     )

@@ -126,13 +126,16 @@ def find_kind(
     label_names: Sequence[str],
     loss_of: Callable[[dict[str, Any], float], Tensor],
     *,
+    between: dict[str, Any] | None = None,
     predicts_next: bool,
 ) -> LossKind:
     """Find out how losses combine, given batches and two parts of each.  Collective.
 
-    ``loss_of`` takes a batch and what is said to be the number of items in it.  A mean is over
-    all labels unless those without first positions fit much better, or, where the model's own
-    loss is of next tokens (``predicts_next``), better.  Raises on every rank if no kind fits.
+    ``between`` are other samples, computed before the first are again, so that what is kept of
+    them shows.  ``loss_of`` takes a batch and what is said to be the number of items in it.  A
+    mean is over all labels unless those without first positions fit much better, or, where the
+    model's own loss is of next tokens (``predicts_next``), better.  Raises on every rank if no
+    kind fits.
     """
     was_training = model.training
     model.eval()
@@ -140,6 +143,8 @@ def find_kind(
         losses = [[loss_of(part, 1.0) for part in parts] for parts in probes]
         number = MANY.get(losses[0][0].dtype, MOST)
         of_many = float(loss_of(probes[0][0], number))
+        if between is not None:
+            loss_of(between, 1.0)
         again = float(loss_of(probes[0][0], 1.0))
     model.train(was_training)
     dtype, device = losses[0][0].dtype, losses[0][0].device.type

@@ -3,7 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers.trainer_pt_utils import nested_concat
+
+from shardhet.fsdp.probing.comparing import are_close
 
 PADDING = -100  # for predictions and labels of different lengths, as in transformers
 
@@ -23,3 +28,19 @@ def joined(whole: Any, part: Any) -> Any:
     if part is None:
         return whole
     return part if whole is None else nested_concat(whole, part, padding_index=PADDING)
+
+
+def mixes(whole: Any, *parts: Any) -> bool:
+    """Whether what samples have become together is not what they became in ``parts``.
+
+    What has another shape, as texts padded to another length, is not compared.
+    """
+    for leaves in zip(*map(tree_leaves, (whole, *parts)), strict=False):
+        if not all(isinstance(leaf, Tensor | int | float) for leaf in leaves):
+            continue
+        each, *others = map(torch.as_tensor, leaves)
+        if all(o.dim() for o in (each, *others)) and sum(map(len, others)) == len(each):
+            others = [torch.cat(others)] if len({o.shape[1:] for o in others}) == 1 else []
+        if any(o.shape == each.shape and not are_close(o, each) for o in others):
+            return True
+    return False

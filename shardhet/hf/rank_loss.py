@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import unwrap_peft_model
 
@@ -17,6 +18,8 @@ from shardhet.records.layout import Span
 from shardhet.training.dealing.rows import num_rows, rounds_of, rows_of
 from shardhet.training.loss_scaling import check_scale
 
+STEPS_BEFORE_TRIED_AGAIN = 100  # at least, or as many as there were, so that it costs little
+
 
 class RankLoss:
     """The loss of a rank's samples, as a sum over them that can be added to other ranks'."""
@@ -24,6 +27,7 @@ class RankLoss:
     def __init__(self, trainer: TrainerView) -> None:
         self.kind: LossKind | None = None  # found out on the first batch
         self._trainer = trainer
+        self._found_at = 0  # the step at which it was last tried
         self._number = 1.0  # of items, which losses are divided by
         # Of the step in progress, if it has several rounds, and of all ranks
         self._num_items = 0.0  # in all batches, as transformers counts them
@@ -40,8 +44,10 @@ class RankLoss:
         loss, outputs = self._loss(inputs, with_outputs=with_outputs)
         return *self.summed(loss, inputs), outputs
 
-    def find_kind(self, inputs: dict[str, Any]) -> None:
-        """Find out the kind of the loss on the first batch.  Collective."""
+    def find_kind(self, inputs: dict[str, Any], others: dict[str, Any] | None = None) -> None:
+        """Find out the kind of the loss on the first batch, of which ``others`` are samples,
+        too.  Collective.
+        """
         names = self._trainer.label_names
         if self.kind is None:
             tried = probes(inputs, names, self.num_classes)
@@ -50,10 +56,21 @@ class RankLoss:
                 with self._said_to_be(number):
                     return self._loss(part, with_outputs=False)[0]
 
-            with self._leaving_nothing():
+            with leaving_nothing(self._trainer):
                 self.kind = find_kind(
-                    self._trainer.het, tried, names, loss_of, predicts_next=self.predicts_next
+                    self._trainer.het,
+                    tried,
+                    names,
+                    loss_of,
+                    between=_of_another_rank(self._trainer, inputs, others or inputs),
+                    predicts_next=self.predicts_next,
                 )
+
+    def begin_epoch(self) -> None:
+        """Let the kind be found out anew, unless it was shortly before: it may have changed."""
+        step = self._trainer.state.global_step
+        if step - self._found_at >= min(self._found_at, STEPS_BEFORE_TRIED_AGAIN):
+            self.kind, self._found_at = None, step
 
     @torch.no_grad()
     def untrained(self, inputs: dict[str, Any]) -> Tensor:
@@ -61,20 +78,10 @@ class RankLoss:
         trainer = self._trainer
         was_training = trainer.het.training
         trainer.het.eval()
-        with trainer.compute_loss_context_manager(), self._leaving_nothing():
+        with trainer.compute_loss_context_manager(), leaving_nothing(trainer):
             loss, _ = self._loss(inputs, with_outputs=False)
         trainer.het.train(was_training)
         return loss
-
-    @contextmanager
-    def _leaving_nothing(self) -> Iterator[None]:
-        """A context in which ``compute_loss`` is only tried: what it keeps is put back."""
-        trainer = self._trainer
-        before = dict(vars(trainer))
-        with restored_names([trainer.compute_loss, trainer.compute_loss_func]):
-            yield
-        vars(trainer).clear()
-        vars(trainer).update(before)
 
     @contextmanager
     def _said_to_be(self, number: float) -> Iterator[None]:
@@ -166,10 +173,11 @@ class RankLoss:
         ):  # an epoch may end with fewer batches than a step
             no_rows = rows_of(inputs, Span(0, 0))
             rounds += [no_rows] * (trainer.het.rounds_left - len(rounds))
+        self.find_kind(rounds[0], rounds[-1])
         for i, part in enumerate(rounds):
             with trainer.compute_loss_context_manager():
                 loss_sum, num_items, _ = self.sums(part, with_outputs=False)
-            if i == 0:  # which has found out the kind of the loss
+            if i == 0:
                 self._begin_batch(num_items_in_batch)
             self._backward(loss_sum, num_items)
         return self._mean_so_far - self._mean_before
@@ -260,3 +268,25 @@ class RankLoss:
 
     def _num_counted(self, inputs: dict[str, Any]) -> Any:
         return self._trainer._get_num_items_in_batch([inputs], self._trainer.args.device)
+
+
+@contextmanager
+def leaving_nothing(trainer: TrainerView) -> Iterator[None]:
+    """A context in which ``compute_loss`` is only tried: what it keeps is put back."""
+    before = dict(vars(trainer))
+    with restored_names([trainer.compute_loss, trainer.compute_loss_func]):
+        yield
+    vars(trainer).clear()
+    vars(trainer).update(before)
+
+
+def _of_another_rank(
+    trainer: TrainerView, inputs: dict[str, Any], others: dict[str, Any]
+) -> Any:
+    """The first of the ``others`` of the next rank with some; none for a rank without
+    ``inputs``.  Collective.
+    """
+    mine = tree_map_only(Tensor, Tensor.cpu, rows_of(others, Span(0, 1)))
+    rows, after = trainer.het.exchange_objects(mine), trainer.het.position + 1
+    found = next(filter(num_rows, [*rows[after:], *rows[:after]]), mine)
+    return trainer._prepare_inputs(found if num_rows(inputs) else inputs)

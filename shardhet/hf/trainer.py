@@ -93,7 +93,7 @@ class HetTrainer(TrainerView):
         self.het = self.model_wrapped = wrapped
         check_optimizer(self.optimizer, {id(p) for p in wrapped.parameters()})
         _choose_collating(self, collates_whole_batch)
-        self._args_as_given = given
+        self._args_as_given, self._args_at_last = given, dict(vars(args))
         self.rank_loss = (RankLoss if self.plan.stages is None else StagedLoss)(self)
         self.loss_scaler = LossScaler(wrapped.device) if args.fp16 else None
         self.accelerator.scaler = self.loss_scaler and self.loss_scaler.grad_scaler
@@ -110,6 +110,7 @@ class HetTrainer(TrainerView):
         ``resume_from_checkpoint`` is a checkpoint of a HetTrainer under any plan with the same
         global batch, or True for the newest whole one in ``output_dir``.
         """
+        self.follow_args()
         folder = chosen(self.het, resume_from_checkpoint, self.args.output_dir)
         with self.rank_loss.counting_batches():
             return super().train(folder, *args, **kwargs)
@@ -148,6 +149,7 @@ class HetTrainer(TrainerView):
 
     def _run_epoch(self, *args: Any, **given: Any) -> None:
         check_deals(given["train_dataloader"], "get_train_dataloader")
+        self.rank_loss.begin_epoch()
         if given["epoch"] == given["epochs_trained"]:
             self._whole_state.begin_epoch(given["steps_trained_in_current_epoch"])
         super()._run_epoch(*args, **given)  # type: ignore[no-untyped-call]  # transformers'
@@ -290,7 +292,6 @@ class HetTrainer(TrainerView):
         for inputs in dataloader:
             evaluation.add(inputs)
             self.control = handler.on_prediction_step(self.args, self.state, self.control)
-        self.het.train()
         return evaluation.result(len(dataloader.dataset), metric_key_prefix)
 
 

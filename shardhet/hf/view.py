@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from shardhet.fsdp import HetFSDP
+from shardhet.hf.arguments import checked
 from shardhet.records.plan import Plan
 from shardhet.training.dealing.batches import PlanLoader
 from shardhet.training.loss_scaling import LossScaler
@@ -23,6 +24,15 @@ class TrainerView(Trainer):
     padding_matters: bool | None  # so that it does so, too; None: not known yet
     loss_scaler: LossScaler | None  # with fp16=True
     train_loader: PlanLoader | None  # of the last or present training
+    _args_as_given: TrainingArguments  # the caller's own, which may change
+    _args_at_last: dict[str, Any]  # as they were when last looked at
+
+    def follow_args(self) -> None:
+        """Take over what the caller has changed in the arguments that were given."""
+        found = vars(checked(self._args_as_given, self.plan))
+        last, self._args_at_last = self._args_at_last, dict(found)
+        changed = {name: found[name] for name in found if found[name] != last.get(name)}
+        vars(self.args).update(changed)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Do nothing: HetFSDP puts this rank's rows where they belong."""

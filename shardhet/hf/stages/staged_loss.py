@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardhet.hf.losses import LossKind, find_kind, relabelled, unevenly_labelled
-from shardhet.hf.rank_loss import RankLoss
+from shardhet.hf.rank_loss import RankLoss, leaving_nothing
 from shardhet.records.plan import Plan
 from shardhet.training.dealing.rows import num_rows, rounds_of, rows_at
 
@@ -64,7 +64,7 @@ class StagedLoss(RankLoss):
             loss_sum, num_items, outputs = self._trainer.het(**inputs)
         return loss_sum, int(num_items), outputs
 
-    def find_kind(self, inputs: dict[str, Any]) -> None:
+    def find_kind(self, inputs: dict[str, Any], others: dict[str, Any] | None = None) -> None:
         """Find out the kind of the loss on the first batch.  Collective."""
         if self.kind is None:
             trainer, names = self._trainer, self._trainer.label_names
@@ -84,9 +84,10 @@ class StagedLoss(RankLoss):
                     relabelled(inputs, names, of_first, self.num_classes),
                 )
             ]
-            self.kind = find_kind(
-                trainer.het, tried, names, self._as_it_is, predicts_next=self.predicts_next
-            )
+            with leaving_nothing(trainer):
+                self.kind = find_kind(
+                    trainer.het, tried, names, self._as_it_is, predicts_next=self.predicts_next
+                )
 
     def _as_it_is(self, inputs: dict[str, Any], number: float) -> Tensor:
         """The result of ``compute_loss`` on ranks of the last stage, without gradients."""
