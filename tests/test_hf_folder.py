@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from shardhet import HetFSDP, Plan
@@ -382,6 +383,7 @@ def adapt_and_save(rank: int, folder: str) -> None:
     assert torch.equal(found, logits(plain, words))
     assert not torch.allclose(found, before)
     assert sorted(p.name for p in (Path(folder) / "adapter").glob("*.*")) == [
+        "README.md",
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
@@ -416,6 +418,46 @@ def test_embeddings_of_another_size_than_the_base_models_are_saved_with_an_adapt
     save_pretrained(HetFSDP(adapted, ONE), tmp_path / "adapter")
     again = peft.PeftModel.from_pretrained(resized(), tmp_path / "adapter").eval()
     assert torch.equal(logits(again, words), expected)
+
+
+SAVED_WITH: dict[str, Any] = {
+    "embeddings": {"modules_to_save": ["embed_tokens"]},
+    "embeddings and head": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "tied": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "adapted embeddings": {"target_modules": ["q_proj", "embed_tokens"]},
+    "tokens": {"trainable_token_indices": {"embed_tokens": [1, 5]}},
+}
+
+
+def save_with_embeddings(rank: int, folder: str, name: str) -> None:
+    import peft
+
+    from shardhet.hf import save_pretrained
+
+    warnings.simplefilter("ignore")
+    torch.manual_seed(1)
+    model = _llama(tie_word_embeddings=name == "tied")
+    config = peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj"], **SAVED_WITH[name]})
+    adapted = peft.get_peft_model(model, config)
+    plain, found = Path(folder) / "plain", Path(folder) / "found"
+    if rank == 0:
+        adapted.save_pretrained(plain)
+    save_pretrained(HetFSDP(adapted, Plan.by_hand(microbatch_sizes=[2, 1])), found)
+    if rank == 0:
+        assert {each.name for each in found.iterdir()} == {
+            each.name for each in plain.iterdir()
+        }
+        states = [load_file(each / "adapter_model.safetensors") for each in (found, plain)]
+        assert states[0].keys() == states[1].keys()
+        assert all(torch.equal(states[0][key], value) for key, value in states[1].items())
+
+
+@pytest.mark.parametrize("name", SAVED_WITH)
+def test_embeddings_are_saved_with_adapters_as_peft_saves_them(
+    name: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    run_ranks(save_with_embeddings, 2, str(tmp_path), name, timeout_s=FIRST_CASE_S)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks transformers by an old name

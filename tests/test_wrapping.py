@@ -222,3 +222,15 @@ def test_the_model_itself_is_no_unit() -> None:
 def test_a_unit_inside_a_unit_is_refused_by_name(wanted: list[Any]) -> None:
     with pytest.raises(ValueError, match=r"units: 'blocks\S*' contains 'blocks\S*'.* not both"):
         find_units(GPT(), wanted)
+
+
+class Around(nn.Module):
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+
+def test_wrappers_around_a_model_without_blocks_are_no_units() -> None:
+    """A unit around the whole model, as PEFT's, would have its loss, which is a mean."""
+    model = nn.Sequential(nn.Embedding(4, WIDTH), nn.Linear(WIDTH, 4))
+    assert fqns(Around(Around(model))) == single("base.base.0", "base.base.1")

@@ -96,7 +96,7 @@ class ModuleWithState(ModuleOfRows):
         parameter has all its names, with one tensor.  Buffers are left out.  Collective.
         """
         for unit in (*self._runtime.units, self._runtime.root):
-            flats = [f for f in unit.flats if any(wanted(slot.fqn) for slot in f.slots)]
+            flats = [f for f in unit.flats if any(wanted(n) for s in f.slots for n in s.fqns)]
             with self._lifeline.guard(f"gathering unit {unit.fqn!r}"):
                 self._control.enter("gather_units")
                 receiver = self._control.rank_by_position.index(0)

@@ -50,11 +50,19 @@ def find_units(
 
 def _automatic(root: nn.Module, keeps_last: bool) -> set[nn.Module]:
     blocks = set(_outermost_blocks(root))
-    units = blocks | set(_largest_without(root, blocks))
+    units = blocks | set(_largest_without(_without_wrappers(root), blocks))
     largest = max((_numel(unit) for unit in units), default=0)
     floor = SMALLEST_PART_OF_LARGEST_UNIT * largest
     last = [module for module in root.modules() if module in units][-1:] if keeps_last else []
     return {unit for unit in units if _numel(unit) >= floor or unit in last}
+
+
+def _without_wrappers(root: nn.Module) -> nn.Module:
+    """The first module with several parts: around it are those that have one, as PEFT's."""
+    inner, parts = root, [root]
+    while len(parts) == 1:
+        inner, parts = parts[0], [child for child in parts[0].children() if _numel(child)]
+    return inner if parts else root
 
 
 def _outermost_blocks(module: nn.Module) -> Iterable[nn.Module]:

@@ -46,11 +46,13 @@ def adapter_state(
 
     if module.peft_config[adapter].is_prompt_learning:
         return {"prompt_embeddings": _prompt(module, adapter, tensors)}
+    getters = (getattr(module, f"get_{side}_embeddings", None) for side in ("input", "output"))
+    are_adapted = any(get and hasattr(get(), "base_layer") for get in getters)
     saved: dict[str, Tensor] = get_peft_model_state_dict(
         module,
         state_dict=dict(tensors),
         adapter_name=adapter,
-        save_embedding_layers=_was_resized(module, adapter),
+        save_embedding_layers="auto" if are_adapted else _was_resized(module, adapter),
     )
     return saved
 

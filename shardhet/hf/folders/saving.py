@@ -17,6 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from shardhet.comm.progress import phase
 from shardhet.fsdp import HetFSDP
+from shardhet.fsdp.door import stand_ins
 from shardhet.fsdp.params.state import persistent_buffers
 from shardhet.hf.folders.adapters import adapter_fqns, adapter_state, is_adapted
 from shardhet.hf.folders.reading import INDEX
@@ -146,26 +147,32 @@ def _write_index(folder: Path, files: StreamedFolder, num_parameters: int) -> No
 
 def _save_adapters(model: HetFSDP, folder: Path) -> None:
     module: Any = model.module
-    boxes = model.sharded_state_dict()
-    shapes = {fqn: torch.Size(box.global_shape) for fqn, box in boxes.items()}
+    buffers = dict(persistent_buffers(module))
+    shapes = {fqn: buffer.shape for fqn, buffer in buffers.items()} | {
+        fqn: slot.shape for flat in model._flats for slot in flat.slots for fqn in slot.fqns
+    }
     is_writer = _is_rank_zero(model)
     with _replaced_when_complete(folder, is_writer) as unfinished:
         for adapter, config in module.peft_config.items():
-            wanted = adapter_fqns(module, adapter, shapes)
-            gathered: dict[str, Tensor] = {}
+            with stand_ins(model._flats):  # PEFT asks modules for their names
+                wanted = adapter_fqns(module, adapter, shapes)
+            gathered = {fqn: each for fqn, each in buffers.items() if fqn in wanted}
             for tensors in model.gather_units(wanted.__contains__):
                 gathered |= {fqn: t for fqn, t in tensors.items() if fqn in wanted}
             if unfinished is None:
                 continue
             place = unfinished if adapter == "default" else unfinished / adapter
             place.mkdir(exist_ok=True)
-            state = adapter_state(module, adapter, gathered)
+            with stand_ins(model._flats):
+                state = adapter_state(module, adapter, gathered)
             whole = {name: torch.empty_like(t, device="meta") for name, t in state.items()}
             files = StreamedFolder(place, whole, stem="adapter_model", max_shard_bytes=2**63)
             for name, tensor in state.items():
                 files.write(name, tensor)
             files.close()
             _save_adapter_config(config, place)
+        if unfinished is not None:
+            module.create_or_update_model_card(str(unfinished))
     model.exchange([])
 
 
