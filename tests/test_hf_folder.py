@@ -301,7 +301,10 @@ def test_what_cannot_be_read_by_rows_is_refused(tmp_path: Path) -> None:
     "tensors, words",
     [
         ({"lm_head.weight": None}, "'lm_head.weight'.* not in the file"),
-        ({"model.embed_tokens.weight": torch.ones(64, 32)}, "'model.embed_tokens.weight'.* or in two files"),
+        (
+            {"model.embed_tokens.weight": torch.ones(64, 32)},
+            "'model.embed_tokens.weight'.* or in two files",
+        ),
         ({"lm_head.weight": torch.ones(64, 31)}, "lm_head.weight has shape"),
         ({"lm_head.weight": torch.ones(64, 32, dtype=torch.int8)}, "is torch.int8 but"),
     ],
@@ -309,7 +312,7 @@ def test_what_cannot_be_read_by_rows_is_refused(tmp_path: Path) -> None:
 def test_a_folder_that_does_not_hold_what_its_index_lists_is_refused(
     tensors: dict[str, Tensor | None], words: str, tmp_path: Path
 ) -> None:
-    """As several ranks write it with torch.distributed.checkpoint's HuggingFaceStorageWriter."""
+    """As ranks leave it that write with torch's HuggingFaceStorageWriter (2.13)."""
     from safetensors.torch import load_file, save_file
 
     from shardhet.hf import load_pretrained

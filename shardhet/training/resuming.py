@@ -90,9 +90,9 @@ def check_unchanged(
 ) -> None:
     """Raise ``ValueError`` for the first name of ``remedies`` that is another ``here``."""
     for name, remedy in remedies.items():
-        if saved[name] != here[name]:
+        if saved.get(name) != here[name]:
             raise ValueError(
-                f"{source} was written with {name} {saved[name]!r} but here it is "
+                f"{source} was written with {name} {saved.get(name)!r} but here it is "
                 f"{here[name]!r}, so the run would not continue as before. {remedy}."
             )
 

@@ -59,7 +59,9 @@ class SafetensorsFolder:
         self._file_by_key = {key: files[name] for key, name in places}
         # Ranks that write with torch.distributed.checkpoint may leave both behind.
         wrong = {key for key, _ in {*listed.items()} - {*places, ("", WEIGHTS)}}
-        wrong |= {key for key, number in Counter(key for key, _ in places).items() if number > 1}
+        wrong |= {
+            key for key, number in Counter(key for key, _ in places).items() if number > 1
+        }
         if wrong:
             raise ValueError(
                 f"{folder}: {sorted(wrong)[:8]} of {INDEX} are not in the file that it names, "

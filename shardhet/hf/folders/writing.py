@@ -72,8 +72,8 @@ class StreamedFolder:
         if listed is None or (tensor.shape, tensor.dtype) != (listed.shape, listed.dtype):
             needed = "nothing" if listed is None else f"{listed.dtype} {tuple(listed.shape)}"
             raise ValueError(
-                f"{name}: {tensor.dtype} {tuple(tensor.shape)} came but {needed} is still to be "
-                "written. Save a model whose parameters keep their shapes and dtypes."
+                f"{name}: {tensor.dtype} {tuple(tensor.shape)} came but {needed} is still "
+                "to be written. Save a model whose parameters keep their shapes and dtypes."
             )
         file = self._files[place.file]
         file.seek(place.offset_bytes)

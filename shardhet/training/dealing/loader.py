@@ -76,6 +76,8 @@ class PlanSampler(PlanBatchSampler):
             "order": name,
             "seed": seed,
             "drop_last": drop_last,
+            # Streams of the datasets library shuffle otherwise in a worker.
+            "num_workers": dataset.num_workers if is_read else None,
         }
         if isinstance(model_or_plan, HetFSDP):
             self.ranks: Any = model_or_plan
@@ -304,13 +306,14 @@ def loader(
             "batches. Give it the dataset of that loader, and its collate_fn."
         )
     if is_stream(dataset):
-        if options.get("num_workers", 0) > 1:
+        num_workers = options.get("num_workers", 0)
+        if num_workers > 1:
             raise ValueError(
-                f"loader: num_workers={options['num_workers']} but a dataset that gives its "
+                f"loader: num_workers={num_workers} but a dataset that gives its "
                 "samples in one order is read by one worker, so that each comes once. Set "
                 "num_workers=1, or give a dataset with __len__ and __getitem__."
             )
-        dataset = SampleStream(dataset, seed=seed, drop_last=drop_last)
+        dataset = SampleStream(dataset, num_workers, seed=seed, drop_last=drop_last)
     batches = PlanSampler(
         dataset,
         model_or_plan,

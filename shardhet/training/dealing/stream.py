@@ -65,13 +65,13 @@ class Tickets(OfEpoch):
 class SampleStream:
     """Global batches of ``dataset``, by their tickets; a rank takes its ``share`` of each."""
 
-    def __init__(self, dataset: Any, *, seed: int, drop_last: bool) -> None:
+    def __init__(self, dataset: Any, num_workers: int, *, seed: int, drop_last: bool) -> None:
         if hasattr(dataset, "__next__"):
             raise ValueError(
                 "loader: the dataset is an iterator, which can be read once. Give what it is "
                 "made from, with __iter__, so that there can be a second epoch."
             )
-        self.dataset = dataset
+        self.dataset, self.num_workers = dataset, num_workers
         self.batch_size, self.share = 0, Share(())  # set by the loader
         self.drop_last = drop_last
         self._seed = seed
@@ -96,6 +96,13 @@ class SampleStream:
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002
         torch.default_generator.manual_seed(seed)
+        # Of datasets 5.2: kept for all epochs, and a shuffle's leaves out what its buffer held.
+        if getattr(self.dataset, "_starting_state_dict", None):
+            raise ValueError(
+                "loader: the dataset goes on at a resume point of its own but is read from its "
+                "beginning, so that each sample comes once. Leave its load_state_dict out; "
+                "that of the loader goes on within an epoch."
+            )
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         self._samples, self._next = iter(self.dataset), (epoch, 0)
