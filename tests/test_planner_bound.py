@@ -5,6 +5,7 @@ import pytest
 
 from experiments.sentences.run import judged
 from shardhet.planner import Demands, DeviceLimits, PlanError, solve
+from shardhet.planner.stages.bound import together_on_kinds_s
 from shardhet.pricing.setting import Setting
 from tests.selection import one_in
 from tests.test_planner import WORKLOAD, random_case
@@ -49,6 +50,24 @@ def bound_of(setting: Setting, batch: int, demands: Demands) -> float:
         return error.lower_bound_s
     assert plan.lower_bound_s <= plan.predicted.step_time_s * (1 + 1e-12)
     return plan.lower_bound_s
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 1e-9])
+@pytest.mark.parametrize("devices", [(1, 3), (16_000, 384)])
+def test_the_bound_of_divided_samples_is_exact_at_every_scale(
+    scale: float, devices: tuple[int, int]
+) -> None:
+    """HiGHS' tolerances are absolute: 1e-7 of a row, 1e-9 of a coefficient."""
+    times = scale * np.array([[1.0, 2.0], [3.0, 4.0]])
+    units, samples = (1, 5), 7
+    n, m = devices
+    first, second = (each * samples for each in units)
+    # Either the first kind, or the second, helps with the unit that suits the other better.
+    expected = scale * max(
+        (first + 2 * second) / (n + m / 2), (3 * first + 4 * second) / (3 * n + m)
+    )
+    found = together_on_kinds_s(times, devices, units, samples)
+    assert found == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.campaign  # nine seconds of searches

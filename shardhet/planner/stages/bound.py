@@ -70,6 +70,35 @@ def together_s(setting: Setting, num_samples: int) -> float:
     return float(by_time[order[(np.cumsum(weights[order]) >= num_samples).argmax()]])
 
 
+def together_on_kinds_s(
+    times: Floats,  # [kinds of devices, kinds of units], seconds per sample
+    devices: Sequence[int],  # of each kind
+    units: Sequence[int],  # of each kind
+    num_samples: int,
+) -> float:
+    """The T of the programme at the top of this file, in which samples may be divided.
+
+    It is solved for one device of each kind, in slowest units and even shares of the samples:
+    HiGHS breaks rows by up to 1e-7 and drops coefficients of 1e-9 and less (scipy 1.17), which
+    would be whole steps of microseconds.
+    """
+    from scipy.optimize import linprog  # imported here: half a second
+
+    (num_kinds, num_units), world_size = times.shape, sum(devices)
+    slowest_s = float(times.max()) or 1.0
+    on_device = np.kron(np.eye(num_kinds), np.ones(num_units)) * (times / slowest_s).ravel()
+    of_unit = np.tile(np.eye(num_units), num_kinds) * np.repeat(devices, num_units) / world_size
+    found = linprog(
+        [0.0] * times.size + [1.0],
+        A_ub=np.block(
+            [[on_device, -np.ones((num_kinds, 1))], [-of_unit, np.zeros((num_units, 1))]]
+        ),
+        b_ub=[0.0] * num_kinds + [-float(n) for n in units],
+        method="highs",
+    )
+    return float(found.fun) * slowest_s * num_samples / world_size
+
+
 @dataclass(frozen=True)
 class Speeds:
     """How fast groups of devices compute units at best, and cuts that follow from it."""
@@ -100,8 +129,6 @@ class Speeds:
         Each device is as fast as alone: of many, the slowest sets the pace, which derived times
         count.
         """
-        from scipy.optimize import linprog  # imported here: half a second
-
         positions = {device.kind: i for i, device in enumerate(self.setting.cluster.devices)}
         least: dict[str | None, dict[str, float]] = {}
         for i in positions.values():
@@ -109,21 +136,8 @@ class Speeds:
         numbers = Counter(device.kind for device in self.setting.cluster.devices)
         units = Counter(unit.kind for unit in self.units)
         times = np.array([[of_kind[unit] for unit in units] for of_kind in least.values()])
-        num_kinds, num_units = times.shape
-        on_devices = np.kron(np.eye(num_kinds), np.ones(num_units)) * times.ravel()
-        of_units = np.tile(np.eye(num_units), num_kinds)
-        found = linprog(
-            [0.0] * times.size + [1.0],
-            A_ub=np.block(
-                [
-                    [on_devices, -np.array([[numbers[kind]] for kind in least])],
-                    [-of_units, np.zeros((num_units, 1))],
-                ]
-            ),
-            b_ub=[0.0] * num_kinds + [-self.global_batch_size * n for n in units.values()],
-            method="highs",
-        )
-        return float(found.fun)
+        counts = [numbers[kind] for kind in least]
+        return together_on_kinds_s(times, counts, [*units.values()], self.global_batch_size)
 
     def least_step_s(self, stages: Stages) -> float:
         """Seconds of a step in which only compute and messages take time, cut at best."""
