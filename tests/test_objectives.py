@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from shardhet.planner import Demands, DeviceLimits, PlanError, baselines, solve
+from shardhet.planner import Demands, DeviceLimits, PlanError, baselines, objectives, solve
 from shardhet.planner.candidates.recompute import treatments
 from shardhet.planner.forms import BatchRounds
 from shardhet.planner.objectives import (
@@ -432,6 +432,19 @@ def test_no_batch_is_larger_than_the_largest_without_room_for_rows(seed: int) ->
     most = largest_batch_size(case.model, demands, has_rows=False)
     assert most >= largest_batch_size(case.model, demands)
     assert next(all_plans(case, most + 1, demands, largest_microbatch=1), None) is None
+
+
+@pytest.mark.parametrize("count", [3, 16_384])
+@pytest.mark.parametrize("per_sample", [1e-4, 1e-6, 1e-8, 1e-10])
+def test_the_largest_batch_is_exact_however_little_a_sample_takes(
+    per_sample: float, count: int
+) -> None:
+    """Of the whole state; HiGHS drops coefficients of 1e-9 and less."""
+    for largest in (50, 5_000, 100_000):
+        rooms = (((1 + (largest + 0.5) * per_sample) / count, per_sample),)
+        computing = objectives.Option(0, 1, 0.0, 2.0**18, rooms, 0.0, 1.0)
+        idle = replace(computing, most=0.0, rooms=((rooms[0][0], 0.0),))
+        assert objectives.most_samples([idle, computing], [count]) == largest
 
 
 @pytest.mark.campaign  # plans under demands stay

@@ -85,7 +85,7 @@ def largest_batch(
 
 
 @dataclass(frozen=True, slots=True)
-class _Option:
+class Option:
     """What a device of a group may do, in microbatches of one sample."""
 
     group: int
@@ -102,8 +102,6 @@ def largest_batch_size(model: CostModel, demands: Demands, *, has_rows: bool = T
 
     Shares leave room to be rounded to rows; unless ``has_rows``, no batch is larger.
     """
-    from scipy.optimize import LinearConstraint, milp  # imported here: rarely needed
-
     bundles: dict[tuple[int, tuple[Role, ...]], int] = {}
     all_roles = demands.roles(model.cluster)
     for positions in demands.bundles(model.cluster.world_size):
@@ -117,7 +115,14 @@ def largest_batch_size(model: CostModel, demands: Demands, *, has_rows: bool = T
     ]
     if len({option.group for option in options}) < len(bundles):
         return 0
-    rows, low, high = _constraints(options, list(bundles.values()))
+    return most_samples(options, list(bundles.values()))
+
+
+def most_samples(options: Sequence[Option], counts: Sequence[int]) -> int:
+    """The optimum of the programme, with so many sets of equal devices in each group."""
+    from scipy.optimize import LinearConstraint, milp  # imported here: rarely needed
+
+    rows, low, high = _constraints(options, counts)
     samples, integral = np.zeros(rows.shape[1]), np.ones(rows.shape[1])
     samples[1::VARIABLES_PER_OPTION] = [option.num_members for option in options]
     integral[2::VARIABLES_PER_OPTION] = 0
@@ -131,12 +136,18 @@ def largest_batch_size(model: CostModel, demands: Demands, *, has_rows: bool = T
 
 
 def _constraints(
-    options: Sequence[_Option], counts: Sequence[int]
+    options: Sequence[Option], counts: Sequence[int]
 ) -> tuple[Floats, Floats, Floats]:
     """Rows of the programme over (n, B, s) of every option, and their lower and upper bounds.
 
-    Shares are in units of the whole state.
+    Shares and rooms are in units of the least that a sample takes: HiGHS breaks rows by up to
+    1e-6 and drops coefficients of 1e-9 and less (scipy 1.17).
     """
+    rooms = [room for option in options for room in option.rooms]
+    unit = max(
+        min((per_sample for _, per_sample in rooms if per_sample), default=1.0),
+        1e-7 * max(start for start, _ in rooms),  # lest the rooms themselves become too large
+    )
     num_columns = VARIABLES_PER_OPTION * len(options)
     in_group, stored = np.zeros((len(counts), num_columns)), np.zeros((1, num_columns))
     at_most_zero = []
@@ -147,16 +158,19 @@ def _constraints(
         for terms in (
             {n: option.least, b: -1.0},
             {n: -option.most, b: 1.0},
-            {n: option.least_numel, s: -1.0},
-            {n: -option.cap_numel, s: 1.0},
-            *({n: -start, b: per_sample, s: 1.0} for start, per_sample in option.rooms),
+            {n: option.least_numel / unit, s: -1.0},
+            {n: -option.cap_numel / unit, s: 1.0},
+            *(
+                {n: -start / unit, b: per_sample / unit, s: 1.0}
+                for start, per_sample in option.rooms
+            ),
         ):
             row = np.zeros(num_columns)
             row[list(terms)] = list(terms.values())
             at_most_zero.append(row)
     rows = np.concatenate((in_group, stored, np.array(at_most_zero)))
     number, zeros = np.array(counts, dtype=np.float64), np.zeros(len(at_most_zero))
-    low = np.concatenate((number, [1.0], zeros - inf))
+    low = np.concatenate((number, [1.0 / unit], zeros - inf))
     return rows, low, np.concatenate((number, [inf], zeros))
 
 
@@ -170,7 +184,7 @@ class _OptionList:
         # An even share is known to the row.
         self._row_numel = self._state.row if has_rows and self._state.even is None else 0.0
 
-    def of_group(self, group: int, size: int, roles: Sequence[Role]) -> Iterator[_Option]:
+    def of_group(self, group: int, size: int, roles: Sequence[Role]) -> Iterator[Option]:
         """Idle, then every recompute choice that all roles allow and that fits."""
         stated = [role.limits.rank_batch_size for role in roles]
         fixed = {each for each in stated if each is not None}
@@ -186,7 +200,7 @@ class _OptionList:
                 least = max(least, *fixed)
             start = min(each for each, _ in rooms)
             if least <= most and start >= (self._state.even or 0.0):
-                yield _Option(
+                yield Option(
                     group,
                     size,
                     least,
