@@ -380,6 +380,14 @@ def _unknown_part(cfg: DictConfig, dotted: str) -> str:
 def _no_such_key(known: DictConfig, where: str, key: str, *, asked_for: str) -> str:
     keys = sorted(map(str, known))
     close = get_close_matches(key, keys, n=1)
+    schemas = SCHEMA_BY_KIND.get(where, {}).items()
+    choices = [
+        kind.value for kind, each in schemas if key in {one.name for one in fields(each)}
+    ]
+    others = [
+        f"{where}={each}" for each in choices if (conf_dir() / where / f"{each}.yaml").exists()
+    ]
     mend = f" Did you mean {f'{where}.' if where else ''}{close[0]}?" if close else ""
+    mend = f" It is a key of {' and '.join(others)}." if others else mend
     there = f"{where or 'the configuration'} has {', '.join(keys)}"
     return f"{asked_for}: no such key; {there}.{mend}"
