@@ -51,6 +51,7 @@ BAD = {
     "plan=even plan.speeds=[1,2]": ("plan.speeds", "microbatch_size"),
     "data.seqlen=3": ("data.seqlen", "seq_len"),
     "+foo=3": ("foo: no such key", "num_steps"),
+    "seq_len=32": ("seq_len: no such key", "Did you mean data.seq_len?"),
     "data.path=my.txt": ("data.path: no such key", "It is a key of data=text_dir."),
     "+model.widht=3": ("model.widht: no such key", "Did you mean model.width?"),
     # choices that do not exist
