@@ -5,19 +5,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shardhet.apps.launch.crash import Failure, crash_panel, read_failures, root_cause
+from shardhet.apps.launch.crash import crash_panel, read_failures, root_cause, save_failure
 from shardhet.apps.launch.run_folder import RunFolder
-from shardhet.comm.peers import LostPeerError
+from shardhet.comm.failure import failure_of
+from shardhet.comm.peers import Failure, Kind, LostPeerError
 
 
 def failure(rank: int, *, at_s: float, is_consequence: bool = False) -> Failure:
     return Failure(
-        rank=rank,
-        device="cpu",
-        exception=f"ValueError: {rank}",
-        place="model.py:1",
+        kind=Kind.LOST if is_consequence else Kind.RAISED,
+        ranks=(rank,),
+        name=f"rank {rank} (cpu)",
+        what=f"ValueError: {rank}",
+        where="model.py:1",
         at_s=at_s,
-        is_consequence=is_consequence,
     )
 
 
@@ -47,18 +48,18 @@ def test_a_failure_names_the_line_and_whether_it_follows_from_another(tmp_path: 
     try:
         raise ValueError("bad [samples]")
     except ValueError as error:
-        cause = Failure.of(error, rank=3, device="cpu")
+        cause = failure_of(error, rank=3, name="rank 3 (cpu)")
     try:
         try:
             raise LostPeerError("connection reset")
         except LostPeerError as lost:
             raise RuntimeError("rank 3 failed") from lost
     except RuntimeError as error:
-        consequence = Failure.of(error, rank=0, device="cpu")
-    assert cause.place.startswith(f"{__file__}:")
-    assert (cause.is_consequence, consequence.is_consequence) == (False, True)
+        consequence = failure_of(error, rank=0, name="rank 0 (cpu)")
+    assert cause.where.startswith(f"{__file__}:")
+    assert (cause.kind, consequence.kind) == (Kind.RAISED, Kind.LOST)
     for each in (cause, consequence):
-        each.save(folder)
+        save_failure(each, folder)
     assert read_failures(folder) == [consequence, cause]
 
 

@@ -25,6 +25,7 @@ from shardhet.comm.groups import (
 )
 from shardhet.comm.members import local_device_spec, match_devices
 from shardhet.comm.peers import LostPeerError
+from shardhet.comm.progress import progress
 from shardhet.records.cluster import DeviceSpec
 from tests.selection import one_in
 from tests.worlds import Outcome, run_ranks, run_ranks_expecting_failure
@@ -281,7 +282,7 @@ def lifeline(rank: int) -> Lifeline:
     ranks = tuple(range(dist.get_world_size()))
     channel = Channel(communicators.control, ranks, rank)
     line = Lifeline(communicators, channel, [f"rank {r} (card {r})" for r in ranks], CPU)
-    line.doing = f"the work of {rank}"
+    progress.mark(f"the work of {rank}")
     return line
 
 
@@ -381,14 +382,14 @@ def test_a_rank_that_is_busy_is_not_taken_for_dead() -> None:
 
 def fail_without_a_group() -> None:
     alone = Channel(None, (0,), 0)
-    with Lifeline(Communicators.over(None, CPU), alone, ["rank 0"], CPU).guard():
+    with Lifeline(Communicators.over(None, CPU), alone, ["rank 0"], CPU).guard("the work"):
         raise ValueError("bad input")
 
 
 def test_alone_an_error_stays_what_it_is_and_says_where() -> None:
     with pytest.raises(ValueError, match="bad input") as caught:
         fail_without_a_group()
-    assert caught.value.__notes__ == ["rank 0 failed in starting."]
+    assert caught.value.__notes__ == ["rank 0 failed in the work."]
 
 
 # The device's own failures

@@ -17,7 +17,7 @@ import torch
 
 from shardhet import HetFSDP, Plan
 from shardhet.comm import devices
-from shardhet.comm.liveness import EXIT_STATUS, own, watch
+from shardhet.comm.liveness import EXIT_STATUS, heartbeat, watch
 from tests.emulated.accelerator import Accelerator
 from tests.hosts import on_different_hosts
 from tests.misdeeds import commit
@@ -67,7 +67,7 @@ def draw(seed: int) -> Case:
 
 def train_on_a_host_of_its_own(rank: int, case: Case) -> None:
     names = SimpleNamespace(gethostname=lambda: f"host {rank}")
-    with on_different_hosts(), mock.patch.object(own, "socket", names):
+    with on_different_hosts(), mock.patch.object(heartbeat, "socket", names):
         train(rank, case)
 
 

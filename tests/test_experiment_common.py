@@ -23,7 +23,7 @@ from experiments.common.results import (
     show,
     write_csv,
 )
-from shardhet.comm.peers import is_running
+from shardhet.comm.peers import birth
 
 FORKS = multiprocessing.get_context("forkserver")
 
@@ -145,7 +145,7 @@ def test_ranks_of_an_experiment_that_is_killed_end_with_it(tmp_path: Path) -> No
         killed.kill()
         killed.wait()
     pids = [int(each.name) for each in folder.iterdir()]
-    wait_until(lambda: not any(is_running(pid) for pid in pids), seconds=5)
+    wait_until(lambda: not any(birth(pid) for pid in pids), seconds=5)
 
 
 def wait_until(is_so: Callable[[], bool], *, seconds: float) -> None:

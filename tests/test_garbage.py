@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardhet.comm.liveness.stacks import posture, stack
+from shardhet.comm.liveness.heartbeat import activity_of, stack_of
 from shardhet.fsdp import HetFSDP
 from tests.test_trainer import PLANS
 from tests.worlds import run_ranks
@@ -75,8 +75,8 @@ def test_looking_at_a_thread_keeps_nothing_of_it() -> None:
         thread.start()
         ready.wait()
         ids = frozenset({thread.ident or 0})
-        assert posture(ids).place.startswith(__file__)
-        assert "go_on.wait()" in stack(ids)
+        assert activity_of(ids).where.startswith(__file__)
+        assert "go_on.wait()" in stack_of(ids)
         go_on.set()
         thread.join()
         assert kept[0]() is None

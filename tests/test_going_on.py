@@ -13,13 +13,14 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from shardhet.apps.launch import joining
-from shardhet.apps.launch.crash import Failure, read_failures
+from shardhet.apps.launch.crash import is_repeated, read_failures, save_failure
 from shardhet.apps.launch.end_notice import EndNotice
 from shardhet.apps.launch.leaving import End, agree_on_end
 from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.run.loggers import CsvLogger, JsonLinesLogger
 from shardhet.apps.run.worker import Run
+from shardhet.comm.peers import Failure, Kind
 from shardhet.planner.present import positions_of
 from tests.programs import TORCHRUN, run
 from tests.selection import for_campaign
@@ -158,24 +159,24 @@ def test_a_failure_of_the_start_before_is_no_cause_but_tells_a_repetition(
 ) -> None:
     folder, cfg = RunFolder(tmp_path), OmegaConf.create({"seed": 1})
     failure = Failure(
-        rank=1,
-        device="cpu",
-        exception="KeyError: 17",
-        place="a.py:1",
+        kind=Kind.RAISED,
+        ranks=(1,),
+        name="rank 1 (cpu)",
+        what="KeyError: 17",
+        where="a.py:1",
         at_s=1.0,
-        is_consequence=False,
         step=3,
     )
-    assert not failure.is_repeated(folder)
-    failure.save(folder)
+    assert not is_repeated(failure, folder)
+    save_failure(failure, folder)
     folder.begin(cfg)
     assert read_failures(folder) == []
-    assert replace(failure, at_s=2.0).is_repeated(folder)
-    assert not replace(failure, step=4).is_repeated(folder)
-    assert not replace(failure, rank=0).is_repeated(folder)
-    assert not replace(failure, is_consequence=True).is_repeated(folder)
+    assert is_repeated(replace(failure, at_s=2.0), folder)
+    assert not is_repeated(replace(failure, step=4), folder)
+    assert not is_repeated(replace(failure, ranks=(0,)), folder)
+    assert not is_repeated(replace(failure, kind=Kind.LOST), folder)
     folder.begin(cfg)
-    assert not failure.is_repeated(folder)
+    assert not is_repeated(failure, folder)
 
 
 def test_the_spreadsheet_has_the_steps_of_earlier_starts(tmp_path: Path) -> None:

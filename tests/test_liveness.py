@@ -1,4 +1,4 @@
-"""Who is accused, and who is not, from the signs of all ranks alone."""
+"""Who is accused, and who is not, from the heartbeats of all ranks alone."""
 
 import os
 import signal
@@ -18,11 +18,23 @@ import torch
 
 import shardhet
 from shardhet.comm import devices
-from shardhet.comm.liveness import watch
+from shardhet.comm.liveness import ending, watch
 from shardhet.comm.liveness.connections import (
     GREETING_WITHIN_S,
     MOST_GREETING,
     Connections,
+    interface_towards,
+)
+from shardhet.comm.liveness.diagnosis import (
+    LONG_FACTOR,
+    MUTUAL_FACTOR,
+    SECONDS_FOR_THE_GONE,
+    SILENCE_OF_THE_GONE_S,
+    SeenPeer,
+    diagnose,
+    diagnose_store,
+    panel,
+    standstill,
 )
 from shardhet.comm.liveness.ending import (
     EXIT_STATUS,
@@ -31,22 +43,13 @@ from shardhet.comm.liveness.ending import (
     end_with_launcher,
     launcher_of,
 )
-from shardhet.comm.liveness.judging import (
-    LONG_FACTOR,
-    MUTUAL_FACTOR,
-    SECONDS_FOR_THE_GONE,
-    SILENCE_OF_THE_GONE_S,
-    Cadence,
-    Fault,
-    SeenPeer,
-    Verdict,
-    judge,
-    judge_store,
-    standstill,
+from shardhet.comm.liveness.heartbeat import (
+    Heartbeat,
+    OwnRank,
+    activity_of,
+    stack_of,
 )
-from shardhet.comm.liveness.own import OwnRank
-from shardhet.comm.liveness.sign import ProcessState, Sign
-from shardhet.comm.liveness.stacks import posture, stack
+from shardhet.comm.peers import Failure, Kind, ProcessState
 from shardhet.comm.progress import progress
 from tests.test_experiment_common import wait_until
 from tests.worlds import run_ranks, run_ranks_expecting_failure
@@ -56,13 +59,13 @@ LONGER_S = 31.0
 LONG_S = LONG_FACTOR * PATIENCE_S + 1
 
 
-def sign(rank: int, **changes: Any) -> Sign:
-    base = Sign(
+def beat(rank: int, **changes: Any) -> Heartbeat:
+    base = Heartbeat(
         rank=rank,
         name=f"rank {rank} (cpu)",
         host="alpha",
         pid=100 + rank,
-        beat=7,
+        number=7,
         num_steps=5,
         step=5,
         doing="forward of unit 'layers.1'",
@@ -70,71 +73,71 @@ def sign(rank: int, **changes: Any) -> Sign:
         is_long=False,
         still_s=0.1,
         patience_s=PATIENCE_S,
-        place="model.py:12",
+        where="model.py:12",
     )
     return replace(base, **changes)
 
 
 def seen(rank: int, *, silent_s: float = 0.0, process: Any = None, **changes: Any) -> SeenPeer:
     return SeenPeer(
-        sign=sign(rank, **changes),
+        last=beat(rank, **changes),
         silent_s=silent_s,
         process=process or ProcessState.UNKNOWN,
     )
 
 
-WAITING = sign(0, is_waiting=True, still_s=LONGER_S)
+WAITING = beat(0, is_waiting=True, still_s=LONGER_S)
 
 
-def fault(*peers: SeenPeer, own: Sign = WAITING) -> tuple[Fault, tuple[int, ...]] | None:
-    verdict = judge(own, {each.sign.rank: each for each in peers})
-    if verdict is None:
+def fault(*peers: SeenPeer, own: Heartbeat = WAITING) -> tuple[Kind, tuple[int, ...]] | None:
+    failure = diagnose(own, {each.last.rank: each for each in peers})
+    if failure is None:
         return None
-    assert Verdict.from_json(verdict.to_json()) == verdict
-    assert verdict.text.splitlines()[0][:40].strip() in verdict.panel()
-    return verdict.fault, verdict.culprits
+    assert Failure.from_json(failure.to_json()) == failure
+    assert failure.what.splitlines()[0][:40].strip() in panel(failure)
+    return failure.kind, failure.ranks
 
 
-def test_a_rank_without_signs_is_accused_after_the_patience() -> None:
-    assert fault(seen(1, silent_s=LONGER_S)) == (Fault.SILENT, (1,))
+def test_a_rank_without_heartbeats_is_accused_after_the_patience() -> None:
+    assert fault(seen(1, silent_s=LONGER_S)) == (Kind.SILENT, (1,))
     assert fault(seen(1, silent_s=PATIENCE_S - 1)) is None
 
 
 def test_a_rank_that_computes_without_progress_is_accused_and_no_other() -> None:
     waits = seen(2, is_waiting=True, still_s=LONGER_S)
-    assert fault(seen(1, still_s=LONGER_S), waits) == (Fault.STILL, (1,))
+    assert fault(seen(1, still_s=LONGER_S), waits) == (Kind.HUNG, (1,))
 
 
 def test_of_several_that_stand_still_those_furthest_behind_are_accused() -> None:
     # On an accelerator, ranks that wait for their device may look as if they computed.
     ahead = seen(1, still_s=LONGER_S, num_steps=6)
     behind = [seen(rank, still_s=LONGER_S) for rank in (2, 3)]
-    assert fault(ahead, *behind) == (Fault.STILL, (2, 3))
+    assert fault(ahead, *behind) == (Kind.HUNG, (2, 3))
 
 
 @pytest.mark.parametrize(
     "own",
     [
-        sign(0, is_waiting=False, still_s=LONG_S),
-        sign(0, is_waiting=True, still_s=PATIENCE_S - 1),
-        sign(0, is_waiting=True, still_s=LONGER_S, num_steps=0),  # set-up
-        sign(0, is_waiting=True, still_s=LONGER_S, patience_s=60.0),  # its steps are slow
+        beat(0, is_waiting=False, still_s=LONG_S),
+        beat(0, is_waiting=True, still_s=PATIENCE_S - 1),
+        beat(0, is_waiting=True, still_s=LONGER_S, num_steps=0),  # set-up
+        beat(0, is_waiting=True, still_s=LONGER_S, patience_s=60.0),  # its steps are slow
     ],
 )
-def test_a_rank_that_does_not_wait_in_vain_accuses_nobody(own: Sign) -> None:
+def test_a_rank_that_does_not_wait_in_vain_accuses_nobody(own: Heartbeat) -> None:
     peers = [seen(1, silent_s=LONGER_S), seen(2, still_s=LONGER_S), seen(3, has_left=True)]
     assert fault(*peers, own=own) is None
 
 
 def test_in_a_call_with_a_limit_the_patience_is_that_limit() -> None:
-    own = sign(0, is_waiting=True, still_s=6.0, limit_s=5.0)
-    assert fault(seen(1, still_s=6.0), own=own) == (Fault.STILL, (1,))
-    assert fault(seen(1, still_s=6.0), own=replace(own, num_steps=0)) == (Fault.STILL, (1,))
+    own = beat(0, is_waiting=True, still_s=6.0, limit_s=5.0)
+    assert fault(seen(1, still_s=6.0), own=own) == (Kind.HUNG, (1,))
+    assert fault(seen(1, still_s=6.0), own=replace(own, num_steps=0)) == (Kind.HUNG, (1,))
     assert fault(seen(1, still_s=6.0, is_long=True), own=own) is None
     assert fault(seen(1, still_s=4.0), own=own) is None
     own = replace(own, still_s=5.0 * LONG_FACTOR)
     is_long = seen(1, still_s=5.0 * LONG_FACTOR, is_long=True)
-    assert fault(is_long, own=own) == (Fault.STILL, (1,))
+    assert fault(is_long, own=own) == (Kind.HUNG, (1,))
 
 
 def test_a_peer_that_has_seen_slower_steps_is_believed() -> None:
@@ -149,30 +152,30 @@ def test_a_rank_at_work_is_not_accused_and_protects_the_others() -> None:
         seen(1, still_s=LONG_S - 2, is_long=True),
         seen(1, is_waiting=True, still_s=1.0),  # it made progress a moment ago
     ):
-        own = sign(0, is_waiting=True, still_s=LONG_S)
+        own = beat(0, is_waiting=True, still_s=LONG_S)
         assert fault(at_work, waits, own=own) is None
-    assert fault(seen(1, still_s=LONG_S, is_long=True), waits) == (Fault.STILL, (1,))
+    assert fault(seen(1, still_s=LONG_S, is_long=True), waits) == (Kind.HUNG, (1,))
 
 
 def test_in_a_long_phase_signs_may_be_missing_unless_the_process_is_stopped() -> None:
     busy = {"silent_s": LONGER_S, "is_long": True}
     assert fault(seen(1, **busy)) is None  # it may hold the interpreter's lock
     stopped = seen(1, **busy, process=ProcessState.STOPPED)
-    assert fault(stopped) == (Fault.SILENT, (1,))
+    assert fault(stopped) == (Kind.SILENT, (1,))
     own = replace(WAITING, still_s=LONG_S)
-    assert fault(seen(1, silent_s=LONG_S, is_long=True), own=own) == (Fault.SILENT, (1,))
+    assert fault(seen(1, silent_s=LONG_S, is_long=True), own=own) == (Kind.SILENT, (1,))
 
 
 def test_a_host_that_does_not_answer_has_no_longer_patience_in_a_long_phase() -> None:
     """As where the last sign came out of ``checkpoint.save``."""
     cut = seen(1, silent_s=LONGER_S, is_long=True, process=ProcessState.CUT)
-    assert fault(cut) == (Fault.SILENT, (1,))
+    assert fault(cut) == (Kind.SILENT, (1,))
     assert fault(replace(cut, process=ProcessState.UNKNOWN)) is None
     assert fault(replace(cut, silent_s=PATIENCE_S - 1)) is None
 
 
 def test_a_connection_that_times_out_is_one_to_a_host_that_does_not_answer() -> None:
-    hub, (ours, theirs) = Connections(0, listens=False), socket.socketpair()
+    hub, (ours, theirs) = Connections(0), socket.socketpair()
     ours.setblocking(False)
     hub._of_rank[1] = ours
     hub.look()
@@ -195,7 +198,7 @@ def test_a_connection_that_times_out_is_one_to_a_host_that_does_not_answer() -> 
 def test_silent_connections_take_few_files_and_not_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    hub, peer = Connections(0, listens=True), Connections(1, listens=False)
+    hub, peer = Connections(0, interface=""), Connections(1)
     port = int(hub.address.split()[0])
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
     hub.look()
@@ -220,7 +223,7 @@ def test_silent_connections_take_few_files_and_not_for_long(
 def test_a_process_that_is_gone_is_named_soon() -> None:
     own = replace(WAITING, still_s=SECONDS_FOR_THE_GONE)
     gone = seen(1, process=ProcessState.GONE, silent_s=SILENCE_OF_THE_GONE_S)
-    assert fault(gone, own=own) == (Fault.SILENT, (1,))
+    assert fault(gone, own=own) == (Kind.GONE, (1,))
     assert fault(gone, own=replace(own, still_s=SECONDS_FOR_THE_GONE - 1)) is None
     # Its last sign, which may say that it leaves, has perhaps not been read.
     assert fault(seen(1, process=ProcessState.GONE), own=own) is None
@@ -240,12 +243,30 @@ def test_without_ipv6_a_rank_listens_all_the_same(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(socket, "create_server", refuses)
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: True)
     refused: int | None = socket.AF_INET6
-    hub = Connections(0, listens=True)
+    hub = Connections(0, interface="")
     assert families == [socket.AF_INET6, socket.AF_INET]
     assert hub.address
     hub.close()
     refused = None
-    assert not Connections(0, listens=True).address
+    assert not Connections(0, interface="").address
+
+
+def test_on_several_hosts_a_rank_listens_at_one_address_alone() -> None:
+    assert interface_towards("127.0.0.1") == interface_towards(None) == ""
+    assert interface_towards("no.such.host.invalid") == ""
+    hub, peer = Connections(0, interface="127.0.0.2"), Connections(1)
+    port = int(hub.address.split()[0])
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    peer.connect(0, [], hub.address)
+
+    def is_connected() -> bool:
+        hub.look()
+        return bool(peer._of_rank)
+
+    wait_until(is_connected, seconds=10)
+    hub.close()
+    peer.close()
 
 
 def after_a_look(connections: Connections) -> set[int]:
@@ -254,9 +275,9 @@ def after_a_look(connections: Connections) -> set[int]:
 
 
 def test_a_connection_tells_of_the_end_of_a_process_on_another_host() -> None:
-    hub = Connections(0, listens=True)
-    peers = {rank: Connections(rank, listens=False) for rank in (1, 2)}
-    stranger = Connections(3, listens=False)
+    hub = Connections(0, interface="")
+    peers = {rank: Connections(rank) for rank in (1, 2)}
+    stranger = Connections(3)
     port, secret = hub.address.split()
     for each in peers.values():
         assert each.address == ""
@@ -291,7 +312,7 @@ def test_a_stopped_process_has_no_longer_patience_before_the_first_step() -> Non
     own = replace(WAITING, num_steps=0)
     assert fault(seen(1, silent_s=LONGER_S), own=own) is None  # it may be starting
     stopped = seen(1, silent_s=LONGER_S, process=ProcessState.STOPPED)
-    assert fault(stopped, own=own) == (Fault.SILENT, (1,))
+    assert fault(stopped, own=own) == (Kind.SILENT, (1,))
 
 
 def test_a_process_in_a_debugger_is_never_accused() -> None:
@@ -323,17 +344,17 @@ def test_a_wait_is_told_of_after_a_third_of_the_patience(
     """Ranks that are measured take turns, for as long as their patience says."""
     said: list[str] = []
     monkeypatch.setattr(watch, "_say", said.append)
-    one = SimpleNamespace(_cadence=Cadence(), _has_told=False, _num_reads=1, _seen={}, _rank=0)
+    one = SimpleNamespace(_has_warned=False, _num_reads=1, _seen={}, _rank=0)
     for still_s, num_said in ((19.0, 0), (59.0, 0), (60.0, 1), (70.0, 1)):
         own = replace(WAITING, still_s=still_s, patience_s=180.0)
-        watch.Watch._tell_of_standstill(one, own)  # type: ignore[arg-type]
+        watch.Watch._warn_of_standstill(one, own)  # type: ignore[arg-type]
         assert len(said) == num_said
 
 
 def test_where_steps_are_long_the_patience_is_five_of_the_slowest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    own = OwnRank(0, torch.device("cpu"), Cadence())
+    own = OwnRank(0, torch.device("cpu"))
     before = progress.num_steps
     found = []
     for num_steps, passed_s in ((1, 60.0), (2, 4.0), (3, 10.0), (4, 1.0)):
@@ -397,7 +418,7 @@ def test_a_launcher_is_found_behind_a_shell(tmp_path: Path) -> None:
 
 def test_a_program_that_has_ended_is_accused_only_if_nobody_is_at_work() -> None:
     left = seen(1, has_left=True, process=ProcessState.GONE)
-    assert fault(left) == (Fault.LEFT, (1,))
+    assert fault(left) == (Kind.GONE, (1,))
     assert fault(left, seen(2)) is None
 
 
@@ -405,17 +426,17 @@ def test_ranks_that_all_wait_are_all_shown_after_twice_the_patience() -> None:
     peers = [seen(rank, is_waiting=True, still_s=LONG_S) for rank in (1, 2)]
     assert fault(*peers) is None
     own = replace(WAITING, still_s=MUTUAL_FACTOR * PATIENCE_S)
-    assert fault(*peers, own=own) == (Fault.MUTUAL, ())
+    assert fault(*peers, own=own) == (Kind.HUNG, ())
 
 
 def test_a_store_that_does_not_answer_is_named_with_the_rank_that_holds_it() -> None:
-    verdict = judge_store(WAITING, LONGER_S, "rank 0", 0)
-    assert verdict is not None
-    assert verdict.culprits == (0,)
-    assert verdict.text.startswith("rank 0, which holds the rendezvous store, or the network")
-    assert judge_store(WAITING, PATIENCE_S - 1, "rank 0", 0) is None
-    assert judge_store(replace(WAITING, is_waiting=False), LONGER_S, "rank 0", 0) is None
-    assert judge_store(replace(WAITING, num_steps=0), LONGER_S, "rank 0", 0) is None
+    failure = diagnose_store(WAITING, LONGER_S, "rank 0", 0)
+    assert failure is not None
+    assert failure.ranks == (0,)
+    assert failure.what.startswith("rank 0, which holds the rendezvous store, or the network")
+    assert diagnose_store(WAITING, PATIENCE_S - 1, "rank 0", 0) is None
+    assert diagnose_store(replace(WAITING, is_waiting=False), LONGER_S, "rank 0", 0) is None
+    assert diagnose_store(replace(WAITING, num_steps=0), LONGER_S, "rank 0", 0) is None
 
 
 @pytest.mark.parametrize(
@@ -428,11 +449,11 @@ def test_a_host_that_waits_for_its_accelerator_waits_for_others(
     stream = SimpleNamespace(query=lambda: has_ended)
     module = SimpleNamespace(current_stream=lambda device: stream)
     monkeypatch.setattr(devices, "module_of", lambda device: module)
-    monkeypatch.setattr("shardhet.comm.liveness.own.local_device_spec", str)
-    rank = OwnRank(0, torch.device("cuda", 0), Cadence())
+    monkeypatch.setattr("shardhet.comm.liveness.heartbeat.local_device_spec", str)
+    rank = OwnRank(0, torch.device("cuda", 0))
     rank.still_s = still_s
     assert rank._device_is_busy(patience_s=300.0) is is_busy
-    on_host = OwnRank(0, torch.device("cpu"), Cadence())
+    on_host = OwnRank(0, torch.device("cpu"))
     on_host.still_s = still_s
     assert not on_host._device_is_busy(patience_s=300.0)
 
@@ -456,9 +477,9 @@ def test_a_rank_that_reads_a_file_while_it_waits_is_waiting(
     thread = threading.Thread(target=names["wait"], args=(fifo,))
     thread.start()
     ids = frozenset({thread.ident or 0})
-    while "pathlib.py" not in stack(ids):
+    while "pathlib.py" not in stack_of(ids):
         time.sleep(0.01)
-    found = posture(ids)
+    found = activity_of(ids)
     fifo.write_text("done")
     thread.join()
     assert found.is_waiting is is_waiting
@@ -467,8 +488,9 @@ def test_a_rank_that_reads_a_file_while_it_waits_is_waiting(
 def end_with_a_word_unwritten(rank: int, path: str) -> None:
     sys.stdout = Path(path).open("w")  # noqa: SIM115 -- the end of the process closes it
     sys.stdout.write("the last word\n")
-    ending = Ending("rank 0 stands still", is_culprit=True, breaks_after_s=0.0, grace_s=0.0)
-    ending.advance(1.0, is_waiting=True, stack="nowhere")
+    ending.GRACE_S = 0.0
+    end = Ending("rank 0 stands still", is_at_fault=True, breaks_after_s=0.0)
+    end.advance(1.0, is_waiting=True, stack="nowhere")
 
 
 def test_what_a_program_has_printed_is_written_before_it_is_ended(tmp_path: Path) -> None:

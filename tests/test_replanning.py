@@ -9,7 +9,6 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from shardhet.apps.launch.crash import Failure
 from shardhet.apps.launch.memory_limits import OwnMemoryLimit, PlansAgainError
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.comm.failure import Shortage, is_out_of_memory
@@ -106,7 +105,6 @@ def test_the_limit_is_of_the_device_whatever_its_rank(tmp_path: Path) -> None:
     assert limit is not None
     assert limit.why == str(own.value)
     assert limit.nbytes > 0
-    assert Failure.of(own.value, rank=3, device="k").plans_again
     for other in (DeviceSpec(host="a", kind="k"), replace(card, uuid="card/8")):
         assert OwnMemoryLimit(folder, other, local_rank=1).read() is None
     with (

@@ -21,7 +21,9 @@ import torch.distributed as dist
 from shardhet import HetFSDP, Plan
 from shardhet.checkpoint import save
 from shardhet.checkpoint.state import ranks
-from shardhet.comm.liveness import EXIT_STATUS, Verdict, phase, watch, watch_ranks
+from shardhet.comm.liveness import EXIT_STATUS, phase, watch, watch_ranks
+from shardhet.comm.liveness.diagnosis import panel
+from shardhet.comm.peers import Failure
 from shardhet.comm.progress import progress
 from tests.hosts import on_different_hosts
 from tests.misdeeds import commit
@@ -69,13 +71,13 @@ class Optimizer(torch.optim.SGD):
         return super().step(closure)
 
 
-def keep(folder: str, verdict: Verdict) -> None:
+def keep(folder: str, failure: Failure) -> None:
     if folder:
-        Path(f"{folder}.panel").write_text(verdict.panel())
+        Path(f"{folder}.panel").write_text(panel(failure))
 
 
 def train(rank: int, world_size: int, case: Case) -> int:
-    watch_ranks(hang_timeout_s=TIMEOUT_S, on_verdict=partial(keep, case.folder))
+    watch_ranks(hang_timeout_s=TIMEOUT_S, on_failure=partial(keep, case.folder))
     if case.apart:
         with on_different_hosts():
             return take_steps(rank, world_size, case)
@@ -289,7 +291,7 @@ def dist_folder(model: HetFSDP, folder: str) -> str:
 
 
 def do_not_come_to_the_save(rank: int, folder: str, is_declared: bool) -> None:
-    watch_ranks(hang_timeout_s=60.0, on_verdict=partial(keep, folder))
+    watch_ranks(hang_timeout_s=60.0, on_failure=partial(keep, folder))
     ranks.SECONDS_FOR_ALL_TO_COME = 1.0
     model, x = small_model(3)
     model.backward(*model(x))
@@ -330,7 +332,7 @@ def test_an_honest_run_is_left_alone(honest: Callable[[int], None]) -> None:
 
 
 def call_different_collectives(rank: int, folder: str) -> None:
-    watch_ranks(hang_timeout_s=1.0, on_verdict=partial(keep, folder))
+    watch_ranks(hang_timeout_s=1.0, on_failure=partial(keep, folder))
     model, x = small_model(2)
     model.backward(*model(x))
     time.sleep(0.6)
@@ -362,11 +364,11 @@ def watch_by_itself(rank: int) -> None:
     watch._is_decided.clear()  # as in a program that has not called watch_ranks
     small_model(2)
     [started] = watch._running
-    assert started._hang_timeout_s == watch.HANG_TIMEOUT_S <= 60.0
+    assert started.hang_timeout_s == watch.HANG_TIMEOUT_S <= 60.0
     small_model(2)
     assert watch._running == [started]
     assert watch_ranks(hang_timeout_s=7.0) is started
-    assert started._hang_timeout_s == 7.0
+    assert started.hang_timeout_s == 7.0
     watch_ranks(hang_timeout_s=0)
     small_model(2)
     assert not watch._running

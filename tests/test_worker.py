@@ -132,8 +132,8 @@ def test_a_rank_without_a_device_says_so(
     with pytest.raises(ValueError, match="local rank"), joined(ClusterConf(), folder, env):
         pass
     [failure] = read_failures(folder)
-    assert failure.device == "no device"
-    assert "local rank 1 but this host has 1 GPUs" in failure.exception
+    assert failure.name == "rank 0 (no device)"
+    assert "local rank 1 but this host has 1 GPUs" in failure.what
 
 
 def test_the_same_text_may_lie_elsewhere_on_each_rank(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardhet.comm.liveness.sign import ProcessState
-from shardhet.comm.peers import is_running
+from shardhet.comm.peers import ProcessState, birth
 from tests.selection import only, sample
 from tests.test_experiment_common import wait_until
 from tests.worlds import (
@@ -108,7 +107,7 @@ def test_idle_ranks_end_with_a_pytest_that_is_killed() -> None:
             wait_until(lambda: [ProcessState.of(each) for each in pids] == stopped, seconds=5)
         finally:
             program.kill()
-    wait_until(lambda: not any(is_running(each) for each in pids), seconds=5 * patience())
+    wait_until(lambda: not any(birth(each) for each in pids), seconds=5 * patience())
 
 
 def test_the_rank_cache_lives_as_long_as_its_world() -> None:
@@ -230,7 +229,7 @@ def test_a_result_that_cannot_be_pickled_is_that_ranks_failure() -> None:
 def test_a_rank_that_dies_between_cases_is_not_silently_replaced() -> None:
     (idle,) = run_ranks(pid, 1)
     os.kill(idle, signal.SIGKILL)
-    wait_until(lambda: not is_running(idle), seconds=5 * patience())
+    wait_until(lambda: birth(idle) is None, seconds=5 * patience())
     # Said before the next case, or in it: the fork server learns of the death a moment later.
     with pytest.raises(FAILED, match=r"exit codes \{0: -9\}"):
         run_ranks(pid, 1)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from experiments.common.launch import join
 from shardhet import HetFSDP, Plan, phase, watch_ranks
 from shardhet.checkpoint import save
-from shardhet.comm.liveness.judging import LONG_FACTOR
+from shardhet.comm.liveness.diagnosis import LONG_FACTOR
 from tests.misdeeds import commit
 
 WIDTH, NUM_LAYERS = 64, 3
@@ -103,7 +103,7 @@ def train(sender: Connection, rank: int, port: int, fault: Fault, folder: str) -
     os.environ["SHARDHET_TRANSPORT"] = fault.transport
     torch.set_num_threads(1)
     join(port, fault.world_size, rank)
-    watch_ranks(hang_timeout_s=TIMEOUT_S, on_verdict=lambda verdict: None)
+    watch_ranks(hang_timeout_s=TIMEOUT_S, on_failure=lambda failure: None)
     outcome = "returned"
     try:
         take_steps(rank, fault, Path(folder))

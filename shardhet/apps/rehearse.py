@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from shardhet.apps.launch.crash import Failure
+from shardhet.apps.launch.crash import save_failure
 from shardhet.apps.launch.launch import start_ranks
 from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.comm.failure import failure_of
 from shardhet.comm.members import REHEARSE
 from shardhet.records.cluster import Cluster
 from shardhet.records.plan import Plan
@@ -67,7 +68,8 @@ def run_program() -> None:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except Exception as error:
         rank = int(os.environ["RANK"])
-        Failure.of(error, rank=rank, device="cpu").save(RunFolder(Path(folder)))
+        failure = failure_of(error, rank=rank, name=f"rank {rank} (cpu)")
+        save_failure(failure, RunFolder(Path(folder)))
         raise
 
 

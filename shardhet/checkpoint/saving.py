@@ -9,7 +9,7 @@ Order of collectives (all ranks, in this order; "checkpoint.save" is their name)
     4  every rank says what it has written
     5  rank zero has completed the folder (metadata, plan, manifest, rename)
 
-An asynchronous save leaves its reports of 3 on the noticeboard as well, where rank zero's
+An asynchronous save leaves its reports of 3 in the rendezvous store as well, where rank zero's
 thread finds them: the folder is then complete before anybody waits, and 4 and 5 only say so.
 The thread makes no collective call, so that it never comes between those of the model.
 

@@ -52,7 +52,7 @@ def _end() -> None:
 def _has_failed() -> bool:
     """Whether the program ends with an error: peers will not go on with what was begun."""
     has_raised = getattr(sys, "last_value", None) is not None
-    return has_raised or progress.verdict is not None or progress.failure is not None
+    return has_raised or progress.failure is not None
 
 
 def _join(threads: Sequence[Thread], patience_s: float) -> None:

@@ -7,6 +7,7 @@ import re
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,19 +17,21 @@ from typing import Any, Self
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 
 from shardhet.comm import devices
 from shardhet.comm.channel import Channel
 from shardhet.comm.groups import Communicators
-from shardhet.comm.peers import LostPeerError, holder_of, is_running
+from shardhet.comm.peers import Failure, Kind, LostPeerError, birth, holder_of
 from shardhet.comm.progress import progress
 
 SECONDS_TO_HEAR_THE_CAUSE = 3.0
 SECONDS_BETWEEN_LOOKS = 0.05
 MIB, GIB = 2**20, 2**30
 LIMIT_AFTER_FAILURE = 0.9  # of the memory that was predicted, or had been allocated
-MEND = "All ranks stop. Fix the cause on that rank and start again."
-ENDED = "shardhet_ended_"  # in the store, with a position
+FAILURE = "shardhet_failure"  # in the store: the first that a rank has reported
+# In the store, with a position
+PROCESS, SIGNED_OFF, ENDED = "shardhet_process_", "shardhet_signed_off_", "shardhet_ended_"
 OF_CUDA = "ncclUnhandledCudaError"  # in torch's error, if a call of CUDA failed in NCCL
 NO_HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # in torch's RuntimeError
 TRACEBACK = "SHARDHET_TRACEBACK"  # "full": with the frames inside of this package
@@ -102,6 +105,33 @@ class Shortage:
         return f"{said}: it is planned for with {self.limit_bytes / MIB:,.1f} MiB from now on"
 
 
+def failure_of(error: BaseException, *, rank: int, name: str, what: str = "") -> Failure:
+    """The failure of the rank that raises ``error``.
+
+    ``name`` is with its device; ``what``: in place of what Python says of the error.
+    """
+    is_lost = any(isinstance(each, LostPeerError) for each in (error, error.__cause__))
+    return Failure(
+        kind=Kind.LOST if is_lost else Kind.RAISED,
+        ranks=(rank,),
+        name=name,
+        what=what or "".join(traceback.format_exception_only(error)).strip(),
+        doing=progress.doing,
+        where=_place_of(error),
+        step=progress.step,
+    )
+
+
+def report(failure: Failure, store: Any) -> Failure:
+    """Leave word of ``failure`` for all ranks; the first that any has left."""
+    return Failure.from_json(store.compare_set(FAILURE, "", failure.to_json()))
+
+
+def reported(store: Any) -> Failure | None:
+    """The failure of which a rank has left word."""
+    return Failure.from_json(store.get(FAILURE)) if store.check([FAILURE]) else None
+
+
 class Lifeline:
     """Turns a failure on one rank into the same message on every rank, within seconds.
 
@@ -120,44 +150,33 @@ class Lifeline:
         device: torch.device,
     ) -> None:
         self._device = device
-        self._doing = "starting"
         self._communicators = communicators
         self._channel = channel
         self._names = tuple(names)  # by position
         self._is_broken = False
         if channel.group is not None:
             process = json.dumps([socket.gethostname(), os.getpid()])
-            self._store.set(f"shardhet_process_{channel.position}", process)
+            self._store.set(f"{PROCESS}{channel.position}", process)
             _lifelines.add(self)
         if not _hooks_before:
             _hooks_before.append(sys.excepthook)
-            sys.excepthook = _tell_before_the_end
+            sys.excepthook = _report_before_the_end
             atexit.register(_say_that_it_ended)
-
-    @property
-    def doing(self) -> str:
-        """What this rank is doing; part of its message."""
-        return self._doing
-
-    @doing.setter
-    def doing(self, doing: str) -> None:
-        self._doing = doing
-        progress.mark(doing)
 
     @contextmanager
     def guard(self, doing: str | None = None) -> Iterator[None]:
         """Guard a block of code that other ranks may wait for."""
-        self.doing = doing or self.doing
+        progress.mark(doing or progress.doing)
         try:
             yield
-            self.doing = "the program around HetFSDP"
+            progress.mark("the program around HetFSDP")
         except LostPeerError as error:
             if (own := self._failure_of_device(error)) is not None:
-                self._announce(own)
+                self.report(own)
                 raise own from None  # it is no consequence, see ``is_out_of_memory``
-            raise RuntimeError(self._hear_the_cause(error)) from error
+            raise RuntimeError(self._cause_of(error)) from error
         except Exception as error:
-            self._announce(error)
+            self.report(error)
             raise
 
     def say_that_it_ended(self) -> None:
@@ -167,18 +186,13 @@ class Lifeline:
                 steps = f"{progress.step} step{'s' * (progress.step != 1)}"
                 self._store.set(f"{ENDED}{self._channel.position}", steps)
 
-    def tell(self, error: BaseException) -> None:
-        """Announce an error that ends this process outside of ``guard``, unless others have."""
-        if not self._is_broken and progress.verdict is None:
-            self._announce(error)
-
     def _failure_of_device(self, error: LostPeerError) -> BaseException | None:
         """What this rank's device has failed with, if NCCL has met it first.
 
         A failure in a kernel, as of an index out of range, is that of every later call; there
         may be no memory for a buffer of NCCL.
         """
-        if devices.is_on_host(self._device) or progress.verdict is not None:
+        if devices.is_on_host(self._device) or progress.failure is not None:
             return None
         if OF_CUDA in str(error):
             return error.__cause__
@@ -188,18 +202,21 @@ class Lifeline:
             return own
         return None
 
-    def _announce(self, error: BaseException) -> None:
-        name = self._names[self._channel.position]
-        is_short = _is_out_of_device_memory(error)
-        memory = self._memory(error) if is_short else ""
-        error.add_note(f"{name} failed in {self.doing}.{memory}")
-        if self._channel.group is None or self._is_broken:
+    def report(self, error: BaseException) -> None:
+        """Report an error of this rank to all others, unless it is known that the run ends."""
+        position = self._channel.position
+        name, doing = self._names[position], progress.doing
+        memory = self._memory(error) if _is_out_of_device_memory(error) else ""
+        error.add_note(f"{name} failed in {doing}.{memory}")
+        if self._channel.group is None or self._is_broken or not dist.is_initialized():
             return
         self._is_broken = True
-        message = f"{name} failed in {self.doing}: {type(error).__name__}: {error}{memory}"
-        progress.fail(message)
-        with suppress(RuntimeError):
-            self._store.compare_set("shardhet_failure", "", message)
+        what = f"{type(error).__name__}: {error}{memory}"
+        failure = failure_of(error, rank=dist.get_rank(), name=name, what=what)
+        if failure.kind is Kind.RAISED:
+            progress.failure = progress.failure or failure
+            with suppress(RuntimeError):
+                report(failure, _store_of_all())
         self._communicators.break_connections()
 
     def _memory(self, error: BaseException) -> str:
@@ -218,83 +235,67 @@ class Lifeline:
             + f". Plan again with limits.{self._channel.position}.memory_gib={limit_gib:.2f}."
         )
 
-    def _hear_the_cause(self, error: LostPeerError) -> str:
+    def _cause_of(self, error: LostPeerError) -> str:
+        """What has failed elsewhere; it may take a while until that is known."""
         if not self._is_broken:
             self._is_broken = True
             self._communicators.break_connections()
-        if progress.verdict is not None:
-            with suppress(RuntimeError):  # for ranks that lose it before their own verdict
-                self._store.compare_set("shardhet_failure", "", progress.verdict)
-            return progress.verdict
+        until_s, has_store = time.monotonic() + SECONDS_TO_HEAR_THE_CAUSE, True
+        # Without a store: if it stood still, another rank was the first to see it, and this one
+        # is about to.
+        while time.monotonic() < until_s and (has_store or progress.is_watched):
+            found = progress.failure
+            try:
+                if found is None and has_store:
+                    self._store.set(f"{SIGNED_OFF}{self._channel.position}", "1")
+                    found = reported(_store_of_all())
+            except RuntimeError:  # it is gone, and so is the process that held it
+                has_store = False
+            if found is not None:
+                progress.failure = found
+                return found.message
+            time.sleep(SECONDS_BETWEEN_LOOKS)
         try:
-            return self._look_up_the_cause(error)
-        except RuntimeError:  # the store is gone, and so is the process that held it
-            deadline = time.monotonic() + SECONDS_TO_HEAR_THE_CAUSE
-            # If it stood still, another rank was the first to see it, and this one is about to.
-            while progress.is_watched and time.monotonic() < deadline:
-                if progress.verdict is not None:
-                    return progress.verdict
-                time.sleep(SECONDS_BETWEEN_LOOKS)
-            holder, _ = holder_of(self._store)
+            return self._cause_by_silence(error)
+        except RuntimeError:
             return (
-                f"{holder}, which holds the rendezvous store, or the network to it is gone "
-                f"while this rank was in {self.doing} ({error}). Look at its log and exit code."
+                f"{holder_of(self._store)[0]}, which holds the rendezvous store, or the "
+                f"network to it is gone while this rank was in {progress.doing} ({error}). "
+                "Look at its log and exit code."
             )
 
-    def _look_up_the_cause(self, error: LostPeerError) -> str:
-        store = self._store
-        store.set(f"shardhet_signed_off_{self._channel.position}", "1")
-        deadline = time.monotonic() + SECONDS_TO_HEAR_THE_CAUSE
-        while time.monotonic() < deadline:
-            if progress.verdict is not None:
-                return progress.verdict
-            if store.check(["shardhet_failure"]):
-                cause = store.get("shardhet_failure").decode()
-                return f"{cause}\n{MEND}"
-            time.sleep(SECONDS_BETWEEN_LOOKS)
-        silent = [
-            position
-            for position in range(len(self._names))
-            if not store.check([f"shardhet_signed_off_{position}"])
-        ]
-        for position in silent:
+    def _cause_by_silence(self, error: LostPeerError) -> str:
+        """What is known of the ranks that have not noticed: they may be the cause."""
+        store, here, doing = self._store, socket.gethostname(), progress.doing
+        ended, unknown = [], []
+        for position, name in enumerate(self._names):
+            if store.check([f"{SIGNED_OFF}{position}"]):
+                continue
             if store.check([f"{ENDED}{position}"]):
                 steps = store.get(f"{ENDED}{position}").decode()
                 return (
-                    f"{self._names[position]} ended without an exception after {steps}, while "
-                    f"this rank is in {self.doing} of step {progress.step + 1}. Give every "
-                    "rank as many batches: is its loader shorter?"
+                    f"{name} ended without an exception after {steps}, while this rank is in "
+                    f"{doing} of step {progress.step + 1}. Give every rank as many batches: is "
+                    "its loader shorter?"
                 )
-        ended, unknown = self._split_by_host(silent)
+            key = f"{PROCESS}{position}"  # of those that have come so far
+            host, pid = json.loads(store.get(key)) if store.check([key]) else (None, 0)
+            if host != here:  # it may be busy
+                unknown.append(name)
+            elif birth(pid) is None:  # one of this host that still runs is busy
+                ended.append(name)
         if ended:
             return (
-                f"{', '.join(ended)} ended without a message while this rank was in "
-                f"{self.doing}. Look at its exit code and log: killed, out of memory, or cut "
-                "off."
+                f"{', '.join(ended)} ended without a message while this rank was in {doing}. "
+                "Look at its exit code and log: killed, out of memory, or cut off."
             )
         if unknown:
             return (
                 f"{', '.join(unknown)} did not answer within {SECONDS_TO_HEAR_THE_CAUSE:g} s "
-                f"while this rank was in {self.doing}: ended without a message, cut off, or "
+                f"while this rank was in {doing}: ended without a message, cut off, or "
                 "computing still. Look at the exit codes and logs there."
             )
-        return f"The ranks lost each other in {self.doing}: {error}. Check the network."
-
-    def _split_by_host(self, silent: Sequence[int]) -> tuple[list[str], list[str]]:
-        """Names of those that have ended, and of those of other hosts, which may be busy.
-
-        A rank of this host that still runs is neither: it is busy with something else.
-        """
-        ended, unknown = [], []
-        for position in silent:
-            key = f"shardhet_process_{position}"  # of those that have come so far
-            here = self._store.check([key])
-            host, pid = json.loads(self._store.get(key)) if here else (None, 0)
-            if host != socket.gethostname():
-                unknown.append(self._names[position])
-            elif not is_running(pid):
-                ended.append(self._names[position])
-        return ended, unknown
+        return f"The ranks lost each other in {doing}: {error}. Check the network."
 
     @property
     def _store(self) -> Any:  # a rendezvous store; torch does not export its type
@@ -312,11 +313,12 @@ def _say_that_it_ended() -> None:
             each.say_that_it_ended()
 
 
-def _tell_before_the_end(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+def _report_before_the_end(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """In the place of ``sys.excepthook``: others hear what the program around models raises."""
     try:
-        for each in list(_lifelines):
-            each.tell(error)
+        if progress.failure is None or progress.failure.kind is Kind.RAISED:
+            for each in list(_lifelines):
+                each.report(error)
     finally:
         if os.environ.get(TRACEBACK) != "full":
             leave_out_internals(error)
@@ -340,6 +342,23 @@ def leave_out_internals(error: BaseException | None) -> None:
         if isinstance(error.__cause__, LostPeerError):  # the message has what came of it
             error.__cause__ = None
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _place_of(error: BaseException) -> str:
+    """The innermost line of user code; without any, that of this package or any other."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        frame
+        for frame in frames
+        if "site-packages" not in frame.filename and not INTERNAL.search(frame.filename)
+    ]
+    innermost = (own or frames)[-1:]
+    return f"{innermost[0].filename}:{innermost[0].lineno}" if innermost else "unknown"
+
+
+def _store_of_all() -> Any:
+    group: Any = dist.group.WORLD
+    return group.get_group_store()
 
 
 def _is_internal(trace: TracebackType) -> bool:

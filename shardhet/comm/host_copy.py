@@ -31,8 +31,8 @@ class HostCopy:
         lets the device go on, with whatever is in its buffers.
         """
         self._copied_event.synchronize()
-        if progress.verdict is not None:
-            raise LostPeerError(progress.verdict)
+        if progress.failure is not None:
+            raise LostPeerError(progress.failure.message)
         self.value = self._copy
         return self._copy
 

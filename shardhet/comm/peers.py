@@ -1,55 +1,139 @@
-"""Checks whether peer processes are still running, and ends waits for them."""
+"""Peer processes: whether they run, how one of them has failed, and the end of waits for it."""
 
+import json
 import os
+import time
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from enum import Enum, StrEnum
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
 from shardhet.comm import devices
 
+ADVICE = "All ranks stop. Fix the cause on that rank and start again."
+
 
 class LostPeerError(RuntimeError):
     """A collective failed because another rank is gone; the cause is known elsewhere."""
 
 
-def is_running(pid: int) -> bool:
-    """Whether process ``pid`` of this host is running; a zombie is not."""
-    return birth(pid) is not None
+class Kind(StrEnum):
+    """How a rank has failed."""
+
+    RAISED = "raised"  # an exception
+    GONE = "gone"  # its process has ended without one
+    SILENT = "silent"  # no heartbeat: stopped, or cut off from the network
+    HUNG = "hung"  # heartbeats, and no progress
+    LOST = "lost"  # an exception that follows from the failure of another rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """How one rank, or several at once, failed, as other ranks and the launcher read it."""
+
+    kind: Kind
+    ranks: tuple[int, ...]  # none if all wait for each other
+    name: str  # of the first, with its device: "rank 2 (cpu on alpha)"
+    what: str  # "ValueError: ...", or what the others know of it
+    doing: str = "the program"  # at that time
+    where: str = "unknown"  # file:line of the innermost frame outside of libraries
+    stack: str = ""  # where it could be had
+    step: int = 0  # the last that was taken
+    at_s: float = field(default_factory=time.time)  # since the epoch
+    plans_again: bool = False  # the run goes on under another plan, if ranks are started again
+
+    @property
+    def rank(self) -> int:
+        """The first of them, or the one that reports it."""
+        return self.ranks[0] if self.ranks else 0
+
+    @property
+    def message(self) -> str:
+        """What the other ranks raise."""
+        if self.kind is Kind.RAISED:
+            return f"{self.name} failed in {self.doing}: {self.what}\n{ADVICE}"
+        return f"{self.what}\nAll ranks stop."
+
+    def to_json(self) -> str:
+        """The failure as text."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """The inverse of ``to_json``."""
+        values = json.loads(text)
+        values |= {"kind": Kind(values["kind"]), "ranks": tuple(values["ranks"])}
+        return cls(**values)
+
+
+class ProcessState(Enum):
+    """What the system says about the process of a rank."""
+
+    RUNNING = "running"
+    STOPPED = "stopped"  # by SIGSTOP
+    TRACED = "traced"  # by a debugger
+    GONE = "gone"
+    CUT = "cut"  # its host, another one, answers no more
+    UNKNOWN = "unknown"  # it is on another host, and nothing has been heard of its end
+
+    @classmethod
+    def of(cls, pid: int) -> "ProcessState":
+        """The state of a process of this host."""
+        try:
+            fields = stat_of(pid)
+        except OSError:  # out of file descriptors, which says nothing about the process
+            return cls.UNKNOWN
+        if fields is None:
+            return cls.GONE if Path("/proc/self/stat").exists() else cls.UNKNOWN
+        by_letter = {"Z": cls.GONE, "X": cls.GONE, "T": cls.STOPPED, "t": cls.TRACED}
+        return by_letter.get(fields[0], cls.RUNNING)
+
+
+def stat_of(pid: int) -> list[str] | None:
+    """The fields of proc(5)'s stat, from the third on; None if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return text.rpartition(")")[2].split()
 
 
 def birth(pid: int) -> int | None:
     """Return a process's start time, in ticks since boot; None if it is not running.
 
-    The start time distinguishes processes that have had the same pid.
+    The start time distinguishes processes that have had the same pid.  A zombie does not run.
     """
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    fields = status.rpartition(")")[2].split()  # proc(5), from the third field on
-    return None if fields[0] in "ZX" else int(fields[19])
+    fields = stat_of(pid)
+    return None if fields is None or fields[0] in "ZX" else int(fields[19])
 
 
 def holder_of(store: Any) -> tuple[str, int | None]:
     """What holds the store, in words, and which rank, if it is one."""
-    store = _underlying(store)
+    host = host_of(store)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return f"the launcher on {getattr(store, 'host', 'the first host')}", None
+        return f"the launcher on {host or 'the first host'}", None
     if "RANK" in os.environ:
         return "rank 0", 0
-    return f"the process at {getattr(store, 'host', '?')}:{getattr(store, 'port', '?')}", None
+    return f"the process at {host or '?'}:{getattr(_underlying(store), 'port', '?')}", None
 
 
 def host_of(store: Any) -> str | None:
     """The host, or its address, to which the store's connection goes, if it has one."""
     host: str | None = getattr(_underlying(store), "host", None)
     return host
+
+
+def _underlying(store: Any) -> Any:
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
 
 
 def end_waits(groups: Iterable[dist.ProcessGroup]) -> None:
@@ -86,9 +170,3 @@ def _close(group: dist.ProcessGroup) -> None:
         if peer != group.rank():
             with suppress(RuntimeError):
                 group.recv([torch.empty(1)], peer, 2**31 - 1).wait(timedelta(milliseconds=1))
-
-
-def _underlying(store: Any) -> Any:
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return store

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardhet.comm.members import rehearsed
-from shardhet.comm.noticeboard import from_first_rank
+from shardhet.comm.store import from_first_rank
 from shardhet.fsdp.microbatch.loss import loss_pair
 from shardhet.fsdp.options import check_dtype
 from shardhet.pricing.derive import derive_profile

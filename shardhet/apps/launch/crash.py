@@ -1,18 +1,15 @@
-"""Failures of ranks, and the panel that shows the root cause at the end of a failed run.
+"""Failures in the run folder, and the panel that shows the root cause of a failed run.
 
-Each rank that fails writes a ``Failure`` into the run folder.  Most of them only report that
-a peer is gone; the root cause is the first that does not.
+Each rank that fails writes its ``Failure`` there.  Most of them only report that a peer is
+gone; the root cause is the first that does not.
 """
 
 import json
 import logging
 import os
 import signal
-import time
-import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich import box
@@ -21,12 +18,9 @@ from rich.panel import Panel
 from rich.text import Text
 
 from shardhet.apps.cli.streamed import WideConsole
-from shardhet.apps.launch.memory_limits import PlansAgainError
 from shardhet.apps.launch.run_folder import RunFolder, write_whole
-from shardhet.comm.failure import INTERNAL
 from shardhet.comm.liveness.ending import OF_THIS_RANK
-from shardhet.comm.peers import LostPeerError
-from shardhet.comm.progress import progress
+from shardhet.comm.peers import Failure, Kind
 
 logger = logging.getLogger(__name__)
 
@@ -46,87 +40,41 @@ class RankConsole(WideConsole):
             raise SystemExit(OUTPUT_CLOSED) from None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """How one rank ended."""
-
-    rank: int
-    device: str
-    exception: str  # "ValueError: ...", or how the process ended
-    place: str  # file:line of the innermost frame outside of libraries
-    at_s: float  # seconds since the epoch
-    is_consequence: bool  # of a failure elsewhere
-    step: int = 0  # the last that was taken
-    plans_again: bool = False  # the run goes on under another plan, if ranks are started again
-
-    @classmethod
-    def of(cls, error: BaseException, *, rank: int, device: str) -> "Failure":
-        """The failure of the rank that raised ``error``."""
-        return cls(
-            rank=rank,
-            device=device,
-            exception="".join(traceback.format_exception_only(error)).strip(),
-            place=_place(error),
-            at_s=time.time(),
-            is_consequence=any(
-                isinstance(each, LostPeerError) for each in (error, error.__cause__)
-            ),
-            step=progress.step,
-            plans_again=isinstance(error, PlansAgainError),
-        )
-
-    def is_repeated(self, folder: RunFolder) -> bool:
-        """Whether this rank failed in the same way, at the same step, when it last started."""
-        paths = (folder.failure_path(self.rank), folder.failure_before_path(self.rank))
-        before = [_read(path) for path in paths if path.exists()]
-        return not self.is_consequence and any(
-            (each.exception, each.step) == (self.exception, self.step) for each in before
-        )
-
-    def save(self, folder: RunFolder) -> None:
-        """Write the failure to where the launcher looks for it.
-
-        Where the run folder takes no file, as on a full disk, that is the launcher's own.
-        """
-        path = folder.failure_path(self.rank)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(asdict(self), indent=1) + "\n")
-        except OSError as error:
-            logger.warning("%s: %s", path, error)
-            document = {"message": self.exception, "timestamp": self.at_s, KEY: asdict(self)}
-            with suppress(KeyError, OSError):  # what has failed counts, not this
-                Path(os.environ[OF_THIS_RANK]).write_text(json.dumps(document))
+def is_repeated(failure: Failure, folder: RunFolder) -> bool:
+    """Whether its rank failed in the same way, at the same step, when it last started."""
+    paths = (folder.failure_path(failure.rank), folder.failure_before_path(failure.rank))
+    before = [Failure.from_json(path.read_text()) for path in paths if path.exists()]
+    return failure.kind is not Kind.LOST and any(
+        (each.what, each.step) == (failure.what, failure.step) for each in before
+    )
 
 
-def _place(error: BaseException) -> str:
-    """The innermost line of user code; without any, that of this package or any other."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        frame
-        for frame in frames
-        if "site-packages" not in frame.filename and not INTERNAL.search(frame.filename)
-    ]
-    if not frames:
-        return "unknown"
-    innermost = (own or list(frames))[-1]
-    return f"{innermost.filename}:{innermost.lineno}"
+def save_failure(failure: Failure, folder: RunFolder) -> None:
+    """Write the failure to where the launcher looks for it.
+
+    Where the run folder takes no file, as on a full disk, that is the launcher's own.
+    """
+    path, text = folder.failure_path(failure.rank), failure.to_json()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text + "\n")
+    except OSError as error:
+        logger.warning("%s: %s", path, error)
+        document = {"message": failure.what, "timestamp": failure.at_s, KEY: text}
+        with suppress(KeyError, OSError):  # what has failed counts, not this
+            Path(os.environ[OF_THIS_RANK]).write_text(json.dumps(document))
 
 
-def read_failures(folder: RunFolder) -> list[Failure]:
-    """The failures that the ranks have written."""
-    paths = sorted(folder.logs_dir.glob("rank*.failure.json"))
-    return [_read(path) for path in paths]
+def read_failures(folder: RunFolder, log_dir: Path | None = None) -> list[Failure]:
+    """The failures that the ranks have written, in the run folder or to torch's launcher.
 
-
-def read_failures_of_launch(log_dir: Path) -> list[Failure]:
-    """Those that the run folder did not take, from what torch's launcher keeps of each rank."""
-    documents = [json.loads(path.read_text()) for path in log_dir.rglob("error.json")]
-    return [Failure(**each[KEY]) for each in documents if KEY in each]
-
-
-def _read(path: Path) -> Failure:
-    return Failure(**json.loads(path.read_text(encoding="utf-8")))
+    ``log_dir`` has what torch's launcher keeps of each rank.
+    """
+    texts = [path.read_text() for path in sorted(folder.logs_dir.glob("rank*.failure.json"))]
+    if log_dir is not None:
+        documents = [json.loads(path.read_text()) for path in log_dir.rglob("error.json")]
+        texts += [each[KEY] for each in documents if KEY in each]
+    return [Failure.from_json(text) for text in texts]
 
 
 def root_cause(said: Sequence[Failure], silent: Iterable[Failure]) -> Failure | None:
@@ -135,22 +83,19 @@ def root_cause(said: Sequence[Failure], silent: Iterable[Failure]) -> Failure | 
     ``said`` are failures that ranks reported; ``silent`` are processes that ended without a
     report, in the order in which they ended.
     """
-    causes = [failure for failure in said if not failure.is_consequence]
+    by_time = sorted(said, key=lambda failure: failure.at_s)
+    causes = [failure for failure in by_time if failure.kind is not Kind.LOST]
     spoken = {failure.rank for failure in said}
     killed = [failure for failure in silent if failure.rank not in spoken]
-    if causes:
-        return min(causes, key=lambda failure: failure.at_s)
-    if killed:
-        return killed[0]
-    return min(said, key=lambda failure: failure.at_s, default=None)
+    return next(iter([*causes, *killed, *by_time]), None)
 
 
 def crash_panel(failure: Failure, folder: RunFolder) -> Panel:
     """The panel that a user sees last."""
     rows = [
-        ("rank", f"{failure.rank} ({failure.device})"),
-        ("error", failure.exception),
-        ("at", failure.place),
+        ("rank", failure.name.removeprefix("rank ")),
+        ("error", failure.what),
+        ("at", failure.where),
     ]
     if (log := folder.log_path(failure.rank)).exists():
         rows.append(("log", str(log)))

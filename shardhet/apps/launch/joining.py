@@ -4,7 +4,6 @@ import faulthandler
 import logging
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,17 +18,20 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardhet import DeviceSpec
 from shardhet.apps.launch.builds import check_alike, check_serves
-from shardhet.apps.launch.crash import Failure, RankConsole
+from shardhet.apps.launch.crash import RankConsole, is_repeated, save_failure
 from shardhet.apps.launch.emulated_link import EmulatedLink
 from shardhet.apps.launch.leaving import end_agent
+from shardhet.apps.launch.memory_limits import PlansAgainError
 from shardhet.apps.launch.rank_env import RankEnv, is_task_of_srun
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.comm import devices
 from shardhet.comm.channel import Channel
-from shardhet.comm.liveness import HANG_TIMEOUT_S, Verdict, end_with_launcher, watch_ranks
+from shardhet.comm.failure import failure_of
+from shardhet.comm.liveness import HANG_TIMEOUT_S, end_with_launcher, watch_ranks
+from shardhet.comm.liveness.diagnosis import LONG_FACTOR
 from shardhet.comm.liveness.ending import end_if_launcher_is_gone
-from shardhet.comm.liveness.judging import LONG_FACTOR
 from shardhet.comm.members import local_device_spec
+from shardhet.comm.peers import Failure
 from shardhet.comm.progress import progress
 from shardhet.comm.transport import SWITCH, wants_gloo
 from shardhet.config.training import ClusterConf, DeviceType
@@ -38,7 +40,8 @@ from shardhet.training.emulation import cores_for, stay_on
 logger = logging.getLogger(__name__)
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads one
 GROWING_SEGMENTS = "expandable_segments:True"
-MAY_HEAL = (OSError, dist.DistError)  # a network or a disk may be back at the next start
+# A network or a disk may be back at the next start.
+MAY_HEAL = (OSError, dist.DistError, KeyboardInterrupt)
 
 
 @contextmanager
@@ -80,7 +83,7 @@ def joined(
             with watch_ranks(
                 hang_timeout_s=hang_timeout_s,
                 device=device,
-                on_verdict=partial(_save_verdict, folder),
+                on_failure=partial(_save_found, folder),
             ):
                 for trouble in check_alike(device, Channel.of_world()):
                     logger.warning("%s", trouble)
@@ -195,37 +198,31 @@ def _redirect(stream: TextIO, file: TextIO) -> None:
     os.dup2(file.fileno(), stream.fileno())
 
 
-def _save_verdict(folder: RunFolder, verdict: Verdict) -> None:
+def _save_found(folder: RunFolder, failure: Failure) -> None:
     """Write the failure of a rank that cannot write its own."""
-    rank = verdict.culprits[0] if verdict.culprits else 0
-    Failure(
-        rank=rank,
-        device=verdict.name.removeprefix(f"rank {rank} (").removesuffix(")"),
-        exception=verdict.text,
-        place=verdict.place,
-        at_s=time.time(),
-        is_consequence=False,
-    ).save(folder)
-    if verdict.stack:
-        logger.error("%s is at\n%s", verdict.name, verdict.stack)
+    save_failure(failure, folder)
+    if failure.stack:
+        logger.error("%s is at\n%s", failure.name, failure.stack)
 
 
 @contextmanager
 def _report_failure(folder: RunFolder, env: RankEnv, device: str) -> Iterator[None]:
     try:
         yield
-    except KeyboardInterrupt as error:
-        failure = Failure.of(error, rank=env.rank, device=device)
-        replace(failure, exception="interrupted (SIGINT)").save(folder)
-        raise
-    except Exception as error:
-        end_if_launcher_is_gone()  # the store was lost with it, which says less
-        logger.exception("rank %d failed", env.rank)
-        failure = Failure.of(error, rank=env.rank, device=device)
-        may_heal = isinstance(error, MAY_HEAL)
-        is_repeated = env.may_start_again and not may_heal and failure.is_repeated(folder)
-        failure.save(folder)
-        if is_repeated:
+    except (Exception, KeyboardInterrupt) as error:
+        what, may_heal = "", isinstance(error, MAY_HEAL)
+        if isinstance(error, KeyboardInterrupt):
+            what = "interrupted (SIGINT)"
+        else:
+            end_if_launcher_is_gone()  # the store was lost with it, which says less
+            logger.exception("rank %d failed", env.rank)
+        failure = failure_of(
+            error, rank=env.rank, name=f"rank {env.rank} ({device})", what=what
+        )
+        failure = replace(failure, plans_again=isinstance(error, PlansAgainError))
+        repeats = env.may_start_again and not may_heal and is_repeated(failure, folder)
+        save_failure(failure, folder)
+        if repeats:
             text = "it failed in the same way when it last started: this node does not go on"
             logger.error("%s", text)
             sys.stderr.write(f"rank {env.rank}: {error}\n{text}\n")

@@ -18,14 +18,13 @@ from shardhet.apps.cli.streamed import WideConsole
 from shardhet.apps.launch import rank_start
 from shardhet.apps.launch.crash import (
     OUTPUT_CLOSED,
-    Failure,
     crash_panel,
     read_failures,
-    read_failures_of_launch,
     root_cause,
 )
 from shardhet.apps.launch.emulated_link import emulated_link
 from shardhet.apps.launch.run_folder import IN_MEMORY, RunFolder
+from shardhet.comm.peers import Failure, Kind
 from shardhet.config.training import LinkConf
 
 INTERRUPTED = "Ctrl-C"
@@ -154,17 +153,16 @@ def _cause(folder: RunFolder, log_dir: Path, failures: Mapping[int, Any]) -> Fai
     ended = sorted(failures.items(), key=lambda item: item[1].timestamp)
     silent = [
         Failure(
-            rank=rank,
-            device=f"process {failure.pid}",
-            exception=_ending(failure.exitcode),
-            place="unknown: the process left no traceback",
+            kind=Kind.GONE,
+            ranks=(rank,),
+            name=f"rank {rank} (process {failure.pid})",
+            what=_ending(failure.exitcode),
+            where="unknown: the process left no traceback",
             at_s=failure.timestamp,
-            is_consequence=False,
         )
         for rank, failure in ended
     ]
-    said = [*read_failures(folder), *read_failures_of_launch(log_dir)]
-    cause = root_cause(said, silent)
+    cause = root_cause(read_failures(folder, log_dir), silent)
     assert cause is not None
     return cause
 

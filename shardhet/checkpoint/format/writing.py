@@ -32,7 +32,7 @@ class Report:
     failure: str | None = None
 
     def to_json(self) -> str:
-        """As text, for a noticeboard."""
+        """As text, for a store."""
         facts = self.facts and [self.facts.num_bytes, self.facts.digest]
         spans = {name: [s.start, s.stop] for name, s in (self.bytes_by_name or {}).items()}
         return json.dumps([self.rank, self.file, facts, spans, self.failure])

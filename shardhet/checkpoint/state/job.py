@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardhet.checkpoint.format import files
 from shardhet.checkpoint.format.entries import Holding
@@ -14,7 +15,6 @@ from shardhet.checkpoint.format.writing import Report, write_rank_file
 from shardhet.checkpoint.state.held import Held
 from shardhet.checkpoint.state.ranks import Ranks
 from shardhet.checkpoint.threads import Thread
-from shardhet.comm.noticeboard import Noticeboard
 
 SECONDS_BETWEEN_LOOKS = 0.02
 
@@ -41,14 +41,13 @@ class Job:
         self._has_written = threading.Event()
         self._stops = threading.Event()
         self._thread: Thread | None = None
-        self._board: Noticeboard | None = None
+        self._store: Any = None
 
     def start(self, topic: str) -> None:
         """Write in a thread, and on rank zero complete the folder there."""
-        board = self._board = self._ranks.noticeboard(topic)
-        self._thread = Thread(
-            lambda: self._run(board), name=f"writes {self._path.name}", stop=self._stops.set
-        )
+        self._store = self._ranks.store(topic)
+        name = f"writes {self._path.name}"
+        self._thread = Thread(self._run, name=name, stop=self._stops.set)
         self._thread.start()
 
     def write(self) -> None:
@@ -78,18 +77,20 @@ class Job:
             self._thread.join()
 
     def clear(self) -> None:
-        """Take this rank's report off the noticeboard."""
-        if self._board is not None:
-            self._board.clear(self._ranks.position)
+        """Take this rank's report out of the store."""
+        if self._store is not None:
+            with suppress(RuntimeError):  # some kinds of store keep what they have
+                self._store.delete_key(str(self._ranks.position))
 
-    def _run(self, board: Noticeboard) -> None:
+    def _run(self) -> None:
         self.write()
+        store, keys = self._store, [str(i) for i in range(self._ranks.world_size)]
         with suppress(RuntimeError):  # the store may be gone; whoever waits finds out
-            board.post(self._ranks.position, self.written().to_json())
+            store.set(str(self._ranks.position), self.written().to_json())
             while self._ranks.is_writer and not self._stops.is_set():
-                texts = board.read_all()
-                if texts is not None:
+                if store.check(keys):
                     with suppress(Exception):  # kept as the outcome
+                        texts = store.multi_get(keys)
                         self.complete([Report.from_json(text) for text in texts])
                     break
                 time.sleep(SECONDS_BETWEEN_LOOKS)

@@ -8,7 +8,7 @@ from torch import nn
 
 from shardhet.checkpoint.format.errors import CheckpointError, in_words
 from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME, Channel
-from shardhet.comm.noticeboard import Noticeboard
+from shardhet.comm.store import store_of
 from shardhet.fsdp import HetFSDP
 
 T = TypeVar("T")
@@ -91,11 +91,11 @@ class Ranks:
         also = f" (ranks {others} failed too)" if others and not is_shared else ""
         raise CheckpointError(f"{named}{also}") from cause
 
-    def noticeboard(self, topic: str) -> Noticeboard:
+    def store(self, topic: str) -> Any:
         """Where these ranks leave each other texts about ``topic`` without a collective."""
         if self._model is None:
-            return Noticeboard(None, topic, 1)
-        return self._model.noticeboard(topic)
+            return store_of(Channel(None, (0,), 0), topic)
+        return self._model.text_store(topic)
 
     def side_channel(self) -> Channel | None:
         """A new channel among these ranks; None for a plain module.  Collective."""

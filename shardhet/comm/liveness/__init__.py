@@ -5,7 +5,6 @@ rank while others wait for it, and in which nothing is wrong, goes into ``with p
 """
 
 from shardhet.comm.liveness.ending import EXIT_STATUS, end_with_launcher
-from shardhet.comm.liveness.judging import Cadence, Verdict
 from shardhet.comm.liveness.watch import (
     HANG_TIMEOUT_S,
     Watch,
@@ -17,8 +16,6 @@ from shardhet.comm.progress import phase
 __all__ = [
     "EXIT_STATUS",
     "HANG_TIMEOUT_S",
-    "Cadence",
-    "Verdict",
     "Watch",
     "end_with_launcher",
     "phase",

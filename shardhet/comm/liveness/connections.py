@@ -7,7 +7,7 @@ process ends, its system closes its connections, whatever it ended of.
     rank 0  <---- connection ----  each rank of another host
     sees all of these end          sees rank 0 end
 
-Who sees it tells all others (``judge``).  A host that loses its power or its network closes
+Who sees it tells all others (``diagnose``).  A host that loses its power or its network closes
 nothing: that is noticed by the patience, as is everything where no connection can be made; but
 a host that does not answer is told from a process that does not get to run.
 """
@@ -21,8 +21,9 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from ipaddress import ip_address
 
-from shardhet.comm.liveness.sign import ProcessState
+from shardhet.comm.peers import ProcessState
 
 logger = logging.getLogger(__name__)
 
@@ -38,28 +39,23 @@ ACCEPTED = b"+"
 class Connections:
     """Those of this rank; all methods but the constructor are for the watch's thread."""
 
-    def __init__(self, rank: int, *, listens: bool) -> None:
-        """With ``listens``, others can connect to this rank."""
+    def __init__(self, rank: int, *, interface: str | None = None) -> None:
+        """``interface``: the address at which others can connect; "": at any; None: nowhere."""
         self.ended: dict[int, ProcessState] = {}  # by rank: GONE if its process has closed it
+        self.address = ""  # the port, the secret and the interface that others need
         self._rank = rank
         self._of_rank: dict[int, socket.socket] = {}
         self._greeting: dict[socket.socket, float] = {}  # nothing came yet: accepted when
         self._connecting: threading.Thread | None = None
-        self._listener: socket.socket | None = None
         self._secret = secrets.token_hex(8)
-        if listens:
-            self._listener = _listener()
+        self._listener = None if interface is None else _listener(interface)
+        if self._listener is not None:
+            port = self._listener.getsockname()[1]
+            self.address = f"{port} {self._secret} {interface}"
         _all.add(self)
 
-    @property
-    def address(self) -> str:
-        """The port and the secret that others need; empty if this rank does not listen."""
-        if self._listener is None:
-            return ""
-        return f"{self._listener.getsockname()[1]} {self._secret}"
-
     def connect(self, rank: int, hosts: Sequence[str], address: str) -> None:
-        """Connect to ``rank`` and its ``address``, at the first of ``hosts`` that answers.
+        """Connect to ``rank`` at its ``address``, or the first of ``hosts`` that answers.
 
         It is tried once, beside the watch: a name may take long to be looked up.
         """
@@ -73,7 +69,7 @@ class Connections:
         """Answer who has connected, and find out which connections have ended."""
         self._accept()
         for rank, connection in list(self._of_rank.items()):
-            state = _state_behind(connection)
+            state, _ = _read(connection)
             if state is ProcessState.RUNNING:
                 continue
             del self._of_rank[rank]
@@ -106,14 +102,9 @@ class Connections:
 
     def _greet(self, connection: socket.socket, *, is_late: bool = False) -> None:
         """Read who it is; whoever is ``is_late``, or nobody that is known, is turned away."""
-        try:
-            greeting = connection.recv(GREETING_BYTES)
-        except BlockingIOError:
-            if not is_late:
-                return
-            greeting = b""
-        except OSError:
-            greeting = b""
+        state, greeting = _read(connection)
+        if state is ProcessState.RUNNING and not greeting and not is_late:
+            return
         del self._greeting[connection]
         secret, _, rank = greeting.strip().partition(b" ")
         is_known = secrets.compare_digest(secret, self._secret.encode())
@@ -126,8 +117,8 @@ class Connections:
         self._of_rank[int(rank)] = connection
 
     def _connect(self, rank: int, hosts: Sequence[str], address: str) -> None:
-        port, _, secret = address.partition(" ")
-        for host in hosts:
+        port, secret, *interface = address.split()
+        for host in (*interface, *hosts):
             try:
                 connection = socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S)
                 connection.sendall(f"{secret} {self._rank}\n".encode())
@@ -149,16 +140,32 @@ class Connections:
         )
 
 
-def _listener() -> socket.socket | None:
-    """At a port that the system chooses, on every address; None where that cannot be had."""
+def interface_towards(host: str | None) -> str:
+    """The address of this host on the way to ``host``; "" where that is not to be had.
+
+    The loopback does not count: a host may know itself by that, and no other finds it there.
+    """
+    with suppress(OSError):
+        family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)  # sends nothing
+            found = probe.getsockname()[0]
+        return "" if ip_address(found).is_loopback else found
+    return ""
+
+
+def _listener(interface: str) -> socket.socket | None:
+    """At a port that the system chooses; None where that cannot be had."""
     families = [socket.AF_INET6, socket.AF_INET]  # of which the first takes both, or neither
-    for family in families if socket.has_dualstack_ipv6() else families[1:]:
+    if interface or not socket.has_dualstack_ipv6():
+        families = [socket.AF_INET6 if ":" in interface else socket.AF_INET]
+    for family in families:
         with suppress(OSError):  # IPv6 may be there and switched off
             listener = socket.create_server(
-                ("", 0),
+                (interface, 0),
                 family=family,
                 backlog=1024,
-                dualstack_ipv6=family is socket.AF_INET6,
+                dualstack_ipv6=family is socket.AF_INET6 and not interface,
             )
             listener.setblocking(False)
             return listener
@@ -173,16 +180,17 @@ def _keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _state_behind(connection: socket.socket) -> ProcessState:
-    """Of the process at the other end."""
+def _read(connection: socket.socket) -> tuple[ProcessState, bytes]:
+    """The state of the process at the other end, and what it has sent."""
     try:
-        return ProcessState.RUNNING if connection.recv(GREETING_BYTES) else ProcessState.GONE
+        found = connection.recv(GREETING_BYTES)
     except BlockingIOError:
-        return ProcessState.RUNNING
+        return ProcessState.RUNNING, b""
     except ConnectionResetError:
-        return ProcessState.GONE
+        return ProcessState.GONE, b""
     except OSError:  # no answer, as of a host without power or network
-        return ProcessState.CUT
+        return ProcessState.CUT, b""
+    return ProcessState.RUNNING if found else ProcessState.GONE, found
 
 
 _all: weakref.WeakSet[Connections] = weakref.WeakSet()

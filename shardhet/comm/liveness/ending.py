@@ -29,11 +29,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardhet.comm.groups import break_all_connections
+from shardhet.comm.peers import stat_of
 
 logger = logging.getLogger(__name__)
 
 EXIT_STATUS = 75  # EX_TEMPFAIL of sysexits.h: start the run again
-GRACE_S = 5.0
+GRACE_S = 5.0  # for a training thread to notice that its connections are broken
 SECONDS_FOR_EXIT = 15.0
 OF_THIS_RANK = "TORCHELASTIC_ERROR_FILE"  # agents of torch give each rank one of its own
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -44,23 +45,14 @@ _launcher: list[int] = []  # at most one; -1 if it was gone at the first look
 class Ending:
     """The end of this process, step by step, driven by the watch."""
 
-    def __init__(
-        self,
-        text: str,
-        *,
-        is_culprit: bool,
-        breaks_after_s: float = GRACE_S,
-        grace_s: float = GRACE_S,
-    ) -> None:
-        """``is_culprit``: this rank is the one that stands still, so it will not notice.
+    def __init__(self, text: str, *, is_at_fault: bool, breaks_after_s: float) -> None:
+        """``is_at_fault``: this rank is the one that stands still, so it will not notice.
 
         A training thread that is blocked for ``breaks_after_s`` has its connections broken; 0
-        breaks them now.  ``grace_s`` later the process is ended.
+        breaks them now.  ``GRACE_S`` later the process is ended.
         """
-        self._text = text
-        self._is_culprit = is_culprit
+        self._text, self._is_at_fault = text, is_at_fault
         self._breaks_after_s = breaks_after_s
-        self._grace_s = grace_s
         self._blocked_s = 0.0
         self._breaking: threading.Thread | None = None
         atexit.register(_limit_exit)
@@ -69,12 +61,12 @@ class Ending:
 
     def advance(self, passed_s: float, *, is_waiting: bool, stack: str) -> None:
         """Go on after ``passed_s``; does not return if the process has to end now."""
-        self._blocked_s += passed_s if is_waiting or self._is_culprit else 0.0
+        self._blocked_s += passed_s if is_waiting or self._is_at_fault else 0.0
         if self._breaking is None:
             if self._blocked_s >= self._breaks_after_s:
                 self._break()
                 self._blocked_s = 0.0
-        elif self._blocked_s >= self._grace_s:
+        elif self._blocked_s >= GRACE_S:
             _exit(
                 f"{self._text}\nThis process ends with exit status {EXIT_STATUS}, because its "
                 f"training thread does not react. It is at\n{stack}"
@@ -162,8 +154,8 @@ def _file_of(pid: int) -> bytes | None:
 
 def _parent_of(pid: int) -> int | None:
     with suppress(OSError):
-        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return int(status.rpartition(")")[2].split()[1])  # proc(5)
+        fields = stat_of(pid)
+        return None if fields is None else int(fields[1])
     return None
 
 

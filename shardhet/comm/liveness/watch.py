@@ -1,12 +1,14 @@
-"""watch_ranks: a thread beside the training that ends the run when a rank stands still.
+"""watch_ranks: a thread beside the training that ends the run when a rank fails.
 
-training thread     forward ... | blocked in a collective | raises the verdict
+training thread     forward ... | blocked in a collective | raises what has failed
 watch               looks twice a second: what the training thread does, what other ranks
-say; judges; breaks connections; ends the process as a last resort
-mailbox             makes the requests to the store, and may block there
+say; diagnoses; breaks connections; ends the process as a last resort
+exchange            makes the requests to the store, and may block there
 """
 
 import atexit
+import itertools
+import json
 import logging
 import math
 import os
@@ -16,32 +18,27 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from shardhet.comm import devices
-from shardhet.comm.failure import MEND
-from shardhet.comm.liveness.connections import Connections
-from shardhet.comm.liveness.ending import Ending, end_with_launcher
-from shardhet.comm.liveness.judging import (
+from shardhet.comm.failure import failure_of, report, reported
+from shardhet.comm.liveness.connections import Connections, interface_towards
+from shardhet.comm.liveness.diagnosis import (
     SECONDS_FOR_THE_GONE,
     SECONDS_FOR_THE_GONE_OF_NCCL,
-    Cadence,
     SeenPeer,
-    Verdict,
-    has_ended,
-    judge,
-    judge_store,
+    diagnose,
+    diagnose_store,
+    panel,
     standstill,
 )
-from shardhet.comm.liveness.mailbox import Mailbox
-from shardhet.comm.liveness.own import OwnRank
-from shardhet.comm.liveness.sign import ProcessState, Sign, no_sign
-from shardhet.comm.peers import LostPeerError, holder_of, host_of
+from shardhet.comm.liveness.ending import GRACE_S, Ending, end_with_launcher
+from shardhet.comm.liveness.heartbeat import READ_AFTER_S, Heartbeat, OwnRank
+from shardhet.comm.peers import Failure, Kind, ProcessState, holder_of, host_of
 from shardhet.comm.progress import progress
 
 logger = logging.getLogger(__name__)
@@ -49,16 +46,17 @@ logger = logging.getLogger(__name__)
 HANG_TIMEOUT_S = 60.0
 SECONDS_TO_LEAVE = 2.0
 HUB = 0  # the rank to which those of other hosts connect
-USUAL = Cadence()
-PARTS_OF_PATIENCE = 3  # a rank that has no progress for one of them is told of
+INTERVAL_S = 0.5  # between two looks
+BETWEEN_READS_S = 20.0  # while all is well, so that every rank knows all others
+WARNS_AFTER_S = 20.0  # of standing still
+PARTS_OF_PATIENCE = 3  # a rank that has no progress for one of them is warned of
 
 
 def watch_ranks(
     *,
     hang_timeout_s: float | None = HANG_TIMEOUT_S,
     device: torch.device | str | None = None,
-    on_verdict: Callable[[Verdict], None] | None = None,
-    cadence: Cadence = USUAL,
+    on_failure: Callable[[Failure], None] | None = None,
 ) -> "Watch":
     """Watch over all ranks of the default process group until the program ends.
 
@@ -80,8 +78,7 @@ def watch_ranks(
     Args:
         hang_timeout_s: the least time without progress, in seconds.
         device: by which this rank is described; None: that of the process.
-        on_verdict: called with the verdict instead of showing it, on one rank.
-        cadence: how often the watch looks, and how soon it acts; the same on all ranks.
+        on_failure: called with what is found instead of showing it, on one rank.
 
     The watch ends with the program, with the process group, or with its ``stop``; it is a
     context manager, too.
@@ -90,12 +87,13 @@ def watch_ranks(
     _is_decided.append(None)
     running = _running[0] if _running else None
     if running is not None and hang_timeout_s:
-        running.change(hang_timeout_s, on_verdict)
+        running.hang_timeout_s = hang_timeout_s
+        running.on_failure = on_failure or running.on_failure
         return running
     if running is not None:
         running.stop()
     device = torch.device(device or _own_device())
-    watch = Watch(hang_timeout_s or 0.0, device, on_verdict, cadence)
+    watch = Watch(hang_timeout_s or 0.0, device, on_failure)
     if hang_timeout_s and dist.is_initialized() and dist.get_world_size() > 1:
         try:
             watch.start()
@@ -121,30 +119,21 @@ class Watch:
         self,
         hang_timeout_s: float,
         device: torch.device,
-        on_verdict: Callable[[Verdict], None] | None = None,
-        cadence: Cadence = USUAL,
+        on_failure: Callable[[Failure], None] | None = None,
     ) -> None:
-        self._hang_timeout_s = hang_timeout_s
-        self._on_verdict = on_verdict or _show
-        self._device = device
-        self._cadence = cadence
+        self.hang_timeout_s = hang_timeout_s
+        self.on_failure = on_failure or _show
+        self._device, self._uses_device = device, not devices.is_on_host(device)
         self._wakes = threading.Event()
         self._is_stopping = False
         # Of this rank
-        self._own: Sign | None = None  # the last
-        self._has_told = False  # of its present standstill
+        self._own: Heartbeat | None = None  # the last
+        self._has_warned = False  # of its present standstill
         # Of the others
         self._seen: dict[int, SeenPeer] = {}
-        self._since_read_s, self._store_silent_s = cadence.between_reads_s, 0.0
+        self._since_read_s, self._store_silent_s = BETWEEN_READS_S, 0.0
         self._num_rounds = self._num_reads = 0
         self._ending: Ending | None = None
-
-    def change(
-        self, hang_timeout_s: float, on_verdict: Callable[[Verdict], None] | None
-    ) -> None:
-        """Go on with another patience, and another receiver of the verdict if one is given."""
-        self._hang_timeout_s = hang_timeout_s
-        self._on_verdict = on_verdict or self._on_verdict
 
     @property
     def is_running(self) -> bool:
@@ -154,24 +143,23 @@ class Watch:
     def start(self) -> None:
         """Start the threads of the watch."""
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._connections = Connections(
-            self._rank, listens=self._rank == HUB and not _is_one_host(self._world_size)
-        )
-        address = self._connections.address
-        self._here = OwnRank(self._rank, self._device, self._cadence, address=address)
-        store = _own_store()
+        group: Any = dist.group.WORLD
+        store = group.get_group_store().clone()  # a connection of its own
         self._holder, self._holder_rank = holder_of(store)
         self._host_of_store = host_of(store)
-        interval_s = self._cadence.interval_s
-        self._mailbox = Mailbox(store, self._rank, self._world_size, interval_s=interval_s)
+        is_hub = self._rank == HUB and not _is_one_host(self._world_size)
+        interface = interface_towards(self._host_of_store) if is_hub else None
+        self._connections = Connections(self._rank, interface=interface)
+        address = self._connections.address
+        self._here = OwnRank(self._rank, self._device, address=address)
+        self._exchange = Exchange(store, self._rank, self._world_size, self._show)
         for rank in set(range(self._world_size)) - {self._rank}:
-            self._seen[rank] = SeenPeer(sign=no_sign(rank), silent_s=0.0)
-        progress.verdict = progress.failure = None
-        progress.on_failure = self._wakes.set
+            self._seen[rank] = SeenPeer(last=Heartbeat(rank=rank, name=f"rank {rank}"))
+        progress.failure = None
         _running.append(self)
         progress.is_watched = True
-        self._mailbox.start()
-        self._wakes.set()  # the first sign is given at once
+        self._exchange.thread.start()
+        self._wakes.set()  # the first heartbeat is sent at once
         self._thread = threading.Thread(target=self._run, name="shardhet watch", daemon=True)
         self._thread.start()
         atexit.register(self.stop)
@@ -191,40 +179,40 @@ class Watch:
             return
         _running.remove(self)
         atexit.unregister(self.stop)
-        progress.on_failure = lambda: None
         self._is_stopping = True
         self._wakes.set()
         self._thread.join(SECONDS_TO_LEAVE)
         error = error or getattr(sys, "last_value", None)  # that the interpreter ends with
-        failure = progress.failure
-        heard_of_it = progress.verdict is not None or _is_of_another(error)
-        if failure is None and error is not None and not heard_of_it:
-            failure = f"{self._here.name} failed in {progress.doing}: {error!r}"
+        if error is not None and progress.failure is None:
+            found = failure_of(error, rank=self._rank, name=self._here.name)
+            self._exchange.found = found if found.kind is Kind.RAISED else None
         if self._own is not None:
-            last = replace(self._own, has_left=True, failure=failure)
-            self._mailbox.outgoing = replace(last, beat=self._own.beat + 1).to_json()
-            self._mailbox.has_news = failure is not None
-        self._mailbox.stop(SECONDS_TO_LEAVE)
+            number = self._own.number + 1
+            self._exchange.own = replace(self._own, has_left=True, number=number)
+        self._exchange.stop(SECONDS_TO_LEAVE)
         self._connections.close()
         if self._ending is not None:
             self._ending.join(SECONDS_TO_LEAVE)
+        elif self._exchange.failure is not None:  # of which the program heard first
+            self._kill_stopped(self._exchange.failure)
 
     # The thread #
 
     def _run(self) -> None:
         looked_at_s = time.monotonic()
-        interval_s = self._cadence.interval_s
         try:
             while not self._is_stopping and dist.is_initialized():
-                self._wakes.wait(interval_s)
+                self._wakes.wait(INTERVAL_S)
                 self._wakes.clear()
                 now_s = time.monotonic()
                 # Time in which this whole process was stopped does not count: others may have
-                # given signs meanwhile.
-                passed_s = min(now_s - looked_at_s, 2 * interval_s)
+                # sent heartbeats meanwhile.
+                passed_s = min(now_s - looked_at_s, 2 * INTERVAL_S)
                 looked_at_s = now_s
-                own = self._own = self._here.look(passed_s, self._hang_timeout_s)
-                self._post(own)
+                self._exchange.own = own = self._here.look(passed_s, self.hang_timeout_s)
+                if self._own is None:
+                    self._exchange.wakes.set()
+                self._own = own
                 self._listen(own, passed_s)
                 self._decide(own, passed_s)
         except Exception:  # the watch must never be what ends a run
@@ -233,140 +221,182 @@ class Watch:
             if _running in ([], [self]):  # no later watch has begun
                 progress.is_watched = False  # calls keep their own limits again
 
-    def _post(self, own: Sign) -> None:
-        self._mailbox.outgoing = own.to_json()
-        self._mailbox.has_news |= own.failure is not None
-        if own.beat == 1 or self._mailbox.has_news:
-            self._mailbox.wake()
-
-    def _listen(self, own: Sign, passed_s: float) -> None:
+    def _listen(self, own: Heartbeat, passed_s: float) -> None:
         """Update what is known of the others."""
-        mailbox, cadence = self._mailbox, self._cadence
-        is_idle = mailbox.num_rounds == self._num_rounds
+        exchange = self._exchange
+        is_idle = exchange.num_rounds == self._num_rounds
         self._store_silent_s = self._store_silent_s + passed_s if is_idle else 0.0
-        self._num_rounds = mailbox.num_rounds
+        self._num_rounds = exchange.num_rounds
         self._since_read_s += passed_s
-        is_still = own.still_s >= cadence.read_after_s
+        is_still = own.still_s >= READ_AFTER_S
         patience_s = min(own.patience_s, own.limit_s or math.inf)
-        between_s = patience_s / 20 if own.is_waiting and is_still else cadence.between_reads_s
+        between_s = patience_s / 20 if own.is_waiting and is_still else BETWEEN_READS_S
         self._connections.look()
         if is_still:
-            signs = [each.sign for each in self._seen.values()]
-            has_any_ended = any(has_ended(sign, self._state_of(sign)) for sign in signs)
-            self._here.a_peer_has_ended = has_any_ended
-            between_s = 0.0 if has_any_ended else between_s
-        if self._rank != HUB and not self._seen[HUB].sign.beat:  # to connect to it early
+            peers = self._seen.values()
+            now = [replace(each, process=self._state_of(each.last)) for each in peers]
+            is_any_gone = any(each.is_gone for each in now)
+            self._here.a_peer_has_failed = is_any_gone or exchange.failure is not None
+            between_s = 0.0 if is_any_gone else between_s
+        if self._rank != HUB and not self._seen[HUB].last.number:  # to connect to it early
             between_s = 0.0
-        if mailbox.num_reads != self._num_reads:
-            self._update_seen(mailbox.incoming)
-            self._num_reads = mailbox.num_reads
+        if exchange.num_reads != self._num_reads:
+            self._update_seen(exchange.beats)
+            self._num_reads = exchange.num_reads
             self._since_read_s = 0.0
-        mailbox.reads = self._since_read_s >= between_s - cadence.interval_s
+        exchange.reads = self._since_read_s >= between_s - INTERVAL_S
 
-    def _update_seen(self, incoming: dict[int, str]) -> None:
-        if self._num_reads:  # before the first one, nobody has listened
-            for rank in self._seen.keys() - incoming.keys():
-                peer = self._seen[rank]
-                self._seen[rank] = replace(peer, silent_s=peer.silent_s + self._since_read_s)
-        for rank, text in incoming.items():
-            if rank == self._rank:
-                continue
-            sign, before = Sign.from_json(text), self._seen.get(rank)
+    def _update_seen(self, beats: dict[int, Heartbeat]) -> None:
+        for rank, peer in self._seen.items():
+            last = beats.get(rank, peer.last)
             silent_s = 0.0
-            if before is not None and before.sign.beat == sign.beat:
-                silent_s = before.silent_s + self._since_read_s
-            if rank == HUB and sign.address and sign.host != self._here.host:
-                near = (os.environ.get("MASTER_ADDR"), self._host_of_store, sign.host)
+            # Before the first read, nobody has listened.
+            if last.number == peer.last.number and self._num_reads:
+                silent_s = peer.silent_s + self._since_read_s
+            if rank == HUB and last.address and last.host != self._here.host:
+                near = (os.environ.get("MASTER_ADDR"), self._host_of_store, last.host)
                 hosts = list(dict.fromkeys(host for host in near if host))
-                self._connections.connect(rank, hosts, sign.address)
-            process = self._state_of(sign)
-            self._seen[rank] = SeenPeer(sign=sign, silent_s=silent_s, process=process)
+                self._connections.connect(rank, hosts, last.address)
+            process = self._state_of(last)
+            self._seen[rank] = SeenPeer(last=last, silent_s=silent_s, process=process)
 
-    def _state_of(self, sign: Sign) -> ProcessState:
-        if sign.host == self._here.host:
-            return ProcessState.of(sign.pid)
-        return self._connections.ended.get(sign.rank, ProcessState.UNKNOWN)
+    def _state_of(self, beat: Heartbeat) -> ProcessState:
+        if beat.host == self._here.host:
+            return ProcessState.of(beat.pid)
+        return self._connections.ended.get(beat.rank, ProcessState.UNKNOWN)
 
-    def _decide(self, own: Sign, passed_s: float) -> None:
+    def _decide(self, own: Heartbeat, passed_s: float) -> None:
         if self._ending is not None:
             is_waiting = own.is_waiting and own.still_s > 0
             self._ending.advance(passed_s, is_waiting=is_waiting, stack=self._here.stack())
             return
-        if self._mailbox.verdict is not None:
-            self._end(Verdict.from_json(self._mailbox.verdict))
-            return
-        store = judge_store(own, self._store_silent_s, self._holder, self._holder_rank)
-        if store is not None:
-            self._end(store)
-            return
-        waits_for_device = not devices.is_on_host(self._device)
-        gone_s = SECONDS_FOR_THE_GONE_OF_NCCL if waits_for_device else SECONDS_FOR_THE_GONE
-        verdict = judge(own, self._seen, gone_s=gone_s)
-        self._tell_of_standstill(own)
-        if verdict is not None:
-            self._mailbox.proposal = verdict.to_json()  # the first one counts
-            self._mailbox.wake()
-            return
-        failures = [s.sign.failure for s in self._seen.values() if s.sign.failure is not None]
-        if failures and own.is_waiting:
-            progress.verdict = f"{failures[0]}\n{MEND}"
-            # Over gloo the rank that has failed breaks connections itself.
-            grace_s, read_after_s = self._cadence.grace_s, self._cadence.read_after_s
-            breaks_after_s = read_after_s if waits_for_device else grace_s
-            self._ending = Ending(
-                progress.verdict,
-                is_culprit=False,
-                breaks_after_s=breaks_after_s,
-                grace_s=grace_s,
-            )
+        failure = self._exchange.failure
+        if failure is None:
+            holder = self._holder, self._holder_rank
+            failure = diagnose_store(own, self._store_silent_s, *holder)
+            is_first = self._rank == int(self._holder_rank == 0)  # without one, none can agree
+            if failure is not None and is_first:
+                self._show(failure)
+        if failure is None:
+            gone_s = SECONDS_FOR_THE_GONE_OF_NCCL if self._uses_device else SECONDS_FOR_THE_GONE
+            self._exchange.found = diagnose(own, self._seen, gone_s=gone_s)
+            self._warn_of_standstill(own)
+            if self._exchange.found is not None:
+                self._exchange.wakes.set()
+        elif own.is_waiting or failure.kind is not Kind.RAISED:
+            self._end(failure)
 
-    def _tell_of_standstill(self, own: Sign) -> None:
-        tells_after_s = max(self._cadence.tells_after_s, own.patience_s / PARTS_OF_PATIENCE)
-        if own.still_s < tells_after_s:
-            self._has_told = False
-        elif not self._has_told and self._num_reads:
-            self._has_told = True
-            text = standstill(own, self._seen)
-            logger.warning("%s", text)
-            # The first rank that gives signs: the others would say the same.
-            before = (self._seen[rank].silent_s for rank in range(self._rank))
-            if all(silent_s >= tells_after_s / 2 for silent_s in before):
-                _say(f"{text}\n")
-
-    def _end(self, verdict: Verdict) -> None:
-        self._kill_stopped(verdict)
-        is_culprit = self._rank in verdict.culprits
-        reporters = [rank for rank in range(self._world_size) if rank not in verdict.culprits]
-        if reporters and reporters[0] == self._rank:
-            with suppress(OSError, ValueError):
-                self._on_verdict(verdict)
-        logger.info("%s", verdict.text)
-        progress.verdict = f"{verdict.text}\nAll ranks stop."
+    def _end(self, failure: Failure) -> None:
+        """End this rank: at once, or if a rank has raised when its errors do not do it."""
+        is_found, breaks_after_s = failure.kind is not Kind.RAISED, 0.0
+        if is_found:
+            self._kill_stopped(failure)
+            logger.info("%s", failure.what)
+        else:  # over gloo the rank that has raised breaks connections itself
+            breaks_after_s = READ_AFTER_S if self._uses_device else GRACE_S
+        progress.failure = failure
         self._ending = Ending(
-            progress.verdict,
-            is_culprit=is_culprit,
-            breaks_after_s=0.0,
-            grace_s=self._cadence.grace_s,
+            failure.message,
+            is_at_fault=is_found and self._rank in failure.ranks,
+            breaks_after_s=breaks_after_s,
         )
 
-    def _kill_stopped(self, verdict: Verdict) -> None:
-        """End culprits of this host that are stopped: no other signal would reach them."""
-        for rank in verdict.culprits:
-            sign = self._seen[rank].sign if rank in self._seen else None
-            if sign is None or sign.host != self._here.host:
-                continue
-            if ProcessState.of(sign.pid) is ProcessState.STOPPED:
+    def _show(self, failure: Failure) -> None:
+        with suppress(OSError, ValueError):
+            self.on_failure(failure)
+
+    def _kill_stopped(self, failure: Failure) -> None:
+        """End ranks of this host that are stopped: no other signal would reach them."""
+        for rank in set(failure.ranks) & self._seen.keys():
+            last = self._seen[rank].last
+            is_here = last.host == self._here.host
+            if is_here and ProcessState.of(last.pid) is ProcessState.STOPPED:
                 with suppress(ProcessLookupError, PermissionError):
-                    os.kill(sign.pid, signal.SIGKILL)
+                    os.kill(last.pid, signal.SIGKILL)
+
+    def _warn_of_standstill(self, own: Heartbeat) -> None:
+        warns_after_s = max(WARNS_AFTER_S, own.patience_s / PARTS_OF_PATIENCE)
+        if own.still_s < warns_after_s:
+            self._has_warned = False
+        elif not self._has_warned and self._num_reads:
+            self._has_warned = True
+            text = standstill(own, self._seen)
+            logger.warning("%s", text)
+            # The first rank that sends heartbeats: the others would say the same.
+            before = (self._seen[rank].silent_s for rank in range(self._rank))
+            if all(silent_s >= warns_after_s / 2 for silent_s in before):
+                _say(f"{text}\n")
+
+
+class Exchange:
+    """Carries heartbeats, and the failure that ends the run, between ranks, over the store.
+
+    A request to a store whose process is stopped blocks for ever in C++, whatever its timeout
+    (torch 2.13).  So a thread that nobody waits for makes them: the watch sees that no round
+    ends any more.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, world_size: int, show: Callable[[Failure], None]
+    ) -> None:
+        """``store`` is a connection that nobody else uses.
+
+        ``show`` is called with what this rank has found, if no other was the first.
+        """
+        # Written by the watch
+        self.own: Heartbeat | None = None
+        self.found: Failure | None = None
+        self.reads = False
+        # Written by the thread; each is replaced as a whole
+        self.num_rounds = self.num_reads = 0
+        self.beats: dict[int, Heartbeat] = {}  # the last of each rank that has sent any
+        self.failure: Failure | None = None  # the first that any rank has reported
+        self._store, self._rank, self._show = store, rank, show
+        prefix = f"shardhet_heartbeat_{next(_numbers)}"
+        self._keys = [f"{prefix}_{each}" for each in range(world_size)]
+        self.wakes = threading.Event()
+        self._is_stopping = False
+        name = "shardhet heartbeats"
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def stop(self, within_s: float) -> None:
+        """Send the last heartbeat and end the thread, unless it is blocked."""
+        self._is_stopping = True
+        self.wakes.set()
+        self.thread.join(within_s)
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                self._round()
+                self.wakes.wait(INTERVAL_S)
+                self.wakes.clear()
+            self._round()
+        except RuntimeError as error:  # the watch sees that no round ends any more
+            logger.info("the watch over ranks has lost the rendezvous store: %s", error)
+
+    def _round(self) -> None:
+        own, found = self.own, self.found
+        if own is not None:
+            self._store.set(self._keys[self._rank], json.dumps(asdict(own)))
+        if self.failure is None:
+            self.failure = report(found, self._store) if found else reported(self._store)
+            if found is not None and found == self.failure and found.kind is not Kind.RAISED:
+                self._show(found)
+        if self.reads:
+            keys = self._keys
+            if len(self.beats) < len(keys):  # to get a key that is missing would block
+                keys = [key for key in keys if self._store.check([key])]
+            texts = self._store.multi_get(keys) if keys else []
+            beats = [Heartbeat(**json.loads(text)) for text in texts]
+            self.beats = {beat.rank: beat for beat in beats}
+            self.num_reads += 1
+        self.num_rounds += 1
 
 
 _running: list[Watch] = []  # at most one
 _is_decided: list[None] = []  # not empty once the program itself has called watch_ranks
-
-
-def _is_of_another(error: BaseException | None) -> bool:
-    """Whether a rank ends with ``error`` because another one has."""
-    return error is not None and isinstance(error.__cause__, LostPeerError)
+_numbers = itertools.count()  # of watches: as many on every rank
 
 
 def _is_one_host(world_size: int) -> bool:
@@ -380,19 +410,8 @@ def _own_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _own_store() -> Any:
-    """A new connection to the store of the default group, with keys of this watch alone."""
-    group: Any = dist.group.WORLD
-    _num_watches.append(None)
-    prefix = f"shardhet_watch_{len(_num_watches)}"
-    return distributed_c10d.PrefixStore(prefix, group.get_group_store().clone())
-
-
-_num_watches: list[None] = []  # as many on every rank
-
-
-def _show(verdict: Verdict) -> None:
-    _say(verdict.panel())
+def _show(failure: Failure) -> None:
+    _say(panel(failure))
 
 
 def _say(text: str) -> None:

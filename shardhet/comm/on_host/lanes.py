@@ -44,8 +44,8 @@ class Copy:
             self._lane.make_up_to(self)
             return
         self._event.synchronize()
-        if progress.verdict is not None:
-            raise LostPeerError(progress.verdict)
+        if progress.failure is not None:
+            raise LostPeerError(progress.failure.message)
 
 
 class CopyLane:

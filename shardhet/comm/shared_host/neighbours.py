@@ -121,7 +121,7 @@ class Board:
         return values
 
     def _check_lives(self) -> None:
-        if progress.verdict is not None:
+        if progress.failure is not None:
             raise LostPeerError("the watch over ranks ends the run")
         if self._words[BROKEN]:
             raise LostPeerError(f"process {self._pid} of this host has given up")

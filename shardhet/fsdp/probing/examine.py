@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardhet.comm.progress import progress
 from shardhet.fsdp.microbatch.batching import (
     BatchAxis,
     Join,
@@ -63,7 +64,6 @@ class Examiner:
         self,
         runner: CallRunner,
         watcher: Watcher,
-        tell: Callable[[str], None],
         *,
         splits: bool,
         divides_late: bool,
@@ -72,7 +72,6 @@ class Examiner:
         self.aliased: frozenset[int] = frozenset()  # outputs of the last call, see _aliased
         self._divides_late = divides_late
         self._runner, self._watcher = runner, watcher
-        self._tell = tell
         self._splits = splits
         self._decide = RuleFinder(splits=splits)
 
@@ -205,9 +204,9 @@ class Examiner:
         self, whole: ProbedCall, pieces: Sequence[ProbedCall], rules: VisitRules
     ) -> None:
         """Raise if gradients of the pieces do not add up to those of the whole."""
-        self._tell(f"backward of unit {whole.fqn!r}")
+        progress.mark(f"backward of unit {whole.fqn!r}")
         expected, *parts = [self._gradients(each, rules) for each in (whole, *pieces)]
-        self._tell(f"forward of unit {whole.fqn!r}")
+        progress.mark(f"forward of unit {whole.fqn!r}")
         for key, grad in expected.items():
             rule = rules.inputs[key] if isinstance(key, int) else Join.SUM
             rule = rule if isinstance(rule, BatchAxis) else Join.SUM

@@ -117,7 +117,6 @@ class ProbedModel:
     rows: Mapping[int, int]  # indices of units, by id of a sharded parameter
     gathered: Mapping[int, int]  # the same, by id of an unsharded parameter
     storages: Container[int]  # those that hold parameters
-    tell: Callable[[str], None]  # what is being done, for messages of a failure
     is_followed: bool  # whether results of units are followed to where they are used
     divides_late: bool  # whether losses are divided by their tokens after backward
     recomputed: frozenset[str]  # fqns of units' modules that any rank recomputes
@@ -134,7 +133,6 @@ class ProbedModel:
         *,
         control: Channel,
         device: torch.device,
-        tell: Callable[[str], None],
         plan: Plan,
     ) -> Self:
         """The model with its units, and the root for all other parameters."""
@@ -153,7 +151,6 @@ class ProbedModel:
             rows={id(each): i for i, flat in of_units for each in flat.sharded_params},
             gathered={id(each): i for i, flat in of_units for each in flat.unsharded_params},
             storages=ParamStorages(flats),
-            tell=tell,
             is_followed=plan.stages is not None,
             divides_late=plan.stages is not None or plan.num_rounds > 1,
             recomputed=frozenset(
@@ -196,7 +193,6 @@ class Probe:
         self._examiner = Examiner(
             self._runner,
             self._watcher,
-            model.tell,
             splits=splits,
             divides_late=model.divides_late,
         )

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from shardhet.comm import devices
+from shardhet.comm.progress import progress
 from shardhet.fsdp.stages.channels import StageChannels
 from shardhet.fsdp.stages.handover import Arriving, Carried, Departures, Peer, Route
 from shardhet.fsdp.stages.rounds import StageRound
@@ -95,7 +96,7 @@ class StageExchange:
         is_forward = of.phase is Phase.FORWARD
         what = f"round {of.round}" if is_forward else f"gradients of round {of.round}"
         sender = Handover.to(self._stage, of).stage + (not is_forward)
-        self._runtime.lifeline.doing = f"waiting for {what} of stage {sender}"
+        progress.mark(f"waiting for {what} of stage {sender}")
         with self._runtime.observers.watch("", Activity.WAIT_STAGE):
             return arriving.wait()
 

@@ -129,8 +129,8 @@ class StageRuntime(Runtime):
 
     def _probe(self, each: StageRound, run_module: RunModule, *, is_training: bool) -> int:
         """Run the whole model on all ranks; the index of what is found.  Collective."""
-        doing = self._lifeline.doing
-        self._lifeline.doing = f"{doing}, the probe of its first call of this kind"
+        doing = progress.doing
+        progress.mark(f"{doing}, the probe of its first call of this kind")
         if self._plan.resident_units:
             share_holders(self.flats, self._control)
         self._comm.receivers = self._computing
@@ -142,7 +142,7 @@ class StageRuntime(Runtime):
             )
         self.step.batch = None
         self._comm.receivers = self.computing_here
-        self._lifeline.doing = doing
+        progress.mark(doing)
         index, kind, problem = self._known.latest, None, None
         try:
             kind = self._kind_of(findings)
@@ -166,7 +166,7 @@ class StageRuntime(Runtime):
             f"attributes that change in every forward ({counted})": counted,
         }
         for what, found in refused.items():
-            refuse(what, is_there=bool(found), where=self._lifeline.doing)
+            refuse(what, is_there=bool(found), where=progress.doing)
         parts = parts_of(findings, fqns, self.stage_by_fqn, len(self.stages))
         if not findings.results:  # a rank without samples hands nothing over
             return Kind(findings, parts[self.stage], [], [])

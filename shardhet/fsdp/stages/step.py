@@ -26,6 +26,7 @@ from torch.amp import GradScaler
 from torch.autograd.graph import GradientEdge
 
 from shardhet.comm.host_copy import HostCopy
+from shardhet.comm.progress import progress
 from shardhet.fsdp.microbatch.loss import Output, loss_pair
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.attempt import RunModule
@@ -134,7 +135,7 @@ class Pipeline:
                 for handover in each.after:
                     exchange.launch(handover)
             exchange.flush()
-            self._lifeline.doing = "reducing the gradients that all stages share"
+            progress.mark("reducing the gradients that all stages share")
             runtime.end_step_of_stages()
             runtime.norms.apply(self._control)
             has_grad = self._backward.agree_on_grads()

@@ -12,6 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 
 from shardhet.comm.failure import Lifeline
+from shardhet.comm.progress import progress
 from shardhet.fsdp.microbatch.layered import autocast_as, run_visit
 from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS, RootDropout, is_checkpointed
 from shardhet.fsdp.probing.known_calls import KnownCalls
@@ -102,7 +103,7 @@ class UnitCalls:
             _check_flags(unit)
         needs_backward = _needs_backward(module, args, kwargs)
         if self._prober.is_running:
-            self._lifeline.doing = f"forward of unit {unit.fqn!r}"
+            progress.mark(f"forward of unit {unit.fqn!r}")
             self._prober.enter(unit_index, needs_backward)
             with self._visiting_unit(unit.fqn):
                 return self._prober.call(module.fqn, module.forward, args, kwargs)

@@ -1,7 +1,6 @@
 """One training step on this rank: forward and backward."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 from shardhet.comm import devices
 from shardhet.comm.channel import Channel
 from shardhet.comm.failure import Lifeline
+from shardhet.comm.progress import progress
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.host_inputs import InputsOnHost
 from shardhet.fsdp.microbatch.loss import FusedLoss
@@ -67,9 +67,7 @@ class Runtime:
         self._random = RandomStates(seed, comm.device)
         self._module, self.norms = module, norms
         self._caches, self._loss = caches, loss
-        self._walk = TurnWalk(
-            units, root, comm=comm, lifeline=lifeline, observers=self.observers
-        )
+        self._walk = TurnWalk(units, root, comm=comm, observers=self.observers)
         self.features = FeatureGathers(
             comm, control, lifeline, has_stages=plan.stages is not None
         )
@@ -118,7 +116,6 @@ class Runtime:
             self._loss,
             control=self._control,
             device=self._comm.device,
-            tell=partial(setattr, self._lifeline, "doing"),
             plan=plan,
         )
         self._prober = Prober(probed, self.units, form=self.rounds.form)
@@ -191,7 +188,7 @@ class Runtime:
                 unit.copy_to_device()
         self._walk.take_in(self.root)
         if index == UNKNOWN:
-            self._lifeline.doing = "model(...), the probe of its first call of this kind"
+            progress.mark("model(...), the probe of its first call of this kind")
         with self.calls.dropout.taken_over(is_needed=index == UNKNOWN):
             findings = self._known.begin(
                 index, call, run_module, is_training=is_training, splits=splits

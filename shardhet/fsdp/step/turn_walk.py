@@ -10,7 +10,7 @@ units for ragged arguments of which it has no rows.
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 
-from shardhet.comm.failure import Lifeline
+from shardhet.comm.progress import progress
 from shardhet.fsdp.probing.order import VisitOrder
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitState
@@ -36,7 +36,6 @@ class TurnWalk:
         root: FSDPUnit,
         *,
         comm: CommContext,
-        lifeline: Lifeline,
         observers: Observers,
     ) -> None:
         self._units = tuple(units)
@@ -44,7 +43,6 @@ class TurnWalk:
         # Unsharded for the whole step: the root, and units that code outside of them reads.
         self.staying = [root]
         self._comm = comm
-        self._lifeline = lifeline
         self._observers = observers
         self._order = VisitOrder([unit.fqn for unit in units])
         self._base: Schedule | None = None  # that the round in progress follows
@@ -116,7 +114,7 @@ class TurnWalk:
         """Launch what this turn and the next need, and wait for what this one needs."""
         turn = self._turn
         unit = self._units[turn.unit]
-        self._lifeline.doing = f"{turn.phase.value} of unit {unit.fqn!r}"
+        progress.mark(f"{turn.phase.value} of unit {unit.fqn!r}")
         self.launch_ahead()
         for kind in turn.ahead:
             self._wait(kind, unit)
@@ -144,7 +142,7 @@ class TurnWalk:
             unit.reshard()
         for kind in turn.after:
             self._launch_after(kind, unit)
-        self._lifeline.doing = f"{turn.phase.value} outside of units"
+        progress.mark(f"{turn.phase.value} outside of units")
         self._cursor += 1
 
     def _pass_until(self, cursor: int) -> None:
