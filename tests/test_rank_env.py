@@ -3,6 +3,7 @@
 import os
 import re
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from shardhet.apps.launch.joining import (
     choose_allocator,
     choose_device,
 )
+from shardhet.apps.launch.launch import LOCALHOST, store_at
 from shardhet.apps.launch.rank_env import (
     FIRST_SRUN_PORT,
     NUM_SRUN_PORTS,
@@ -157,3 +159,17 @@ def test_ranks_that_do_not_join_are_named() -> None:
         ):
             await_all(store, rank, 3, limit)
     await_all(store, 1, 3, limit)
+
+
+def test_the_store_of_a_launch_on_one_host_listens_on_the_loopback_alone() -> None:
+    with store_at(LOCALHOST) as endpoint:
+        host, port = endpoint.split(":")
+        as_torch_does = dist.TCPStore(host, int(port), is_master=True, multi_tenant=True)
+        as_torch_does.set("from", "rank 0")
+        rank = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+        assert rank.get("from") == b"rank 0"
+        tables = [Path("/proc/net", name).read_text() for name in ("tcp", "tcp6")]
+        lines = [line.split() for table in tables for line in table.splitlines()[1:]]
+        listening = [line[1] for line in lines if line[3] == "0A"]
+        here = [each for each in listening if each.endswith(f":{int(port):04X}")]
+        assert here == [f"0100007F:{int(port):04X}"]

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,6 +29,7 @@ from shardhet.comm.peers import Failure, Kind
 from shardhet.config.training import LinkConf
 
 INTERRUPTED = "Ctrl-C"
+LOCALHOST = "localhost"
 
 
 class RunFailedExit(SystemExit):
@@ -67,13 +69,14 @@ def start_ranks(
         # The launcher's own; ranks log into the run folder, unless its disk is full.
         TemporaryDirectory(dir=IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else None) as log_dir,
     ):
+        if address == LOCALHOST and sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         config = partial(
             LaunchConfig,
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=world_size,
             rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
             local_addr=address,
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=log_dir),
@@ -88,7 +91,9 @@ def start_ranks(
         goes_on = True
         while goes_on:
             try:
-                elastic_launch(config(run_id=str(uuid4())), sys.executable)(*worker)
+                with store_at(address) as endpoint:
+                    launch = config(run_id=str(uuid4()), rdzv_endpoint=endpoint)
+                    elastic_launch(launch, sys.executable)(*worker)
                 goes_on = False
             except ChildFailedError as error:
                 if any(each.exitcode == OUTPUT_CLOSED for each in error.failures.values()):
@@ -124,7 +129,7 @@ def _interrupt(folder: RunFolder, *_: object) -> None:
 def _joined_by(link: LinkConf | None) -> Iterator[str]:
     """Context in which ranks are joined by the link; this host's address in it."""
     if link is None or not link.first_ranks:
-        yield "localhost"
+        yield LOCALHOST
         return
     console = Console(highlight=False, soft_wrap=True)
     with ExitStack() as stack:
@@ -136,7 +141,7 @@ def _joined_by(link: LinkConf | None) -> Iterator[str]:
                 f"({error}). It takes Linux, ip, tc and the rights of an administrator.",
                 markup=False,
             )
-            yield "localhost"
+            yield LOCALHOST
             return
         made.publish()
         console.print(
@@ -146,6 +151,29 @@ def _joined_by(link: LinkConf | None) -> Iterator[str]:
             markup=False,
         )
         yield made.address
+
+
+@contextmanager
+def store_at(address: str) -> Iterator[str]:
+    """Context with the store of one launch, which listens at ``address`` alone; its endpoint.
+
+    Torch's rendezvous takes the store that this process has at the port, in place of one that
+    would listen at every address.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    with socket.create_server((address, 0)) as listener:
+        port: int = listener.getsockname()[1]
+        store = TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener.detach(),
+        )
+    yield f"{address}:{port}"
+    del store  # ends it
 
 
 def _cause(folder: RunFolder, log_dir: Path, failures: Mapping[int, Any]) -> Failure:
