@@ -8,6 +8,7 @@ from datetime import timedelta
 from threading import Thread
 from typing import Any, Self
 from weakref import ref
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -21,29 +22,6 @@ from shardhet.comm.progress import progress
 # often made on rank zero alone by mistake.  A watch over ranks gives ten times as long to a
 # rank in a declared phase.
 SECONDS_FOR_ALL_TO_COME = 30.0
-COLLECTIVE_CALLS = (
-    "model(...)",
-    "model.backward",
-    "clip_grad_norm_",
-    "state_dict",
-    "load_state_dict",
-    "exchange",
-    "torch.nn.utils.get_total_norm",
-    "p.norm",
-    "p.sum",
-    "p.mean",
-    "p.max",
-    "p.min",
-    "p.copy_",
-    "GradScaler",
-    "gather_units",
-    "unit_by_unit",
-    "checkpoint.save",
-    "checkpoint.load",
-    "gather_features",
-    "redistribute",
-    "forward_backward",
-)
 
 
 def join(thread: Thread) -> None:
@@ -109,7 +87,7 @@ class Channel:
         ``TimeoutError`` if some do not arrive ``within_s``.  If a watch over ranks is running,
         the limit is that of the watch, which knows who has not come and whether it is at work.
         """
-        row = [float(COLLECTIVE_CALLS.index(call)), *values, 0.0, 0.0, 0.0, 0.0]
+        row = [float(crc32(call.encode())), *values, 0.0, 0.0, 0.0, 0.0]
         limit_s = None if progress.is_watched else within_s
         try:
             progress.limit_s = within_s
@@ -122,11 +100,11 @@ class Channel:
             ) from error
         finally:
             progress.limit_s = None
-        names = [COLLECTIVE_CALLS[int(row[0])] for row in rows]
-        if len(set(names)) > 1:
+        if any(row[0] != rows[0][0] for row in rows):  # which all ranks see, and so exchange
             raise RuntimeError(
-                f"ranks are in different calls: {names} in plan order. Each of these is a call "
-                f"that all ranks make together; make them in the same order on every rank."
+                f"ranks are in different calls: {self.exchange_objects(call)} in plan order. "
+                "Each of these is a call that all ranks make together; make them in the same "
+                "order on every rank."
             )
         return [row[1 : 1 + len(values)] for row in rows]
 

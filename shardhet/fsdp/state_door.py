@@ -172,8 +172,8 @@ class ModuleWithState(ModuleOfRows):
     ) -> list[Any]:
         """Every rank's ``value`` (anything picklable), by position.  Collective.
 
-        ``call`` is one of ``COLLECTIVE_CALLS``; ranks in different calls all raise.  Raises
-        ``TimeoutError`` if not all ranks come ``within_s``.
+        Ranks that are in a different ``call`` all raise.  Raises ``TimeoutError`` if not all
+        ranks come ``within_s``.
         """
         with self._lifeline.guard(call):
             self._control.enter(call, within_s=within_s)
