@@ -225,10 +225,30 @@ def describe_folder(folder: PretrainedFolder, lora: Lora | None) -> Any:
     return describe(module, trained.batch, loss_fn=trained.loss_fn)
 
 
+def mixtral_with(folder: Path, experts: str) -> HfConf:
+    """Its experts are computed in one of transformers' ways."""
+    path = make_folder(folder, "mixtral")
+    config = json.loads((path / "config.json").read_text())
+    config["experts_implementation"] = experts
+    (path / "config.json").write_text(json.dumps(config))
+    return HfConf(path=str(path))
+
+
 def test_what_depends_on_values_is_refused_by_unit(tmp_path: Path) -> None:
-    conf = HfConf(path=str(make_folder(tmp_path, "mixtral")))
+    conf = mixtral_with(tmp_path, "eager")
     with pytest.raises(ConfigError, match=r"unit 'model.layers.0'.*plan=proportional"):
         conf.to_workload(SampleShape(seq_len=SEQ_LEN), param_dtype="float32")
+
+
+def test_experts_are_counted_in_whatever_way_they_are_computed(tmp_path: Path) -> None:
+    grouped, batched = (
+        mixtral_with(tmp_path, each)
+        .to_workload(SampleShape(seq_len=SEQ_LEN), param_dtype="bfloat16")
+        .kind_by_name["mixtral_decoder_layer"]
+        for each in ("grouped_mm", "batched_mm")
+    )
+    assert grouped.forward_flops == batched.forward_flops
+    assert grouped.backward_flops == batched.backward_flops
 
 
 def test_what_cannot_be_is_said_before_any_rank_starts(

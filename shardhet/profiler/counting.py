@@ -38,8 +38,16 @@ def _attention_backward_flops(
     return 2 * _attention_flops(query, key, value)
 
 
-# torch does not count attention on CPU, and it counts what the CUDA kernels recompute.
+def _grouped_flops(left: Shape, right: Shape, *_: Any, **__: Any) -> int:
+    """FLOPs of products of groups, of which each has a part of the rows, columns or sums."""
+    num_whole = left[0] if len(left) == len(right) == 3 else 1
+    return 2 * num_whole * left[-2] * left[-1] * right[-1]
+
+
+# torch 2.15 does not count attention on CPU nor grouped products, of which transformers makes
+# experts; and it counts what the CUDA kernels recompute.
 FLOPS_BY_OPERATION = {
+    aten._grouped_mm: _grouped_flops,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
     aten._scaled_dot_product_flash_attention_backward: _attention_backward_flops,

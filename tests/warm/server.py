@@ -5,6 +5,7 @@
 listens at ``socket`` beside CLIENT and ends, with all its programs, at the end of its input.
 """
 
+import atexit
 import gc
 import importlib
 import inspect
@@ -135,6 +136,8 @@ def _become(request: Request) -> None:
     for fd, own in enumerate(request.stream_fds):
         os.dup2(own, fd)
         os.close(own)
+    # What is still frozen at the end would be a leak to nanobind, which says so (triton 3.9).
+    atexit.register(gc.unfreeze)
     os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.environment)
