@@ -196,9 +196,15 @@ def load_into_other_groups(rank: int, folder: Path) -> list[str]:
     model, optimizer = trained()
     save(model, optimizer, folder / "saved")
     params = [param for param in model.parameters() if param.requires_grad]
-    split = optim.AdamW([{"params": [param]} for param in params])
+    # States are found by name; torch's own load_state_dict finds them by position.
+    split = optim.AdamW([{"params": [param]} for param in params[::-1]])
     load(model, split, folder / "saved")
-    for group, param in zip(split.param_groups, params, strict=True):
+    states, saved = (
+        {name: state for name, state in whole_state(model, each).items() if "group" not in name}
+        for each in (split, optimizer)
+    )
+    check_same(states, saved)
+    for group, param in zip(split.param_groups, params[::-1], strict=True):
         whole = len(model.sharded_state_dict()[name_of(model, param)].global_shape)
         assert group["lr"] == (0.001 if whole > 1 else 0.02)
     others: list[Callable[[], optim.Optimizer]] = [

@@ -594,6 +594,40 @@ def test_batches_of_an_evaluation_stay_apart_if_asked(tmp_path: Path) -> None:
     assert [len(each) for each in predicted.label_ids] == [2, 2, 1]
 
 
+def count_labels(prediction: Any) -> dict[str, Any]:
+    """A metric that knows every row."""
+    right = np.asarray(prediction.predictions).argmax(-1) == prediction.label_ids
+    return {"rows": prediction.label_ids.tolist(), "right": int(right.sum())}
+
+
+def evaluate_rows(rank: int, folder: str) -> Any:
+    from shardhet.hf import HetTrainer
+
+    with as_torchrun_starts(rank, PLAN.world_size):
+        args = arguments(folder, per_device_eval_batch_size=2)
+        trainer = HetTrainer(classifier(), args, plan=PLAN, compute_metrics=count_labels)
+        return trainer.evaluate(labelled(13)), trainer.predict(labelled(13)).predictions
+
+
+def test_evaluation_counts_each_row_once(tmp_path: Path) -> None:
+    """Batches of six and a last one of one row, for which most ranks have none.
+
+    accelerate's gather_for_metrics (1.15) drops a rank's mean there, and keeps one in which a
+    row is repeated.
+    """
+    args = arguments(tmp_path, per_device_eval_batch_size=2 * PLAN.world_size)
+    plain = transformers.Trainer(classifier(), args, compute_metrics=count_labels)
+    expected, predicted = plain.evaluate(labelled(13)), plain.predict(labelled(13)).predictions
+    assert expected["eval_rows"] == [int(row["labels"]) for row in labelled(13)]
+    for metrics, predictions in run_ranks(
+        evaluate_rows, PLAN.world_size, str(tmp_path), timeout_s=FIRST_CASE_S
+    ):
+        for name in ("eval_rows", "eval_right"):
+            assert metrics[name] == expected[name]
+        assert metrics["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-12)
+        np.testing.assert_allclose(predictions, predicted, rtol=0, atol=1e-12)
+
+
 class Stream(torch.utils.data.IterableDataset[Any]):
     """Samples in one order."""
 

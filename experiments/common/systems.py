@@ -1,6 +1,11 @@
 """Systems under comparison: how each is made, takes a step, is timed and is checked.
 
-Models return ``(loss_sum, num_tokens)``.
+Models return ``(loss_sum, num_tokens)``.  FSDP2 averages gradients over ranks, so each rank
+divides its sum by its own tokens where all have as many, and else by ``num_tokens``, those of
+the mean rank.  No loss, norm, draw or initialisation is left to DTensors: its means over uneven
+shards are means of ranks, gradients of mse and huber are world-size times too large, and draws
+on a CPU mesh repeat rows on every rank (torch 2.13).  Models are built and initialised before
+they are sharded, and see this rank's tensors alone.
 """
 
 import os
