@@ -1,166 +1,229 @@
-"""Does this version start and step as fast as an older one?
+"""Run the suite, the demo and the examples with other versions of what shardhet needs.
 
-python -m experiments.versions.run --old FOLDER      15 minutes
-python -m experiments.versions.run --old FOLDER --quick
+``tested``  what constraints.txt says
+``newest``  what pip gives
+``oldest``  the lower bounds of pyproject.toml
 
-FOLDER is a tree of the older version: git worktree add FOLDER COMMIT.
+Each gets an environment of its own, made with this interpreter's ``venv`` and pip, in a folder
+where they stay: a second run goes on with those that are there.
 """
 
-import json
 import os
+import re
 import subprocess
 import sys
-import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from experiments.common.machine import REPOSITORY, commit_of
+from experiments.common.machine import REPOSITORY
 from experiments.common.results import (
-    BAR_HEADER,
-    Bar,
     Page,
-    Spread,
     markdown_table,
     parse_cases,
     parser_of,
+    replace_cases,
 )
-from experiments.versions.cases import CASES, Case
 
 HERE = Path(__file__).parent
-NUM_ROUNDS = 20
-SLOWER_AT_MOST = 1.03
-START_AT_MOST_S = 2.0
-DEEP = "32 blocks, 2 ranks, 2 x 2"
+NEEDED = re.compile(r"([\w-]+)>=([\w.]+)")
+FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+PASSED = re.compile(r"(\d+) passed")
+SHOWN = (
+    *("torch", "numpy", "scipy", "PyYAML", "hydra-core", "omegaconf", "rich", "safetensors"),
+    *("transformers", "accelerate", "peft", "datasets", "tokenizers", "matplotlib"),
+    *("tensorboard", "triton"),
+)
+# Steps, checkpoints, Hugging Face, planning, training: where libraries meet.
+TELLING = (
+    *(
+        "parity",
+        "optim",
+        "planner",
+        "hydra_door",
+        "rounds",
+        "pipelines",
+        "ordinary_calls",
+        "optimizers_on_rows",
+    ),
+    *("checkpoint", "checkpoint_fit", "hf_folder", "hf_trainer", "hf_resuming", "model_hf"),
+    *("loader", "datasets", "planner_highs", "objectives", "config"),
+    *("train", "worker", "doctor", "imports", "quantized"),
+)
+PYTEST = ("-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "-p", "no:cacheprovider")
+CARDS = ("--cards", "4090 | 3090x2")
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """An environment."""
+
+    name: str
+    constraints: Sequence[str]  # of pip
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is run in each environment."""
+
+    name: str
+    arguments: Sequence[str]  # of Python
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """A turn of one version; round -1 is the start."""
+class Verdict:
+    """What a part came to."""
 
-    case: str
-    version: str  # "old" or "new"
-    round: int
-    seconds: float  # of a step on the rank where it took longest; of the start
-
-
-class World:
-    """The ranks of one version, which wait while it is not their turn."""
-
-    def __init__(self, tree: Path, case: Case, store: Path) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-        self._ranks = [
-            subprocess.Popen(
-                [sys.executable, HERE / "rank.py", "--case", case.name, "--rank", str(rank),
-                 "--store", store],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=environment,
-                cwd=HERE,
-            )
-            for rank in range(case.plan.world_size)
-        ]  # fmt: skip
-
-    def ask(self, command: str) -> list[dict[str, Any]]:
-        """All ranks' answers."""
-        for rank in self._ranks:
-            assert rank.stdin is not None
-            rank.stdin.write(f"{command}\n")
-            rank.stdin.flush()
-        answers = []
-        for rank in self._ranks:
-            assert rank.stdout is not None
-            line = rank.stdout.readline()
-            if not line:
-                raise RuntimeError("a rank has ended; its error is above.")
-            answers.append(json.loads(line))
-        return answers
-
-    def end(self) -> None:
-        """Let all ranks end."""
-        for rank in self._ranks:
-            assert rank.stdin is not None
-            rank.stdin.close()
-        for rank in self._ranks:
-            rank.wait(timeout=60)
+    case: str  # the environment's name
+    part: str
+    returncode: int
+    passed: int  # tests
+    failed: str  # tests
+    seconds: float
 
 
-def measure(case: Case, trees: dict[str, Path], num_rounds: int) -> list[Sample]:
-    """Both versions in turns, there and back again."""
-    samples = []
-    with tempfile.TemporaryDirectory() as folder:
-        worlds = {
-            version: World(tree, case, Path(folder) / version)
-            for version, tree in trees.items()
-        }
-        losses = {}
-        for version, world in worlds.items():
-            answers = world.ask("start")
-            losses[version] = answers[0]["loss"]
-            seconds = max(each["start_s"] for each in answers)
-            samples.append(Sample(case=case.name, version=version, round=-1, seconds=seconds))
-        if abs(losses["old"] / losses["new"] - 1) > 1e-5:
-            raise RuntimeError(f"{case.name}: the versions do not train the same: {losses}.")
-        for turn in range(-1, num_rounds):  # the first one warms up
-            for version in trees if turn % 2 else reversed(trees):
-                by_rank = [each["steps_s"] for each in worlds[version].ask("turn")]
-                steps_s = [max(step) for step in zip(*by_rank, strict=True)]
-                if turn >= 0:
-                    mean_s = sum(steps_s) / len(steps_s)
-                    samples.append(
-                        Sample(case=case.name, version=version, round=turn, seconds=mean_s)
-                    )
-        for world in worlds.values():
-            world.end()
-    return samples
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """A version that was installed."""
+
+    case: str  # the environment's name
+    package: str
+    version: str
 
 
-def as_markdown(samples: list[Sample]) -> str:
-    """Tables of steps and starts, and whether the bars hold."""
-    rows, bars = [], []
-    for name in dict.fromkeys(sample.case for sample in samples):
-        of_case = [sample for sample in samples if sample.case == name]
-        old, new = (
-            [s.seconds for s in of_case if s.version == version and s.round >= 0]
-            for version in ("old", "new")
+def lower_bounds() -> list[str]:
+    """Of each package that pyproject.toml gives one."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    needed = [*project["dependencies"], *(each for extra in extras for each in extra)]
+    return [f"{name}=={least}" for name, least in NEEDED.findall("\n".join(needed))]
+
+
+def environments() -> list[Versions]:
+    """The three."""
+    tested = (REPOSITORY / "constraints.txt").read_text().splitlines()
+    return [
+        Versions("tested", tested),
+        Versions("newest", []),
+        Versions("oldest", lower_bounds()),
+    ]
+
+
+def parts(*, is_quick: bool, is_whole: bool) -> list[Part]:
+    """The files of the suite that tell most, or all; the demo; loops of one's own."""
+    names = () if is_whole else TELLING[:4] if is_quick else TELLING
+    files = [f"tests/test_{name}.py" for name in names]
+    suite = [*PYTEST, "-m", "not campaign and not alone", *files]
+    examples = sorted((REPOSITORY / "examples").glob("*.py"))
+    programs = [
+        Part(f"examples/{p.name}", ["-m", "shardhet", "rehearse", str(p), *CARDS])
+        for p in examples
+    ]
+    demo = ["-m", "shardhet.apps.demo", "--out=demo", *(["--quick"] if is_quick else [])]
+    return [Part("tests", suite), Part("demo", demo), *programs]
+
+
+def installed(folder: Path, versions: Versions) -> Path:
+    """The environment's Python; made if it is not there."""
+    place = folder / versions.name
+    python, done = place / "bin/python", place / ".installed"
+    if not done.exists():
+        constraints = folder / f"{versions.name}.txt"
+        constraints.write_text("\n".join(versions.constraints) + "\n")
+        subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
+        pip = [python, "-m", "pip", "install", "-q", "-e", f"{REPOSITORY}[dev]"]
+        subprocess.run([*pip, "-c", constraints], check=True)
+        done.touch()
+    return python
+
+
+def versions_in(python: Path, name: str) -> list[Installed]:
+    """Of all packages."""
+    listed = subprocess.run(
+        [python, "-m", "pip", "list", "--format=freeze"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    pairs = [line.split("==") for line in listed.stdout.splitlines() if "==" in line]
+    return [Installed(case=name, package=p, version=v) for p, v in pairs]
+
+
+def tried(python: Path, name: str, part: Part, folder: Path) -> Verdict:
+    """Run it; what it prints stays in a file."""
+    place = REPOSITORY if part.name == "tests" else folder / f"{name}-{Path(part.name).stem}"
+    place.mkdir(exist_ok=True)
+    log = folder / f"{name}-{Path(part.name).stem}.log"
+    start_s = time.perf_counter()
+    with log.open("w") as file:
+        ended = subprocess.run(
+            [python, *part.arguments],
+            cwd=place,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+            stdout=file,
+            stderr=subprocess.STDOUT,
         )
-        starts = {s.version: s.seconds for s in of_case if s.round < 0}
-        ratio = Spread.of([b / a for a, b in zip(old, new, strict=True)])
-        rows.append(
-            [
-                name,
-                Spread.of(old).cell(1, scale=1e3),
-                Spread.of(new).cell(1, scale=1e3),
-                ratio.cell(3),
-                str(len(old)),
-                f"{starts['old']:.2f}",
-                f"{starts['new']:.2f}",
-            ]
-        )
-        bars.append(Bar(claim=f"{name}: step", measured=ratio.median, at_most=SLOWER_AT_MOST))
-        if name == DEEP:
-            longer_s = starts["new"] - starts["old"]
-            claim = f"{name}: seconds longer at the start"
-            bars.append(Bar(claim=claim, measured=longer_s, at_most=START_AT_MOST_S))
-    header = ["case", "step ms, old", "new", "new / old", "rounds", "start s, old", "new"]
-    verdicts = markdown_table(BAR_HEADER, [bar.cells for bar in bars])
-    return f"{markdown_table(header, rows)}\n\n{verdicts}"
+    text = log.read_text()
+    passed = PASSED.findall(text)
+    return Verdict(
+        case=name,
+        part=part.name,
+        returncode=ended.returncode,
+        passed=int(passed[-1]) if passed else 0,
+        failed=" ".join(FAILED.findall(text)),
+        seconds=round(time.perf_counter() - start_s, 1),
+    )
+
+
+def tables(verdicts: Sequence[Verdict], versions: Sequence[Installed]) -> str:
+    """Versions, and what each part came to, by environment."""
+    names = list(dict.fromkeys(each.case for each in verdicts))
+    version_of = {(each.case, each.package): each.version for each in versions}
+    verdict_of = {(each.case, each.part): each for each in verdicts}
+    rows = [
+        [package, *(version_of.get((name, package), "-") for name in names)]
+        for package in SHOWN
+    ]
+    rows += [
+        [part, *(_cell(verdict_of[name, part]) for name in names)]
+        for part in dict.fromkeys(each.part for each in verdicts)
+    ]
+    return markdown_table(["", *names], rows)
+
+
+def _cell(verdict: Verdict) -> str:
+    failed = verdict.failed.split()
+    counts = f" ({verdict.passed} passed)" if verdict.passed else ""
+    if not verdict.returncode:
+        return f"PASS{counts}"
+    return f"FAIL{counts}: {', '.join(each.rpartition('::')[2] for each in failed) or 'exit'}"
 
 
 def main() -> None:
-    """Measure, print, and keep."""
-    parser = parser_of(__doc__, "two rounds; keeps nothing")
-    parser.add_argument("--old", type=Path, required=True, metavar="FOLDER", help="its tree")
-    options = parse_cases(parser, CASES.values())
-    trees = {"old": options.old.resolve(), "new": REPOSITORY}
-    page = Page(HERE, is_kept=not (options.quick or options.only))
-    page.tell(f"Old: commit `{commit_of(trees['old'])}`.")
-    samples = []
-    for case in options.cases:
-        samples += measure(case, trees, 2 if options.quick else NUM_ROUNDS)
-    page.tell(as_markdown(samples))
-    page.keep({"results.csv": samples})
+    """Make environments, run all parts in each, print, and keep."""
+    parser = parser_of(__doc__, "a small part of the suite; keeps nothing")
+    parser.add_argument("--whole", action="store_true", help="the whole suite")
+    parser.add_argument("--folder", type=Path, required=True, help="where environments stay")
+    options = parse_cases(parser, environments())
+    folder = options.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    page = Page(HERE, is_kept=not options.quick)
+    verdicts, versions = list[Verdict](), list[Installed]()
+    for each in options.cases:
+        python = installed(folder, each)
+        versions += versions_in(python, each.name)
+        verdicts += [
+            tried(python, each.name, part, folder)
+            for part in parts(is_quick=options.quick, is_whole=options.whole)
+        ]
+    if page.is_kept:
+        order = [each.name for each in environments()]
+        verdicts = replace_cases(HERE / "results.csv", verdicts, Verdict, order)
+        versions = replace_cases(HERE / "versions.csv", versions, Installed, order)
+    page.tell(tables(verdicts, versions))
+    page.write_block()
 
 
 if __name__ == "__main__":

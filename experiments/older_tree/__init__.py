@@ -1,0 +1,1 @@
+"""Does this version start and step as fast as an older one?"""
