@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardhet.comm.failure import Lifeline
 from shardhet.fsdp.door import through, with_stand_ins
-from shardhet.fsdp.sharding.flat import FlatTensor
+from shardhet.fsdp.sharding.flat import WAS_FROZEN, FlatTensor
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitState
 from shardhet.records.plan import Plan
 
@@ -203,10 +203,7 @@ def _check_flat(flat: FlatTensor) -> None:
             )
         # Without gradients it does not matter: peft's disable_adapter() freezes.
         if torch.is_grad_enabled() and param.requires_grad != flat.is_trainable:
-            raise RuntimeError(
-                f"{slot.fqn}: requires_grad was changed after HetFSDP was built. "
-                "Freeze and unfreeze parameters before wrapping the model."
-            )
+            raise RuntimeError(slot.fqn + WAS_FROZEN)
 
 
 def _refuse_copies(module: nn.Module, lifeline: Lifeline) -> None:

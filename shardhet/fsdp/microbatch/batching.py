@@ -6,6 +6,7 @@ from lengths that happen to be equal.
 """
 
 import re
+from collections import UserDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
@@ -14,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import (
+    MappingKey,
     TreeSpec,
     keystr,
     register_dataclass,
+    register_pytree_node,
     tree_flatten,
     tree_flatten_with_path,
     tree_unflatten,
@@ -24,7 +27,7 @@ from torch.utils._pytree import (
 
 from shardhet.records.layout import Span
 
-_BUILT_IN_CONTAINERS = (tuple, list, dict)
+_BUILT_IN_CONTAINERS = (tuple, list, dict, UserDict)
 _LEAF = tree_flatten(None, is_leaf=lambda _: True)[1]
 
 
@@ -164,11 +167,28 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     if isinstance(tree, Tensor):  # the fast path: most units return one tensor
         return [tree], _LEAF
     leaves, spec = tree_flatten(tree, is_leaf=_is_opaque)
+    if mappings := {type(leaf) for leaf in leaves if isinstance(leaf, UserDict)}:
+        for kind in mappings:
+            _register_mapping(kind)
+        return flatten(tree)
     if unseen := {type(leaf) for leaf in leaves if is_dataclass(leaf) and _is_plain(leaf)}:
         for each in unseen:
             register_dataclass(each)
         return flatten(tree)
     return leaves, spec
+
+
+def _register_mapping(kind: type[UserDict[str, Any]]) -> None:
+    """Let tokenizers' and processors' outputs be containers, as dicts are."""
+    register_pytree_node(
+        kind,
+        lambda each: (list(each.data.values()), list(each.data)),
+        lambda values, names: kind(dict(zip(names, values, strict=True))),
+        flatten_with_keys_fn=lambda each: (
+            [(MappingKey(name), value) for name, value in each.data.items()],
+            list(each.data),
+        ),
+    )
 
 
 def _is_plain(leaf: Any) -> bool:

@@ -33,6 +33,11 @@ _FUNCTIONS = frozenset(
     )
 )
 
+
+class CheckpointedError(RuntimeError):
+    """Raised for a unit that is called under torch's gradient checkpointing."""
+
+
 Visit = Callable[[UnitModule, tuple[Any, ...], dict[str, Any]], Any]
 
 

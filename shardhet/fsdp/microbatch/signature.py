@@ -216,6 +216,18 @@ class ModelCall:
             if not isinstance(leaf, Tensor) and not is_plain(leaf)
         ]
 
+    @property
+    def lists_of_entries(self) -> list[str]:
+        """Names of arguments that are lists with a dict for each sample, as DETR's targets."""
+        args, kwargs, _ = unflatten(self.leaves, self.spec)
+        named = {f"argument {i}": each for i, each in enumerate(args)} | kwargs
+        return [
+            name
+            for name, each in named.items()
+            if isinstance(each, list) and len(each) == self.num_samples
+            if all(isinstance(entry, Mapping) for entry in each)
+        ]
+
     def digests(self) -> list[Any]:
         """By leaf: a hash of the values of a tensor, and None for anything else."""
         return [
@@ -266,7 +278,7 @@ class ModelCall:
         rounds = []
         for start, stop in pairwise(borders):
             leaves = [
-                leaf.narrow(dim, start * factor, (stop - start) * factor) if factor else leaf
+                _part(leaf, dim or 0, start * factor, stop * factor) if factor else leaf
                 for leaf, dim, factor in zip(self.leaves, self.batch_dims, factors, strict=True)
             ]
             for i, rows in enumerate(self.rows):
@@ -300,6 +312,14 @@ class ModelCall:
             factor, rest = divmod(leaf.shape[dim], self.num_samples) if fits else (0, 0)
             found.append(0 if rest else factor)
         return found
+
+
+def _part(tensor: Tensor, dim: int, start: int, stop: int) -> Tensor:
+    """Its rows with a version of their own: what writes to them in place, in another round than
+    theirs, is no write to what their backward reads.
+    """
+    part = tensor.narrow(dim, start, stop - start)
+    return part if part.requires_grad else part.data
 
 
 def _on(device: torch.device, tensor: Tensor, name: str) -> Tensor:

@@ -40,9 +40,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from shardhet.fsdp.microbatch.modes import FunctionTensor
+from shardhet.fsdp.microbatch.modes import FunctionTensor, OperationMode
 from shardhet.fsdp.params.host_step import host_threads
 from shardhet.fsdp.params.row_group import Rows, vector_norm
 from shardhet.fsdp.params.row_norm import RowNorm, order_and_dims
@@ -59,7 +60,12 @@ class RowTensor(FunctionTensor):
 
     @classmethod
     def _call(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-        """Run ``func`` as on a plain tensor, unless it reduces or is refused."""
+        """Run ``func`` as on a plain tensor, unless it reduces or is refused; a probe decides
+        on operations itself.
+        """
+        if any(isinstance(mode, OperationMode) for mode in _get_current_dispatch_mode_stack()):
+            with _plainly():
+                return func(*args, **kwargs)
         handle = _HANDLERS.get(func, _keep_rows)
         return handle(func, args, kwargs)
 

@@ -13,6 +13,7 @@ from shardhet.fsdp.microbatch.batching import BatchAxis, Join, find_axis, flatte
 from shardhet.fsdp.microbatch.chosen import rows_in, with_samples
 from shardhet.fsdp.microbatch.layered import tensors_in
 from shardhet.fsdp.microbatch.loss import LossUsedError, Unmade
+from shardhet.fsdp.microbatch.root_dropout import CheckpointedError
 from shardhet.fsdp.microbatch.signature import ModelCall, is_plain
 from shardhet.fsdp.probing.apart import (
     Apart,
@@ -117,7 +118,7 @@ class Attempt:
         except LostPeerError:
             raise
         except Exception as error:
-            self.is_refused = isinstance(error, LossUsedError)
+            self.is_refused = isinstance(error, LossUsedError | CheckpointedError)
             if any(words in str(error) for words in _NO_GRAPH):
                 self.is_refused = True
                 return ValueError(_GRADIENT_INSIDE.format(error))

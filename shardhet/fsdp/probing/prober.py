@@ -372,6 +372,14 @@ def _explained(
     problem: Exception, call: ModelCall | None, attempts: Sequence[Axes], *, is_refused: bool
 ) -> Exception:
     """The problem, with names of arguments if wrong assumptions about them may be the cause."""
+    for name in call.lists_of_entries if call is not None else ():
+        error = ValueError(
+            f"model(...): argument {name!r} is a list with an entry for each sample, but only "
+            "tensors can be cut into microbatches. Pass tensors with a row for each sample, or "
+            "compute the loss after model(...)."
+        )
+        error.__cause__ = problem
+        return error
     if call is None or len(attempts) == 1 or is_refused:
         return problem
     batched = [

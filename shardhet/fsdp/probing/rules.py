@@ -49,16 +49,16 @@ def possible_axes(seen: Sequence[ArgumentsSeen]) -> list[Axes]:
     ``seen`` is of the ranks that have samples.
     """
     dims, named = seen[0].batch_dims, seen[0].are_named
-    if len({each.are_ragged for each in seen}) > 1:
-        raise ValueError(
-            "model(...): some ranks pass a ragged argument (HetFSDP(ragged=...)) and others do "
-            "not. Pass one without rows where no sample has any: pixel_values[:0]."
-        )
     if len({len(each.factors) for each in seen}) > 1:
         raise ValueError(
             f"model(...): ranks pass {[len(each.factors) for each in seen]} arguments. Call "
             "the model in the same way on every rank. Each entry of a list counts as one: pass "
             "tensors with a row for each sample instead."
+        )
+    if len({each.are_ragged for each in seen}) > 1:
+        raise ValueError(
+            "model(...): some ranks pass a ragged argument (HetFSDP(ragged=...)) and others do "
+            "not. Pass one without rows where no sample has any: pixel_values[:0]."
         )
     # Without samples an argument is the same everywhere.
     differs = [

@@ -295,7 +295,8 @@ class Watcher(OperationMode):
                     f"unit {self._unit_fqn!r} uses a tensor of shape {tuple(tensor.shape)} "
                     f"that {origin} made in this forward and that is not among its arguments "
                     f"(in {used_by}), so it cannot be cut into microbatches. Pass it as an "
-                    "argument of the unit's forward."
+                    "argument of the unit's forward, not inside of an object. (PEFT's prefix "
+                    "tuning passes prefixes in a KV cache: choose prompt tuning or P-tuning.)"
                 )
             )
         raise Refusal(

@@ -48,6 +48,12 @@ from shardhet.fsdp.sharding.placement import RowsOnDevice, RowsOnHost
 from shardhet.fsdp.sharding.residence import FrozenRows, Residence
 from shardhet.records.layout import FlatLayout, Span
 
+WAS_FROZEN = (
+    ": requires_grad was changed after HetFSDP was built. Freeze and unfreeze parameters "
+    "before wrapping the model. To train some only later, wrap them trainable, and set their "
+    ".grad to None after backward until then."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ParamSlot:
@@ -313,10 +319,7 @@ class FlatTensor:
         flat_grad = None if reduced is None else reduced.to(self.orig_dtype)
         for i, param in enumerate(self.sharded_params):
             if param.requires_grad != self.is_trainable:
-                raise RuntimeError(
-                    f"{self.slots[i].fqn}: requires_grad was changed after HetFSDP was built. "
-                    f"Freeze and unfreeze parameters before wrapping the model."
-                )
+                raise RuntimeError(self.slots[i].fqn + WAS_FROZEN)
             if not has_grad[i]:
                 continue
             if flat_grad is None:

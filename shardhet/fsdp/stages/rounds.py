@@ -113,6 +113,11 @@ def _check_round(plan: Plan, row: Sequence[Passed], where: str) -> None:
         raise ValueError(
             f"{where} the stages got {counts} samples but must get the same. {DEAL}"
         )
+    if len(numbers := {len(each.lengths) for each in row if each.num_samples}) > 1:
+        raise ValueError(
+            f"{where} ranks pass {sorted(numbers)} arguments but all must pass the same. Each "
+            "entry of a list counts as one: pass tensors with a row for each sample instead."
+        )
     if len({str(each.lengths) for each in row if each.num_samples}) > 1:
         raise ValueError(
             f"{where} arguments have shapes {[each.lengths for each in row]} without samples, "

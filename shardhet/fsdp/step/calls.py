@@ -14,7 +14,12 @@ from torch.utils._pytree import tree_leaves
 from shardhet.comm.failure import Lifeline
 from shardhet.comm.progress import progress
 from shardhet.fsdp.microbatch.layered import autocast_as, run_visit
-from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS, RootDropout, is_checkpointed
+from shardhet.fsdp.microbatch.root_dropout import (
+    DROPOUT_CALLS,
+    CheckpointedError,
+    RootDropout,
+    is_checkpointed,
+)
 from shardhet.fsdp.probing.known_calls import KnownCalls
 from shardhet.fsdp.probing.prober import Prober
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
@@ -177,7 +182,7 @@ class UnitCalls:
                 "x.shape[:2]) instead of torch.vmap(unit)(x), and transform what is inside it."
             )
         if self._step.is_in_autograd or is_checkpointed(grad_enabled=False):
-            raise RuntimeError(
+            raise CheckpointedError(
                 f"unit {unit_fqn!r} was called under gradient checkpointing, or during "
                 "backward. Switch that off: the plan decides which units are "
                 "recomputed (Plan.by_hand(recompute=True))."
