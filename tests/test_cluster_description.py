@@ -168,6 +168,7 @@ def test_cards_of_two_sizes_of_memory_are_told_apart() -> None:
     [planned] = Cluster.of_cards("RTX 4060 Ti 16GB").devices
     found = DeviceSpec(kind="NVIDIA GeForce RTX 4060 Ti", memory_capacity_bytes=15974 * 2**20)
     assert planned.accepts(found)
+    assert planned.accepts(planned)  # of a cluster that is described
     assert not planned.accepts(replace(found, memory_capacity_bytes=7987 * 2**20))
 
 

@@ -59,7 +59,7 @@ class DeviceSpec:
         wanted_bytes = self.memory_capacity_bytes or 0
         return (
             self.host in (None, found.host)
-            and (self.kind is None or name_by_driver(self.kind) == found.kind)
+            and (self.kind is None or found.kind in (self.kind, name_by_driver(self.kind)))
             and self.uuid in (None, found.uuid)
             and (found.memory_capacity_bytes or 0) >= (1 - MEMORY_TOLERANCE) * wanted_bytes
         )
