@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shardhet.comm import devices
 from shardhet.comm.calls import Pending, wait_all
 from shardhet.comm.channel import Channel
-from shardhet.comm.peers import LostPeerError, end_waits
+from shardhet.comm.failure import LostPeerError, end_waits
 from shardhet.fsdp.sharding.comm import MAX_UNSENT_GATHERS, CommContext
 from tests.worlds import run_ranks
 

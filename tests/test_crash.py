@@ -7,8 +7,8 @@ from rich.console import Console
 
 from shardhet.apps.launch.crash import crash_panel, read_failures, root_cause, save_failure
 from shardhet.apps.launch.run_folder import RunFolder
-from shardhet.comm.failure import failure_of
-from shardhet.comm.peers import Failure, Kind, LostPeerError
+from shardhet.comm.failure import Failure, Kind, LostPeerError
+from shardhet.comm.peers import failure_of
 
 
 def failure(rank: int, *, at_s: float, is_consequence: bool = False) -> Failure:

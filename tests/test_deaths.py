@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from shardhet import Plan
-from shardhet.comm.failure import SECONDS_TO_HEAR_THE_CAUSE
+from shardhet.comm.peers import SECONDS_TO_HEAR_THE_CAUSE
 from tests.hosts import on_different_hosts
 from tests.misdeeds import commit
 from tests.programs import TORCHRUN, run

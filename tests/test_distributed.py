@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardhet.comm import calls, devices, failure
+from shardhet.comm import calls, devices, peers
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
-from shardhet.comm.failure import Lifeline
+from shardhet.comm.failure import LostPeerError
 from shardhet.comm.groups import (
     Communicators,
     count_alike,
@@ -24,7 +24,7 @@ from shardhet.comm.groups import (
     side_channel,
 )
 from shardhet.comm.members import local_device_spec, match_devices
-from shardhet.comm.peers import LostPeerError
+from shardhet.comm.peers import Peers
 from shardhet.comm.progress import progress
 from shardhet.records.cluster import DeviceSpec
 from tests.selection import one_in
@@ -274,14 +274,14 @@ def test_a_part_of_a_channel_meets_though_one_rank_has_made_more_groups() -> Non
     assert run_ranks(meet_in_a_part, 3, fresh_world=True) == [2.0, 2.0, 1.0]
 
 
-# Lifeline
+# Failures
 
 
-def lifeline(rank: int) -> Lifeline:
+def peers_of(rank: int) -> Peers:
     communicators = Communicators.over(dist.group.WORLD, CPU)
     ranks = tuple(range(dist.get_world_size()))
     channel = Channel(communicators.control, ranks, rank)
-    line = Lifeline(communicators, channel, [f"rank {r} (card {r})" for r in ranks], CPU)
+    line = Peers(communicators, channel, [f"rank {r} (card {r})" for r in ranks], CPU)
     progress.mark(f"the work of {rank}")
     return line
 
@@ -298,7 +298,7 @@ def wait_for(peer: int) -> None:
 
 def raise_while_a_chain_waits(rank: int, failing: int) -> None:
     """Rank r waits for rank r + 1 only, so most do not touch the one that fails."""
-    with lifeline(rank).guard():
+    with peers_of(rank).guard():
         dist.barrier()
         if rank == failing:
             raise KeyError("no such sample")
@@ -328,7 +328,7 @@ def test_the_failure_of_one_reaches_ranks_that_wait_for_others(failing: int) -> 
 
 
 def die_while_a_chain_waits(rank: int, dying: int) -> None:
-    with lifeline(rank).guard():
+    with peers_of(rank).guard():
         dist.barrier()
         if rank == dying:
             os._exit(9)
@@ -350,7 +350,7 @@ def test_a_death_without_a_word_is_told_by_those_who_are_left(dying: int) -> Non
 
 
 def fail_on_every_rank(rank: int) -> None:
-    with lifeline(rank).guard():
+    with peers_of(rank).guard():
         dist.barrier()
         raise ValueError(f"the fault of {rank}")
 
@@ -362,8 +362,8 @@ def test_a_rank_that_finds_a_fault_itself_reports_its_own() -> None:
 
 
 def die_while_one_computes(rank: int) -> None:
-    failure.SECONDS_TO_HEAR_THE_CAUSE = 0.3
-    with lifeline(rank).guard():
+    peers.SECONDS_TO_HEAR_THE_CAUSE = 0.3
+    with peers_of(rank).guard():
         dist.barrier()
         if rank == 2:
             os._exit(9)
@@ -382,7 +382,7 @@ def test_a_rank_that_is_busy_is_not_taken_for_dead() -> None:
 
 def fail_without_a_group() -> None:
     alone = Channel(None, (0,), 0)
-    with Lifeline(Communicators.over(None, CPU), alone, ["rank 0"], CPU).guard("the work"):
+    with Peers(Communicators.over(None, CPU), alone, ["rank 0"], CPU).guard("the work"):
         raise ValueError("bad input")
 
 
@@ -409,7 +409,7 @@ def test_a_failed_device_is_named_if_nccl_meets_its_failure_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     alone, card = Channel(None, (0,), 0), torch.device("cuda", 0)
-    line = Lifeline(Communicators.over(None, CPU), alone, ["rank 0"], card)
+    line = Peers(Communicators.over(None, CPU), alone, ["rank 0"], card)
     monkeypatch.setattr(devices, "module_of", lambda _device: Failed())
     met = pytest.raises(torch.AcceleratorError, match="assert triggered")
     with met as caught, line.guard("model.backward"):
@@ -421,7 +421,7 @@ def test_memory_that_nccl_does_not_get_is_that_of_this_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     alone, card = Channel(None, (0,), 0), torch.device("cuda", 0)
-    line = Lifeline(Communicators.over(None, CPU), alone, ["rank 0"], card)
+    line = Peers(Communicators.over(None, CPU), alone, ["rank 0"], card)
     told = "ncclUnhandledCudaError: Call to CUDA function failed. Last error: out of memory"
     module = mock.Mock(
         max_memory_allocated=lambda _device: 3 * GIB, memory_reserved=lambda _device: 4 * GIB
@@ -432,7 +432,7 @@ def test_memory_that_nccl_does_not_get_is_that_of_this_rank(
         raise dist.DistBackendError(told)
     [note] = caught.value.__notes__
     assert note.startswith("rank 0 failed in model.backward. At most 3.00 GiB were allocated")
-    assert failure.is_out_of_memory(caught.value)
+    assert peers.is_out_of_memory(caught.value)
 
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])

@@ -23,7 +23,7 @@ from experiments.common.results import (
     show,
     write_csv,
 )
-from shardhet.comm.peers import birth
+from shardhet.comm.failure import birth
 
 FORKS = multiprocessing.get_context("forkserver")
 

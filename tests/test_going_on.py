@@ -20,7 +20,7 @@ from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.run.loggers import CsvLogger, JsonLinesLogger
 from shardhet.apps.run.worker import Run
-from shardhet.comm.peers import Failure, Kind
+from shardhet.comm.failure import Failure, Kind
 from shardhet.planner.present import positions_of
 from tests.programs import TORCHRUN, run
 from tests.selection import for_campaign

@@ -18,6 +18,7 @@ import torch
 
 import shardhet
 from shardhet.comm import devices
+from shardhet.comm.failure import Failure, Kind, ProcessState
 from shardhet.comm.liveness import ending, watch
 from shardhet.comm.liveness.connections import (
     GREETING_WITHIN_S,
@@ -49,7 +50,6 @@ from shardhet.comm.liveness.heartbeat import (
     activity_of,
     stack_of,
 )
-from shardhet.comm.peers import Failure, Kind, ProcessState
 from shardhet.comm.progress import progress
 from tests.test_experiment_common import wait_until
 from tests.worlds import run_ranks, run_ranks_expecting_failure

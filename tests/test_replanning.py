@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 
 from shardhet.apps.launch.memory_limits import OwnMemoryLimit, PlansAgainError
 from shardhet.apps.launch.run_folder import RunFolder
-from shardhet.comm.failure import Shortage, is_out_of_memory
-from shardhet.comm.peers import LostPeerError
+from shardhet.comm.failure import LostPeerError
+from shardhet.comm.peers import Shortage, is_out_of_memory
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import register_schemas, to_conf
 from shardhet.planner import find_plan

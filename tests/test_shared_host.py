@@ -20,7 +20,7 @@ from shardhet.comm.buffers import BufferPool
 from shardhet.comm.calls import Gathering, Reduction
 from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import all_gather_uneven
-from shardhet.comm.peers import LostPeerError
+from shardhet.comm.failure import LostPeerError
 from shardhet.comm.shared_host.arena import Arena, PeerArena, own_arena
 from shardhet.comm.shared_host.neighbours import (
     BOARD_WORDS,

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardhet.comm.peers import ProcessState, birth
+from shardhet.comm.failure import ProcessState, birth
 from tests.selection import only, sample
 from tests.test_experiment_common import wait_until
 from tests.worlds import (

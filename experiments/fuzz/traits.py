@@ -177,7 +177,7 @@ def run_on_rank(rank: int, case: TraitCase, generation: int) -> Report:
         if case.kinds:
             options["device_spec"] = DeviceSpec(kind=case.kinds[rank])
         model = HetFSDP(inner, case.plan, group=_group_of(generation), **options)
-        with model._lifeline.guard("the case"):
+        with model._peers.guard("the case"):
             _course(case, plain, model, report)
     except Exception as error:
         report.error = f"{type(error).__name__}: {error}"

@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 from shardhet.apps.launch.crash import save_failure
 from shardhet.apps.launch.launch import start_ranks
 from shardhet.apps.launch.run_folder import RunFolder
-from shardhet.comm.failure import failure_of
 from shardhet.comm.members import REHEARSE
+from shardhet.comm.peers import failure_of
 from shardhet.records.cluster import Cluster
 from shardhet.records.plan import Plan
 from shardhet.records.written import described_cluster

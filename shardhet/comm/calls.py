@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardhet.comm import devices
 from shardhet.comm.buffers import BufferPool
-from shardhet.comm.peers import LostPeerError
+from shardhet.comm.failure import LostPeerError
 from shardhet.records.nodes import TwoLevels
 
 T = TypeVar("T")

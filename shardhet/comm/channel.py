@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shardhet.comm import devices
 from shardhet.comm.calls import OF_THIS_DEVICE, ComputingRanks, Levels, Transport
-from shardhet.comm.peers import LostPeerError
+from shardhet.comm.failure import LostPeerError
 from shardhet.comm.progress import progress
 
 # The limit for a call that all ranks make right after another collective call, but that is

@@ -17,7 +17,7 @@ from shardhet.comm.buffers import BufferPool
 from shardhet.comm.calls import ComputingRanks, Levels, Transport
 from shardhet.comm.channel import Channel, holders
 from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
-from shardhet.comm.peers import end_waits
+from shardhet.comm.failure import end_waits
 from shardhet.comm.transport import SWITCH, meet, timeout_of, wants_gloo
 from shardhet.records.nodes import TwoLevels
 

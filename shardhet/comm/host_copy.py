@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from shardhet.comm import devices
-from shardhet.comm.peers import LostPeerError
+from shardhet.comm.failure import LostPeerError
 from shardhet.comm.progress import progress
 
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from shardhet.comm import devices
 from shardhet.comm.calls import failing_as_peers
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
-from shardhet.comm.failure import Lifeline
 from shardhet.comm.groups import Communicators
+from shardhet.comm.peers import Peers
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.nodes import Nodes
 from shardhet.records.plan import Plan
@@ -30,7 +30,7 @@ class Members:
     gather: Channel
     reduce: Channel
     control: Channel
-    lifeline: Lifeline
+    peers: Peers
     nodes: Nodes  # as the devices were found
 
     @classmethod
@@ -49,11 +49,11 @@ class Members:
         ranks = tuple(range(1 if group is None else group.size()))
         rank, names = 0 if group is None else group.rank(), [f"rank {r}" for r in ranks]
         given, channel = Communicators(None, None, group), Channel(group, ranks, rank)
-        met = Lifeline(given, channel, names, device).guard("meeting the other ranks")
+        met = Peers(given, channel, names, device).guard("meeting the other ranks")
         with met, failing_as_peers():
             communicators = Communicators.over(group, device)
         *_, hello = communicators.channels(ranks, rank)
-        with Lifeline(communicators, hello, names, device).guard("meeting the other ranks"):
+        with Peers(communicators, hello, names, device).guard("meeting the other ranks"):
             announced = hello.exchange_objects(device_spec or local_device_spec(device))
             check_same_on_all_ranks(plan.to_json(), what="plan", channel=hello)
             seats = match_devices([each.device for each in plan.ranks], announced)
@@ -67,7 +67,7 @@ class Members:
             gather=gather,
             reduce=reduce,
             control=control,
-            lifeline=Lifeline(communicators, control, names, device),
+            peers=Peers(communicators, control, names, device),
             nodes=Nodes.of([announced[r].host or "" for r in seats]),
         )
 

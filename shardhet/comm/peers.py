@@ -1,172 +1,365 @@
-"""Peer processes: whether they run, how one of them has failed, and the end of waits for it."""
+"""Failure propagation: all ranks report the failure of one, by its name, within seconds."""
 
+import atexit
 import json
 import os
+import re
+import socket
+import sys
 import time
-from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
-from enum import Enum, StrEnum
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
+from types import TracebackType
 from typing import Any, Self
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
 from shardhet.comm import devices
+from shardhet.comm.channel import Channel
+from shardhet.comm.failure import Failure, Kind, LostPeerError, birth, holder_of
+from shardhet.comm.groups import Communicators
+from shardhet.comm.progress import progress
 
-ADVICE = "All ranks stop. Fix the cause on that rank and start again."
+SECONDS_TO_HEAR_THE_CAUSE = 3.0
+SECONDS_BETWEEN_LOOKS = 0.05
+MIB, GIB = 2**20, 2**30
+LIMIT_AFTER_FAILURE = 0.9  # of the memory that was predicted, or had been allocated
+FAILURE = "shardhet_failure"  # in the store: the first that a rank has reported
+# In the store, with a position
+PROCESS, SIGNED_OFF, ENDED = "shardhet_process_", "shardhet_signed_off_", "shardhet_ended_"
+OF_CUDA = "ncclUnhandledCudaError"  # in torch's error, if a call of CUDA failed in NCCL
+NO_HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # in torch's RuntimeError
+TRACEBACK = "SHARDHET_TRACEBACK"  # "full": with the frames inside of this package
+OF_BUGS = (AssertionError, AttributeError, LookupError)  # if this package raises them
+# Files of this package, and what torch and Python put between it and the program.
+INTERNAL = re.compile(
+    f"^{re.escape(str(Path(__file__).parents[1]))}|^<frozen|/contextlib.py$"
+    "|/torch/nn/modules/module.py$|/torch/autograd/function.py$"
+)
+ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)
+BYTES_BY_UNIT = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
 
 
-class LostPeerError(RuntimeError):
-    """A collective failed because another rank is gone; the cause is known elsewhere."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this rank's own memory did not suffice."""
+    if isinstance(error.__cause__, LostPeerError):  # which may say it of another rank
+        return False
+    is_of_host = isinstance(error, MemoryError) or NO_HOST_MEMORY in str(error)
+    return is_of_host or _is_out_of_device_memory(error)
 
 
-class Kind(StrEnum):
-    """How a rank has failed."""
-
-    RAISED = "raised"  # an exception
-    GONE = "gone"  # its process has ended without one
-    SILENT = "silent"  # no heartbeat: stopped, or cut off from the network
-    HUNG = "hung"  # heartbeats, and no progress
-    LOST = "lost"  # an exception that follows from the failure of another rank
+def _is_out_of_device_memory(error: BaseException) -> bool:
+    text = str(error)
+    is_of_nccl = OF_CUDA in text and "out of memory" in text
+    return is_of_nccl or isinstance(error, torch.OutOfMemoryError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """How one rank, or several at once, failed, as other ranks and the launcher read it."""
+class Shortage:
+    """What a device held when it was out of memory."""
 
-    kind: Kind
-    ranks: tuple[int, ...]  # none if all wait for each other
-    name: str  # of the first, with its device: "rank 2 (cpu on alpha)"
-    what: str  # "ValueError: ...", or what the others know of it
-    doing: str = "the program"  # at that time
-    where: str = "unknown"  # file:line of the innermost frame outside of libraries
-    stack: str = ""  # where it could be had
-    step: int = 0  # the last that was taken
-    at_s: float = field(default_factory=time.time)  # since the epoch
-    plans_again: bool = False  # the run goes on under another plan, if ranks are started again
-
-    @property
-    def rank(self) -> int:
-        """The first of them, or the one that reports it."""
-        return self.ranks[0] if self.ranks else 0
-
-    @property
-    def message(self) -> str:
-        """What the other ranks raise."""
-        if self.kind is Kind.RAISED:
-            return f"{self.name} failed in {self.doing}: {self.what}\n{ADVICE}"
-        return f"{self.what}\nAll ranks stop."
-
-    def to_json(self) -> str:
-        """The failure as text."""
-        return json.dumps(asdict(self), indent=1)
+    allocated_bytes: int  # the most at once
+    asked_bytes: int = 0  # more, of what was not allocated; 0: not known
+    predicted_bytes: int | None = None  # of the plan
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        """The inverse of ``to_json``."""
-        values = json.loads(text)
-        values |= {"kind": Kind(values["kind"]), "ranks": tuple(values["ranks"])}
-        return cls(**values)
+    def of(cls, error: BaseException, allocated_bytes: int) -> Self:
+        """The shortage that torch's error tells of."""
+        found = ASKED.search(str(error))
+        asked = 0.0 if found is None else float(found[1]) * BYTES_BY_UNIT[found[2]]
+        return cls(
+            allocated_bytes=allocated_bytes,
+            asked_bytes=int(asked),
+            predicted_bytes=progress.predicted_bytes,
+        )
+
+    @property
+    def limit_bytes(self) -> int:
+        """The most that a plan may be predicted to need of the device from now on.
+
+        With A allocated, x asked for and p predicted: 0.9 A p / max(p, A + x), that is what
+        fitted, less in the ratio by which more was needed than predicted, and a tenth.
+        """
+        needed = self.allocated_bytes + self.asked_bytes
+        predicted = self.predicted_bytes or needed
+        part = predicted / max(predicted, needed, 1)
+        return int(LIMIT_AFTER_FAILURE * self.allocated_bytes * part)
+
+    @property
+    def text(self) -> str:
+        """What was predicted, what was found, and what to plan with, in MiB."""
+        predicted = self.predicted_bytes
+        numbers = {
+            "allocated": self.allocated_bytes,
+            "more asked for": self.asked_bytes,
+            "predicted": predicted or 0,
+        }
+        said = ", ".join(
+            f"{each / MIB:,.1f} MiB {what}" for what, each in numbers.items() if each
+        )
+        return f"{said}: it is planned for with {self.limit_bytes / MIB:,.1f} MiB from now on"
 
 
-class ProcessState(Enum):
-    """What the system says about the process of a rank."""
+def failure_of(error: BaseException, *, rank: int, name: str, what: str = "") -> Failure:
+    """The failure of the rank that raises ``error``.
 
-    RUNNING = "running"
-    STOPPED = "stopped"  # by SIGSTOP
-    TRACED = "traced"  # by a debugger
-    GONE = "gone"
-    CUT = "cut"  # its host, another one, answers no more
-    UNKNOWN = "unknown"  # it is on another host, and nothing has been heard of its end
+    ``name`` is with its device; ``what``: in place of what Python says of the error.
+    """
+    is_lost = any(isinstance(each, LostPeerError) for each in (error, error.__cause__))
+    return Failure(
+        kind=Kind.LOST if is_lost else Kind.RAISED,
+        ranks=(rank,),
+        name=name,
+        what=what or "".join(traceback.format_exception_only(error)).strip(),
+        doing=progress.doing,
+        where=_place_of(error),
+        step=progress.step,
+    )
 
-    @classmethod
-    def of(cls, pid: int) -> "ProcessState":
-        """The state of a process of this host."""
+
+def report(failure: Failure, store: Any) -> Failure:
+    """Leave word of ``failure`` for all ranks; the first that any has left."""
+    return Failure.from_json(store.compare_set(FAILURE, "", failure.to_json()))
+
+
+def reported(store: Any) -> Failure | None:
+    """The failure of which a rank has left word."""
+    return Failure.from_json(store.get(FAILURE)) if store.check([FAILURE]) else None
+
+
+class Peers:
+    """Turns a failure on one rank into the same message on every rank, within seconds.
+
+    The failing rank writes what happened to the rendezvous store and then breaks its
+    connections.  Its peers see their collectives fail, break their own connections so that
+    ranks further away notice too, and look up the cause in the store.  If nobody wrote a
+    cause, those of this host that have ended are named, or those of other hosts that do not
+    sign off in time.
+    """
+
+    def __init__(
+        self,
+        communicators: Communicators,
+        channel: Channel,
+        names: Sequence[str],
+        device: torch.device,
+    ) -> None:
+        self._device = device
+        self._communicators = communicators
+        self._channel = channel
+        self._names = tuple(names)  # by position
+        self._is_broken = False
+        if channel.group is not None:
+            process = json.dumps([socket.gethostname(), os.getpid()])
+            self._store.set(f"{PROCESS}{channel.position}", process)
+            _all.add(self)
+        if not _hooks_before:
+            _hooks_before.append(sys.excepthook)
+            sys.excepthook = _report_before_the_end
+            atexit.register(_say_that_it_ended)
+
+    @contextmanager
+    def guard(self, doing: str | None = None) -> Iterator[None]:
+        """Guard a block of code that other ranks may wait for."""
+        progress.mark(doing or progress.doing)
         try:
-            fields = stat_of(pid)
-        except OSError:  # out of file descriptors, which says nothing about the process
-            return cls.UNKNOWN
-        if fields is None:
-            return cls.GONE if Path("/proc/self/stat").exists() else cls.UNKNOWN
-        by_letter = {"Z": cls.GONE, "X": cls.GONE, "T": cls.STOPPED, "t": cls.TRACED}
-        return by_letter.get(fields[0], cls.RUNNING)
+            yield
+            progress.mark("the program around HetFSDP")
+        except LostPeerError as error:
+            if (own := self._failure_of_device(error)) is not None:
+                self.report(own)
+                raise own from None  # it is no consequence, see ``is_out_of_memory``
+            raise RuntimeError(self._cause_of(error)) from error
+        except Exception as error:
+            self.report(error)
+            raise
 
+    def say_that_it_ended(self) -> None:
+        """Leave word that this rank's program came to its end, if that is to be read then."""
+        with suppress(RuntimeError):
+            if holder_of(self._store)[1] is None:  # a rank may have taken the store along
+                steps = f"{progress.step} step{'s' * (progress.step != 1)}"
+                self._store.set(f"{ENDED}{self._channel.position}", steps)
 
-def stat_of(pid: int) -> list[str] | None:
-    """The fields of proc(5)'s stat, from the third on; None if there is no such process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
+    def _failure_of_device(self, error: LostPeerError) -> BaseException | None:
+        """What this rank's device has failed with, if NCCL has met it first.
+
+        A failure in a kernel, as of an index out of range, is that of every later call; there
+        may be no memory for a buffer of NCCL.
+        """
+        if devices.is_on_host(self._device) or progress.failure is not None:
+            return None
+        if OF_CUDA in str(error):
+            return error.__cause__
+        try:
+            devices.module_of(self._device).current_stream(self._device).query()
+        except RuntimeError as own:
+            return own
         return None
-    return text.rpartition(")")[2].split()
 
-
-def birth(pid: int) -> int | None:
-    """Return a process's start time, in ticks since boot; None if it is not running.
-
-    The start time distinguishes processes that have had the same pid.  A zombie does not run.
-    """
-    fields = stat_of(pid)
-    return None if fields is None or fields[0] in "ZX" else int(fields[19])
-
-
-def holder_of(store: Any) -> tuple[str, int | None]:
-    """What holds the store, in words, and which rank, if it is one."""
-    host = host_of(store)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return f"the launcher on {host or 'the first host'}", None
-    if "RANK" in os.environ:
-        return "rank 0", 0
-    return f"the process at {host or '?'}:{getattr(_underlying(store), 'port', '?')}", None
-
-
-def host_of(store: Any) -> str | None:
-    """The host, or its address, to which the store's connection goes, if it has one."""
-    host: str | None = getattr(_underlying(store), "host", None)
-    return host
-
-
-def _underlying(store: Any) -> Any:
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return store
-
-
-def end_waits(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Make every wait in ``groups``, now or later, end with an error, here and on the peers.
-
-    Communicators of NCCL are aborted all at once.  To abort one frees its memory, for which
-    the device has to finish its work, and kernels of the others may wait there for ever
-    (pytorch/pytorch, issue 119797; NVIDIA/nccl, issue 1013).
-    """
-    aborting, host = [], torch.device("cpu")
-    for group in (groups := list(groups)):
-        if dist.get_backend(group) != "gloo" or not devices.carries(group, host):
-            name = "shardhet abort"
-            aborting.append(Thread(target=_abort, args=(group,), name=name, daemon=True))
-            aborting[-1].start()
-    for group in groups:
-        if devices.carries(group, host):
-            _close(group)
-    for thread in aborting:
-        thread.join()
-
-
-def _abort(group: dist.ProcessGroup) -> None:
-    with suppress(RuntimeError):
-        group.abort()
-
-
-def _close(group: dist.ProcessGroup) -> None:
-    """Close the connections that gloo has for ``group``."""
-    # gloo's abort() ends no wait.  A receive that times out does: it closes the connections
-    # to all peers, whose waits then end at once (measured with torch 2.13).  A receive from a
-    # peer that is already gone fails immediately and closes nothing, so this tries every peer.
-    for peer in range(group.size()):
-        if peer != group.rank():
+    def report(self, error: BaseException) -> None:
+        """Report an error of this rank to all others, unless it is known that the run ends."""
+        position = self._channel.position
+        name, doing = self._names[position], progress.doing
+        memory = self._memory(error) if _is_out_of_device_memory(error) else ""
+        error.add_note(f"{name} failed in {doing}.{memory}")
+        if self._channel.group is None or self._is_broken or not dist.is_initialized():
+            return
+        self._is_broken = True
+        what = f"{type(error).__name__}: {error}{memory}"
+        failure = failure_of(error, rank=dist.get_rank(), name=name, what=what)
+        if failure.kind is Kind.RAISED:
+            progress.failure = progress.failure or failure
             with suppress(RuntimeError):
-                group.recv([torch.empty(1)], peer, 2**31 - 1).wait(timedelta(milliseconds=1))
+                report(failure, _store_of_all())
+        self._communicators.break_connections()
+
+    def _memory(self, error: BaseException) -> str:
+        """The memory of this rank's device: used, predicted, and the plan that needs less."""
+        if devices.is_on_host(self._device):
+            return ""
+        module = devices.module_of(self._device)
+        allocated = module.max_memory_allocated(self._device)
+        reserved = module.memory_reserved(self._device)
+        predicted = progress.predicted_bytes
+        limit_gib = Shortage.of(error, allocated).limit_bytes / GIB
+        return (
+            f" At most {allocated / GIB:.2f} GiB were allocated here, {reserved / GIB:.2f} GiB "
+            "are reserved"
+            + (f", and {predicted / GIB:.2f} GiB were predicted" if predicted else "")
+            + f". Plan again with limits.{self._channel.position}.memory_gib={limit_gib:.2f}."
+        )
+
+    def _cause_of(self, error: LostPeerError) -> str:
+        """What has failed elsewhere; it may take a while until that is known."""
+        if not self._is_broken:
+            self._is_broken = True
+            self._communicators.break_connections()
+        until_s, has_store = time.monotonic() + SECONDS_TO_HEAR_THE_CAUSE, True
+        # Without a store: if it stood still, another rank was the first to see it, and this one
+        # is about to.
+        while time.monotonic() < until_s and (has_store or progress.is_watched):
+            found = progress.failure
+            try:
+                if found is None and has_store:
+                    self._store.set(f"{SIGNED_OFF}{self._channel.position}", "1")
+                    found = reported(_store_of_all())
+            except RuntimeError:  # it is gone, and so is the process that held it
+                has_store = False
+            if found is not None:
+                progress.failure = found
+                return found.message
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+        try:
+            return self._cause_by_silence(error)
+        except RuntimeError:
+            return (
+                f"{holder_of(self._store)[0]}, which holds the rendezvous store, or the "
+                f"network to it is gone while this rank was in {progress.doing} ({error}). "
+                "Look at its log and exit code."
+            )
+
+    def _cause_by_silence(self, error: LostPeerError) -> str:
+        """What is known of the ranks that have not noticed: they may be the cause."""
+        store, here, doing = self._store, socket.gethostname(), progress.doing
+        ended, unknown = [], []
+        for position, name in enumerate(self._names):
+            if store.check([f"{SIGNED_OFF}{position}"]):
+                continue
+            if store.check([f"{ENDED}{position}"]):
+                steps = store.get(f"{ENDED}{position}").decode()
+                return (
+                    f"{name} ended without an exception after {steps}, while this rank is in "
+                    f"{doing} of step {progress.step + 1}. Give every rank as many batches: is "
+                    "its loader shorter?"
+                )
+            key = f"{PROCESS}{position}"  # of those that have come so far
+            host, pid = json.loads(store.get(key)) if store.check([key]) else (None, 0)
+            if host != here:  # it may be busy
+                unknown.append(name)
+            elif birth(pid) is None:  # one of this host that still runs is busy
+                ended.append(name)
+        if ended:
+            return (
+                f"{', '.join(ended)} ended without a message while this rank was in {doing}. "
+                "Look at its exit code and log: killed, out of memory, or cut off."
+            )
+        if unknown:
+            return (
+                f"{', '.join(unknown)} did not answer within {SECONDS_TO_HEAR_THE_CAUSE:g} s "
+                f"while this rank was in {doing}: ended without a message, cut off, or "
+                "computing still. Look at the exit codes and logs there."
+            )
+        return f"The ranks lost each other in {doing}: {error}. Check the network."
+
+    @property
+    def _store(self) -> Any:  # a rendezvous store; torch does not export its type
+        assert self._channel.group is not None
+        return self._channel.group.get_group_store()
+
+
+_all: WeakSet[Peers] = WeakSet()
+_hooks_before: list[Callable[..., Any]] = []  # at most one
+
+
+def _say_that_it_ended() -> None:
+    if getattr(sys, "last_value", None) is None:  # what the interpreter ends with
+        for each in list(_all):
+            each.say_that_it_ended()
+
+
+def _report_before_the_end(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """In the place of ``sys.excepthook``: others hear what the program around models raises."""
+    try:
+        if progress.failure is None:
+            for each in list(_all):
+                each.report(error)
+    finally:
+        if os.environ.get(TRACEBACK) != "full":
+            leave_out_internals(error)
+        _hooks_before[0](kind, error, error.__traceback__)
+
+
+def leave_out_internals(error: BaseException | None) -> None:
+    """Leave of the traceback what its reader can change: the program and its libraries."""
+    seen = set[int]()  # an error may be raised from itself
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        frames, trace = list[TracebackType](), error.__traceback__
+        while trace is not None:
+            frames.append(trace)
+            trace = trace.tb_next
+        is_bug = isinstance(error, OF_BUGS) and frames and _is_internal(frames[-1])
+        for each in reversed(frames):
+            if is_bug or not _is_internal(each):
+                trace = TracebackType(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
+        error.__traceback__ = trace
+        if isinstance(error.__cause__, LostPeerError):  # the message has what came of it
+            error.__cause__ = None
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _place_of(error: BaseException) -> str:
+    """The innermost line of user code; without any, that of this package or any other."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        frame
+        for frame in frames
+        if "site-packages" not in frame.filename and not INTERNAL.search(frame.filename)
+    ]
+    innermost = (own or frames)[-1:]
+    return f"{innermost[0].filename}:{innermost[0].lineno}" if innermost else "unknown"
+
+
+def _store_of_all() -> Any:
+    group: Any = dist.group.WORLD
+    return group.get_group_store()
+
+
+def _is_internal(trace: TracebackType) -> bool:
+    return INTERNAL.search(trace.tb_frame.f_code.co_filename) is not None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from threading import get_ident
 from typing import TextIO
 
-from shardhet.comm.peers import Failure
+from shardhet.comm.failure import Failure
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from shardhet.comm.channel import Channel
-from shardhet.comm.peers import ADVICE, holder_of
+from shardhet.comm.failure import ADVICE, holder_of
 
 LIMIT_S = 1800.0  # as torch's for a collective
 SECONDS_BETWEEN_LOOKS = 0.05

@@ -130,7 +130,7 @@ def watch_inside(root: nn.Module, flats: Sequence[FlatTensor], rows: RowGroup) -
     """Let no method of the modules inside take rows for the parameters when it saves them."""
 
     def refuse_on_all(name: str, why: str) -> None:
-        with rows.lifeline.guard("the program around HetFSDP"):
+        with rows.peers.guard("the program around HetFSDP"):
             refuse(name, why)
 
     for fqn, module in root.named_modules():
@@ -174,7 +174,7 @@ def _with_whole(
     if not there:  # the method of a module around it has gathered them
         return method(*args, **kwargs)
     there, comm = list(dict.fromkeys(there)), rows.comm
-    with rows.lifeline.guard(name):
+    with rows.peers.guard(name):
         keep_out_arguments(kwargs)
         mine = [1 + crc32(fqn.encode())]  # 0 is that of HetFSDP itself
         if any(

@@ -117,10 +117,10 @@ class HetFSDP(ModuleInRounds):
         device = device_for("cpu" if rehearse or is_rehearsal() else device, module)
         members = Members.of_plan(group, plan, device=device, device_spec=mine)
         watch_unless_decided(plan.world_size, device)
-        self._control, self._lifeline = members.control, members.lifeline
+        self._control, self._peers = members.control, members.peers
         self._comm = CommContext(device, members.gather, members.reduce, members.nodes)
         hooks, before, norms = ParamHooks(module), ParamsBefore(module), BatchNorms(module)
-        with self._lifeline.guard("wrapping the model"):
+        with self._peers.guard("wrapping the model"):
             self._comm.follow(plan, self._control)
             norms.warn(plan, position=members.control.position)
             of_units = comm_of_units(plan, self._comm, self._control)
@@ -141,7 +141,7 @@ class HetFSDP(ModuleInRounds):
         self.plan = replace(plan, units=planned_units([*built, root]))
         self._flats = [flat for unit in (*built, root) for flat in unit.flats]
         self._param_by_fqn = _in_order(before.by_fqn, self._flats)
-        self._rows = RowGroup(self._comm, members.control, self._lifeline)
+        self._rows = RowGroup(self._comm, members.control, self._peers)
         _know_params(self, hooks, before)
         self.module, self._ragged = module, known_ragged(module, ragged)
         self._loss, self._caches = FusedLoss(loss_fn), CacheSwitch(module)
@@ -151,7 +151,7 @@ class HetFSDP(ModuleInRounds):
             built,
             root,
             control=members.control,
-            lifeline=self._lifeline,
+            peers=self._peers,
             seed=seed,
             module=module,
             norms=norms,
@@ -168,7 +168,7 @@ class HetFSDP(ModuleInRounds):
         )
         self._pieces = find_pieces(module, modules_of_units, param_dtype)
         self.compute_by(plan, of_units)
-        guard_root(module, root, built, self._lifeline)
+        guard_root(module, root, built, self._peers)
         self._watch_states(self._rows)
         self.position, self._is_built = members.control.position, True
 
@@ -206,7 +206,7 @@ class HetFSDP(ModuleInRounds):
             output = self._evaluate_stages(self._pipeline, args, kwargs, loss_inputs)
             return _loss_of_none(self.device) if output is None else output
         loss_inputs = loss_inputs if isinstance(loss_inputs, tuple) else (loss_inputs,)
-        with self._lifeline.guard("model(...)"):
+        with self._peers.guard("model(...)"):
             check_is_not_open(self._runtime)
             self._check_intact()
             call = self._call_of_round((args, kwargs, loss_inputs))
@@ -274,7 +274,7 @@ class HetFSDP(ModuleInRounds):
         unsplit inputs, and frees the parameters again.  Gradients are disabled.  Entering and
         leaving are collective; inside, ranks may call different units, or none.
         """
-        return unit_by_unit(self._runtime, control=self._control, lifeline=self._lifeline)
+        return unit_by_unit(self._runtime, control=self._control, peers=self._peers)
 
     def add_observer(
         self, observer: Observer, *, counts_cpu: bool = False, times_device: bool = False
@@ -297,8 +297,8 @@ def _know_params(model: HetFSDP, hooks: ParamHooks, before: ParamsBefore) -> Non
     if not model._rows.is_alone:  # a lone rank stores whole parameters
         places = [(flat, i) for flat in model._flats for i in range(len(flat.slots))]
         guard([_with_rows(*place, model._rows) for place in places])
-    host_step.know(model._param_by_fqn.values(), model._comm, model._lifeline)
-    before.give_up(model._lifeline)
+    host_step.know(model._param_by_fqn.values(), model._comm, model._peers)
+    before.give_up(model._peers)
     hooks.leave_out_present(model._param_by_fqn)
 
 

@@ -74,7 +74,7 @@ class ModuleInRounds(ModuleWithState):
         if self._runtime.rounds.moment.round % self.plan.num_rounds:
             self.drop_rounds()
         mean = None
-        with self._lifeline.guard("forward_backward"):
+        with self._peers.guard("forward_backward"):
             self._check_intact()
             if self._pipeline is not None and self.batches_per_step > 1:
                 raise ValueError(
@@ -89,7 +89,7 @@ class ModuleInRounds(ModuleWithState):
             return self._pipeline.step(calls, scaler, is_training=self.module.training)
         for positional, named, of_loss in parts:
             output = self(*positional, loss_inputs=of_loss, **named)
-            with self._lifeline.guard("forward_backward"):
+            with self._peers.guard("forward_backward"):
                 if len(parts) > 1 and call.num_samples:
                     call.check_cut(self._runtime.calls.are_batched)
                 loss_sum, num_tokens = loss_pair(output, self._loss.loss_fn)
@@ -123,7 +123,7 @@ class ModuleInRounds(ModuleWithState):
         There may be fewer rounds than a step has.  ``num_tokens`` are those of all of them.
         """
         assert self._pipeline is not None, "plans without stages call model(...)"
-        with self._lifeline.guard("forward_backward"):
+        with self._peers.guard("forward_backward"):
             self._check_intact()
             calls = [self._call_of_round(((), dict(each), ())) for each in rounds]
         return self._pipeline.step(
@@ -134,7 +134,7 @@ class ModuleInRounds(ModuleWithState):
         self, pipeline: Pipeline, args: Any, kwargs: Any, loss_inputs: Any
     ) -> Any:
         """The output of the samples of a whole step, without gradients.  Collective."""
-        with self._lifeline.guard("model(...)"):
+        with self._peers.guard("model(...)"):
             if torch.is_grad_enabled():
                 raise ValueError(
                     "model(...): the plan has stages, whose forward and backward are one call. "
@@ -185,7 +185,7 @@ class ModuleInRounds(ModuleWithState):
 
         For programs that go on after an error of their own between two rounds.
         """
-        with self._lifeline.guard("drop_rounds"):
+        with self._peers.guard("drop_rounds"):
             self._runtime.drop()
 
     @contextmanager

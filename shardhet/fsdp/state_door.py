@@ -45,7 +45,7 @@ class ModuleWithState(ModuleOfRows):
 
     def guard(self, doing: str) -> AbstractContextManager[None]:
         """A context for work that other ranks wait for: if it raises, all ranks raise."""
-        return self._lifeline.guard(doing)
+        return self._peers.guard(doing)
 
     def state_dict(  # type: ignore[override]  # whose overloads have nothing to choose
         self,
@@ -55,7 +55,7 @@ class ModuleWithState(ModuleOfRows):
         keep_vars: bool = False,
     ) -> dict[str, Any]:
         """Whole tensors under the model's own names on rank zero; {} elsewhere.  Collective."""
-        with self._lifeline.guard("state_dict"):
+        with self._peers.guard("state_dict"):
             keep_out_arguments({"keep_vars": keep_vars})
             self._control.enter("state_dict", within_s=SECONDS_FOR_ALL_TO_COME)
             devices.give_back_cached(self._comm.device)  # NCCL connects the receiver with all
@@ -97,7 +97,7 @@ class ModuleWithState(ModuleOfRows):
         """
         for unit in (*self._runtime.units, self._runtime.root):
             flats = [f for f in unit.flats if any(wanted(n) for s in f.slots for n in s.fqns)]
-            with self._lifeline.guard(f"gathering unit {unit.fqn!r}"):
+            with self._peers.guard(f"gathering unit {unit.fqn!r}"):
                 self._control.enter("gather_units")
                 receiver = self._control.rank_by_position.index(0)
                 yield gather_params(flats, self._comm, receivers=[receiver])
@@ -110,7 +110,7 @@ class ModuleWithState(ModuleOfRows):
         All ranks pass the tensors, or one rank does and the others pass None.  Returns missing
         and unexpected names as torch does; raises ``ValueError`` for them if ``strict``.
         """
-        with self._lifeline.guard("load_state_dict"):
+        with self._peers.guard("load_state_dict"):
             keep_out_arguments({"assign": assign})
             if by_themselves := loads_by_itself(self.module):
                 if not state_dict:
@@ -159,7 +159,7 @@ class ModuleWithState(ModuleOfRows):
 
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
         """All ranks' ``numbers``, by position.  Collective; no accelerator waits for it."""
-        with self._lifeline.guard("exchange"):
+        with self._peers.guard("exchange"):
             lengths = [int(n) for (n,) in self._control.enter("exchange", [len(numbers)])]
             if len(set(lengths)) > 1:
                 raise ValueError(
@@ -175,7 +175,7 @@ class ModuleWithState(ModuleOfRows):
         Ranks that are in a different ``call`` all raise.  Raises ``TimeoutError`` if not all
         ranks come ``within_s``.
         """
-        with self._lifeline.guard(call):
+        with self._peers.guard(call):
             self._control.enter(call, within_s=within_s)
             return self._control.exchange_objects(value)
 
@@ -185,5 +185,5 @@ class ModuleWithState(ModuleOfRows):
 
     def side_channel(self) -> Channel:
         """A channel over gloo among the ranks of this model, for a thread.  Collective."""
-        with self._lifeline.guard("side_channel"):
+        with self._peers.guard("side_channel"):
             return side_channel(self._control)

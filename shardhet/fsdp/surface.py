@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
-from shardhet.comm.failure import Lifeline
+from shardhet.comm.peers import Peers
 from shardhet.fsdp.door import through, with_stand_ins
 from shardhet.fsdp.sharding.flat import WAS_FROZEN, FlatTensor
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitState
@@ -48,7 +48,7 @@ class ModuleOfRows(nn.Module):
     position: int
     _flats: Sequence[FlatTensor]
     _param_by_fqn: Mapping[str, nn.Parameter]
-    _lifeline: Lifeline
+    _peers: Peers
     _is_built: bool  # from then on, attributes that are set are those of the wrapped module
 
     def named_parameters(
@@ -90,7 +90,7 @@ class ModuleOfRows(nn.Module):
         except AttributeError:
             if module is None or name.startswith("__") or not hasattr(module, name):
                 raise
-        return through(module, name, self._flats, self._lifeline.guard)
+        return through(module, name, self._flats, self._peers.guard)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of the wrapped module, which reads it in forward, unless HetFSDP has
@@ -121,7 +121,7 @@ class ModuleOfRows(nn.Module):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call ``fn`` on every module; it may change anything but parameters."""
-        with self._lifeline.guard("model.apply"):
+        with self._peers.guard("model.apply"):
             with_stand_ins("apply", lambda: self.module.apply(fn), self._flats)
             fn(self)
         return self
@@ -172,7 +172,7 @@ class ModuleOfRows(nn.Module):
         self._refuse("it cannot be pickled. Save model.state_dict() instead, on every rank")
 
     def _refuse(self, what: str) -> NoReturn:
-        with self._lifeline.guard("the program around HetFSDP"):
+        with self._peers.guard("the program around HetFSDP"):
             raise RuntimeError(f"HetFSDP: {what}.")
         raise AssertionError("not reached")
 
@@ -206,14 +206,14 @@ def _check_flat(flat: FlatTensor) -> None:
             raise RuntimeError(slot.fqn + WAS_FROZEN)
 
 
-def _refuse_copies(module: nn.Module, lifeline: Lifeline) -> None:
+def _refuse_copies(module: nn.Module, peers: Peers) -> None:
     """Make deep copies of the wrapped modules raise, as those of HetFSDP do.
 
     A copy would have only this rank's rows, and compute with the parameters of the model.
     """
 
     def refuse(memo: dict[int, Any]) -> NoReturn:
-        with lifeline.guard("the program around HetFSDP"):
+        with peers.guard("the program around HetFSDP"):
             raise RuntimeError(
                 "HetFSDP: a module inside it cannot be copied, and so not by AveragedModel: "
                 "the copy would compute with the parameters of the model. Copy it before "
@@ -226,28 +226,28 @@ def _refuse_copies(module: nn.Module, lifeline: Lifeline) -> None:
 
 
 def guard_root(
-    module: nn.Module, root: FSDPUnit, units: Sequence[FSDPUnit], lifeline: Lifeline
+    module: nn.Module, root: FSDPUnit, units: Sequence[FSDPUnit], peers: Peers
 ) -> None:
     """Make modules with parameters of the root raise outside of HetFSDP's forward, and copies
     of any module at all.
     """
-    _refuse_copies(module, lifeline)
+    _refuse_copies(module, peers)
     in_units = {
         inner for unit in units for each in unit.modules for inner in each.module.modules()
     }
     owners = {owner for slot in root.slots for owner, _ in slot.owners}
     for fqn, inner in module.named_modules():
         if inner in owners and inner not in in_units:
-            inner.forward = _guarded(fqn, inner.forward, root, lifeline)
+            inner.forward = _guarded(fqn, inner.forward, root, peers)
 
 
 def _guarded(
-    fqn: str, forward: Callable[..., Any], root: FSDPUnit, lifeline: Lifeline
+    fqn: str, forward: Callable[..., Any], root: FSDPUnit, peers: Peers
 ) -> Callable[..., Any]:
     @wraps(forward)
     def forward_inside(*args: Any, **kwargs: Any) -> Any:
         if root.state is not UnitState.UNSHARDED:
-            with lifeline.guard():
+            with peers.guard():
                 raise RuntimeError(
                     f"module {fqn!r} was called outside of HetFSDP's forward, where this rank "
                     "has only some rows of its parameters. Call the HetFSDP model, not the "

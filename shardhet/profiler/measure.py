@@ -90,7 +90,7 @@ def measure(
     device = device or torch.device("cpu")
     found = device_spec or local_device_spec(device)
     channels = Channels.meet(group, device, found)
-    with channels.lifeline.guard("measuring"):
+    with channels.peers.guard("measuring"):
         session = _Session(
             model,
             channels,

@@ -397,7 +397,7 @@ def among_some(
             ranks=[channels.control.rank_by_position[i] for i in ranks],
         )
         some = Channels.meet(subgroup, device, found)
-        with some.lifeline.guard("measuring some of the ranks"):
+        with some.peers.guard("measuring some of the ranks"):
             samples = measure(some)
         # The name of the next group contains the number of groups that a process has (torch
         # 2.13), which must be the same on ranks that are not among these.

@@ -19,8 +19,8 @@ from rich.text import Text
 
 from shardhet.apps.cli.streamed import WideConsole
 from shardhet.apps.launch.run_folder import RunFolder, write_whole
+from shardhet.comm.failure import Failure, Kind
 from shardhet.comm.liveness.ending import OF_THIS_RANK
-from shardhet.comm.peers import Failure, Kind
 
 logger = logging.getLogger(__name__)
 

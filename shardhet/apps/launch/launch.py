@@ -25,7 +25,7 @@ from shardhet.apps.launch.crash import (
 )
 from shardhet.apps.launch.emulated_link import emulated_link
 from shardhet.apps.launch.run_folder import IN_MEMORY, RunFolder
-from shardhet.comm.peers import Failure, Kind
+from shardhet.comm.failure import Failure, Kind
 from shardhet.config.training import LinkConf
 
 INTERRUPTED = "Ctrl-C"

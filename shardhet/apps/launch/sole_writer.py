@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from datetime import datetime
 
 from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.comm.failure import ProcessState
 from shardhet.comm.liveness.ending import launcher_of
-from shardhet.comm.peers import ProcessState
 
 # For ranks of the same launch that are still saving, as torchrun lets them for 30 s, and for a
 # server of files to let go of a node that is lost (NFSv4: 90 s).

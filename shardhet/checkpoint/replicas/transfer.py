@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from shardhet.checkpoint.format.errors import CheckpointError, damaged, in_words
 from shardhet.comm.channel import Channel
-from shardhet.comm.peers import LostPeerError
+from shardhet.comm.failure import LostPeerError
 from shardhet.records.layout import Span
 
 PIECE_BYTES = 2**22  # to one peer at a time

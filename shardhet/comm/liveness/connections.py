@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from ipaddress import ip_address
 
-from shardhet.comm.peers import ProcessState
+from shardhet.comm.failure import ProcessState
 
 logger = logging.getLogger(__name__)
 

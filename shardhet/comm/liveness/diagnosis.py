@@ -27,8 +27,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shardhet.comm.failure import Failure, Kind, ProcessState
 from shardhet.comm.liveness.heartbeat import Heartbeat
-from shardhet.comm.peers import Failure, Kind, ProcessState
 
 LONG_FACTOR = 10.0  # more patience with a rank that is expected to take long
 MUTUAL_FACTOR = 2.0

@@ -28,8 +28,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from shardhet.comm.failure import stat_of
 from shardhet.comm.groups import break_all_connections
-from shardhet.comm.peers import stat_of
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from shardhet.comm import devices
-from shardhet.comm.failure import failure_of, report, reported
+from shardhet.comm.failure import Failure, Kind, ProcessState, holder_of, host_of
 from shardhet.comm.liveness.connections import Connections, interface_towards
 from shardhet.comm.liveness.diagnosis import (
     SECONDS_FOR_THE_GONE,
@@ -38,7 +38,7 @@ from shardhet.comm.liveness.diagnosis import (
 )
 from shardhet.comm.liveness.ending import GRACE_S, Ending, end_with_launcher
 from shardhet.comm.liveness.heartbeat import READ_AFTER_S, Heartbeat, OwnRank
-from shardhet.comm.peers import Failure, Kind, ProcessState, holder_of, host_of
+from shardhet.comm.peers import failure_of, report, reported
 from shardhet.comm.progress import progress
 
 logger = logging.getLogger(__name__)

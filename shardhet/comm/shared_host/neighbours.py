@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from shardhet.comm.peers import LostPeerError, birth
+from shardhet.comm.failure import LostPeerError, birth
 from shardhet.comm.progress import progress
 from shardhet.comm.shared_host.arena import Arena, PeerArena, Whereabouts, own_arena
 from shardhet.comm.transport import timeout_of

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardhet.comm.buffers import BufferPool
 from shardhet.comm.calls import Gathering, Pending, Reduction, Seats, pieces_of, sum_into
-from shardhet.comm.peers import LostPeerError
+from shardhet.comm.failure import LostPeerError
 from shardhet.comm.shared_host.arena import PeerArena, own_arena
 from shardhet.comm.shared_host.neighbours import Neighbours
 

@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardhet.comm.failure import Lifeline
+from shardhet.comm.peers import Peers
 from shardhet.fsdp.params.optimizer_gate import count_moments
 from shardhet.fsdp.sharding.comm import CommContext
 
@@ -37,10 +37,10 @@ _threads_before: "WeakKeyDictionary[optim.Optimizer, int]" = WeakKeyDictionary()
 _advised: "WeakKeyDictionary[optim.Optimizer, bool]" = WeakKeyDictionary()
 
 
-def know(params: Iterable[nn.Parameter], comm: CommContext, lifeline: Lifeline) -> None:
+def know(params: Iterable[nn.Parameter], comm: CommContext, peers: Peers) -> None:
     """Register ``params`` as rows of a HetFSDP, wherever its plan places them."""
     for param in params:
-        _comm_by_param[param] = comm, lifeline
+        _comm_by_param[param] = comm, peers
 
 
 @contextmanager
@@ -139,17 +139,17 @@ def can_fuse(optimizer: optim.Optimizer) -> bool:
 
 def check_room(optimizer: optim.Optimizer) -> None:
     """Raise ``ValueError`` on every rank if its states do not fit in the host's memory."""
-    comm, lifeline = _owner_of(optimizer)
-    if comm is None or lifeline is None or comm.num_host_threads is None:
+    comm, peers = _owner_of(optimizer)
+    if comm is None or peers is None or comm.num_host_threads is None:
         return
     assert comm.host_room is not None
     lack = comm.host_room.lack(count_moments(optimizer))
     if lack is not None:
-        with lifeline.guard("optimizer.step"):
+        with peers.guard("optimizer.step"):
             raise ValueError(lack)
 
 
-def _owner_of(optimizer: optim.Optimizer) -> tuple[CommContext | None, Lifeline | None]:
+def _owner_of(optimizer: optim.Optimizer) -> tuple[CommContext | None, Peers | None]:
     """What belongs to the HetFSDP whose rows it holds."""
     for group in optimizer.param_groups:
         for param in group["params"]:

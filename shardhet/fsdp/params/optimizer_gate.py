@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardhet.comm.failure import Lifeline
+from shardhet.comm.peers import Peers
 from shardhet.fsdp.microbatch.modes import FunctionTensor
 from shardhet.fsdp.params.row_group import Rows
 from shardhet.fsdp.sharding.seeds import restored_random_state
@@ -77,7 +77,7 @@ NOT_SEEN = -1, False  # in place of what was seen
 ROWS = "shardhet_rows"  # an option of each group of a state dict
 
 _rows_by_param = WeakIdKeyDictionary()  # of all models: what returns their Rows
-_given_up = WeakIdKeyDictionary()  # parameters from before wrapping: their fqn and lifeline
+_given_up = WeakIdKeyDictionary()  # parameters from before wrapping: their fqn and peers
 _memories: dict[int, StorageWeakRef] = {}  # of such that were trainable, by address
 # How many, and whether the step got a closure.
 _params_seen: "WeakKeyDictionary[optim.Optimizer, tuple[int, bool]]" = WeakKeyDictionary()
@@ -112,8 +112,8 @@ class GivenUp(FunctionTensor):
     @classmethod
     def _call(cls, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         given = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
-        fqn, lifeline = _given_up[given]
-        with lifeline.guard("a parameter from before wrapping"):
+        fqn, peers = _given_up[given]
+        with peers.guard("a parameter from before wrapping"):
             raise ValueError(
                 f"{fqn}: this parameter was kept from before wrapping the model, which does "
                 "not use it any more. List parameters, and make optimizers, after wrapping: "
@@ -131,11 +131,11 @@ class ParamsBefore:
         storages = [p.untyped_storage() for p in module.parameters() if p.requires_grad]
         self._memories = [StorageWeakRef(s) for s in storages if s._cdata not in of_buffers]
 
-    def give_up(self, lifeline: Lifeline) -> None:
+    def give_up(self, peers: Peers) -> None:
         """Register those that somebody has kept, or their data: training them has no effect."""
         for fqn, at in self.by_fqn.items():
             if (param := at()) is not None and param.requires_grad:
-                _given_up[param] = fqn, lifeline
+                _given_up[param] = fqn, peers
                 put_in_front(GivenUp, param)
         alive = [m for m in (*_memories.values(), *self._memories) if not m.expired()]
         _memories.clear()
@@ -153,11 +153,11 @@ def are_rows(tensor: Tensor) -> bool:
     return tensor in _rows_by_param
 
 
-def lifelines_of(optimizer: optim.Optimizer) -> list[Lifeline]:
+def peers_of(optimizer: optim.Optimizer) -> list[Peers]:
     """Those of the models whose rows it holds."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     groups = (rows_of(param).group for param in params if param in _rows_by_param)
-    return list(dict.fromkeys(group.lifeline for group in groups))
+    return list(dict.fromkeys(group.peers for group in groups))
 
 
 def is_in_memory_given_up(tensor: Tensor) -> bool:
@@ -172,7 +172,7 @@ def look_at(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     has_closure = any(map(callable, (*args[1:], *kwargs.values())))
     if _params_seen.get(optimizer) == (len(params), has_closure):
         return
-    if known := lifelines_of(optimizer):
+    if known := peers_of(optimizer):
         with known[0].guard("optimizer.step"):
             _check_rows(optimizer)
             _check(optimizer, has_closure=has_closure)
@@ -245,7 +245,7 @@ def _mark_rows(optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def _check_loaded(optimizer: optim.Optimizer) -> None:
-    with lifelines_of(optimizer)[0].guard("optimizer.load_state_dict"):
+    with peers_of(optimizer)[0].guard("optimizer.load_state_dict"):
         _check_rows(optimizer)
 
 

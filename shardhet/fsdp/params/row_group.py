@@ -12,7 +12,7 @@ from torch import Tensor
 from shardhet.comm import devices
 from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME, Channel
 from shardhet.comm.collectives import whole_of
-from shardhet.comm.failure import Lifeline
+from shardhet.comm.peers import Peers
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.records.layout import Span
 
@@ -23,7 +23,7 @@ class RowGroup:
 
     comm: CommContext
     control: Channel
-    lifeline: Lifeline
+    peers: Peers
 
     @property
     def is_alone(self) -> bool:
@@ -44,7 +44,7 @@ class RowGroup:
             # A norm of order 0 counts elements, so counts are summed.
             together = torch.stack([norm.to(device) for norm in local_norms]).double()
             local[0] = together.sum() if order == 0 else vector_norm(together, order)
-        with self.lifeline.guard(call):
+        with self.peers.guard(call):
             given = self.control.enter(
                 call, [order, num_grads], within_s=SECONDS_FOR_ALL_TO_COME
             )
@@ -68,7 +68,7 @@ class RowGroup:
 
     def agree_on_inf(self, found_inf: Tensor) -> None:
         """Set ``found_inf`` on all ranks if it is set on any.  Collective."""
-        with self.lifeline.guard("GradScaler"):
+        with self.peers.guard("GradScaler"):
             self.control.enter("GradScaler", within_s=SECONDS_FOR_ALL_TO_COME)
             mine = found_inf.reshape(1).double().to(self.comm.device)
             rows = self.comm.reduce_channel.gather_rows(mine)
@@ -101,7 +101,7 @@ class Rows:
 
     def refuse(self, what: str) -> NoReturn:
         """Raise ``RuntimeError`` here and on the other ranks at their next collective."""
-        with self.group.lifeline.guard("a call on rows"):
+        with self.group.peers.guard("a call on rows"):
             raise RuntimeError(
                 f"{what} of {self.fqn} or its gradient, of which this rank has only some rows. "
                 "Work element by element, also with tensors of the whole shape (p.mul_(mask)), "
@@ -154,7 +154,7 @@ class Rows:
     def _meet(self, call: str, mine: list[float]) -> list[list[float]]:
         """What every rank gives, at a call for the same parameter.  Collective."""
         group, mine = self.group, [*mine, zlib.crc32(self.fqn.encode())]
-        with group.lifeline.guard(call):
+        with group.peers.guard(call):
             given = group.control.enter(call, mine, within_s=SECONDS_FOR_ALL_TO_COME)
             if any(row[-1] != mine[-1] for row in given):
                 raise ValueError(

@@ -14,20 +14,20 @@ from torch import Tensor, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardhet.comm import devices
-from shardhet.comm.failure import Lifeline
-from shardhet.fsdp.params.optimizer_gate import lifelines_of
+from shardhet.comm.peers import Peers
+from shardhet.fsdp.params.optimizer_gate import peers_of
 
 NO_STEP = 0  # a rank without rows need not step
 SETTINGS, FINGERPRINTS = 2**31, 2**22  # how many are told apart
 # Of the steps since ``backward``: a number for all, and the text of the last.
-_steps: "WeakKeyDictionary[Lifeline, tuple[int, str]]" = WeakKeyDictionary()
-_last_text: "WeakKeyDictionary[Lifeline, str]" = WeakKeyDictionary()
+_steps: "WeakKeyDictionary[Peers, tuple[int, str]]" = WeakKeyDictionary()
+_last_text: "WeakKeyDictionary[Peers, str]" = WeakKeyDictionary()
 
 
 def note(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Keep the settings of a step until the next ``backward``."""
-    lifelines = lifelines_of(optimizer)
-    if not lifelines:
+    owners = peers_of(optimizer)
+    if not owners:
         return
     texts = [
         ", ".join(
@@ -38,33 +38,31 @@ def note(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups
     ]
     text = "; ".join(dict.fromkeys(texts))
-    for lifeline in lifelines:
-        before, _ = _steps.get(lifeline, (0, ""))
-        _steps[lifeline] = (crc32("/".join([*texts, ""]).encode(), before), text)
+    for peers in owners:
+        before, _ = _steps.get(peers, (0, ""))
+        _steps[peers] = (crc32("/".join([*texts, ""]).encode(), before), text)
 
 
 register_optimizer_step_pre_hook(note)
 
 
-def with_settings(fingerprint: int, lifeline: Lifeline) -> float:
+def with_settings(fingerprint: int, peers: Peers) -> float:
     """A fingerprint, and the settings of the steps since this was called last, in one number.
 
     A float64 has 53 bits.
     """
-    steps, _last_text[lifeline] = _steps.pop(lifeline, (None, "none"))
+    steps, _last_text[peers] = _steps.pop(peers, (None, "none"))
     settings = NO_STEP if steps is None else 1 + steps % (SETTINGS - 1)
     return float(fingerprint % FINGERPRINTS * SETTINGS + settings)
 
 
-def check_settings_agree(
-    rows: Sequence[Sequence[float]], lifeline: Lifeline
-) -> list[list[float]]:
+def check_settings_agree(rows: Sequence[Sequence[float]], peers: Peers) -> list[list[float]]:
     """The rows with the fingerprint alone; raises ``ValueError`` if settings differ."""
     parts = [divmod(int(row[0]), SETTINGS) for row in rows]
     if len({settings for _, settings in parts} - {NO_STEP}) > 1:
         raise ValueError(
             "optimizer.step: ranks have stepped with different settings, or not equally often; "
-            f"this one's last step had {_last_text[lifeline]}. Does the learning rate follow "
+            f"this one's last step had {_last_text[peers]}. Does the learning rate follow "
             "the loss of a rank's own samples (ReduceLROnPlateau), or how many rows it has "
             "(p.numel(), p.shape)? Let it follow a number of all ranks: what model.backward "
             "returns, p.norm(), p.square().mean(), or sums by model.exchange."

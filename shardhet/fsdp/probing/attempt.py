@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardhet.comm import devices
-from shardhet.comm.peers import LostPeerError
+from shardhet.comm.failure import LostPeerError
 from shardhet.fsdp.microbatch.batching import BatchAxis, Join, find_axis, flatten, unflatten
 from shardhet.fsdp.microbatch.chosen import rows_in, with_samples
 from shardhet.fsdp.microbatch.layered import tensors_in

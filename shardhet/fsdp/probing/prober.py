@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardhet.comm.peers import LostPeerError
+from shardhet.comm.failure import LostPeerError
 from shardhet.fsdp.microbatch.batching import (
     Layout,
     VisitRules,

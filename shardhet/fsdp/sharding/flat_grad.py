@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardhet.comm.calls import Pending
 from shardhet.comm.collectives import reduce_scatter_uneven
-from shardhet.comm.peers import LostPeerError
+from shardhet.comm.failure import LostPeerError
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.placement import GradientOnHost
 from shardhet.records.layout import FlatLayout, Span

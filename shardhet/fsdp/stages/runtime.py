@@ -49,7 +49,7 @@ class StageRuntime(Runtime):
         super().__init__(*args, plan=plan, **kwargs)
         assert plan.stages is not None
         self.plan, self.stages = plan, plan.stages
-        self.control, self.lifeline = self._control, self._lifeline
+        self.control, self.peers = self._control, self._peers
         self.positions = positions_by_stage(self.stages)
         position = self._control.position
         self.stage = next(i for i, each in enumerate(self.positions) if position in each)

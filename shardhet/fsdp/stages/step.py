@@ -66,7 +66,7 @@ class Pipeline:
         self._runtime = runtime
         self._backward = backward
         self._plan = runtime.plan
-        self._control, self._lifeline = runtime.control, runtime.lifeline
+        self._control, self._peers = runtime.control, runtime.peers
         self._run_module = run_module
         self._comm = comm = runtime.root_comm
         self._stage = stage = runtime.stage
@@ -96,7 +96,7 @@ class Pipeline:
         of all rounds, if they are known before; else 0.
         """
         runtime, exchange = self._runtime, self._exchange
-        with self._lifeline.guard("forward_backward"):
+        with self._peers.guard("forward_backward"):
             check_scaler(scaler, is_float16=self._backward.is_float16)
             _check_arguments(calls)
             self._agree("forward_backward", calls)
@@ -168,7 +168,7 @@ class Pipeline:
         samples.  Collective, without gradients.  See [Note: The output of several rounds].
         """
         runtime, output = self._runtime, None
-        with self._lifeline.guard("model(...)"):
+        with self._peers.guard("model(...)"):
             is_there = is_training and bool(len(runtime.norms))
             refuse("batch norm in training mode", is_there=is_there, where="model(...)")
             self._agree("model(...)", calls)

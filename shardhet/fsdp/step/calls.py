@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 
-from shardhet.comm.failure import Lifeline
+from shardhet.comm.peers import Peers
 from shardhet.comm.progress import progress
 from shardhet.fsdp.microbatch.layered import autocast_as, run_visit
 from shardhet.fsdp.microbatch.root_dropout import (
@@ -66,7 +66,7 @@ class UnitCalls:
         rounds: Rounds,
         walk: TurnWalk,
         features: FeatureGathers,
-        lifeline: Lifeline,
+        peers: Peers,
         device: torch.device,
     ) -> None:
         self.units = tuple(units)
@@ -76,7 +76,7 @@ class UnitCalls:
         self._rounds = rounds
         self._walk = walk
         self._features = features
-        self._lifeline = lifeline
+        self._peers = peers
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self._visiting = ""  # the unit that is being computed
 
@@ -194,7 +194,7 @@ class UnitCalls:
                 "outside: HetFSDP(units=[...])."
             )
         if self._step.batch is None or not self._step.batch.num_samples:
-            with self._lifeline.guard():  # outside of model(...) no other guard tells peers
+            with self._peers.guard():  # outside of model(...) no other guard tells peers
                 raise RuntimeError(
                     f"unit {unit_fqn!r} was called outside of HetFSDP's forward. Call the "
                     f"HetFSDP model, not the module inside it."
@@ -207,7 +207,7 @@ class UnitCalls:
             or self._rounds.moment != moment
             or not self._step.is_in_autograd
         ):
-            with self._lifeline.guard():  # outside of model.backward no other guard tells peers
+            with self._peers.guard():  # outside of model.backward no other guard tells peers
                 raise RuntimeError(
                     "backward of an earlier forward, or not through HetFSDP. Call "
                     "model.backward(loss_sum, num_tokens) once after each model(...), before "

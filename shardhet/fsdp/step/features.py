@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import reduce_scatter_uneven, whole_of
-from shardhet.comm.failure import Lifeline
+from shardhet.comm.peers import Peers
 from shardhet.fsdp.sharding.comm import CommContext
 
 
@@ -44,14 +44,14 @@ class FeatureGathers:
     """The gathers of features since the last forward of one model."""
 
     def __init__(
-        self, comm: CommContext, control: Channel, lifeline: Lifeline, *, has_stages: bool
+        self, comm: CommContext, control: Channel, peers: Peers, *, has_stages: bool
     ) -> None:
         self.is_in_forward = False
         self.has_rounds = False  # whether the plan has several
         self._has_stages = has_stages
         self._comm = comm
         self._control = control
-        self._lifeline = lifeline
+        self._peers = peers
         self.anchor = torch.zeros((), device=comm.device, requires_grad=True)
         self._open: list[_Shape] = []  # whose gradients have not been reduced
 
@@ -64,7 +64,7 @@ class FeatureGathers:
 
     def gather(self, features: Tensor) -> Tensor:
         """See ``gather_features``."""
-        with self._lifeline.guard("gather_features"):
+        with self._peers.guard("gather_features"):
             if self._has_stages:
                 raise ValueError(
                     "gather_features: the plan has stages, of which only the last has "

@@ -68,7 +68,7 @@ class MeanBackward:
         self._rows = rows
         self._comm = rows.comm
         self._control = rows.control
-        self._lifeline = rows.lifeline
+        self._peers = rows.peers
         self._is_in_backward = False
         self._is_divided = False  # the loss, by what ``backward`` is told
         # Of the rounds of the step so far
@@ -80,7 +80,7 @@ class MeanBackward:
         self, loss_sum: Tensor, num_tokens: Tensor | int, divisor: float | None
     ) -> float | None:
         """See ``HetFSDP.backward``.  Collective."""
-        with self._lifeline.guard("model.backward"):
+        with self._peers.guard("model.backward"):
             if not self._runtime.step.awaits_backward:
                 raise RuntimeError(
                     "model.backward: there was no model(...) with gradients enabled since the "
@@ -141,9 +141,9 @@ class MeanBackward:
         values of buffers.
         """
         known = self._runtime.calls.known
-        hooks = with_settings(self._hooks.fingerprint(self._param_by_fqn), self._lifeline)
+        hooks = with_settings(self._hooks.fingerprint(self._param_by_fqn), self._peers)
         entered = self._control.enter(call, [hooks, *values, known.written])
-        check_hooks_agree(rows := check_settings_agree(entered, self._lifeline))
+        check_hooks_agree(rows := check_settings_agree(entered, self._peers))
         known.check_written([row[-1] for row in rows], [bool(row[-2]) for row in rows])
         return rows
 
@@ -159,7 +159,7 @@ class MeanBackward:
         losses, counts = sums.T.tolist()
         is_valid = all(map(math.isfinite, losses)) and sum(counts) > 0
         if not is_valid:
-            with self._lifeline.guard("model.backward"):
+            with self._peers.guard("model.backward"):
                 self._runtime.drop()
         step = self._runtime.rounds.step + 1
         self._runtime.rounds.end_step(step)
@@ -168,7 +168,7 @@ class MeanBackward:
             _check_finite(step, losses)
             logger.warning("step %d has no valid token and is skipped.", step)
             return None
-        with self._lifeline.guard("hooks on parameters"):
+        with self._peers.guard("hooks on parameters"):
             for flat in self._flats:
                 if flat.is_trainable:
                     if scale is not None:
@@ -244,7 +244,7 @@ class MeanBackward:
         def check(_: Tensor) -> None:
             if self._is_in_backward and self._num_forwards == number:
                 return
-            with self._lifeline.guard():
+            with self._peers.guard():
                 if torch.is_grad_enabled():  # only under create_graph=True
                     raise RuntimeError(_CREATES_GRAPH)
                 raise RuntimeError(_arrived_late(of_earlier=self._is_in_backward))

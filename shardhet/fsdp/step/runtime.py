@@ -8,7 +8,7 @@ from torch import nn
 
 from shardhet.comm import devices
 from shardhet.comm.channel import Channel
-from shardhet.comm.failure import Lifeline
+from shardhet.comm.peers import Peers
 from shardhet.comm.progress import progress
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.host_inputs import InputsOnHost
@@ -48,7 +48,7 @@ class Runtime:
         plan: Plan,
         comm: CommContext,
         control: Channel,
-        lifeline: Lifeline,
+        peers: Peers,
         seed: int,
         module: nn.Module,
         norms: BatchNorms,
@@ -63,14 +63,12 @@ class Runtime:
         self.rounds = Rounds(plan)
         self.asks_to_end = self.is_asked_to_end = False  # this rank; any, at the last backward
         self._comm = comm
-        self._control, self._lifeline = control, lifeline
+        self._control, self._peers = control, peers
         self._random = RandomStates(seed, comm.device)
         self._module, self.norms = module, norms
         self._caches, self._loss = caches, loss
         self._walk = TurnWalk(units, root, comm=comm, observers=self.observers)
-        self.features = FeatureGathers(
-            comm, control, lifeline, has_stages=plan.stages is not None
-        )
+        self.features = FeatureGathers(comm, control, peers, has_stages=plan.stages is not None)
         self.had_samples = True  # on any rank, in the last forward
         self.own_samples = range(0)  # of the last forward, in the global batch
         self._inputs: InputsOnHost | None = None
@@ -82,7 +80,7 @@ class Runtime:
             rounds=self.rounds,
             walk=self._walk,
             features=self.features,
-            lifeline=lifeline,
+            peers=peers,
             device=comm.device,
         )
         self.follow(plan)

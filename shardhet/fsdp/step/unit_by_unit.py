@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from shardhet.comm.channel import Channel
-from shardhet.comm.failure import Lifeline
+from shardhet.comm.peers import Peers
 from shardhet.fsdp.microbatch.modes import OperationMode, tensors_among
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.residence import forget_changed, share_holders
@@ -30,7 +30,7 @@ WANTS_NOTHING = -1
 
 
 @contextmanager
-def unit_by_unit(runtime: Runtime, *, control: Channel, lifeline: Lifeline) -> Iterator[None]:
+def unit_by_unit(runtime: Runtime, *, control: Channel, peers: Peers) -> Iterator[None]:
     """A context in which units are gathered as they are called.  Collective."""
     if runtime.calls.outside_of_steps is not None:
         raise RuntimeError("unit_by_unit: entered twice. Leave one context before the next.")
@@ -39,7 +39,7 @@ def unit_by_unit(runtime: Runtime, *, control: Channel, lifeline: Lifeline) -> I
             "unit_by_unit: entered between two rounds of a step. Enter it between steps, or "
             "call model.drop_rounds() first."
         )
-    with lifeline.guard("unit_by_unit"), torch.no_grad():
+    with peers.guard("unit_by_unit"), torch.no_grad():
         runtime.abandon()
         rounds = UnitByUnit(runtime, control)
         rounds.open()
