@@ -206,7 +206,7 @@ def test_parameters_that_a_forward_writes_are_refused(
     write: Callable[[nn.Linear], None], inside: bool
 ) -> None:
     units = UNITS if inside else ["head"]
-    refuses(Net(lambda: Writing(write)), RuntimeError, "between steps instead", units=units)
+    refuses(Net(lambda: Writing(write)), RuntimeError, "rows between steps", units=units)
 
 
 class Words(nn.Module):

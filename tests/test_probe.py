@@ -623,6 +623,14 @@ class EveryOther(Net):
         return super().forward(x)[::2].square().sum()
 
 
+class Paired(Net):
+    """Each sample in an odd place is mixed with the one before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = torch.arange(len(x)) // 2 * 2
+        return super().forward(x + x[before])
+
+
 class Centred(Net):
     """Samples are mixed outside of units."""
 
@@ -633,7 +641,7 @@ class Centred(Net):
 
 @pytest.mark.parametrize(
     ("make", "words"),
-    [(Centred, "mixes samples")]
+    [(Centred, "mixes samples"), (Paired, "depends for one sample on the other samples")]
     + [
         (make, "no sum or mean over samples")
         for make in (BalancedOutside, Spread, WithoutTheFirst, EveryOther)
@@ -794,20 +802,31 @@ def test_sums_and_means_over_samples_take_six_runs(
 ) -> None:
     runs, forward = [], Attempt._forward
 
-    def noted(attempt: Attempt, name: str, *args: Any) -> Any:
+    def noted(attempt: Attempt, name: str, *args: Any, **kwargs: Any) -> Any:
         runs.append(name)
-        return forward(attempt, name, *args)
+        return forward(attempt, name, *args, **kwargs)
 
     class WithLoss(Net):
         def forward(self, x: Tensor, labels: Tensor) -> Tensor:
             logits = super().forward(x).flatten(0, 1)
             return F.cross_entropy(logits, labels.flatten(), reduction=reduction)
 
+    calls = []
+    run = Mixer.forward
+
+    def counted(unit: Mixer, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append(unit)
+        return run(unit, *args, **kwargs)
+
     monkeypatch.setattr(Attempt, "_forward", noted)
+    monkeypatch.setattr(Mixer, "forward", counted)
     model = HetFSDP(WithLoss(Mixer), plan_for(recomputes=False))
     model(draw(NUM_SAMPLES, 3, WIDTH), labels=torch.ones(NUM_SAMPLES, 3, dtype=torch.long))
-    assert runs[:6] == ["small", "large", "rest", "swapped", "one", "again"]
+    assert runs[:6] == ["small", "large", "rest", "one", "other", "again"]
     assert all("times" in each for each in runs[6:])  # floating arguments, zero and large
+    # Each of two units: for two samples, for three and for parts of them; in the runs that
+    # follow, for changed samples alone; and for the three microbatches of the step.
+    assert len(calls) == 2 * (1 + 4 + len(runs[6:]) + 3)
 
 
 # What leaves or enters a unit on other ways

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-from shardhet.fsdp.microbatch.batching import BatchAxis, Rule, find_axis
+from shardhet.fsdp.microbatch.batching import BatchAxis, Join, Rule, find_axis
 from shardhet.fsdp.microbatch.layered import leaves_of, nodes_of, tensors_in
 from shardhet.fsdp.microbatch.modes import FunctionMode
-from shardhet.fsdp.probing.comparing import are_close, joined_like
+from shardhet.fsdp.probing.comparing import Cut, are_close
+from shardhet.fsdp.probing.law import Law
 from shardhet.fsdp.probing.rules import LARGE, PARTS, SIZES, SMALL
-from shardhet.records.layout import Span
 
 ATTACHED = "AttachedBackward"
 _KNOWN = (ATTACHED, "CheckpointFunctionBackward")  # torch's gives no gradient of one tensor
@@ -44,68 +44,18 @@ def _growing(small: Tensor, large: Tensor) -> list[tuple[int, int]]:
     ]
 
 
-def problem_of_outputs(
-    small: Any, large: Any, apart: Apart, eps: float, *, is_alone: bool
-) -> str | None:
-    """What is wrong with outputs for two and for three samples, of which two are the same."""
-    ones, others = tensors_in(small), tensors_in(large)
-    for i, (one, other) in enumerate(zip(ones, others, strict=False)):
-        if len(_growing(one, other)) > 1 and not is_alone:
-            return _pairs(i, one, other)
-    return problem_of_some(small, large, apart, PARTS[0], eps)
-
-
-def problem_of_order(small: Any, swapped: Any, apart: Apart, eps: float) -> str | None:
-    """What is wrong with outputs for two samples and for the same in the other order."""
-    ones, others = tensors_in(small), tensors_in(swapped)
-    for i, axes in apart:
-        if i >= len(others) or others[i].shape != ones[i].shape:
-            return _mixed(i, ones[i])
-        ordered = [axis.select(others[i], (1, 0), SMALL) for axis in axes]
-        if not any(are_close(each, ones[i], eps) for each in ordered):
-            return _mixed(i, ones[i])
+def problem_of_pairs(small: Any, large: Any) -> str | None:
+    """What is wrong with outputs that have two dimensions for samples."""
+    pairs = zip(tensors_in(small), tensors_in(large), strict=False)
+    for i, (one, other) in enumerate(pairs):
+        if len(_growing(one, other)) > 1:
+            return Law.APART.says(
+                f"model(...): output {i} of shape {tuple(one.shape)} for {SMALL} samples and "
+                f"{tuple(other.shape)} for {LARGE} compares the samples of a rank's batch with "
+                "each other, as contrastive losses do, which take features of all ranks "
+                "(shardhet.gather_features)"
+            )
     return None
-
-
-def problem_of_others(large: Any, changed: Any, apart: Apart, eps: float) -> str | None:
-    """What is wrong with outputs if only the first of three samples has been changed."""
-    ones, others = tensors_in(large), tensors_in(changed)
-    for i, axes in apart:
-        pairs = [
-            [axis.narrow(each[i], Span(1, LARGE), LARGE) for each in (others, ones)]
-            for axis in axes
-        ]
-        if not any(are_close(one, other, eps) for one, other in pairs):
-            return _mixed(i, ones[i])
-    return None
-
-
-def problem_of_some(some: Any, large: Any, apart: Apart, span: Span, eps: float) -> str | None:
-    """What is wrong with outputs for three samples, and for those of ``span`` alone."""
-    ones, others = tensors_in(some), tensors_in(large)
-    for i, axes in apart:
-        pieces = [axis.narrow(others[i], span, LARGE) for axis in axes]
-        if not any(are_close(each, ones[i], eps) for each in pieces):
-            return _mixed(i, others[i])
-    return None
-
-
-def _pairs(index: int, small: Tensor, large: Tensor) -> str:
-    return (
-        f"model(...): output {index} of shape {tuple(small.shape)} for {SMALL} samples and "
-        f"{tuple(large.shape)} for {LARGE} compares the samples of a rank's batch with each "
-        "other, as contrastive losses do, so it would depend on the plan. Return the features "
-        "of each sample, and compute the loss from those of all ranks: "
-        "shardhet.gather_features(features)."
-    )
-
-
-def _mixed(index: int, large: Tensor) -> str:
-    return (
-        f"model(...): output {index} of shape {tuple(large.shape)}, computed outside of units, "
-        "depends for one sample on the other samples of the rank's batch, so it would depend "
-        "on the plan. Mix samples inside a unit, or let one rank compute all samples at once."
-    )
 
 
 # Backwards of a model's own
@@ -147,7 +97,7 @@ def gradients_of(
         if isinstance(each, nn.Parameter)
     }
     wanted = {**inputs, **params}
-    if not wanted:
+    if not wanted or not outputs:
         return {}
     with torch.enable_grad():
         found = torch.autograd.grad(
@@ -225,66 +175,23 @@ def is_linear(gradients: Callable[[float], Mapping[Any, Tensor]], eps: float) ->
     return True
 
 
-def hook_is_apart(
-    hook: Callable[..., Any],
-    module: nn.Module,
-    calls: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]],
-    rules: Sequence[Rule],
-    eps: float,
-) -> bool:
-    """Whether a backward hook of a unit's module keeps samples apart.  ``calls`` are arguments
-    and results of the whole batch and of its parts, which stand for their gradients.
-    """
-    whole, *parts = [hook(module, tuple(given), tuple(made)) for given, made in calls]
-    if whole is None:
-        return True
-    whole, *parts = [[each] if isinstance(each, Tensor) else each for each in (whole, *parts)]
-    for i, (grad, rule) in enumerate(zip(whole, rules, strict=False)):
-        if isinstance(grad, Tensor) and isinstance(rule, BatchAxis):
-            found = joined_like(grad, [part[i] for part in parts], PARTS, rule)
-            if not are_close(found, grad, eps):
-                return False
-    return True
-
-
-def hook_is_linear(
-    hook: Callable[..., Any],
-    module: nn.Module,
-    call: tuple[Sequence[Tensor], Sequence[Tensor]],
-    eps: float,
-) -> bool:
-    """Whether what a backward hook of a unit's module returns grows as what it is given:
-    arguments and results of a ``call``, which stand for their gradients.
-    """
-
-    def returned(scale: float) -> dict[int, Tensor]:
-        scaled = (
-            tuple(scale * each if each.is_floating_point() else None for each in tensors)
-            for tensors in call
+def join_by_gradients(whole: Tensor, parts: Sequence[Tensor]) -> Join | None:
+    """The only join under which the parameters' gradients agree; None if it is not unique."""
+    expected, *others = [
+        gradients_of([each], {}, [torch.ones_like(each)]) for each in (whole, *parts)
+    ]
+    fitting = [
+        join
+        for join in (Join.SHARED, Join.MEAN, Join.SUM)
+        if all(
+            Cut(grad, [each[param] for each in others], PARTS).follows(join, 0.0)
+            for param, grad in expected.items()
+            if all(param in each for each in others)
         )
-        found = hook(module, *scaled)
-        found = (found,) if isinstance(found, Tensor) else found or ()
-        return {i: each for i, each in enumerate(found) if isinstance(each, Tensor)}
-
-    return is_linear(returned, eps)
+    ]
+    return fitting[0] if len(fitting) == 1 else None
 
 
-def bends_gradients(where: str) -> str:
-    """The message of a refusal."""
-    return (
-        f"{where}: its gradients do not grow as the gradient that it gets. A hook of a tensor "
-        "or module, or an autograd.Function of the model's, clips gradients, perhaps. In a "
-        "step of several rounds, or of stages, losses are divided by the number of all tokens "
-        "at the end only, so it would meet other numbers than in one process. Clip after "
-        "backward (model.clip_grad_norm_), or give a plan of one round without stages."
-    )
-
-
-def mixes_backward(where: str) -> str:
-    """The message of a refusal."""
-    return (
-        f"{where}: the gradients of two parts of a batch do not add up to those of both. A "
-        "hook of a tensor or module, or an autograd.Function of the model's, mixes samples in "
-        "backward (it divides gradients by their norm, perhaps), so the result would depend on "
-        "the plan. Leave it out, or let one rank compute all samples at once."
-    )
+# What is found of gradients.
+BENT = ": its gradients do not grow as the gradient that it gets"
+MIXED = ": the gradients of two parts of a batch do not add up to those of both"

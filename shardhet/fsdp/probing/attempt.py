@@ -18,27 +18,35 @@ from shardhet.fsdp.microbatch.signature import ModelCall, is_plain
 from shardhet.fsdp.probing.apart import (
     Apart,
     outputs_apart,
-    problem_of_order,
-    problem_of_others,
-    problem_of_outputs,
-    problem_of_some,
+    problem_of_pairs,
 )
 from shardhet.fsdp.probing.caches import tell_of_caches
 from shardhet.fsdp.probing.comparing import (
+    Cut,
     are_close,
     are_numbers_equal,
     is_mean_over_some,
-    laws_of,
     not_sums,
 )
 from shardhet.fsdp.probing.host_draws import HIGH, LOW, MIDDLE, HostGenerators
+from shardhet.fsdp.probing.law import Law, Refusal
 from shardhet.fsdp.probing.module_state import kept_of_samples
 from shardhet.fsdp.probing.order import GatherFailed, PeerFailed
 from shardhet.fsdp.probing.probe import Probe, ProbedModel
-from shardhet.fsdp.probing.rules import LARGE, SIZES, SMALL, Axes
-from shardhet.fsdp.probing.watch import Refusal, StaysUnsharded
+from shardhet.fsdp.probing.rules import LARGE, OTHER_PARTS, PARTS, SIZES, SMALL, Axes, mixed
+from shardhet.fsdp.probing.watch import StaysUnsharded
 from shardhet.fsdp.sharding.seeds import restored_random_state
 from shardhet.records.layout import Span
+
+# Further runs on samples of the large one, and runs that others are the parts of.
+RUNS = {"rest": (2,), "one": (0,), "other": (1, 2), "again": (0, 1, 0)}
+Runs = tuple[str, tuple[str, str], tuple[Span, Span]]
+CUTS: Sequence[Runs] = (
+    ("large", ("small", "rest"), PARTS),
+    ("large", ("one", "other"), OTHER_PARTS),
+    # A sample that is there twice: labels of a probe are often all unlike.
+    ("again", ("small", "one"), PARTS),
+)
 
 # One forward on all ranks: the result of the call on this one, and the segments.
 RunOnce = Callable[[Probe | None, Callable[[], Any]], tuple[Any, Any]]
@@ -80,9 +88,10 @@ class Attempt:
         self._run_module = run_module
         self.splits = splits
         self.is_alone = False  # whether no other rank computes
-        self._has_gradients = has_gradients
+        self._has_gradients, self._is_cut = has_gradients, has_gradients and splits
         self._outputs: dict[str, Any] = {}
         self.not_sums: frozenset[int] = frozenset()  # leaves of the output, see ``Findings``
+        self._unlike: set[str] = set()  # runs whose calls have arguments of other kinds
         self._apart: Apart = []  # outputs with rows for samples
         self._generators = HostGenerators()
         if call is not None:
@@ -96,14 +105,11 @@ class Attempt:
                 _, self.segments = self._forward("small", range(SMALL))
                 self._check_draws()
                 self._forward("large", range(LARGE))
-                self._check_outputs()
+                laws = self._check_outputs()
                 self._check_kept()
                 if self._model.caches.is_asked_for:
                     self._raise_together(_problem_of_caches(self))
                     tell_of_caches()
-                laws: Sequence[set[Join]] = ()
-                if self._any_rank(self.splits and bool(self._losses("large"))):
-                    laws = self._check_losses()
                 if self._any_rank(bool(laws or self._apart) and self._has_numbers()):
                     _try_values(self, laws)
         except PeerFailed:
@@ -149,7 +155,7 @@ class Attempt:
             )
             self._generators.begin(word)
             given = rows_in(self.call, self.axes, (args, kwargs, loss_inputs))
-            with self.probe.running(kind, given, num_samples=len(samples)):
+            with self.probe.running(kind, given, samples):
                 output = self._run_module(args, kwargs, loss_inputs)
                 if kind != "plain":
                     self.probe.check_output(output)
@@ -158,6 +164,8 @@ class Attempt:
             return output
 
         self._outputs[name], segments = self._run_once(self.probe, run)
+        if self.probe is not None and self.probe.is_unlike:
+            self._unlike.add(name)
         return self._outputs[name], segments
 
     def _check_draws(self) -> None:
@@ -180,35 +188,66 @@ class Attempt:
         if self._any_rank(problem is not None):
             raise PeerFailed if problem is None else Refusal(ValueError(problem))
 
-    def _check_outputs(self) -> None:
-        """Raise if a row of an output depends for a sample on the rank's other samples."""
+    def _check_outputs(self) -> list[set[Join]]:
+        """Of each loss of the rank's batch, whether it is the sum or the mean of its samples'.
+
+        Raises if one is neither, or if a row of an output depends on the rank's other samples.
+        """
         problem = None
-        if self.call is not None and self.probe is not None:
+        if self.call is not None:
             small, large = self._outputs["small"], self._outputs["large"]
-            must_be_apart = self.splits and self._has_gradients
-            self._apart = outputs_apart(small, large) if must_be_apart else []
-            problem = problem_of_outputs(
-                small, large, self._apart, self.probe.eps, is_alone=self.is_alone
-            )
-            tensors = tensors_in(large)
+            self._apart = outputs_apart(small, large) if self._is_cut else []
+            problem = None if self.is_alone else problem_of_pairs(small, large)
+        self._raise_together(problem)
+        has_losses = self._any_rank(self.splits and bool(self._losses("large")))
+        if not self._any_rank(bool(self._apart)) and not has_losses:
+            return []
+        for name, samples in RUNS.items():
+            self._forward(name, samples)
+        self._raise_together(self._problem_of_rows(CUTS))
+        return self._check_losses() if has_losses else []
+
+    def _problem_of_rows(self, ways: Sequence[Runs]) -> str | None:
+        """What is wrong with outputs that have a row for each sample, in some of them only."""
+        if self.probe is None:
+            return None
+        pairs = [
+            (name, part, span)
+            for name, parts, spans in ways
+            for part, span in zip(parts, spans, strict=True)
+            if self._unlike.isdisjoint((name, part))
+        ]
+        for i, axes in self._apart:
+            whole = tensors_in(self._outputs["large"])[i]
+            if not any(all(self._has_rows(i, axis, *each) for each in pairs) for axis in axes):
+                what = mixed(f"model(...): output {i}", whole)
+                return Law.APART.says(f"{what} of the rank's batch, by code outside of units")
             try:
-                for i, axes in self._apart if problem is None else ():
-                    self.probe.check_backward(f"model(...): output {i}", tensors[i], axes)
+                if ways is CUTS:
+                    self.probe.check_backward(f"model(...): output {i}", whole, axes)
             except Refusal as refusal:
-                problem = str(refusal)
-        self._raise_together(problem)
-        if not self._any_rank(bool(self._apart)):
-            return
-        if self._any_rank(self.call is not None and self.call.has_rows):
-            eps = 0.0 if self.probe is None else self.probe.eps
-            outputs = self._outputs["large"]
-            self._raise_together(_problem_alone(self._forward, outputs, self._apart, eps))
-        # The first two samples of large are those of small, in the same places.
-        self._forward("swapped", (1, 0))
-        if self.call is not None and self.probe is not None:
-            swapped = self._outputs["swapped"]
-            problem = problem_of_order(small, swapped, self._apart, self.probe.eps)
-        self._raise_together(problem)
+                return str(refusal)
+        return None
+
+    def _has_rows(self, i: int, axis: BatchAxis, name: str, part: str, span: Span) -> bool:
+        """Whether output ``i`` has in a run for all samples the rows that it has for some.
+
+        Rows of another length, as of the longest of the samples, are not compared.
+        """
+        assert self.probe is not None
+        pair = [tensors_in(self._outputs[each])[i : i + 1] for each in (name, part)]
+        if not all(pair):
+            return False
+        [whole], [some] = pair
+        if some.shape != axis.shape(whole.shape, span.numel):
+            return True
+        return are_close(axis.narrow(whole, span, LARGE), some, self.probe.eps)
+
+    def _cuts(self, way: Runs, pick: Callable[[Any], list[Tensor]]) -> list[Cut]:
+        """Of each tensor that ``pick`` finds in an output, what it is in these runs."""
+        whole, parts, spans = way
+        found = [pick(self._outputs[name]) for name in (whole, *parts)]
+        return [Cut(one, rest, spans) for one, *rest in zip(*found, strict=False)]
 
     def _check_kept(self) -> None:
         """Raise if what a forward keeps of its samples changes what the next one computes."""
@@ -225,7 +264,8 @@ class Attempt:
             self.probe.begins_with = {}
             small, again = self._outputs["small"], self._outputs["after large"]
             if not _are_same(small, again, self.probe.eps):
-                problem = _KEPT.format(", ".join(".".join(filter(None, key)) for key in kept))
+                names = ", ".join(".".join(filter(None, key)) for key in kept)
+                problem = Law.REPEATS.says(_KEPT.format(names))
         self._raise_together(problem)
 
     def _any_rank(self, flag: bool) -> bool:
@@ -238,44 +278,23 @@ class Attempt:
 
     def _losses(self, name: str) -> list[Tensor]:
         """The 0-d tensors among the model's outputs, in float64."""
-        if self.call is None:
-            return []
-        tensors = tensors_in(self._outputs[name])
-        return [t.detach().double() for t in tensors if t.dim() == 0]
+        return [] if self.call is None else _numbers(self._outputs[name])
 
     def _check_losses(self) -> list[set[Join]]:
-        """Of each loss of the rank's batch, whether it is the sum or the mean of its samples'.
-
-        Raises if one is neither.
-        """
-        self._forward("rest", range(SMALL, LARGE))
-        if "swapped" not in self._outputs:
-            self._forward("swapped", (1, 0))
         if self.call is not None:
-            self.not_sums = not_sums(
-                *(self._outputs[name] for name in ("small", "rest", "large"))
-            )
-        # Every other sample would be other samples in another order.
-        pairs = enumerate(zip(self._losses("small"), self._losses("swapped"), strict=True))
-        odd = [i for i, pair in pairs if not are_numbers_equal(*pair, self._eps)]
-        self._raise_together(_NO_SUM.format(odd[0]) if odd else None)
-        laws = self._laws("small", "rest", "large")
-        # A sample that is there twice: labels of a probe are often all unlike.
-        again = ("small", "one", "again")
-        self._forward("one", (0,))
-        self._forward("again", (0, 1, 0))
-        if self.call is not None:
-            self.not_sums |= not_sums(*(self._outputs[name] for name in again))
-        laws = [one & other for one, other in zip(laws, self._laws(*again), strict=True)]
+            runs = [[self._outputs[each] for each in (*parts, one)] for one, parts, _ in CUTS]
+            self.not_sums = frozenset().union(*(not_sums(*each) for each in runs))
+        laws = [set.intersection(*each) for each in zip(*map(self._laws, CUTS), strict=True)]
         unclear = [i for i, found in enumerate(laws) if not found]
         if self._any_rank(bool(unclear)):
             _check_means(self, unclear)
         return laws
 
-    def _laws(self, *runs: str, amplified: float = 1.0) -> list[set[Join]]:
-        """Of each loss, which laws it follows in ``runs``: two samples, a third, and all."""
-        losses = zip(*map(self._losses, runs), strict=True)
-        return [laws_of(*each, eps=self._eps * amplified) for each in losses]
+    def _laws(self, way: Runs, amplified: float = 1.0) -> list[set[Join]]:
+        """Of each loss, which laws it follows in these runs."""
+        if self.call is None:
+            return []
+        return [cut.laws(self._eps * amplified) for cut in self._cuts(way, _numbers)]
 
     @property
     def _eps(self) -> float:
@@ -322,32 +341,30 @@ def _try_values(attempt: Attempt, laws: Sequence[set[Join]]) -> None:
 
     Of a mean, values may choose what it is over.
     """
-    laws = [law - {Join.MEAN} for law in laws]
-    adds_up = attempt._any_rank(any(laws))
     # An accelerator does not outlive a value that is an index and too large.
     is_on_host = devices.is_on_host(attempt._model.device)
     for factor in (0.0, 2.0**10) if is_on_host else (0.0,):
-        runs = (f"small times {factor}", "rest", f"large times {factor}")
+        one, large = f"one times {factor}", f"large times {factor}"
         try:
-            attempt._forward(runs[2], range(LARGE), factor=factor)
-            if adds_up:
-                attempt._forward(runs[0], range(SMALL), factor=factor)
+            attempt._forward(one, (0,), factor=factor)
+            attempt._forward(large, range(LARGE), factor=factor)
         except (LostPeerError, GatherFailed):
             raise
         except (Exception, Refusal, StaysUnsharded, PeerFailed):
             continue  # the model does not take such values
-        found = attempt._laws(*runs, amplified=max(factor, 1.0)) if adds_up else ()
-        pairs = enumerate(zip(laws, found, strict=False))
-        odd = [i for i, (law, other) in pairs if law and not law & other]
-        problem = _NO_SUM.format(odd[0]) if odd else None
-        if problem is None and attempt.probe is not None:
-            large, changed = attempt._outputs["large"], attempt._outputs[runs[2]]
-            problem = problem_of_others(large, changed, attempt._apart, attempt.probe.eps)
-        attempt._raise_together(problem)
+        way = (large, (one, "other"), OTHER_PARTS)
+        found = zip(laws, attempt._laws(way, max(factor, 1.0)), strict=False)
+        odd = [i for i, (law, other) in enumerate(found) if law - {Join.MEAN} - other]
+        attempt._raise_together(_no_sum(odd) or attempt._problem_of_rows([way]))
 
 
 def _check_means(attempt: Attempt, unclear: Sequence[int]) -> None:
     """Raise if one of these losses is no mean over what counts in each sample."""
+    attempt._forward("swapped", (1, 0))
+    # Every other sample would be other samples in another order.
+    pairs = enumerate(zip(attempt._losses("small"), attempt._losses("swapped"), strict=True))
+    odd = [i for i, (one, other) in pairs if not are_numbers_equal(one, other, attempt._eps)]
+    attempt._raise_together(_no_sum(odd))
     values, changed = [], []
     for name, main in (("", (0, 1)), ("0", (2, 1)), ("1", (0, 3)), ("01", (2, 3))):
         attempt._forward(f"changed {name}", range(SMALL), main)
@@ -368,18 +385,11 @@ def _check_means(attempt: Attempt, unclear: Sequence[int]) -> None:
             if not is_mean_over_some(
                 (a, b, both), of_small, [each[i] for each in of_large], attempt._eps
             ):
-                raise Refusal(ValueError(_NO_SUM.format(i)))
+                raise Law.ADDS_UP.refusal(_NO_SUM.format(i))
 
 
-def _problem_alone(
-    forward: Callable[[str, range], tuple[Any, Any]], large: Any, apart: Apart, eps: float
-) -> str | None:
-    """What is wrong with outputs of samples alone: rows of ragged arguments that others see."""
-    problem = None
-    for span in (Span(0, 1), Span(SMALL, LARGE)):
-        alone, _ = forward(f"alone {span.start}", range(span.start, span.stop))
-        problem = problem or problem_of_some(alone, large, apart, span, eps)
-    return problem
+def _numbers(output: Any) -> list[Tensor]:
+    return [each.detach().double() for each in tensors_in(output) if each.dim() == 0]
 
 
 def _empty_output(for_small: Any, for_large: Any) -> bytes:
@@ -424,15 +434,11 @@ _UNFORESEEN = (
     "({}) Draw them with torch.rand, randn, randint, bernoulli, multinomial or dropout."
 )
 _NO_SUM = (
-    "model(...): scalar output {}, computed outside of units, is no sum or mean over samples "
-    "(perhaps a load-balancing or contrastive loss), so it would depend on the plan. Leave it "
-    "out of the loss (output_router_logits=False), compute it from each sample inside a unit, "
-    "or let one rank compute all samples at once."
+    "model(...): scalar output {}, computed outside of units, is no sum or mean over samples"
 )
 _KEPT = (
     "model(...): a forward keeps values of its samples for the next one (attribute {}), and "
-    "computes with them, so each rank would compute with those of its own samples. Compute "
-    "them from each sample, or leave them out."
+    "computes with them"
 )
 # What torch.autograd.grad says of a unit's result, which has no graph in a probe.
 _NO_GRAPH = ("to not have been used in the graph", "does not have a grad_fn")
@@ -442,9 +448,12 @@ _GRADIENT_INSIDE = (
 )
 
 
+def _no_sum(losses: Sequence[int]) -> str | None:
+    return Law.ADDS_UP.says(_NO_SUM.format(losses[0])) if losses else None
+
+
 def _draws(names: Sequence[str]) -> str:
-    return (
+    return Law.REPEATS.says(
         f"model(...): it draws from {' and '.join(names) or 'a generator'}, and what it "
-        "computes depends on that. Each rank would draw for itself, and recomputation anew. "
-        "Draw with torch inside a unit, or leave that out (layerdrop=0.0)."
+        "computes depends on that"
     )

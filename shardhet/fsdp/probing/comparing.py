@@ -3,13 +3,13 @@
 import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shardhet.fsdp.microbatch.batching import BatchAxis, Join, Rule, flatten
-from shardhet.fsdp.probing.watch import Refusal
+from shardhet.fsdp.probing.law import Law
 from shardhet.records.layout import Span
 
 MAX_NODES = 2000  # of an object whose fingerprint is taken
@@ -68,6 +68,34 @@ def joined_like(
     return parts[0] if same else parts[0].new_empty(0)
 
 
+class Cut(NamedTuple):
+    """A result for some samples together, and those for two parts of them."""
+
+    whole: Tensor
+    parts: Sequence[Tensor]
+    spans: Sequence[Span]
+
+    def follows(self, rule: Rule, eps: float) -> bool:
+        """Whether the result for all is that of the parts, joined under the rule."""
+        return are_close(joined_like(self.whole, self.parts, self.spans, rule), self.whole, eps)
+
+    def laws(self, eps: float) -> set[Join]:
+        """Which of the sum and the mean of those of the parts a loss is."""
+        whole, (one, other), num_samples = self.whole, self.parts, self.spans[-1].stop
+        weighted = [
+            part * (span.numel / num_samples)
+            for part, span in zip(self.parts, self.spans, strict=True)
+        ]
+        expected = {Join.SUM: one + other, Join.MEAN: weighted[0] + weighted[1]}
+        if not whole.isfinite():
+            return set(expected)  # backward will say so
+        # Right for a mean of which all is in the other part.
+        for some, rest in ((one, other), (other, one)):
+            if not some.isfinite():
+                expected = dict.fromkeys(expected, rest)
+        return {law for law, each in expected.items() if are_numbers_equal(each, whole, eps)}
+
+
 @dataclass(frozen=True)
 class Fingerprint:
     """The content of an object; equal as long as nothing in it was changed or replaced."""
@@ -119,18 +147,6 @@ def are_numbers_equal(one: Tensor, other: Tensor, eps: float, amplified: float =
         return not (one.isfinite() or other.isfinite())
     scale = max(abs(float(one)), abs(float(other)))
     return abs(float(one - other)) <= min(64 * eps * amplified, 1e-2) * scale
-
-
-def laws_of(ab: Tensor, c: Tensor, abc: Tensor, *, eps: float) -> set[Join]:
-    """Which of the sum and the mean of that of two samples and of a third a loss is."""
-    expected = {Join.SUM: ab + c, Join.MEAN: (2 * ab + c) / 3}
-    if not abc.isfinite():
-        return set(expected)  # backward will say so
-    if not c.isfinite():  # right for a mean of which all is in the others
-        expected = dict.fromkeys(expected, ab)
-    elif not ab.isfinite():
-        expected = dict.fromkeys(expected, c)
-    return {law for law, each in expected.items() if are_numbers_equal(each, abc, eps)}
 
 
 def not_sums(ab: Any, c: Any, abc: Any) -> frozenset[int]:
@@ -191,10 +207,5 @@ def check_params(module: nn.Module, storages: Container[int]) -> None:
     """Raise ``Refusal`` if a parameter is not in one of the ``storages`` that hold them."""
     for fqn, param in module.named_parameters():
         if param.untyped_storage()._cdata not in storages:
-            raise Refusal(
-                RuntimeError(
-                    f"{fqn}: the model's forward has replaced it, or its data, by another "
-                    "tensor, which no rank would keep. Write this rank's rows between steps "
-                    "instead (with torch.no_grad(): for param in model.parameters(): ...)."
-                )
-            )
+            what = f"{fqn}: the model's forward has replaced it, or its data, by another tensor"
+            raise Law.READ.refusal(what, RuntimeError)

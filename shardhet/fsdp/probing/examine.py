@@ -23,30 +23,36 @@ from shardhet.fsdp.microbatch.batching import (
 )
 from shardhet.fsdp.microbatch.layered import cut, tensors_in, writes_on_input
 from shardhet.fsdp.probing.apart import (
-    bends_gradients,
+    BENT,
+    MIXED,
     gradients_of,
-    hook_is_apart,
-    hook_is_linear,
     is_linear,
-    mixes_backward,
+    join_by_gradients,
 )
-from shardhet.fsdp.probing.comparing import are_close, joined_like
-from shardhet.fsdp.probing.probed_call import CallRunner, ProbedCall, Seen, copied, filled
+from shardhet.fsdp.probing.comparing import Cut, joined_like
+from shardhet.fsdp.probing.law import Law, Refusal
+from shardhet.fsdp.probing.probed_call import (
+    CallRunner,
+    ProbedCall,
+    Seen,
+    copied,
+    filled,
+    numbers_in,
+)
 from shardhet.fsdp.probing.rules import (
     LARGE,
+    OF_SOME,
     OTHER_PARTS,
     PARTS,
     SIZES,
     SMALL,
     RuleFinder,
     is_same,
-    join_by_gradients,
     looks_like_mask,
     mixed,
-    of_some,
     readings,
 )
-from shardhet.fsdp.probing.watch import Refusal, Watcher
+from shardhet.fsdp.probing.watch import Watcher
 from shardhet.fsdp.stages.flow import storage_of
 from shardhet.records.layout import Span
 
@@ -97,15 +103,15 @@ class Examiner:
 
     def infer(
         self, call: ProbedCall, num_samples: int, known: Mapping[str, Rule]
-    ) -> VisitRules:
-        """The rules of a call that was not seen before; ``known`` are those of some arguments.
+    ) -> tuple[VisitRules, Any]:
+        """As ``rules_of``, of a call that was not seen; ``known`` are rules of some arguments.
 
         Tries all rules that the shapes of the other arguments allow; exactly one must fit.  A
         call on one sample is never cut, so that all that fit give the same, for this call.
         """
         tensors = call.tensor_by_name
         options = [readings(t, known.get(name), num_samples) for name, t in tensors.items()]
-        fitting: list[VisitRules] = []
+        fitting: list[tuple[VisitRules, Any]] = []
         for rules in islice(product(*options), MAX_READINGS):
             small, large = [
                 call.on(
@@ -119,13 +125,13 @@ class Examiner:
                 for size in SIZES
             ]
             try:
-                fitting.append(self._examine(self._runner.look(small)[0], large, rules)[0])
+                fitting.append(self._examine(self._runner.look(small)[0], large, rules))
             except (Exception, Refusal):
                 continue  # these rules do not fit
         if len(fitting) == 1 or (fitting and not self._splits):
             return fitting[0]
         if fitting and num_samples == 1:  # the first splits most arguments
-            return replace(fitting[0], is_for_one_sample=True)
+            return replace(fitting[0][0], is_for_one_sample=True), fitting[0][1]
         raise Refusal(
             ValueError(
                 f"unit {call.fqn!r} is called with other kinds of arguments than when the "
@@ -159,46 +165,56 @@ class Examiner:
     def _compare(
         self, seen: Seen, large: ProbedCall, rules: VisitRules
     ) -> tuple[VisitRules, Any]:
-        inputs = rules.inputs
         kept = large.on(list(map(copied, large.tensors)))  # the call may write to its inputs
-        output = self._run_whole(large, seen, inputs)
-        pieces = [
-            kept.on(cut(kept.tensors, rules, span, LARGE))
-            for span in (PARTS if self._splits and rules.is_batched else ())
-        ]
+        output = self._run_whole(large, seen, rules.inputs)
+        is_cut = self._splits and rules.is_batched
+        pieces = _pieces(kept, rules, (*PARTS, *OTHER_PARTS)) if is_cut else []
         parts = []
-        for piece in pieces:
-            of_piece = self._runner.run(piece)
-            if _numbers_in(of_piece) != _numbers_in(output):
+        for i, piece in enumerate(pieces):
+            if i == 0 and kept.is_like(seen.call):
+                found, numbers = seen.outputs, seen.numbers
+            else:
+                of_piece = self._runner.run(piece)
+                found, numbers = list(map(copied, tensors_in(of_piece))), numbers_in(of_piece)
+            if numbers != numbers_in(output):
                 rules = replace(rules, returns_numbers_of_samples=True)
-            parts.append(list(map(copied, tensors_in(of_piece))))
+            parts.append(found)
+        rules = replace(rules, outputs=self._outputs(seen, kept, output, parts, pieces))
+        if joins := _joins(rules.outputs, parts):
+            _check_joins(self._runner, kept, rules, joins, eps=self._watcher.eps)
+        module = self._runner.module_of(kept)
+        has_own = seen.has_own_backward or module._backward_hooks or module._backward_pre_hooks
+        if has_own and (pieces or self._divides_late) and torch.is_grad_enabled():
+            self._check_backward(kept, pieces[: len(PARTS)], rules)
+        if pieces:
+            output = joined_outputs(output, parts[: len(PARTS)], rules.outputs)
+        return rules, output
+
+    def _outputs(
+        self,
+        seen: Seen,
+        call: ProbedCall,
+        output: Any,
+        parts: Sequence[Sequence[Tensor]],
+        pieces: Sequence[ProbedCall],
+    ) -> tuple[Rule, ...]:
+        """The rules of the results of a call, given those of its parts, cut in both ways."""
         self._decide.is_unpredictable = self._watcher.is_unpredictable
         self._decide.eps = self._watcher.eps
-        found = [
-            self._decide.of_output(
-                large.fqn, i, seen.outputs[i], whole, [part[i] for part in parts]
-            )
-            for i, whole in enumerate(tensors_in(output))
-        ]
+        found = []
+        for i, whole in enumerate(tensors_in(output)):
+            of_parts = [part[i] for part in parts]
+            ways = ((of_parts[:2], PARTS), (of_parts[2:], OTHER_PARTS)) if parts else ()
+            cuts = [Cut(whole, some, spans) for some, spans in ways]
+            found.append(self._decide.of_output(call.fqn, i, seen.outputs[i], whole, cuts))
         for i in self._decide.undecided:
-            decided = self._join_of_zeros(i, kept, pieces)
+            runs = (call, *pieces[: len(PARTS)])
+            results = [tensors_in(self._runner.run(each, with_graph=True))[i] for each in runs]
+            is_told = results[0].requires_grad
+            decided = join_by_gradients(results[0], results[1:]) if is_told else None
             found[i] = decided or Join.SUM
             self.is_certain &= decided is not None
-        if joins := _joins(found, parts):
-            _check_joins(self._runner, kept, rules, joins, eps=self._watcher.eps)
-        if (pieces or self._divides_late) and seen.has_own_backward and torch.is_grad_enabled():
-            self._check_backward(kept, pieces, replace(rules, outputs=tuple(found)))
-        if pieces and torch.is_grad_enabled():
-            results = [tensors_in(output), *parts]
-            calls = [
-                (each.tensors, made)
-                for each, made in zip((kept, *pieces), results, strict=True)
-            ]
-            self._check_hooks(kept, calls, inputs, found)
-        if pieces:
-            _check_other_parts(self._runner, self._decide, kept, output, rules, found)
-            output = joined_outputs(output, parts, found)
-        return replace(rules, outputs=tuple(found)), output
+        return tuple(found)
 
     def _check_backward(
         self, whole: ProbedCall, pieces: Sequence[ProbedCall], rules: VisitRules
@@ -207,70 +223,50 @@ class Examiner:
         progress.mark(f"backward of unit {whole.fqn!r}")
         expected, *parts = [self._gradients(each, rules) for each in (whole, *pieces)]
         progress.mark(f"forward of unit {whole.fqn!r}")
-        for key, grad in expected.items():
+        for key, grad in expected.items() if pieces else ():
             rule = rules.inputs[key] if isinstance(key, int) else Join.SUM
             rule = rule if isinstance(rule, BatchAxis) else Join.SUM
             found = [part[key] for part in parts if key in part]
-            if len(found) < len(parts) or not are_close(
-                joined_like(grad, found, PARTS, rule), grad, self._watcher.eps
-            ):
-                raise Refusal(ValueError(mixes_backward(f"unit {whole.fqn!r}")))
+            is_whole = len(found) == len(parts)
+            if not is_whole or not Cut(grad, found, PARTS).follows(rule, self._watcher.eps):
+                raise Law.GRADIENTS.refusal(f"unit {whole.fqn!r}{MIXED}")
         if self._divides_late and not is_linear(
             lambda scale: self._gradients(whole, rules, scale), self._watcher.eps
         ):
-            raise Refusal(ValueError(bends_gradients(f"unit {whole.fqn!r}")))
-
-    def _check_hooks(
-        self,
-        call: ProbedCall,
-        calls: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]],
-        inputs: Sequence[Rule],
-        outputs: Sequence[Rule],
-    ) -> None:
-        """Raise if a backward hook of the unit's module itself mixes samples, or clips."""
-        module = self._runner.module_of(call)
-        made = [((), results) for _, results in calls]
-        hooks = [(hook, calls, inputs) for hook in module._backward_hooks.values()]
-        hooks += [
-            (partial(_of_results, hook), made, outputs)
-            for hook in module._backward_pre_hooks.values()
-        ]
-        for hook, given, rules in hooks:
-            if not hook_is_apart(hook, module, given, rules, self._watcher.eps):
-                raise Refusal(ValueError(mixes_backward(f"unit {call.fqn!r}")))
-            if self._divides_late and not hook_is_linear(
-                hook, module, given[0], self._watcher.eps
-            ):
-                raise Refusal(ValueError(bends_gradients(f"unit {call.fqn!r}")))
+            raise Law.GRADIENTS.refusal(f"unit {whole.fqn!r}{BENT}")
 
     def _gradients(
         self, call: ProbedCall, rules: VisitRules, scale: float = 1.0
     ) -> dict[Any, Tensor]:
         """Gradients of outputs with samples: of floating inputs by index, and of parameters.
 
-        Each output gets ``scale`` times itself as its gradient.
+        Each output gets ``scale`` times itself as its gradient.  Backward hooks of the module
+        see and change them, as they do around a visit of it.
         """
         leaves = [
             t.detach().clone().requires_grad_(t.is_floating_point()) for t in call.tensors
         ]
         output = self._runner.run(call, with_graph=True, leaves=leaves)
-        apart = [
-            each
-            for each, rule in zip(tensors_in(output), rules.outputs, strict=True)
+        module = self._runner.module_of(call)
+        outputs = tensors_in(output)
+        grads: Any = tuple(
+            scale * each.detach()
             if isinstance(rule, BatchAxis) and each.requires_grad
+            else None
+            for each, rule in zip(outputs, rules.outputs, strict=True)
+        )
+        for hook in module._backward_pre_hooks.values():
+            grads = _as_tuple(hook(module, grads)) or grads
+        pairs = [
+            (each, grad) for each, grad in zip(outputs, grads, strict=True) if grad is not None
         ]
         inputs = {i: leaf for i, leaf in enumerate(leaves) if leaf.requires_grad}
-        return gradients_of(apart, inputs, [scale * each.detach() for each in apart])
-
-    def in_parts(self, call: ProbedCall, rules: VisitRules, seen: Seen | None) -> Any:
-        """The output of a call with known rules for all samples of the large batch."""
-        with self._runner.counting_once(seen):
-            output = self._runner.run(call)
-            if not (self._splits and rules.is_batched):
-                return output
-            pieces = [call.on(cut(call.tensors, rules, span, LARGE)) for span in PARTS]
-            parts = [list(map(copied, tensors_in(self._runner.run(each)))) for each in pieces]
-        return joined_outputs(output, parts, rules.outputs)
+        found = gradients_of([t for t, _ in pairs], inputs, [grad for _, grad in pairs])
+        for hook in module._backward_hooks.values():
+            given = tuple(found.get(i) for i in range(len(leaves)))
+            changed = _as_tuple(hook(module, given, grads)) or given
+            found |= {i: grad for i, grad in enumerate(changed) if grad is not None}
+        return found
 
     def _run_whole(self, call: ProbedCall, seen: Seen, inputs: tuple[Rule, ...]) -> Any:
         """A copy of the call's output, which may contain its inputs."""
@@ -284,23 +280,11 @@ class Examiner:
         self.aliased = _aliased(tensors_in(output), given)
         outputs, spec = flatten(output)
         if Layout.of(outputs, spec) != seen.results:
-            raise Refusal(
-                ValueError(
-                    f"unit {call.fqn!r}: it returns another structure for {LARGE} samples than "
-                    f"for {SMALL}. Return the same structure for any number of samples."
-                )
+            raise Law.APART.refusal(
+                f"unit {call.fqn!r} returns another structure for {LARGE} samples than for "
+                f"{SMALL}"
             )
         return unflatten(list(map(copied, outputs)), spec)
-
-    def _join_of_zeros(
-        self, index: int, whole: ProbedCall, pieces: list[ProbedCall]
-    ) -> Join | None:
-        """How an output that is zero is joined, by its gradients; None if they do not tell."""
-        of_whole, *of_pieces = [
-            tensors_in(self._runner.run(each, with_graph=True))[index]
-            for each in (whole, *pieces)
-        ]
-        return join_by_gradients(of_whole, of_pieces) if of_whole.requires_grad else None
 
 
 def _at_once(
@@ -333,18 +317,9 @@ _ONLY_AT_ONCE = (
 )
 
 
-def _check_other_parts(
-    runner: CallRunner,
-    decide: RuleFinder,
-    call: ProbedCall,
-    output: Any,
-    rules: VisitRules,
-    found: Sequence[Rule],
-) -> None:
-    """Raise if the first sample, and the second with the third, give other results."""
-    pieces = [call.on(cut(call.tensors, rules, span, LARGE)) for span in OTHER_PARTS]
-    parts = [list(map(copied, tensors_in(runner.run(each)))) for each in pieces]
-    decide.check_outputs(call.fqn, tensors_in(output), parts, found)
+def _pieces(call: ProbedCall, rules: VisitRules, spans: Sequence[Span]) -> list[ProbedCall]:
+    """The call cut to the samples of each of ``spans``."""
+    return [call.on(cut(call.tensors, rules, span, LARGE)) for span in spans]
 
 
 def _joins(rules: Sequence[Rule], parts: Sequence[Sequence[Tensor]]) -> dict[int, Join]:
@@ -367,25 +342,18 @@ def _check_joins(
     sum, or a mean, depends on how often the batch has a value.
     """
     for marked in _marked(whole, rules):
-        pieces = [marked.on(cut(marked.tensors, rules, span, LARGE)) for span in PARTS]
         try:
-            found = [tensors_in(runner.run(each)) for each in (marked, *pieces)]
+            runs = (marked, *_pieces(marked, rules, PARTS))
+            found = [tensors_in(runner.run(each)) for each in runs]
         except Exception:
             continue  # it does not take such values
         for i, join in joins.items():
-            if not _fits(*(each[i] for each in found), join=join, eps=eps):
+            one, *parts = [each[i] for each in found]
+            has_values = all(each.isfinite().all() for each in (one, *parts))
+            if has_values and not Cut(one, parts, PARTS).follows(join, eps):
                 what = f"unit {whole.fqn!r}: output {i}"
                 is_mean = join is Join.MEAN
-                raise Refusal(
-                    ValueError(of_some(what) if is_mean else mixed(what, found[0][i]))
-                )
-
-
-def _fits(whole: Tensor, *parts: Tensor, join: Join, eps: float) -> bool:
-    """Whether it is that of its parts, if it has values."""
-    joined = joined_like(whole, parts, PARTS, join)
-    has_values = whole.isfinite().all() and joined.isfinite().all()
-    return not has_values or are_close(joined, whole, eps)
+                raise Law.ADDS_UP.refusal(what + OF_SOME if is_mean else mixed(what, one))
 
 
 def _marked(call: ProbedCall, rules: VisitRules) -> Iterator[ProbedCall]:
@@ -420,13 +388,8 @@ def _aliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> frozenset[i
     return frozenset(i for i, each in enumerate(outputs) if places[storage_of(each)] > 1)
 
 
-def _numbers_in(output: Any) -> list[int | float]:
-    """The plain numbers among a call's results."""
-    return [each for each in flatten(output)[0] if type(each) in (int, float)]
-
-
-def _of_results(hook: Callable[..., Any], module: Any, _: Any, grads: Any) -> Any:
-    return hook(module, grads)
+def _as_tuple(grads: Any) -> tuple[Any, ...] | None:
+    return (grads,) if isinstance(grads, Tensor) else grads
 
 
 def joined_outputs(

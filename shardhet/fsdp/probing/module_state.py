@@ -17,7 +17,7 @@ from shardhet.fsdp.microbatch.signature import as_real, choice_of
 from shardhet.fsdp.microbatch.surroundings import Surrounding
 from shardhet.fsdp.params.state import persistent_buffers
 from shardhet.fsdp.probing.comparing import are_close
-from shardhet.fsdp.probing.watch import Refusal
+from shardhet.fsdp.probing.law import Law
 from shardhet.fsdp.sharding.unit import FSDPUnit
 
 MAX_KEPT_NUMEL = 10_000  # of a tensor that a forward may keep for the next one
@@ -84,6 +84,8 @@ def _content_of(value: Any) -> list[Any] | dict[Any, Any] | None:
 
 def _items_of(container: Any) -> list[int]:
     """Which objects a container holds, by id: they may have no equality, as tensors."""
+    if not isinstance(container, dict | list | set | deque):
+        return []
     values = container.values() if isinstance(container, dict) else ()
     return list(map(id, (*container, *values)))
 
@@ -160,13 +162,9 @@ class Writes:
         persistent = dict(persistent_buffers(self._module))
         for fqn, buffer in self.written().items():
             if fqn in persistent or buffer._version:
-                raise Refusal(
-                    ValueError(
-                        f"buffer {fqn!r} is written in forward, once for each microbatch of "
-                        "each rank, so ranks would come to differ. Do not write it in the "
-                        "training forward, or compute it from what all ranks have (only "
-                        "batch norm's running statistics are kept equal)."
-                    )
+                raise Law.REPEATS.refusal(
+                    f"buffer {fqn!r} is written in forward, and only running statistics of "
+                    "batch norm are kept equal on all ranks"
                 )
 
 
@@ -189,6 +187,16 @@ def digest_of(module: nn.Module, fqns: Set[str]) -> float:
             value = (value.shape, value.dtype)
         digest = zlib.crc32(f"{fqn} {value}".encode() + content, digest)
     return float(digest)
+
+
+def marks_of(module: nn.Module) -> list[tuple[str, Any]]:
+    """What is another list once an attribute of a module, or of one inside it, is another."""
+    return [
+        (name, value if isinstance(value, CHOICES) else (id(value), _items_of(value)))
+        for each in module.modules()
+        for name, value in vars(each).items()
+        if name not in _OF_MODULES
+    ]
 
 
 def choosing_attributes(module: nn.Module) -> list[tuple[dict[str, Any], str]]:

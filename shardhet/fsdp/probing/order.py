@@ -40,16 +40,17 @@ class OrderFinder:
     ) -> None:
         """A rank that ``is_behind`` follows visits of others that it does not make itself."""
         self.found: list[Segment] = []
+        self.has_to_run = True  # whether any rank computes anything at the last visit
         self._is_behind = is_behind
         self._fqns = tuple(unit_fqns)
         self._control = control
 
-    def visit(self, unit: int, needs_backward: bool) -> Segment:
+    def visit(self, unit: int, needs_backward: bool, has_to_run: bool) -> Segment:
         """Agree with all ranks that this visit comes next, or another one before it.
 
         Collective.
         """
-        segment = self._agree(unit, needs_backward)
+        segment = self._agree(unit, needs_backward, has_to_run)
         self.found.append(segment)
         return segment
 
@@ -72,14 +73,14 @@ class OrderFinder:
 
     def fail(self) -> None:
         """Report that this rank cannot continue; others raise ``PeerFailed``.  Collective."""
-        self._control.exchange([FAILED, False, False])
+        self._control.exchange([FAILED, False, False, False])
 
-    def _agree(self, unit: int, needs_backward: bool) -> Segment:
-        rows = self._control.exchange([unit, needs_backward, self._is_behind])
+    def _agree(self, unit: int, needs_backward: bool, has_to_run: bool = False) -> Segment:
+        rows = self._control.exchange([unit, needs_backward, self._is_behind, has_to_run])
         visiting = [row for row in rows if int(row[0]) != NOT_VISITING]
         if any(int(row[0]) == FAILED for row in visiting):
             raise PeerFailed
-        visited = {int(u) for u, _, is_behind in visiting if not is_behind}
+        visited = {int(u) for u, _, is_behind, _ in visiting if not is_behind}
         if END_OF_FORWARD in visited:  # where those that are behind have to be, too
             visited = {int(row[0]) for row in visiting}
         if len(visited) > 1:
@@ -91,6 +92,7 @@ class OrderFinder:
             )
         # A visit that needs a backward on one rank has one on all.
         (found,) = visited
+        self.has_to_run = any(row[3] for row in visiting if int(row[0]) == found)
         return Segment(found, any(bool(row[1]) for row in visiting if int(row[0]) == found))
 
 

@@ -7,11 +7,10 @@ Generators of the host draw what ``host_draws`` says.
     run    samples    what is found
     small  a b        how units are called, what needs gradients, what leaks out of units
     large  a b c      which dimensions grow with the batch; whether a unit gives the same in the
-                      microbatches (a b) and (c) as whole; whether code outside of units mixes
-                      samples; after it, whether units that are recomputed give for (a b) what
-                      they gave in the small run
-    swapped  b a      whether code outside of units, or a loss, depends on a sample's place
-    rest   c          whether losses that are computed outside of units add up
+                      microbatches (a b) and (c), and (a) and (b c), as whole; after it, whether
+                      units that are recomputed give for (a b) what they gave in the small run
+    rest   c, a, ...  whether what the model returns is, for (a b c) and for (a b a), that of
+                      its parts; units return what they have for these samples in the large run
 
 What cannot be shown to be right is refused by name.  During a probe dropout is off and batch
 norm uses its running statistics, so that a sample's values do not depend on the other samples.
@@ -33,29 +32,32 @@ from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.batching import (
     BatchAxis,
+    Join,
     Layout,
     Rule,
     VisitRules,
     flatten,
     unflatten,
 )
-from shardhet.fsdp.microbatch.layered import tensors_in
+from shardhet.fsdp.microbatch.layered import cut, tensors_in
 from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.probing.apart import (
+    BENT,
+    MIXED,
     TensorHooks,
     attached,
-    bends_gradients,
     has_own_backward,
     is_apart,
     is_linear_outside,
-    mixes_backward,
 )
 from shardhet.fsdp.probing.caches import CacheSwitch
 from shardhet.fsdp.probing.comparing import check_params
 from shardhet.fsdp.probing.examine import Examiner
+from shardhet.fsdp.probing.law import Law
 from shardhet.fsdp.probing.module_state import (
     Number,
     Writes,
+    marks_of,
     numbers,
     restored_modules,
     set_numbers,
@@ -63,10 +65,11 @@ from shardhet.fsdp.probing.module_state import (
 )
 from shardhet.fsdp.probing.probed_call import CallRunner, ProbedCall, Seen, copied, filled
 from shardhet.fsdp.probing.rules import LARGE, SMALL
-from shardhet.fsdp.probing.watch import Refusal, Watcher
+from shardhet.fsdp.probing.watch import Watcher
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.stages.flow import Flow, Reads, storage_of
+from shardhet.records.layout import Span
 from shardhet.records.plan import Plan
 
 
@@ -83,6 +86,14 @@ class SeenInput(NamedTuple):
     fqn: str  # of the unit's module
     tensor: int  # the same number if the same tensor is an input of several units
     bytes_per_sample: float
+
+
+class Known(NamedTuple):
+    """A call in the large run."""
+
+    call: ProbedCall
+    output: Any
+    marks: list[Any]  # of its module's attributes before and after it; none if they differ
 
 
 class ParamStorages(Container[int]):
@@ -174,8 +185,10 @@ class Probe:
         self.values: dict[str, Mapping[Number, Any]] = {}  # of attributes, after each run
         self.begins_with: Mapping[Number, Any] = {}  # attributes' values before the next run
         self._seen: dict[CallKey, Seen] = {}
+        self._known: dict[CallKey, Known] = {}
         self._module = model.module
         self._recomputed = model.recomputed
+        self.is_unlike = False  # a call of the present run has arguments of other kinds
         self.is_behind, self._norms = False, model.norms  # for the first see ``ModelCall``
         self._is_followed, self._divides_late = model.is_followed, model.divides_late
         self.flow: Flow | None = None  # of the large run
@@ -199,7 +212,7 @@ class Probe:
         # Not bound: a cycle would keep all that has been seen until cycles are collected.
         self._run: Callable[[Probe, CallKey, ProbedCall], Any] = Probe._run_small
         self._num_calls: Counter[str] = Counter()  # by module, in the present run
-        self._num_samples = 0  # of the present run
+        self._samples: Sequence[int] = ()  # of the present run
 
     @property
     def is_certain(self) -> bool:
@@ -218,13 +231,13 @@ class Probe:
 
     @contextmanager
     def running(
-        self, name: str, inputs: Sequence[tuple[Tensor, bool | None]], *, num_samples: int
+        self, name: str, inputs: Sequence[tuple[Tensor, bool | None]], samples: Sequence[int]
     ) -> Iterator[None]:
         """A context for one forward on ``inputs`` (``rows_in``); ``name`` is that of a row of
         the table above, or "plain".
         """
         self._run = getattr(Probe, f"_run_{name}")
-        self._num_samples = num_samples
+        self._samples, self.is_unlike = samples, False
         self._num_calls.clear()
         with _isolated(self._module, self._norms):
             set_numbers(self._module, self.begins_with)
@@ -303,7 +316,7 @@ class Probe:
         ``known`` are rules of some of its arguments, by name.
         """
         with _isolated(self._module, self._norms), self._watcher, self._watcher.paused():
-            return self._examiner.infer(call, num_samples, known)
+            return self._examiner.infer(call, num_samples, known)[0]
 
     # One call in each run
 
@@ -316,20 +329,20 @@ class Probe:
     def _run_large(self, key: CallKey, call: ProbedCall) -> Any:
         seen = self._seen.get(key)
         if seen is None:
-            raise Refusal(ValueError(_calls_others(call.fqn)))
-        if seen.call.arguments != call.arguments:  # perhaps a mask that only one sample needs
+            raise Law.APART.refusal(f"unit {call.fqn!r}{_CALLED_OTHERWISE}")
+        module = self._runner.module_of(call)
+        marks, kept = marks_of(module), call.on(list(map(copied, call.tensors)))
+        if seen.call.arguments == call.arguments:
+            rules, output = self._examiner.rules_of(seen, call)
+        else:  # perhaps a mask that only one sample needs
             known = self._examiner.known_from(seen, call)
-            rules = self._examiner.infer(call, LARGE, known)
-            self.rules[key] = rules
-            self._note_inputs(call, rules)
-            return self._repeated(key, call, rules)
-        self.rules[key], output = self._examiner.rules_of(seen, call)
-        rules = self.rules[key]
+            rules, output = self._examiner.infer(call, LARGE, known)
+        self.rules[key] = rules
+        self._known[key] = Known(kept, output, marks if marks == marks_of(module) else [])
         self._note_inputs(call, rules)
         for tensor, rule in zip(call.tensors, rules.inputs, strict=True):
             self.check_backward(f"an argument of unit {call.fqn!r}", tensor, [rule])
-        flags = seen.is_differentiable
-        returned = self._returned(output, tensors_in(output), flags, rules.outputs)
+        returned = self._copy_of(output, rules)
         for i, tensor in enumerate(tensors_in(returned)):
             if i in self._examiner.aliased:
                 self._watcher.aliased[storage_of(tensor)] = (call.fqn, tensor)
@@ -344,12 +357,12 @@ class Probe:
         ):
             return
         if self._divides_late and not is_linear_outside(tensor, self.eps):
-            raise Refusal(ValueError(bends_gradients(f"{what}, computed outside of units")))
+            raise Law.GRADIENTS.refusal(f"{what}, computed outside of units{BENT}")
         if not self._splits:
             return
         axes = [rule for rule in rules if isinstance(rule, BatchAxis)]
         if axes and not any(is_apart(tensor, axis, self.eps) for axis in axes):
-            raise Refusal(ValueError(mixes_backward(f"{what}, computed outside of units")))
+            raise Law.GRADIENTS.refusal(f"{what}, computed outside of units{MIXED}")
 
     def _note_inputs(self, call: ProbedCall, rules: VisitRules) -> None:
         for tensor, rule in zip(call.tensors, rules.inputs, strict=True):
@@ -361,9 +374,75 @@ class Probe:
                 self.inputs.append(SeenInput(call.fqn, number, nbytes))
 
     def _run_rest(self, key: CallKey, call: ProbedCall) -> Any:
-        if key not in self.rules:
-            raise Refusal(ValueError(_calls_others(call.fqn)))
-        return self._repeated(key, call, self.rules[key])
+        rules = self.rules.get(key)
+        if rules is None:
+            raise Law.APART.refusal(f"unit {call.fqn!r}{_CALLED_OTHERWISE}")
+        self.is_unlike |= call.arguments != rules.arguments
+        changed = self._changed(key, call)
+        if changed is None:
+            return self._copy_of(self._runner.run(call), rules)
+        known, samples = self._known[key].output, self._samples
+        output = self._runner.run(call) if self._has_others(rules, changed) else known
+        results = list(map(copied, tensors_in(output)))
+        axes = [
+            (i, axis) for i, axis in enumerate(rules.outputs) if isinstance(axis, BatchAxis)
+        ]
+        for i, axis in axes:
+            results[i] = axis.select(tensors_in(known)[i], samples, LARGE)
+        for place in changed:
+            span = Span(place, place + 1)
+            made = self._runner.run(call.on(cut(call.tensors, rules, span, len(samples))))
+            for i, axis in axes:
+                axis.put(results[i], tensors_in(made)[i], span, len(samples))
+        return self._returned(output, results, rules.is_differentiable, rules.outputs)
+
+    def has_to_run(self, fqn: str, arguments: Any) -> bool:
+        """Whether the next call of a unit's module computes anything in this run."""
+        key = CallKey(fqn, self._num_calls[fqn])
+        if self._run is not Probe._run_rest or key not in self.rules:
+            return True
+        with self._watcher.paused():
+            leaves, spec = flatten(arguments)
+            call = ProbedCall(fqn, _accept, leaves, Layout.of(leaves, spec))
+            changed = self._changed(key, call)
+        return changed != [] or self._has_others(self.rules[key], changed)
+
+    def _has_others(self, rules: VisitRules, changed: Sequence[int]) -> bool:
+        """Whether a call has results that are not those of its samples, each by itself."""
+        are_numbers = not self._splits or rules.returns_numbers_of_samples
+        return are_numbers or any(
+            rule is not Join.SHARED or bool(changed)
+            for rule in rules.outputs
+            if isinstance(rule, Join)
+        )
+
+    def _changed(self, key: CallKey, call: ProbedCall) -> list[int] | None:
+        """The places of samples that have other values than in the large run; None if the call
+        differs from the one there in anything else.
+        """
+        known, number = self._known.get(key), len(self._samples)
+        if known is None or self.begins_with or not call.is_like(known.call):
+            return None
+        if known.marks != marks_of(self._runner.module_of(call)):
+            return None
+        found: set[int] = set()
+        inputs = zip(call.tensors, known.call.tensors, self.rules[key].inputs, strict=True)
+        for tensor, whole, rule in inputs:
+            axis = rule if isinstance(rule, BatchAxis) else None
+            expected = axis.select(whole, self._samples, LARGE) if axis else whole
+            if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
+                return None
+            if torch.equal(tensor, expected):
+                continue
+            if axis is None:
+                return None
+            spans = [Span(i, i + 1) for i in range(number)]
+            found |= {
+                span.start
+                for span in spans
+                if not torch.equal(*(axis.narrow(t, span, number) for t in (tensor, expected)))
+            }
+        return sorted(found)
 
     def _run_plain(self, key: CallKey, call: ProbedCall) -> Any:
         """As it is, with a cache that it changes, for a comparison of outputs alone."""
@@ -381,14 +460,6 @@ class Probe:
             self._runner.check_repeated(seen)
         return seen.outputs
 
-    def _repeated(self, key: CallKey, call: ProbedCall, rules: VisitRules) -> Any:
-        flags = rules.is_differentiable
-        if self._num_samples == LARGE and call.arguments == rules.arguments:
-            output = self._examiner.in_parts(call, rules, self._seen.get(key))
-        else:
-            output = self._runner.run(call)
-        return self._returned(output, list(map(copied, tensors_in(output))), flags)
-
     def _returned(
         self,
         output: Any,
@@ -405,6 +476,10 @@ class Probe:
         self._watcher.give(given)
         return unflatten(filled(outputs, given), spec)
 
+    def _copy_of(self, output: Any, rules: VisitRules) -> Any:
+        copies = list(map(copied, tensors_in(output)))
+        return self._returned(output, copies, rules.is_differentiable, rules.outputs)
+
 
 @contextmanager
 def _isolated(module: nn.Module, norms: BatchNorms) -> Iterator[None]:
@@ -416,13 +491,9 @@ def _isolated(module: nn.Module, norms: BatchNorms) -> Iterator[None]:
 
 
 def _refuse_random(operation: str) -> None:
-    raise Refusal(
-        ValueError(
-            f"the model draws random numbers outside of units ({operation}), once for the "
-            "rank's whole batch, so that the result depends on the plan. Draw them inside a "
-            "unit, by nn.Dropout or torch.nn.functional.dropout, or leave that out "
-            "(layerdrop=0.0)."
-        )
+    raise Law.REPEATS.refusal(
+        f"the model draws random numbers outside of units ({operation}), once for all samples "
+        "of a rank"
     )
 
 
@@ -430,9 +501,7 @@ def _accept(_operation: str) -> None:
     """Accept it: one rank computes all samples at once, and draws once, as one process does."""
 
 
-def _calls_others(fqn: str) -> str:
-    return (
-        f"unit {fqn!r}: it is called in another order, or with other kinds of arguments, for "
-        f"{LARGE} samples than for {SMALL}. Call the units in the same way for any number of "
-        "samples."
-    )
+_CALLED_OTHERWISE = (
+    f" is called in another order, or with other kinds of arguments, for {LARGE} samples than "
+    f"for {SMALL}"
+)

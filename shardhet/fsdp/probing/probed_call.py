@@ -24,6 +24,7 @@ from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
 from shardhet.fsdp.microbatch.signature import is_plain
 from shardhet.fsdp.probing.apart import TensorHooks, has_own_backward
 from shardhet.fsdp.probing.comparing import are_close, fingerprint
+from shardhet.fsdp.probing.law import Law, Refusal
 from shardhet.fsdp.probing.module_state import (
     AsItWas,
     Number,
@@ -31,7 +32,7 @@ from shardhet.fsdp.probing.module_state import (
     numbers,
     set_numbers,
 )
-from shardhet.fsdp.probing.watch import Refusal, Watcher
+from shardhet.fsdp.probing.watch import Watcher
 from shardhet.fsdp.sharding.build import changes_arguments
 
 
@@ -55,6 +56,13 @@ class ProbedCall:
         pairs = named(self.leaves, self.arguments)
         return {name: leaf for name, leaf in pairs if isinstance(leaf, Tensor)}
 
+    def is_like(self, other: "ProbedCall") -> bool:
+        """Whether it differs from another call of the module in values of tensors at most."""
+        return self.arguments == other.arguments and all(
+            isinstance(one, Tensor) or (is_plain(one) and one == each)
+            for one, each in zip(self.leaves, other.leaves, strict=True)
+        )
+
     def on(self, tensors: Sequence[Tensor]) -> "ProbedCall":
         """The same call with ``tensors`` instead of its own."""
         return replace(self, leaves=filled(self.leaves, tensors))
@@ -66,6 +74,7 @@ class Seen:
 
     call: ProbedCall
     outputs: list[Tensor]
+    numbers: list[int | float]  # the plain ones among its results
     results: Layout
     is_differentiable: tuple[bool, ...]
     counted: Mapping[Number, Any]  # numbers that every call changes, after this one
@@ -142,7 +151,7 @@ class CallRunner:
         now = numbers(self.module_of(call)) if self._counted else {}
         for key, value in self._counted.items():
             if now.get(key) != value:
-                raise Refusal(ValueError(_counts(call.fqn, key[1])))
+                raise _counts(call.fqn, key[1])
 
     def module_of(self, call: ProbedCall) -> nn.Module:
         """The module that is called."""
@@ -183,13 +192,14 @@ class CallRunner:
             twice = counters(module)
             counted = {key: once[key] for key in once if twice.get(key) != once[key]}
             for _, name in counted if is_used else counted.keys() - numbers(module).keys():
-                raise Refusal(ValueError(_counts(call.fqn, name)))
+                raise _counts(call.fqn, name)
             set_numbers(module, counted)
         outputs, spec = flatten(output)
         tensors = [each for each in outputs if isinstance(each, Tensor)]
         seen = Seen(
             call=replace(call, leaves=list(map(copied, call.leaves))),
             outputs=list(map(copied, tensors)),
+            numbers=numbers_in(output),
             results=Layout.of(outputs, spec),
             is_differentiable=tuple(each.requires_grad for each in tensors),
             counted=counted,
@@ -208,11 +218,16 @@ class CallRunner:
             with seen.as_it_was.in_function(0, is_repeated=True), autocast:
                 again = tensors_in(self.run(seen.call, with_graph=True))
         except Exception as error:
-            raise Refusal(ValueError(_differs(seen.call.fqn, f"raises {error!r}"))) from error
+            raise _differs(seen.call.fqn, f"raises {error!r}") from error
         pairs = zip(again, seen.outputs, strict=False)
         is_same = all(are_close(*pair, self._watcher.eps) for pair in pairs)
         if not (is_same or self._watcher.is_unpredictable):
-            raise Refusal(ValueError(_differs(seen.call.fqn, "gives something else")))
+            raise _differs(seen.call.fqn, "gives something else")
+
+
+def numbers_in(output: Any) -> list[int | float]:
+    """The plain numbers among a call's results."""
+    return [each for each in flatten(output)[0] if type(each) in (int, float)]
 
 
 def copied(leaf: Any) -> Any:
@@ -220,21 +235,18 @@ def copied(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
-def _counts(fqn: str, name: str) -> str:
-    return (
-        f"unit {fqn!r} changes its attribute {name!r} at every call, that is once for each "
-        "microbatch and each recomputation, and computes with it, adds up samples, or keeps it "
-        "in a tensor. Count outside of units, once for each forward, or count calls in a plain "
-        "number that nothing depends on."
+def _counts(fqn: str, name: str) -> Refusal:
+    return Law.REPEATS.refusal(
+        f"unit {fqn!r} changes its attribute {name!r} at every call, and computes with it, "
+        "adds up samples, or keeps it in a tensor"
     )
 
 
-def _differs(fqn: str, what: str) -> str:
-    return (
+def _differs(fqn: str, what: str) -> Refusal:
+    return Law.REPEATS.refusal(
         f"unit {fqn!r} {what} when it is run again after the model's forward, as in a "
         "recomputation: it reads what the model sets around its call (a global variable, a "
-        "context, a configuration). Pass that as an argument of the unit, or let the plan keep "
-        "its activations (recompute=False)."
+        "context, a configuration)"
     )
 
 
@@ -243,10 +255,8 @@ def _check_plain(fqn: str, output: Any) -> None:
         if isinstance(leaf, Tensor) or is_plain(leaf):
             continue
         if fingerprint(leaf).holds_tensors:
-            raise Refusal(
-                TypeError(
-                    f"unit {fqn!r} returns a {type(leaf).__name__}, whose tensors HetFSDP "
-                    "cannot see. Use tuples or dicts, or register the class with "
-                    "torch.export.register_dataclass."
-                )
+            raise Law.PASSED.refusal(
+                f"unit {fqn!r} returns a {type(leaf).__name__}, whose tensors HetFSDP cannot "
+                "see, unlike those of tuples, dicts and torch.export.register_dataclass",
+                TypeError,
             )

@@ -29,12 +29,13 @@ from shardhet.fsdp.microbatch.loss import LossUsedError
 from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.attempt import Attempt, RunModule
+from shardhet.fsdp.probing.law import Refusal
 from shardhet.fsdp.probing.module_state import Filled, Number
 from shardhet.fsdp.probing.order import GatherFailed, OrderFinder, PeerFailed
 from shardhet.fsdp.probing.probe import CallKey, Probe, ProbedModel, SeenInput
 from shardhet.fsdp.probing.probed_call import ProbedCall
 from shardhet.fsdp.probing.rules import LARGE, ArgumentsSeen, Axes, possible_axes
-from shardhet.fsdp.probing.watch import Refusal, StaysUnsharded
+from shardhet.fsdp.probing.watch import StaysUnsharded
 from shardhet.fsdp.sharding.seeds import restored_random_state
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule, UnitState
 from shardhet.fsdp.stages.flow import Result, Returned
@@ -266,11 +267,14 @@ class Prober:
 
     # While a probe runs
 
-    def enter(self, unit_index: int, needs_backward: bool) -> None:
+    def enter(self, unit_index: int, needs_backward: bool, fqn: str, arguments: Any) -> None:
         """Agree that the unit is called next, and unshard it.  Collective."""
         assert self._probe is not None
+        runs = self._probe.has_to_run(fqn, arguments)
         with self._probe.unwatched():
-            while (unit := self._finder.visit(unit_index, needs_backward).unit) != unit_index:
+            while (
+                unit := self._finder.visit(unit_index, needs_backward, runs).unit
+            ) != unit_index:
                 self._take(unit)
             self._take(unit)
 
@@ -288,6 +292,8 @@ class Prober:
         return self._probe.call(fqn, function, args, kwargs, is_piece=is_piece)
 
     def _take(self, unit_index: int) -> None:
+        if not self._finder.has_to_run:
+            return
         self._reshard_all(but=(unit_index, *self.staying))
         self._unshard(unit_index)
 

@@ -6,18 +6,17 @@ from collections.abc import Hashable, Sequence
 from itertools import combinations
 from typing import NamedTuple, Self
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardhet.fsdp.microbatch.batching import BatchAxis, Join, Rule, find_axis
-from shardhet.fsdp.microbatch.layered import leaves_of
 from shardhet.fsdp.microbatch.signature import ModelCall
-from shardhet.fsdp.probing.comparing import are_close, joined_like
-from shardhet.fsdp.probing.watch import Refusal
+from shardhet.fsdp.probing.comparing import Cut, are_close
+from shardhet.fsdp.probing.law import Law
 from shardhet.records.layout import Span
 
 SMALL, LARGE = 2, 3
 SIZES = (SMALL, LARGE)
+# The first two may be mixed though the third is apart (``cu_seqlens``), hence two ways to cut.
 PARTS = (Span(0, SMALL), Span(SMALL, LARGE))
 OTHER_PARTS = (Span(0, 1), Span(1, LARGE))
 MAX_ATTEMPTS = 8
@@ -106,16 +105,14 @@ class RuleFinder:
         except ValueError as error:
             return self._undecidable(
                 f"{what} has shape {tuple(small.shape)} for {SMALL} samples and "
-                f"{tuple(large.shape)} for {LARGE}: {error}. Compute it inside the unit, or "
-                "let one rank compute all samples at once."
+                f"{tuple(large.shape)} for {LARGE}: {error}"
             )
         if not axes:
             if self._are_equal(small, large):
                 return Join.SHARED
             return self._undecidable(
-                f"{what} has no dimension for the samples, but its values depend on which "
-                "samples are in the batch, so it differs between microbatches. Compute it "
-                "inside the unit, or let one rank compute all samples at once."
+                f"{what} has no dimension for the samples, and its values depend on which are "
+                "in the batch"
             )
         fitting = [
             axis for axis in axes if self._are_equal(axis.narrow(large, PARTS[0], LARGE), small)
@@ -125,18 +122,14 @@ class RuleFinder:
         if fitting:
             return self._undecidable(
                 f"{what} of shape {tuple(large.shape)} holds {axes[-1].outer} rows per sample, "
-                "and their values do not tell in which order. Pass one row per sample and "
-                "repeat it inside the unit, or let one rank compute all samples at once."
+                "and their values do not tell in which order"
             )
         return self._undecidable(
-            f"{what} of shape {tuple(large.shape)} depends for one sample on the other samples "
-            "of the batch: code outside of units mixes samples, or the batch is in another "
-            "dimension (HetFSDP(batch_dim=...)). Mix samples inside a unit, or let one rank "
-            "compute all samples at once."
+            f"{mixed(what, large)} of the batch: code outside of units mixes samples"
         )
 
     def of_output(
-        self, fqn: str, index: int, small: Tensor, whole: Tensor, parts: Sequence[Tensor]
+        self, fqn: str, index: int, small: Tensor, whole: Tensor, cuts: Sequence[Cut]
     ) -> Rule:
         """The rule of a result, given it for the small batch, the large one and its parts."""
         what = f"unit {fqn!r}: output {index}"
@@ -145,76 +138,58 @@ class RuleFinder:
         except ValueError as error:
             return self._undecidable(
                 f"{what} has shape {tuple(small.shape)} for {SMALL} samples and "
-                f"{tuple(whole.shape)} for {LARGE}: {error}, so microbatches cannot be "
-                "joined. Return one row per sample, or let one rank compute all samples at "
-                "once."
+                f"{tuple(whole.shape)} for {LARGE}: {error}"
             )
-        if not parts:
+        if not cuts:
             return axes[0] if axes and self._splits else Join.SHARED
         # A constant output fits both SHARED and MEAN.  A scalar is taken for a MEAN, because it
         # may be a mean over samples that happen to have equal values.
         joins = (Join.MEAN, Join.SHARED) if whole.dim() == 0 else (Join.SHARED, Join.MEAN)
         rules = axes or (*joins, Join.SUM)
-        fitting = [rule for rule in rules if self._fits(whole, parts, rule)]
+        fitting = [rule for rule in rules if self._fits(rule, cuts)]
         if Join.SUM in fitting and len(fitting) > 1:
             self.undecided.append(index)  # it is zero
             return Join.SUM
         if len(fitting) > 1 and axes:
             return self._undecidable(
                 f"{what} of shape {tuple(whole.shape)} holds {len(fitting)} or more rows per "
-                "sample, and their values do not tell in which order. Return one row per "
-                "sample, or let one rank compute all samples at once."
+                "sample, and their values do not tell in which order"
             )
-        if fitting and fitting[0] is Join.MEAN and self.has_mask and not is_same(parts):
-            return self._undecidable(of_some(what))
+        if fitting and fitting[0] is Join.MEAN and self.has_mask and not is_same(cuts[0].parts):
+            return self._undecidable(what + OF_SOME, Law.ADDS_UP)
         if fitting:
             return fitting[0]
         if axes:
-            return self._undecidable(mixed(what, whole))
+            return self._undecidable(f"{mixed(what, whole)} of the microbatch")
         return self._undecidable(
             f"{what} of shape {tuple(whole.shape)} has no dimension for the samples, and for "
-            "several microbatches it is neither the same, nor the sum, nor the mean (a "
-            "load-balancing loss, perhaps). Return what belongs to each sample, or let one "
-            "rank compute all samples at once."
+            "several microbatches it is neither the same, nor the sum, nor the mean",
+            Law.ADDS_UP,
         )
 
-    def check_outputs(
-        self,
-        fqn: str,
-        whole: Sequence[Tensor],
-        parts: Sequence[Sequence[Tensor]],
-        rules: Sequence[Rule],
-    ) -> None:
-        """Raise unless the rules of all results hold for the other parts, too.
-
-        The first two samples may be mixed though the third is apart (``cu_seqlens``).
-        """
-        for i, (each, rule) in enumerate(zip(whole, rules, strict=True)):
-            joined = joined_like(each, [part[i] for part in parts], OTHER_PARTS, rule)
-            if not self.is_unpredictable and not are_close(joined, each, self.eps):
-                self._undecidable(mixed(f"unit {fqn!r}: output {i}", each))
-
-    def _fits(self, whole: Tensor, parts: Sequence[Tensor], rule: Rule) -> bool:
+    def _fits(self, rule: Rule, cuts: Sequence[Cut]) -> bool:
         if self.is_unpredictable:
             return isinstance(rule, BatchAxis) and rule.outer == 1
-        return are_close(joined_like(whole, parts, PARTS, rule), whole, self.eps)
+        return all(each.follows(rule, self.eps) for each in cuts)
 
     def _are_equal(self, one: Tensor, other: Tensor) -> bool:
         return self.is_unpredictable or are_close(one, other, self.eps)
 
-    def _undecidable(self, message: str) -> Rule:
+    def _undecidable(self, found: str, law: Law = Law.APART) -> Rule:
         if self._splits:
-            raise Refusal(ValueError(message))
+            raise law.refusal(found)
         return Join.SHARED  # never used: there is only one microbatch
 
 
 def mixed(what: str, whole: Tensor) -> str:
-    return (
-        f"{what} of shape {tuple(whole.shape)} depends for one sample on the other samples of "
-        "the microbatch, or the batch is in another dimension (HetFSDP(batch_dim=...)), so the "
-        "result would depend on the plan. Let one rank compute all samples at once if that is "
-        "intended."
-    )
+    """What is said of samples that are not apart."""
+    return f"{what} of shape {tuple(whole.shape)} depends for one sample on the other samples"
+
+
+OF_SOME = (
+    " is a mean, perhaps only over positions that a mask, targets or other values choose, "
+    "whose number may differ between microbatches"
+)
 
 
 def looks_like_mask(tensor: Tensor) -> bool:
@@ -224,43 +199,9 @@ def looks_like_mask(tensor: Tensor) -> bool:
     return bool(((tensor == tensor.min()) | (tensor == tensor.max())).all())
 
 
-def of_some(what: str) -> str:
-    """The message of a refusal."""
-    return (
-        f"{what} is a mean, perhaps only over positions that a mask, targets or other values "
-        "choose, whose number may differ between microbatches. Return the sum, and divide "
-        "outside of the unit, or let one rank compute all samples at once."
-    )
-
-
 def is_same(parts: Sequence[Tensor]) -> bool:
     """Whether all parts are equal up to rounding."""
     return all(are_close(part, parts[0]) for part in parts)
-
-
-def join_by_gradients(whole: Tensor, parts: Sequence[Tensor]) -> Join | None:
-    """The only join under which the parameters' gradients agree; None if it is not unique."""
-    expected, *others = [_gradients(tensor) for tensor in (whole, *parts)]
-    fitting = [
-        join
-        for join in (Join.SHARED, Join.MEAN, Join.SUM)
-        if all(
-            are_close(joined_like(grad, [each[param] for each in others], PARTS, join), grad)
-            for param, grad in expected.items()
-            if all(param in each for each in others)
-        )
-    ]
-    return fitting[0] if len(fitting) == 1 else None
-
-
-def _gradients(output: Tensor) -> dict[Tensor, Tensor]:
-    """Gradients of the output's sum for all parameters that it depends on."""
-    params = [each for each in leaves_of(output) if isinstance(each, nn.Parameter)]
-    if not params:
-        return {}
-    with torch.enable_grad():
-        grads = torch.autograd.grad(output.sum(), params, allow_unused=True)
-    return {p: g for p, g in zip(params, grads, strict=True) if g is not None}
 
 
 def readings(tensor: Tensor, known: Rule | None, num_samples: int) -> list[Rule]:

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardhet.fsdp.microbatch.modes import OperationMode, tensors_among
 from shardhet.fsdp.params.optimizer_gate import is_in_memory_given_up
+from shardhet.fsdp.probing.law import Law
 from shardhet.fsdp.stages.flow import Flow, storage_of
 
 OUTSIDE = 0
@@ -51,14 +52,6 @@ _PREDICTED: dict[str, Callable[..., Tensor]] = {
 # Arguments of random operations that are 0, or False, while a model is probed; that of RReLU
 # is the last.
 _DROPPING = ("dropout_p", "dropout", "training")
-
-
-class Refusal(BaseException):
-    """Carries ``error`` past the model's own ``except`` clauses."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 class StaysUnsharded(BaseException):
@@ -134,6 +127,15 @@ class Watcher(OperationMode):
         self._fqn_by_place = {OUTSIDE: ""}
         self._allowed: set[int] = set()  # addresses of storages that the call was given
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it, torch imports it: a second, and nothing is compiled in here
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return self.run(func, args, kwargs or {})
+
     @contextmanager
     def call(self, unit_fqn: str, arguments: Sequence[Tensor]) -> Iterator[None]:
         """A context for one call of a unit with these tensors."""
@@ -178,7 +180,10 @@ class Watcher(OperationMode):
         """Raise if ``who`` returns a count of tokens that is, for instance, at least 1."""
         bounded = [each for each in tensors if each in self._bounded]
         if self._is_cut and not all(each.requires_grad for each in bounded):
-            raise Refusal(ValueError(who + _BOUNDED))
+            raise Law.ADDS_UP.refusal(
+                f"{who} returns a single number that is kept within bounds (clamp, maximum, "
+                "where), a count of tokens that is at least 1, perhaps"
+            )
 
     def read(self, tensor: Tensor) -> None:
         """Note that the program reads the tensor's values by no operation."""
@@ -200,7 +205,10 @@ class Watcher(OperationMode):
         if func._schema.is_mutable:  # type: ignore[attr-defined]
             self._check_writes(func, name, args, kwargs)
         if self._is_cut and name in _LOOKUPS and _divides_by_counts(func, args, kwargs):
-            raise Refusal(ValueError(self._where() + _BY_FREQUENCY))
+            raise Law.GRADIENTS.refusal(
+                f"{self._where()} looks rows of an embedding up with scale_grad_by_freq=True, "
+                "which divides the gradient of each by how often it is in the batch"
+            )
         depends = False
         if name not in FACTORIES:
             for each in tensors_among((args, kwargs)):
@@ -253,10 +261,11 @@ class Watcher(OperationMode):
                 if each.layout is torch.strided and (
                     each.untyped_storage()._cdata in self.storages
                 ):
-                    what = (
+                    raise Law.READ.refusal(
                         f"{self._where()} writes to a parameter ({name} of a tensor of shape "
+                        f"{tuple(each.shape)})",
+                        RuntimeError,
                     )
-                    raise Refusal(RuntimeError(f"{what}{tuple(each.shape)}){_WRITES}"))
 
     def _check_result(self, name: str, written: Tensor) -> None:
         """Refuse to write to a result of a unit that has to change another tensor too."""
@@ -264,14 +273,11 @@ class Watcher(OperationMode):
             self.flow.alter(written)
         fqn, _ = self.aliased.get(storage_of(written), (None, None))
         if fqn is not None:
-            raise Refusal(
-                RuntimeError(
-                    f"code outside of units writes ({name}) to a tensor of shape "
-                    f"{tuple(written.shape)} that unit {fqn!r} has returned, which is one of "
-                    "its arguments, or a view of one or of another result. These come from "
-                    "microbatches as tensors of their own, so they would not change with it. "
-                    "Make a new tensor there (x = x + y for x += y)."
-                )
+            raise Law.READ.refusal(
+                f"code outside of units writes ({name}) to a tensor of shape "
+                f"{tuple(written.shape)} that unit {fqn!r} has returned, which is one of its "
+                "arguments, or a view of one or of another result",
+                RuntimeError,
             )
 
     def _where(self) -> str:
@@ -284,29 +290,25 @@ class Watcher(OperationMode):
         is_own = id(tensor) in self.params
         is_foreign = tensor.requires_grad and not (is_own or _is_of_others(tensor))
         if place is None and (is_foreign or is_in_memory_given_up(tensor)):
-            raise Refusal(ValueError(self._where() + _is_from_elsewhere(tensor, used_by)))
+            what = "requires a gradient" if tensor.requires_grad else "is the data of one"
+            raise Law.PASSED.refusal(
+                f"{self._where()} uses a tensor of shape {tuple(tensor.shape)} that {what} (in "
+                f"{used_by}) but is neither a parameter of the model nor one of its arguments: "
+                "kept from before wrapping, or of another model"
+            )
         if place is None or place == self._place or _address(tensor) in self._allowed:
             return place
         maker = self._fqn_by_place[place]
         if self._place != OUTSIDE:
             origin = f"unit {maker!r}" if place != OUTSIDE else "code outside of units"
-            raise Refusal(
-                ValueError(
-                    f"unit {self._unit_fqn!r} uses a tensor of shape {tuple(tensor.shape)} "
-                    f"that {origin} made in this forward and that is not among its arguments "
-                    f"(in {used_by}), so it cannot be cut into microbatches. Pass it as an "
-                    "argument of the unit's forward, not inside of an object. (PEFT's prefix "
-                    "tuning passes prefixes in a KV cache: choose prompt tuning or P-tuning.)"
-                )
+            raise Law.PASSED.refusal(
+                f"unit {self._unit_fqn!r} uses a tensor of shape {tuple(tensor.shape)} that "
+                f"{origin} made in this forward and that is not among its arguments (in "
+                f"{used_by})"
             )
-        raise Refusal(
-            ValueError(
-                f"unit {maker!r}: a tensor of shape {tuple(tensor.shape)} that it made but "
-                f"did not return is used outside of it (in {used_by}), where only that of one "
-                "microbatch is seen and no gradient flows back. Return it from the unit's "
-                "forward instead of keeping it in an attribute, a KV cache or a hook, or leave "
-                "it out (output_attentions=False, config.use_cache=False)."
-            )
+        raise Law.PASSED.refusal(
+            f"unit {maker!r}: a tensor of shape {tuple(tensor.shape)} that it made but did not "
+            f"return is used outside of it (in {used_by})"
         )
 
     def _predictably(
@@ -361,24 +363,7 @@ class Watcher(OperationMode):
 _BOUNDS = frozenset({"clamp", "clamp_min", "clamp_max", "maximum", "minimum", "fmax", "fmin"})
 # These give the same number.
 _COPIES = frozenset(("_to_copy", "clone", "detach", "alias", "view", "squeeze"))
-_BOUNDED = (
-    " returns a single number that is kept within bounds (clamp, maximum, where), perhaps a "
-    "count of tokens that is at least 1. Each microbatch would do that for itself, and the "
-    "results would not add up to that of the whole batch. Return the count as it is: it may be "
-    "zero, and losses are divided by that of all ranks."
-)
 _LOOKUPS = frozenset(("embedding", "_embedding_bag"))
-_BY_FREQUENCY = (
-    " looks rows of an embedding up with scale_grad_by_freq=True, which divides the gradient "
-    "of each by how often it is in the batch. Microbatches and ranks would count for "
-    "themselves, so the result would depend on the plan. Leave it out, or let one rank compute "
-    "all samples at once."
-)
-_WRITES = (
-    ", which is a gathered copy and freed again. Write this rank's rows between steps instead "
-    "(with torch.no_grad(): for param in model.parameters(): ...), and leave out what writes "
-    "in forward, such as max_norm of an embedding."
-)
 
 
 @cache  # to look through the tags takes as long as most operations
@@ -424,18 +409,6 @@ def _rounded_sum(
 
     args, kwargs = tree_map(widened, (args, kwargs))
     return tree_map(rounded, func(*args, **kwargs))
-
-
-def _is_from_elsewhere(tensor: Tensor, used_by: str) -> str:
-    is_data = not tensor.requires_grad
-    what = "is the data of one" if is_data else "requires a gradient"
-    why = "it would not be trained" if is_data else "its gradient would be lost"
-    return (
-        f" uses a tensor of shape {tuple(tensor.shape)} that {what} (in {used_by}) but is "
-        "neither a parameter of the model nor one of its arguments: kept from before wrapping, "
-        f"or of another model, so that {why}. Read the parameter from its module in forward "
-        "(self.layer.weight), or pass the tensor to the model."
-    )
 
 
 def _is_of_others(tensor: Tensor) -> bool:

@@ -109,7 +109,7 @@ class UnitCalls:
         needs_backward = _needs_backward(module, args, kwargs)
         if self._prober.is_running:
             progress.mark(f"forward of unit {unit.fqn!r}")
-            self._prober.enter(unit_index, needs_backward)
+            self._prober.enter(unit_index, needs_backward, module.fqn, (args, kwargs))
             with self._visiting_unit(unit.fqn):
                 return self._prober.call(module.fqn, module.forward, args, kwargs)
         segment, needs_backward = self._walk.expect(unit_index, needs_backward)

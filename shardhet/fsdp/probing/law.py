@@ -1,0 +1,68 @@
+"""What makes a model exact however its batch is cut, and what is said if a part of it does not.
+
+A refusal says who breaks the law, what was found, what is needed and one thing to do.
+docs/limits.md lists usual causes.
+"""
+
+from enum import Enum
+from typing import Any
+
+
+class Refusal(BaseException):
+    """Carries ``error`` past the model's own ``except`` clauses."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Law(Enum):
+    """What is needed, and what to do."""
+
+    APART = (
+        "needs one row per sample, the same whichever other samples are with it",
+        "Mix samples inside a unit, name the dimension that holds them "
+        "(HetFSDP(batch_dim=...)), or let one rank compute all samples at once",
+    )
+    ADDS_UP = (
+        "a number without samples must be the sum, or the mean, of those of parts of a batch",
+        "Return what belongs to each sample, a sum, or a count as it is, which may be zero; "
+        "leave out a load-balancing loss (output_router_logits=False), or let one rank compute "
+        "all samples at once",
+    )
+    GRADIENTS = (
+        "gradients must be sums over samples, and grow as the loss does, which rounds and "
+        "stages divide at the end",
+        "Leave out the hook of a tensor or module, the autograd.Function or the option that "
+        "mixes samples or clips (model.clip_grad_norm_ clips after backward), or let one rank "
+        "compute all samples at once, in one round without stages",
+    )
+    REPEATS = (
+        "each rank, microbatch and recomputation runs it once more, and must find and leave "
+        "everything as in one process",
+        "Compute it from each sample, pass it to the unit as an argument, count calls in a "
+        "plain number that nothing depends on, and draw by torch inside a unit (nn.Dropout), "
+        "or leave that out (layerdrop=0.0)",
+    )
+    PASSED = (
+        "a microbatch sees only what are arguments and results of its unit, and gradients "
+        "flow through them alone",
+        "Pass it to the unit's forward, read a parameter from its module there "
+        "(self.layer.weight), and return what is used outside instead of keeping it in an "
+        "attribute, a KV cache or a hook (output_attentions=False, config.use_cache=False)",
+    )
+    READ = (
+        "parameters and results are copies there, which may be read and not written",
+        "Make a new tensor (x = x + y for x += y), leave out what writes in forward (max_norm "
+        "of an embedding), and write this rank's rows between steps (with torch.no_grad(): "
+        "for param in model.parameters(): ...)",
+    )
+
+    def says(self, found: str) -> str:
+        """The message of a refusal of what was ``found``."""
+        needed, advice = self.value
+        return f"{found}, but {needed}. {advice}."
+
+    def refusal(self, found: str, kind: Any = ValueError) -> Refusal:
+        """To be raised."""
+        return Refusal(kind(self.says(found)))
