@@ -216,18 +216,6 @@ class ModelCall:
             if not isinstance(leaf, Tensor) and not is_plain(leaf)
         ]
 
-    @property
-    def lists_of_entries(self) -> list[str]:
-        """Names of arguments that are lists with a dict for each sample, as DETR's targets."""
-        args, kwargs, _ = unflatten(self.leaves, self.spec)
-        named = {f"argument {i}": each for i, each in enumerate(args)} | kwargs
-        return [
-            name
-            for name, each in named.items()
-            if isinstance(each, list) and len(each) == self.num_samples
-            if all(isinstance(entry, Mapping) for entry in each)
-        ]
-
     def digests(self) -> list[Any]:
         """By leaf: a hash of the values of a tensor, and None for anything else."""
         return [
@@ -312,6 +300,18 @@ class ModelCall:
             factor, rest = divmod(leaf.shape[dim], self.num_samples) if fits else (0, 0)
             found.append(0 if rest else factor)
         return found
+
+
+def lists_of_entries(call: ModelCall) -> list[str]:
+    """Names of arguments that are lists with a dict for each sample, as DETR's targets."""
+    args, kwargs, _ = unflatten(call.leaves, call.spec)
+    named = {f"argument {i}": each for i, each in enumerate(args)} | kwargs
+    return [
+        name
+        for name, each in named.items()
+        if isinstance(each, list) and len(each) == call.num_samples
+        if all(isinstance(entry, Mapping) for entry in each)
+    ]
 
 
 def _part(tensor: Tensor, dim: int, start: int, stop: int) -> Tensor:

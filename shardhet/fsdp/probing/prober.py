@@ -27,7 +27,7 @@ from shardhet.fsdp.microbatch.batching import (
 from shardhet.fsdp.microbatch.chosen import has_unlike_samples
 from shardhet.fsdp.microbatch.loss import LossUsedError
 from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
-from shardhet.fsdp.microbatch.signature import ModelCall
+from shardhet.fsdp.microbatch.signature import ModelCall, lists_of_entries
 from shardhet.fsdp.probing.attempt import Attempt, RunModule
 from shardhet.fsdp.probing.law import Refusal
 from shardhet.fsdp.probing.module_state import Filled, Number
@@ -378,7 +378,7 @@ def _explained(
     problem: Exception, call: ModelCall | None, attempts: Sequence[Axes], *, is_refused: bool
 ) -> Exception:
     """The problem, with names of arguments if wrong assumptions about them may be the cause."""
-    for name in call.lists_of_entries if call is not None else ():
+    for name in lists_of_entries(call) if call is not None else ():
         error = ValueError(
             f"model(...): argument {name!r} is a list with an entry for each sample, but only "
             "tensors can be cut into microbatches. Pass tensors with a row for each sample, or "
