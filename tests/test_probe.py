@@ -469,6 +469,45 @@ def test_a_mean_over_what_values_say_is_refused_though_all_count_at_first(counts
         model(draw(NUM_SAMPLES, 3, WIDTH), draw(NUM_SAMPLES, 3, WIDTH).abs())
 
 
+class Masked(nn.Module):
+    """A mean beside a result, over what a mask chooses if ``chooses``."""
+
+    def __init__(self, chooses: bool) -> None:
+        super().__init__()
+        self.linear, self.chooses = nn.Linear(WIDTH, WIDTH), chooses
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x).tanh()
+        return y * mask[:, :, None], (y[mask > 0] if self.chooses else y).square().mean()
+
+
+class WithMask(Net):
+    """Of a mask in which each sample has equally many."""
+
+    def __init__(self, chooses: bool, dtype: torch.dtype) -> None:
+        super().__init__(lambda: Masked(chooses))
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (torch.arange(3) < 2).expand(len(x), 3).to(self.dtype)
+        total = x.new_zeros(())
+        for unit in self.units:
+            x, number = unit(x, mask)
+            total = total + number * len(x)
+        return self.head(x).square().sum() + total
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64, torch.int64])
+@pytest.mark.parametrize("chooses", [False, True])
+def test_a_mean_beside_a_mask_is_tried(chooses: bool, dtype: torch.dtype) -> None:
+    net, x = WithMask(chooses, dtype), draw(NUM_SAMPLES, 3, WIDTH)
+    if not chooses and dtype is not torch.int64:  # of which nobody knows what does not count
+        check(plan_for(recomputes=False), net, [x] * 2, lambda model, x: model(x))
+        return
+    with pytest.raises(ValueError, match=r"'units.0': output 1 is a mean, perhaps only"):
+        HetFSDP(net, plan_for(recomputes=False))(x)
+
+
 class Longest(nn.Module):
     """Returns the largest length beside its result."""
 

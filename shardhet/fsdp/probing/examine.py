@@ -146,11 +146,6 @@ class Examiner:
     ) -> tuple[VisitRules, Any]:
         self._decide.is_unpredictable = self._watcher.is_unpredictable = False
         self._decide.undecided.clear()
-        self._decide.has_mask = any(
-            looks_like_mask(tensor)
-            for tensor, rule in zip(large.tensors, inputs, strict=True)
-            if isinstance(rule, BatchAxis)
-        )
         rules = VisitRules(
             arguments=seen.call.arguments,
             inputs=inputs,
@@ -341,12 +336,15 @@ def _check_joins(
     """Raise if a mean leaves out what arguments mark by their values, as zero or NaN, or if a
     sum, or a mean, depends on how often the batch has a value.
     """
-    for marked in _marked(whole, rules):
+    masks = {i for i, t in _with_samples(whole, rules) if looks_like_mask(t)}
+    for place, marked in _marked(whole, rules):
         try:
             runs = (marked, *_pieces(marked, rules, PARTS))
             found = [tensors_in(runner.run(each)) for each in runs]
         except Exception:
             continue  # it does not take such values
+        if all(each[i].isfinite().all() for each in found for i in joins):
+            masks -= {place}
         for i, join in joins.items():
             one, *parts = [each[i] for each in found]
             has_values = all(each.isfinite().all() for each in (one, *parts))
@@ -354,20 +352,33 @@ def _check_joins(
                 what = f"unit {whole.fqn!r}: output {i}"
                 is_mean = join is Join.MEAN
                 raise Law.ADDS_UP.refusal(what + OF_SOME if is_mean else mixed(what, one))
+    for i, join in joins.items() if masks else ():
+        if join is Join.MEAN:  # of which nobody knows what it is over
+            raise Law.ADDS_UP.refusal(f"unit {whole.fqn!r}: output {i}{OF_SOME}")
 
 
-def _marked(call: ProbedCall, rules: VisitRules) -> Iterator[ProbedCall]:
+def _with_samples(call: ProbedCall, rules: VisitRules) -> list[tuple[int, Tensor]]:
+    pairs = enumerate(zip(call.tensors, rules.inputs, strict=True))
+    return [(i, tensor) for i, (tensor, rule) in pairs if isinstance(rule, BatchAxis)]
+
+
+def _marked(call: ProbedCall, rules: VisitRules) -> Iterator[tuple[int | None, ProbedCall]]:
     """The call with its first sample once more in place of the third, and with values in the
-    first that may say what does not count.
+    first that may say what does not count, in the tensor of an index.
     """
     tensors, pairs = call.tensors, list(zip(call.tensors, rules.inputs, strict=True))
-    yield call.on(
-        [r.select(t, (0, 1, 0), LARGE) if isinstance(r, BatchAxis) else t for t, r in pairs]
+    yield (
+        None,
+        call.on(
+            [r.select(t, (0, 1, 0), LARGE) if isinstance(r, BatchAxis) else t for t, r in pairs]
+        ),
     )
     for i, (tensor, rule) in enumerate(pairs):
-        if not (isinstance(rule, BatchAxis) and tensor.is_floating_point()):
+        is_index = not tensor.is_floating_point() and tensor.dtype != torch.bool
+        if is_index or not (isinstance(rule, BatchAxis) and tensor.numel()):
             continue
-        for value, is_half in product((0.0, math.nan, -1.0), (True, False)):
+        own = (float(tensor.min()), float(tensor.max())) if looks_like_mask(tensor) else ()
+        for value, is_half in product({0.0, math.nan, -1.0, *own}, (True, False)):
             first = rule.narrow(tensor, Span(0, 1), LARGE).clone()
             lengths = [1 if dim == rule.dim else n for dim, n in enumerate(first.shape)]
             if is_half and max(lengths) > 1:
@@ -377,7 +388,8 @@ def _marked(call: ProbedCall, rules: VisitRules) -> Iterator[ProbedCall]:
                 first.fill_(value)
             marked = copied(tensor)
             rule.put(marked, first, Span(0, 1), LARGE)
-            yield call.on([*tensors[:i], marked, *tensors[i + 1 :]])
+            if not torch.equal(marked, tensor):
+                yield i, call.on([*tensors[:i], marked, *tensors[i + 1 :]])
 
 
 def _aliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> frozenset[int]:

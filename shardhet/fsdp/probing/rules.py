@@ -93,7 +93,6 @@ class RuleFinder:
     def __init__(self, *, splits: bool) -> None:
         self.is_unpredictable = False  # the call draws random numbers that cannot be fixed
         self.eps = 0.0  # of the narrowest dtype that the compared tensors were computed in
-        self.has_mask = False  # an input of the call may choose which positions count
         self.undecided: list[int] = []  # indices of outputs of the call that are zero
         self._splits = splits
 
@@ -155,8 +154,6 @@ class RuleFinder:
                 f"{what} of shape {tuple(whole.shape)} holds {len(fitting)} or more rows per "
                 "sample, and their values do not tell in which order"
             )
-        if fitting and fitting[0] is Join.MEAN and self.has_mask and not is_same(cuts[0].parts):
-            return self._undecidable(what + OF_SOME, Law.ADDS_UP)
         if fitting:
             return fitting[0]
         if axes:
