@@ -2,13 +2,15 @@
 
 import json
 from threading import Barrier
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from shardhet.comm import devices
+from shardhet.comm import devices, groups
 from shardhet.comm.calls import Pending, wait_all
 from shardhet.comm.channel import Channel
 from shardhet.comm.failure import LostPeerError, end_waits
@@ -110,6 +112,42 @@ def test_communicators_are_aborted_together_and_what_gloo_has_is_closed(
     end_waits(cast("list[dist.ProcessGroup]", groups))
     assert sorted(world.events) == ["aborted", "closed to 1"]
     assert part.events == ["aborted"]
+
+
+@pytest.mark.parametrize(
+    "name, known",
+    [("gloo", "gloo"), ("nccl", "nccl"), ("nccl2", "nccl"), ("nccl-lazy", "nccl")],
+)
+def test_nccl_is_known_however_torch_talks_to_it(name: str, known: str) -> None:
+    """A group that torch 2.15 makes for "nccl" calls itself nccl2."""
+    group: Any = SimpleNamespace(_get_backend=lambda _: SimpleNamespace(name=lambda: name))
+    assert devices.backend_of(group, torch.device("cuda")) == known
+
+
+def asked_for(rank: int, named: set[str], backend: str) -> list[str]:
+    """The backends of the groups that are made where torch names these."""
+    asked: list[str] = []
+
+    def make(*_: Any, backend: str, **__: Any) -> Any:
+        asked.append(backend)
+        return dist.group.WORLD
+
+    names = SimpleNamespace(names=named)
+    with (
+        mock.patch.object(dist, "new_group", make),
+        mock.patch.object(groups, "entry_points", return_value=names),
+    ):
+        groups.new_group(dist.group.WORLD, torch.device("cpu"), backend=backend)
+    return asked
+
+
+def test_communicators_are_made_as_those_that_were_tried() -> None:
+    for named, backend, expected in (
+        (set[str](), "nccl", "nccl"),
+        ({"nccl", "nccl2", "nccl-legacy"}, "nccl", "nccl-legacy"),
+        ({"nccl", "nccl2", "nccl-legacy"}, "gloo", "gloo"),
+    ):
+        assert run_ranks(asked_for, 1, named, backend) == [[expected]]
 
 
 def test_memory_that_no_stream_is_recorded_of_is_the_same_memory() -> None:

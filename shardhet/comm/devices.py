@@ -105,9 +105,13 @@ def give_back_cached(device: torch.device) -> None:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of the backend that carries the group's tensors on ``device``."""
+    """The name of the backend that carries the group's tensors on ``device``.
+
+    That of NCCL is "nccl", however torch talks to it: from 2.15 it has "nccl2", its default,
+    and "nccl-lazy" beside the one of before.
+    """
     name: str = group._get_backend(device).name()
-    return name
+    return "nccl" if name.startswith("nccl") else name
 
 
 def carries(group: dist.ProcessGroup, device: torch.device) -> bool:

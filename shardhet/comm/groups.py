@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha1
+from importlib.metadata import entry_points
 from typing import Self
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -25,6 +26,8 @@ GROUPS_FOR_ONE = "SHARDHET_GROUPS_FOR_ONE"
 # Read by torch when a communicator is made: messages run on a stream of its own, and would
 # queue behind compute.
 PRIORITY_OF_NCCL = "TORCH_NCCL_HIGH_PRIORITY"
+# What torch 2.15 calls the "nccl" of before, whose use of streams is known (see ``nccl``).
+KNOWN_NCCL = "nccl-legacy"
 
 
 @atexit.register
@@ -165,6 +168,8 @@ def new_group(
     """
     if backend == "nccl":
         os.environ.setdefault(PRIORITY_OF_NCCL, "1")
+        named = entry_points(group="torch.distributed.backends").names
+        backend = KNOWN_NCCL if KNOWN_NCCL in named else backend
     world_ranks = dist.get_process_group_ranks(group)
     size = len(world_ranks if ranks is None else ranks)
     with _without_splitting(size), _named_by_count():

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardhet.comm import devices, peers
 from shardhet.comm.calls import wait_all
+from shardhet.comm.groups import KNOWN_NCCL
 from tests.emulated.clocks import Event, Stream
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ class Nccl:
         }
 
     def _make_group(self, ranks: Sequence[int], *, backend: str, **options: Any) -> Any:
-        is_nccl = backend == "nccl"
+        is_nccl = backend in ("nccl", KNOWN_NCCL)
         group = self._new_group(ranks, backend="gloo" if is_nccl else backend, **options)
         (_is_nccl if is_nccl else _is_gloo)[group] = True
         return group
