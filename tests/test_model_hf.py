@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -249,6 +251,28 @@ def test_experts_are_counted_in_whatever_way_they_are_computed(tmp_path: Path) -
     )
     assert grouped.forward_flops == batched.forward_flops
     assert grouped.backward_flops == batched.backward_flops
+
+
+def test_a_torchvision_that_does_not_fit_torch_is_named(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers says only that it cannot import a class of its own."""
+    package = tmp_path / "torchvision"
+    package.mkdir()
+    fails = "raise RuntimeError('operator torchvision::nms does not exist')"
+    (package / "__init__.py").write_text(fails)
+    info = tmp_path / "torchvision-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    said = r"model.path: torchvision 0.1: it does not fit torch \S+ \(operator .*uninstall it"
+    with pytest.raises(ConfigError, match=said):
+        HfConf(path=str(llama)).folder()
+    for name in [each for each in sys.modules if each.startswith("shardhet.hf")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ImportError, match=r"torchvision 0.1: it does not fit torch"):
+        import_module("shardhet.hf")
 
 
 def test_what_cannot_be_is_said_before_any_rank_starts(

@@ -19,12 +19,12 @@ class ConfigError(ValueError):
 
 @contextmanager
 def config_errors(key: str = "") -> Iterator[None]:
-    """Context in which a ValueError becomes a ConfigError that begins with ``key``."""
+    """Context in which a wrong value or package is a ConfigError that begins with ``key``."""
     try:
         yield
     except ConfigError:
         raise
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         raise ConfigError(f"{key}: {error}" if key else str(error)) from None
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,24 @@ class Objective(Enum):
     NEXT_TOKEN = "next token"
     MASKED = "masked tokens"
     SECOND_HALF = "second half"  # token by token, after the encoder has read the first
+
+
+def check_torchvision() -> None:
+    """Raise ``ImportError`` if a torchvision is there that torch cannot load.
+
+    transformers imports it for many of its classes, and then says nothing of it (5.24).
+    """
+    try:
+        import_module("torchvision")
+    except ModuleNotFoundError as error:
+        if error.name != "torchvision":
+            raise
+    except (ImportError, RuntimeError) as error:
+        raise ImportError(
+            f"torchvision {version('torchvision')}: it does not fit torch {torch.__version__} "
+            f"({error}) but transformers imports it. Install the one that belongs to this "
+            "torch, or uninstall it."
+        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +75,10 @@ class PretrainedFolder:
     def open(cls, name: str) -> "PretrainedFolder":
         """Open a folder, or a hub name that is in the local cache; does not use the network.
 
-        Raises ``ValueError`` if there is no model, or if it cannot be trained on text.
+        Raises ``ValueError`` if there is no model, or if it cannot be trained on text, and
+        what ``check_torchvision`` raises.
         """
+        check_torchvision()
         from transformers import AutoConfig
 
         path = _find(name)
