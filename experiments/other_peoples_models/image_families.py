@@ -26,7 +26,8 @@ class Pictured:
     name: str
     make: Callable[[], nn.Module]
     sample: Callable[[int], Sample]  # with so many images
-    most_images: int = 0  # of a sample; 0: a sample has none, or exactly one
+    least_images: int = 0  # of a sample
+    most_images: int = 0
     of_images: tuple[str, ...] = ()  # arguments that are left out where no sample has an image
     ragged: Mapping[str, Any] | None = None  # of HetFSDP, where it does not know the model
     target: str = "input_ids"  # what is learned; words: the next ones
@@ -298,6 +299,22 @@ FAMILIES = (
             },
         ),
         sample=with_places,
+        most_images=1,
+        of_images=("pixel_values",),
+    ),
+    Pictured(
+        name="SmolVLM, one image each",
+        make=of_transformers(
+            "SmolVLMForConditionalGeneration",
+            "SmolVLMConfig",
+            **{
+                **VISION_OF_TEXT,
+                "text_config": {**TEXT, "model_type": "llama"},
+                "scale_factor": 1,
+            },
+        ),
+        sample=with_places,
+        least_images=1,
         most_images=1,
         of_images=("pixel_values",),
     ),

@@ -26,6 +26,7 @@ from experiments.other_peoples_models.forks import run_forks
 from experiments.other_peoples_models.image_families import FAMILIES, Pictured, Sample
 from experiments.other_peoples_models.ranks import _is_deliberate
 from shardhet import HetFSDP, Plan, Stage
+from shardhet.fsdp.probing.caches import CacheSwitch
 from shardhet.fsdp.sharding.wrapping import find_units
 from tests.test_model_hf import double_norms
 
@@ -45,7 +46,7 @@ class Row:
     plan: str
     verdict: str
     error: float  # the largest of losses, gradients and parameters, relative
-    noise: float  # of gradients of plain torch, of all samples at once and of one by one
+    noise: float  # of plain torch's gradients: samples one by one, no cache, divided last
     commit: str
     text: str
 
@@ -69,7 +70,9 @@ class Trained(nn.Module):
 def samples_of(family: Pictured, step: int, number: int) -> tuple[list[Sample], bool]:
     """Those of a step, and whether any has an image."""
     torch.manual_seed(20 + step)
-    images = [min(each, family.most_images) for each in STEPS[step][:number]]
+    images = [
+        max(family.least_images, min(each, family.most_images)) for each in STEPS[step][:number]
+    ]
     return [family.sample(each) for each in images], any(images)
 
 
@@ -102,9 +105,18 @@ def plan_of(name: str, units: Sequence[str]) -> Plan:
     return Plan.by_hand(microbatch_sizes=[2, 1] if name == "[2, 1]" else [1, 0, 2])
 
 
-def units_of(module: nn.Module) -> list[str]:
-    """The names of its units, in the order of stages."""
-    return [unit.fqns[0] for unit in find_units(module, None)]
+@double_norms()
+def units_of(family: Pictured) -> list[str]:
+    """The names of its units under stages, in the order of their first calls."""
+    quiet()
+    module, called = Trained(family), list[str]()
+    units = find_units(module, None, merges_tied=False)
+    for unit in units:
+        name = unit.fqns[0]
+        unit.modules[0].register_forward_pre_hook(lambda *_, name=name: called.append(name))
+    samples, _ = samples_of(family, 0, 2)
+    module(**together(family, samples, samples[0], has_images=True))
+    return list(dict.fromkeys([*called, *(unit.fqns[0] for unit in units)]))
 
 
 @double_norms()
@@ -170,13 +182,19 @@ def noise_of(family: Pictured) -> float | str:
     """How exact plain torch is; a text if it does not run."""
     quiet()
     try:
-        whole, each = Trained(family), Trained(family)
-        errors = Errors(unit_by_param=unit_by_param(whole, find_units(whole, None)))
+        plain, each, uncached = (Trained(family) for _ in range(3))
+        errors = Errors(unit_by_param=unit_by_param(plain, find_units(plain, None)))
         samples, _ = samples_of(family, 0, 4)
-        whole(**together(family, samples, samples[0], has_images=True))[0].backward()
+        whole = together(family, samples, samples[0], has_images=True)
+        loss, number = plain(**whole)
+        (loss / number).backward()
         for sample in samples:
             each(**together(family, [sample], sample, has_images=True))[0].backward()
-        errors.see_rows("grad", grads_of(each), grads_of(whole), None, "")
+        with CacheSwitch(uncached).off():  # keys then lie otherwise in memory
+            uncached(**whole)[0].backward()
+        for other in (each, uncached):  # divided at the end, as rounds do
+            divided = {n: None if g is None else g / number for n, g in grads_of(other).items()}
+            errors.see_rows("grad", divided, grads_of(plain), None, "")
     except Exception as error:
         if os.environ.get("SHOW"):
             traceback.print_exc()
@@ -186,7 +204,8 @@ def noise_of(family: Pictured) -> float | str:
 
 def run(family: Pictured, plan_name: str, noise: float, commit: str) -> Row:
     """One row."""
-    plan = plan_of(plan_name, units_of(Trained(family)))
+    [units] = run_forks(units_of, 1, family, timeout_s=TIMEOUT_S)
+    plan = plan_of(plan_name, units)
     reports = run_forks(
         run_rank,
         plan.world_size,
@@ -242,10 +261,12 @@ def main() -> None:
         for plan_name in PLANS[:1] if options.quick else PLANS:
             rows.append(run(family, plan_name, noise, environment.commit))
             row = rows[-1]
-            line = f"{row.family:16} {row.plan:10} {row.verdict:8} {row.error:.0e} {row.text}"
-            console.print(line, markup=False, soft_wrap=True)
-    if not options.quick and not options.only:
-        write_csv(HERE / "images.csv", rows)
+            line = (
+                f"{row.family:16} {row.plan:10} {row.verdict:8} {row.error:.0e} {row.noise:.0e}"
+            )
+            console.print(f"{line} {row.text}", markup=False, soft_wrap=True)
+            if not options.quick and not options.only:
+                write_csv(HERE / "images.csv", rows)
 
 
 if __name__ == "__main__":
