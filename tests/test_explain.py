@@ -36,6 +36,8 @@ WORKLOAD = Workload.transformer(
 )
 STATE_BYTES = 16 * WORKLOAD.numel
 BATCH = 24
+TWO_KINDS = "cluster=rtx4090_2x3090"
+SLOW_CARDS = "cards=GTX 1060 3GB | GTX 1660 Ti | 2x GTX 1660 Ti | 2x GTX 1060 3GB + GTX 1660 Ti"
 
 
 def situation(
@@ -210,23 +212,44 @@ def test_another_measured_device_takes_part_in_collectives() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "of", "amount"),
+    ("described", "keys", "of", "amount"),
     [
         # In 6 rounds instead of 8.
-        (["model=llama_1b"], "compute of NVIDIA GeForce RTX 3090", "10 % faster"),
+        (
+            ["model=llama_1b", TWO_KINDS],
+            [],
+            "compute of NVIDIA GeForce RTX 3090",
+            "10 % faster",
+        ),
         # The optimizer steps on fewer hosts.
-        (["model=llama_3b", "optimizer_on_host=true"], "all memory", "10 % more"),
+        (
+            ["model=llama_3b", TWO_KINDS],
+            ["optimizer_on_host=true"],
+            "all memory",
+            "10 % more",
+        ),
+        # A plan of all devices that is slower, but leaves three of them idle.
+        (
+            ["model=tiny", SLOW_CARDS, "network=10GbE"],
+            ["global_batch_size=12", "max_rounds=1"],
+            "compute of NVIDIA GeForce GTX 1660 Ti",
+            "10 % faster",
+        ),
     ],
 )
 def test_what_more_would_give_is_what_the_command_plans_with_more(
-    line: list[str], of: str, amount: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    described: list[str],
+    keys: list[str],
+    of: str,
+    amount: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
-    cluster = "cluster=rtx4090_2x3090"
-    line += ["leave_out=never"]
-    plan_main([cluster, *line, "explain=true"])
+    line = [*described, *keys, "leave_out=never"]
+    plan_main([*line, "explain=true"])
     told = re.search(rf"{of} +. {amount} +. +(\S+) . +\+", capsys.readouterr().out)
     assert told is not None
-    request = read_request(DOOR, [cluster, *line])
+    request = read_request(DOOR, line)
     assert request is not None
     conf, inputs = load(DOOR, request, PlannerConf)
     here = Situation(
@@ -238,7 +261,7 @@ def test_what_more_would_give_is_what_the_command_plans_with_more(
         if each == amount and of in (f"{resource.value} of {kind}", f"all {resource.value}")
     )
     more.setting.save(tmp_path)
-    plan_main([f"measured={tmp_path}", *line[1:], "what_if_s=0"])
+    plan_main([f"measured={tmp_path}", *keys, "what_if_s=0"])
     assert f": {told[1]} samples/s" in capsys.readouterr().out
 
 

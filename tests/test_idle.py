@@ -9,7 +9,7 @@ import pytest
 
 from experiments.pipelines.brute_force.instances import drawn
 from shardhet.planner import Demands, DeviceLimits, PlanError, PlanSolution, solve
-from shardhet.planner.advice.explain import Situation, larger_situations, without_idle
+from shardhet.planner.advice.explain import Situation, larger_situations
 from shardhet.planner.idle import active_positions, with_idle
 from shardhet.planner.search.search import Effort
 from shardhet.pricing.cost import CostModel
@@ -145,10 +145,6 @@ def test_a_plan_with_demanded_idle_devices_is_that_of_the_others() -> None:
     assert active_positions(found) == (0, 2)
     assert found.predicted.step_time_s == alone.predicted.step_time_s
     assert found.lower_bound_s == alone.lower_bound_s
-    whole = Situation(setting=setting, demands=demanded_idle(1))
-    shown, situation = without_idle(found, whole)
-    assert shown.plan == alone.plan
-    assert (situation.cluster.world_size, situation.demands.limits) == (2, {})
 
 
 def test_devices_may_not_be_idle_where_they_have_no_room_for_their_process() -> None:

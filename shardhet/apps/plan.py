@@ -45,7 +45,6 @@ from shardhet.planner.advice.explain import (
     full_kind,
     gain_of,
     more_of_each,
-    without_idle,
 )
 from shardhet.planner.advice.fewer import LEAST_GAIN
 from shardhet.planner.advice.steady import (
@@ -140,8 +139,9 @@ def show(
             inputs = replace(inputs, setting=without.fewer.setting)
             demands = without.fewer.demands
             answer = _answer(conf, inputs, demands)
-        solution, situation = without_idle(
-            answer.solution, Situation(setting=inputs.setting, demands=demands)
+        solution, situation = (
+            answer.solution,
+            Situation(setting=inputs.setting, demands=demands),
         )
         full = None
         if conf.explain and solution.plan.num_rounds > 1 and answer.objective is not None:
@@ -151,28 +151,27 @@ def show(
         report = PlanReport(
             inputs=inputs,
             demands=demands,
-            solution=answer.solution,
-            times=simulate(answer.solution.plan, inputs.setting),
+            solution=solution,
+            times=simulate(solution.plan, inputs.setting),
             note=answer.note,
             full_kind=full,
             without=without,
         )
     show_plan(report, console)
-    _tell_time(conf, inputs, answer.solution.samples_per_s, console)
+    _tell_time(conf, inputs, solution.samples_per_s, console)
     _write(conf, report, console)
     if conf.explain:
         say(console, *proof_lines(report))
     if conf.baselines:
-        alternatives = _alternatives(inputs, demands, report.solution.plan, waiting)
+        alternatives = _alternatives(inputs, demands, solution.plan, waiting)
         note = _comparison_note(demands, inputs.setting.cluster.world_size)
         show_alternatives(report, alternatives, console, note=note)
     if answer.objective is not None and conf.what_if_s:
-        of_all = _asked(conf, inputs, demands, answer.solution)
-        alone = replace(answer, solution=solution)
-        _show_what_would_help(alone, of_all, situation, console, waiting)
+        of_all = _asked(conf, inputs, demands, solution)
+        _show_what_would_help(answer, of_all, situation, console, waiting)
     if conf.explain and conf.what_if_s and conf.objective == "throughput":
         with waiting.for_("planning for other speeds"):
-            line = _steadiness(solution.plan, situation.setting, situation.demands)
+            line = _steadiness(solution.plan, inputs.setting, demands)
         say(console, line)
 
 

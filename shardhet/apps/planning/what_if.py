@@ -43,7 +43,11 @@ class Asked:
         return inf if self.best is None else self.best.predicted.step_time_s / (1 + NEGLIGIBLE)
 
     def solved(self, setting: Setting, demands: Demands) -> PlanSolution:
-        """The plan for another setting; ``PlanError`` if its step is not shorter."""
+        """The plan for another setting; ``PlanError`` if it is seen that no step is shorter.
+
+        Where some compute nothing, a plan that leaves them idle may follow from a slower one.
+        """
+        all_compute = self.best and all(r.rank_batch_size for r in self.best.plan.ranks)
         return solve(
             setting,
             global_batch_size=self.conf.global_batch_size,
@@ -52,7 +56,7 @@ class Asked:
             tolerance=self.conf.tolerance,
             is_bounded=False,
             near=None if self.best is None else self.best.plan.form,
-            at_most_s=self.at_most_s,
+            at_most_s=self.at_most_s if all_compute else inf,
         )
 
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 
-from shardhet.planner.idle import active_positions
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.solution import PlanError, PlanSolution
-from shardhet.pricing.part import part_of, with_one_more
+from shardhet.pricing.part import with_one_more
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec
 from shardhet.records.profiles import (
@@ -74,25 +73,6 @@ class Situation:
     def with_cluster(self, cluster: Cluster, demands: Demands) -> "Situation":
         """The same workload and profile on another cluster."""
         return Situation(setting=replace(self.setting, cluster=cluster), demands=demands)
-
-
-def without_idle(
-    solution: PlanSolution, situation: Situation
-) -> tuple[PlanSolution, Situation]:
-    """The plan of the devices that take part, and their situation."""
-    active = active_positions(solution)
-    if len(active) == solution.plan.world_size:
-        return solution, situation
-    plan, predicted = solution.plan, solution.predicted
-    part = Situation(
-        setting=part_of(situation.setting, active), demands=situation.demands.only(active)
-    )
-    alone = replace(
-        solution,
-        plan=replace(plan, ranks=tuple(plan.ranks[i] for i in active)),
-        predicted=replace(predicted, ranks=tuple(predicted.ranks[i] for i in active)),
-    )
-    return alone, part
 
 
 Objective = Callable[[Situation], float]  # larger is better; PlanError if nothing is better
@@ -239,7 +219,7 @@ def full_kind(
     for kind in kinds[:MAX_FULL_KINDS]:
         more = _roomier(situation, frozenset({kind}), EIGHTFOLD)
         with suppress(PlanError):
-            if objective(more) > value:
+            if objective(more) > value * (1 + NEGLIGIBLE):
                 return kind
     return None
 
