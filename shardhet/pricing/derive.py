@@ -29,7 +29,7 @@ If their times are normal with a relative deviation s, the slowest of R is expec
 about 1 + s sqrt(2 ln R) times the mean.  s is STRAGGLING.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf, log, sqrt
 
@@ -69,6 +69,9 @@ RESERVED_BYTES = 2**29  # a CUDA context with the libraries of torch
 STRAGGLING = 0.025
 NVIDIA, AMD = ("NVIDIA ", "Tesla ", "Quadro "), ("AMD ",)  # how the names of kinds begin
 MICROBATCH_SIZES = (1, 2, 4, 8, 16)
+# Of a block's forward: a third of both passes on an H200 where launches decide, 358 ms for 96
+# (experiments/gpu).  The fit is of kernels without the gaps between them.
+LAUNCHES_S = 1.2e-3
 COLLECTIVE_NBYTES = (2**20, 2**24, 2**28)
 
 
@@ -88,7 +91,7 @@ def derive_profile(
     kinds that list a peak for it.
     """
     kinds = [cluster.kind(name) for name in dict.fromkeys(d.kind for d in cluster.devices)]
-    dtype = workload.param_dtype
+    dtype, slowest = workload.param_dtype, slowest_of(cluster.world_size)
     if fp16_accumulation and dtype == "float16":
         kinds = [summing_in_float16(kind) for kind in kinds]
     if compute_fraction is None:
@@ -99,16 +102,28 @@ def derive_profile(
         stated = Efficiency(forward=compute_fraction, backward=compute_fraction, spread=inf)
         efficiencies = [stated] * len(kinds)
         said = f"{compute_fraction:.2f} of peak FLOP/s"
+    pairs = zip(kinds, efficiencies, strict=True)
+    devices = tuple(_device_profile(kind, workload, each, slowest) for kind, each in pairs)
     return Profile(
-        devices=tuple(
-            _device_profile(kind, workload, efficiency, slowest_of(cluster.world_size))
-            for kind, efficiency in zip(kinds, efficiencies, strict=True)
-        ),
+        devices=devices,
         collectives=derive_collectives(cluster, link_fraction),
         two_levels=derive_two_levels(cluster, link_fraction),
         link_fraction=link_fraction,
-        note=f"derived: {said}, {_said_of_links(cluster, link_fraction)}",
+        note=f"derived: {said}{_said_of_launches(devices, workload)}, "
+        f"{_said_of_links(cluster, link_fraction)}",
     )
+
+
+def _said_of_launches(devices: Sequence[DeviceProfile], workload: Workload) -> str:
+    """In which microbatches launches take longer than the kernels, if in any."""
+    numbers = workload.num_units_by_kind
+    block = max(workload.kinds, key=lambda kind: numbers[kind.name] * kind.forward_flops)
+    points = [point for each in devices for point in each.unit_by_kind[block.name].points]
+    sizes = [e.microbatch_size for e in points if e.forward.mean_s < LAUNCHES_S]
+    if not sizes:
+        return ""
+    number = f"up to {max(sizes)} samples" if max(sizes) > 1 else "one sample"
+    return f" (longer in microbatches of {number}, where launches decide)"
 
 
 def summing_in_float16(kind: DeviceKind) -> DeviceKind:
