@@ -15,7 +15,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from experiments.common.machine import REPOSITORY
@@ -29,7 +29,7 @@ from experiments.common.results import (
 
 HERE = Path(__file__).parent
 NEEDED = re.compile(r"([\w-]+)>=([\w.]+)")
-FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)
 PASSED = re.compile(r"(\d+) passed")
 SHOWN = (
     *("torch", "numpy", "scipy", "PyYAML", "hydra-core", "omegaconf", "rich", "safetensors"),
@@ -80,6 +80,7 @@ class Verdict:
     part: str
     returncode: int
     passed: int  # tests
+    again: int  # of them, once they ran again, alone
     failed: str  # tests
     seconds: float
 
@@ -153,28 +154,56 @@ def versions_in(python: Path, name: str) -> list[Installed]:
 
 def tried(python: Path, name: str, part: Part, folder: Path) -> Verdict:
     """Run it; what it prints stays in a file."""
-    place = REPOSITORY if part.name == "tests" else folder / f"{name}-{Path(part.name).stem}"
-    place.mkdir(exist_ok=True)
-    log = folder / f"{name}-{Path(part.name).stem}.log"
     start_s = time.perf_counter()
+    returncode, text = _run(python, name, part.name, part.arguments, folder)
+    return Verdict(
+        case=name,
+        part=part.name,
+        returncode=returncode,
+        passed=_num_passed(text),
+        again=0,
+        failed="\n".join(FAILED.findall(text)),
+        seconds=round(time.perf_counter() - start_s, 1),
+    )
+
+
+def settled(python: Path, verdict: Verdict, folder: Path) -> Verdict:
+    """After what failed has run again, alone: on a busy machine tests run out of time."""
+    if not verdict.failed:
+        return verdict
+    arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *verdict.failed.splitlines()]
+    returncode, text = _run(python, verdict.case, "again", arguments, folder)
+    return replace(
+        verdict,
+        returncode=returncode,
+        passed=verdict.passed + _num_passed(text),
+        again=_num_passed(text),
+        failed="\n".join(FAILED.findall(text)),
+    )
+
+
+def _run(
+    python: Path, name: str, part: str, arguments: Sequence[str], folder: Path
+) -> tuple[int, str]:
+    """How it ended, and what it printed."""
+    is_of_tests = part in ("tests", "again")
+    log = folder / f"{name}-{Path(part).stem}.log"
+    place = REPOSITORY if is_of_tests else log.with_suffix("")
+    place.mkdir(exist_ok=True)
     with log.open("w") as file:
         ended = subprocess.run(
-            [python, *part.arguments],
+            [python, *arguments],
             cwd=place,
             env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
             stdout=file,
             stderr=subprocess.STDOUT,
         )
-    text = log.read_text()
+    return ended.returncode, log.read_text()
+
+
+def _num_passed(text: str) -> int:
     passed = PASSED.findall(text)
-    return Verdict(
-        case=name,
-        part=part.name,
-        returncode=ended.returncode,
-        passed=int(passed[-1]) if passed else 0,
-        failed=" ".join(FAILED.findall(text)),
-        seconds=round(time.perf_counter() - start_s, 1),
-    )
+    return int(passed[-1]) if passed else 0
 
 
 def tables(verdicts: Sequence[Verdict], versions: Sequence[Installed]) -> str:
@@ -187,15 +216,18 @@ def tables(verdicts: Sequence[Verdict], versions: Sequence[Installed]) -> str:
         for package in SHOWN
     ]
     rows += [
-        [part, *(_cell(verdict_of[name, part]) for name in names)]
+        [part, *(_cell(verdict_of.get((name, part))) for name in names)]
         for part in dict.fromkeys(each.part for each in verdicts)
     ]
     return markdown_table(["", *names], rows)
 
 
-def _cell(verdict: Verdict) -> str:
-    failed = verdict.failed.split()
-    counts = f" ({verdict.passed} passed)" if verdict.passed else ""
+def _cell(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return "-"
+    failed = verdict.failed.splitlines()
+    again = f", {verdict.again} when run again" if verdict.again else ""
+    counts = f" ({verdict.passed} passed{again})" if verdict.passed else ""
     if not verdict.returncode:
         return f"PASS{counts}"
     return f"FAIL{counts}: {', '.join(each.rpartition('::')[2] for each in failed) or 'exit'}"
@@ -215,7 +247,7 @@ def main() -> None:
         python = installed(folder, each)
         versions += versions_in(python, each.name)
         verdicts += [
-            tried(python, each.name, part, folder)
+            settled(python, tried(python, each.name, part, folder), folder)
             for part in parts(is_quick=options.quick, is_whole=options.whole)
         ]
     if page.is_kept:
