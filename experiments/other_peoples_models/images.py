@@ -107,7 +107,9 @@ def plan_of(name: str, units: Sequence[str]) -> Plan:
 
 @double_norms()
 def units_of(family: Pictured) -> list[str]:
-    """The names of its units under stages, in the order of their first calls."""
+    """The names of its units under stages, in the order of their first calls; in the middle
+    those that are never called, as towers for images of texts alone.
+    """
     quiet()
     module, called = Trained(family), list[str]()
     units = find_units(module, None, merges_tied=False)
@@ -116,7 +118,9 @@ def units_of(family: Pictured) -> list[str]:
         unit.modules[0].register_forward_pre_hook(lambda *_, name=name: called.append(name))
     samples, _ = samples_of(family, 0, 2)
     module(**together(family, samples, samples[0], has_images=True))
-    return list(dict.fromkeys([*called, *(unit.fqns[0] for unit in units)]))
+    order = list(dict.fromkeys(called))
+    middle, names = len(order) // 2, [unit.fqns[0] for unit in units]
+    return [*order[:middle], *(n for n in names if n not in order), *order[middle:]]
 
 
 @double_norms()
