@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardhet import HetFSDP, Plan
-from shardhet.fsdp.probing.caches import tell_of_caches
+from shardhet.fsdp.microbatch.caches import tell_of_caches
 from tests.selection import one_in
 from tests.test_probe import WIDTH, Net, check, compare_grads, draw, plan_for, squared
 from tests.worlds import run_ranks, run_ranks_expecting_failure

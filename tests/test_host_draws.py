@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardhet import HetFSDP, Plan
-from shardhet.fsdp.probing.host_draws import HIGH, LOW, MIDDLE, HostGenerators
+from shardhet.fsdp.sharding.host_draws import HIGH, LOW, MIDDLE, HostGenerators
 from tests.test_probe import NUM_SAMPLES, WIDTH, Mixer, Net, draw, plan_for
 from tests.worlds import run_ranks
 

@@ -26,7 +26,7 @@ from experiments.other_peoples_models.forks import run_forks
 from experiments.other_peoples_models.image_families import FAMILIES, Pictured, Sample
 from experiments.other_peoples_models.ranks import _is_deliberate
 from shardhet import HetFSDP, Plan, Stage
-from shardhet.fsdp.probing.caches import CacheSwitch
+from shardhet.fsdp.microbatch.caches import CacheSwitch
 from shardhet.fsdp.sharding.wrapping import find_units
 from tests.test_model_hf import double_norms
 

@@ -23,7 +23,7 @@ from experiments.other_peoples_models.comparison import (
 from experiments.other_peoples_models.plans import microbatches_of
 from experiments.other_peoples_models.records import Family, Named, Way
 from experiments.other_peoples_models.tasks import Batch
-from shardhet.fsdp.probing.caches import CacheSwitch
+from shardhet.fsdp.microbatch.caches import CacheSwitch
 from shardhet.fsdp.sharding.wrapping import UnitModules
 from tests.fuzzing.reference import SeededCalls, SeededFunctions
 

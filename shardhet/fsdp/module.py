@@ -16,6 +16,7 @@ from shardhet.comm.liveness import watch_unless_decided
 from shardhet.comm.members import Members, is_rehearsal, planned_device
 from shardhet.comm.progress import progress
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
+from shardhet.fsdp.microbatch.caches import CacheSwitch
 from shardhet.fsdp.microbatch.layered import autocast_as, autocast_dtype_now
 from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.microbatch.ragged import CountRows, known_ragged
@@ -26,7 +27,6 @@ from shardhet.fsdp.params.optimizer_gate import ParamsBefore
 from shardhet.fsdp.params.param_hooks import ParamHooks
 from shardhet.fsdp.params.row_group import RowGroup, Rows
 from shardhet.fsdp.params.row_params import guard
-from shardhet.fsdp.probing.caches import CacheSwitch
 from shardhet.fsdp.rounds_door import ModuleInRounds
 from shardhet.fsdp.sharding.build import build_units, find_pieces, planned_units
 from shardhet.fsdp.sharding.comm import CommContext

@@ -12,8 +12,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from shardhet.fsdp.microbatch.caches import CacheSwitch
 from shardhet.fsdp.microbatch.modes import OperationMode, tensors_among
-from shardhet.fsdp.probing.caches import CacheSwitch
 from shardhet.fsdp.sharding.build import cast_arguments
 from shardhet.profiler.batch import ExampleBatch, LossFn
 from shardhet.profiler.sketch import ModelSketch, TensorInput, UnitCall, UnitSketch

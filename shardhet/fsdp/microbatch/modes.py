@@ -47,6 +47,21 @@ class OperationMode(_Receiver, TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
 
+class EagerMode(OperationMode):
+    """One that is entered where nothing is compiled.  Else the first operation would import
+    torch._dynamo, which takes a second, to have it skip this.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return self.run(func, args, kwargs or {})
+
+
 class FunctionMode(_Receiver, TorchFunctionMode):
     """Receives every call of a function of torch, above autograd, while it is entered."""
 

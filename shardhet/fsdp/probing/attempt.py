@@ -1,6 +1,5 @@
 """All runs of one probe on one rank, under one assumption about the model's arguments."""
 
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,18 +8,18 @@ from torch import Tensor
 
 from shardhet.comm import devices
 from shardhet.comm.failure import LostPeerError
-from shardhet.fsdp.microbatch.batching import BatchAxis, Join, find_axis, flatten, unflatten
+from shardhet.fsdp.microbatch.batching import BatchAxis, Join
+from shardhet.fsdp.microbatch.caches import tell_of_caches
 from shardhet.fsdp.microbatch.chosen import rows_in, with_samples
 from shardhet.fsdp.microbatch.layered import tensors_in
-from shardhet.fsdp.microbatch.loss import LossUsedError, Unmade
+from shardhet.fsdp.microbatch.loss import LossUsedError
 from shardhet.fsdp.microbatch.root_dropout import CheckpointedError
-from shardhet.fsdp.microbatch.signature import ModelCall, is_plain
+from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.apart import (
     Apart,
     outputs_apart,
     problem_of_pairs,
 )
-from shardhet.fsdp.probing.caches import tell_of_caches
 from shardhet.fsdp.probing.comparing import (
     Cut,
     are_close,
@@ -28,13 +27,21 @@ from shardhet.fsdp.probing.comparing import (
     is_mean_over_some,
     not_sums,
 )
-from shardhet.fsdp.probing.host_draws import HIGH, LOW, MIDDLE, HostGenerators
 from shardhet.fsdp.probing.law import Law, Refusal
 from shardhet.fsdp.probing.module_state import kept_of_samples
 from shardhet.fsdp.probing.order import GatherFailed, PeerFailed
 from shardhet.fsdp.probing.probe import Probe, ProbedModel
-from shardhet.fsdp.probing.rules import LARGE, OTHER_PARTS, PARTS, SIZES, SMALL, Axes, mixed
+from shardhet.fsdp.probing.rules import (
+    LARGE,
+    OTHER_PARTS,
+    PARTS,
+    SMALL,
+    Axes,
+    empty_output_of,
+    mixed,
+)
 from shardhet.fsdp.probing.watch import StaysUnsharded
+from shardhet.fsdp.sharding.host_draws import HIGH, LOW, MIDDLE, HostGenerators
 from shardhet.fsdp.sharding.seeds import restored_random_state
 from shardhet.records.layout import Span
 
@@ -51,17 +58,6 @@ CUTS: Sequence[Runs] = (
 # One forward on all ranks: the result of the call on this one, and the segments.
 RunOnce = Callable[[Probe | None, Callable[[], Any]], tuple[Any, Any]]
 RunModule = Callable[[tuple[Any, ...], dict[str, Any], tuple[Any, ...]], Any]
-
-
-def _for_no_samples(plain: Any) -> Any:
-    """A plain output of a model for no samples; a number is taken for a count, so it is zero.
-
-    This includes a number that is equal in two runs: their samples may happen to have equally
-    many tokens.
-    """
-    if type(plain) in (int, float):
-        return type(plain)(0)
-    return plain if is_plain(plain) else Unmade(type(plain).__name__)
 
 
 class Attempt:
@@ -119,7 +115,7 @@ class Attempt:
             return RuntimeError("never raised: the model is probed once more")
         except Refusal as refusal:
             self.is_refused = True
-            drawn = "" if self.probe is None else self.probe.drawn
+            drawn = "" if self.probe is None else self.probe.watcher.drawn
             return ValueError(_UNFORESEEN.format(drawn, refusal)) if drawn else refusal.error
         except LostPeerError:
             raise
@@ -145,7 +141,7 @@ class Attempt:
         Generators of the host draw numbers near that of ``word``, and floating arguments of the
         first sample are multiplied by ``factor``.
         """
-        kind = name if name in ("small", "large", "plain") else "rest"
+        kind = name if name in ("small", "large", "plain", "afresh") else "rest"
 
         def run() -> Any:
             assert self.call is not None
@@ -230,18 +226,16 @@ class Attempt:
         return None
 
     def _has_rows(self, i: int, axis: BatchAxis, name: str, part: str, span: Span) -> bool:
-        """Whether output ``i`` has in a run for all samples the rows that it has for some.
-
-        Rows of another length, as of the longest of the samples, are not compared.
+        """Whether output ``i`` for some samples has the rows of these in the output for all, or
+        rows of another length, as of the longest of the samples.
         """
         assert self.probe is not None
         pair = [tensors_in(self._outputs[each])[i : i + 1] for each in (name, part)]
-        if not all(pair):
-            return False
-        [whole], [some] = pair
-        if some.shape != axis.shape(whole.shape, span.numel):
-            return True
-        return are_close(axis.narrow(whole, span, LARGE), some, self.probe.eps)
+        for whole, some in zip(*pair, strict=True):
+            is_like = some.shape == axis.shape(whole.shape, span.numel)
+            eps = self.probe.eps
+            return not is_like or are_close(axis.narrow(whole, span, LARGE), some, eps)
+        return False
 
     def _cuts(self, way: Runs, pick: Callable[[Any], list[Tensor]]) -> list[Cut]:
         """Of each tensor that ``pick`` finds in an output, what it is in these runs."""
@@ -259,10 +253,10 @@ class Attempt:
             return
         if self.probe is not None:
             self.probe.begins_with = kept
-        self._forward("after large", range(SMALL))
+        self._forward("afresh", range(SMALL))
         if self.probe is not None:
             self.probe.begins_with = {}
-            small, again = self._outputs["small"], self._outputs["after large"]
+            small, again = self._outputs["small"], self._outputs["afresh"]
             if not _are_same(small, again, self.probe.eps):
                 names = ", ".join(".".join(filter(None, key)) for key in kept)
                 problem = Law.REPEATS.says(_KEPT.format(names))
@@ -308,7 +302,7 @@ class Attempt:
         """The output for no samples, on the meta device, pickled; None if it is not known."""
         if self.probe is None:
             return None
-        return _empty_output(self._outputs["small"], self._outputs["large"])
+        return empty_output_of(self._outputs["small"], self._outputs["large"])
 
 
 def _problem_of_caches(attempt: Attempt) -> str | None:
@@ -375,42 +369,23 @@ def _check_means(attempt: Attempt, unclear: Sequence[int]) -> None:
     for name, mains in (("0", (2, 1, 0)), ("1", (0, 3, 0))):
         attempt._forward(f"changed again {name}", (0, 1, 0), mains)
         changed.append(attempt._losses(f"changed again {name}"))
-    for i in unclear:
-        of_small = [each[i] for each in values]
-        for runs, of_large in (
-            (("small", "rest", "large"), changed[:2]),
-            (("small", "one", "again"), changed[2:]),
-        ):
-            a, b, both = (attempt._losses(name)[i] for name in runs)
-            if not is_mean_over_some(
-                (a, b, both), of_small, [each[i] for each in of_large], attempt._eps
-            ):
-                raise Law.ADDS_UP.refusal(_NO_SUM.format(i))
+    ways = ((("small", "rest", "large"), changed[:2]), (("small", "one", "again"), changed[2:]))
+    odd = [
+        i
+        for i in unclear
+        for runs, of_large in ways
+        if not is_mean_over_some(
+            [attempt._losses(name)[i] for name in runs],
+            [each[i] for each in values],
+            [each[i] for each in of_large],
+            attempt._eps,
+        )
+    ]
+    attempt._raise_together(_no_sum(odd))
 
 
 def _numbers(output: Any) -> list[Tensor]:
     return [each.detach().double() for each in tensors_in(output) if each.dim() == 0]
-
-
-def _empty_output(for_small: Any, for_large: Any) -> bytes:
-    small, spec = flatten(for_small)
-    large, _ = flatten(for_large)
-    leaves: list[Any] = []
-    for one, other in zip(small, large, strict=False):
-        if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-            leaves.append(_for_no_samples(one))
-            continue
-        try:
-            axes = find_axis(one, other, SIZES)
-        except ValueError:  # several dimensions depend on the number of samples
-            axes = [BatchAxis(0)]
-        shape = axes[0].shape(one.shape, 0) if axes else tuple(one.shape)
-        flag = one.requires_grad
-        leaves.append(torch.empty(shape, dtype=one.dtype, device="meta", requires_grad=flag))
-    try:
-        return pickle.dumps(unflatten(leaves, spec))
-    except (pickle.PicklingError, AttributeError, TypeError):  # a class of a function
-        return pickle.dumps(Unmade(type(for_small).__name__))
 
 
 def _are_same(one: Any, other: Any, eps: float) -> bool:

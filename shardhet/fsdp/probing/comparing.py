@@ -170,7 +170,7 @@ def _number_of(leaf: Any) -> float:
 
 
 def is_mean_over_some(
-    parts: tuple[Tensor, Tensor, Tensor],
+    runs: Sequence[Tensor],
     of_small: Sequence[Tensor],
     of_large: Sequence[Tensor],
     eps: float,
@@ -182,12 +182,12 @@ def is_mean_over_some(
     sum over N tokens, the S of both parts must add up to that of all samples.
 
     Args:
-        parts: the loss of two samples, of a third, and of all three.
+        runs: the loss of two samples, of a third, and of all three.
         of_small: that of the two with neither, the first, the second, and both changed.
         of_large: that of all three with the first, and with the second changed.
         eps: epsilon of the narrowest dtype of a loss.
     """
-    ab, c, abc = parts
+    ab, c, abc = runs
     c = c.nan_to_num()  # nothing counts in it
     neither, first, second, both = of_small
     changes = [(first - neither, of_large[0] - abc), (second - neither, of_large[1] - abc)]

@@ -19,7 +19,7 @@ norm uses its running statistics, so that a sample's values do not depend on the
 import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple, Self
@@ -32,14 +32,14 @@ from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.batching import (
     BatchAxis,
-    Join,
     Layout,
     Rule,
     VisitRules,
     flatten,
     unflatten,
 )
-from shardhet.fsdp.microbatch.layered import cut, tensors_in
+from shardhet.fsdp.microbatch.caches import CacheSwitch
+from shardhet.fsdp.microbatch.layered import tensors_in
 from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.probing.apart import (
     BENT,
@@ -50,7 +50,6 @@ from shardhet.fsdp.probing.apart import (
     is_apart,
     is_linear_outside,
 )
-from shardhet.fsdp.probing.caches import CacheSwitch
 from shardhet.fsdp.probing.comparing import check_params
 from shardhet.fsdp.probing.examine import Examiner
 from shardhet.fsdp.probing.law import Law
@@ -64,12 +63,12 @@ from shardhet.fsdp.probing.module_state import (
     values_of,
 )
 from shardhet.fsdp.probing.probed_call import CallRunner, ProbedCall, Seen, copied, filled
+from shardhet.fsdp.probing.recorded import Recorded
 from shardhet.fsdp.probing.rules import LARGE, SMALL
 from shardhet.fsdp.probing.watch import Watcher
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.stages.flow import Flow, Reads, storage_of
-from shardhet.records.layout import Span
 from shardhet.records.plan import Plan
 
 
@@ -86,14 +85,6 @@ class SeenInput(NamedTuple):
     fqn: str  # of the unit's module
     tensor: int  # the same number if the same tensor is an input of several units
     bytes_per_sample: float
-
-
-class Known(NamedTuple):
-    """A call in the large run."""
-
-    call: ProbedCall
-    output: Any
-    marks: list[Any]  # of its module's attributes before and after it; none if they differ
 
 
 class ParamStorages(Container[int]):
@@ -185,27 +176,23 @@ class Probe:
         self.values: dict[str, Mapping[Number, Any]] = {}  # of attributes, after each run
         self.begins_with: Mapping[Number, Any] = {}  # attributes' values before the next run
         self._seen: dict[CallKey, Seen] = {}
-        self._known: dict[CallKey, Known] = {}
-        self._module = model.module
-        self._recomputed = model.recomputed
+        self._recorded: dict[CallKey, Recorded] = {}
+        self._model, self.is_behind = model, False  # for the second see ``ModelCall``
         self.is_unlike = False  # a call of the present run has arguments of other kinds
-        self.is_behind, self._norms = False, model.norms  # for the first see ``ModelCall``
-        self._is_followed, self._divides_late = model.is_followed, model.divides_late
         self.flow: Flow | None = None  # of the large run
         self._has_gradients = has_gradients
         self._splits = splits
         self._hooks = TensorHooks()
-        self._anchor = model.anchor
-        self._watcher = Watcher(is_cut=has_gradients and splits)
-        self._watcher.rows, self._watcher.params = model.rows, model.params
-        self._watcher.storages, self._watcher.gathered = model.storages, model.gathered
-        self._watcher.on_random_outside = _refuse_random if splits else _accept
+        self.watcher = Watcher(is_cut=has_gradients and splits)
+        self.watcher.rows, self.watcher.params = model.rows, model.params
+        self.watcher.storages, self.watcher.gathered = model.storages, model.gathered
+        self.watcher.on_random_outside = _refuse_random if splits else _accept
         self._runner = CallRunner(
-            model.module, self._watcher, device=model.device, has_gradients=has_gradients
+            model.module, self.watcher, device=model.device, has_gradients=has_gradients
         )
         self._examiner = Examiner(
             self._runner,
-            self._watcher,
+            self.watcher,
             splits=splits,
             divides_late=model.divides_late,
         )
@@ -220,14 +207,9 @@ class Probe:
         return self._examiner.is_certain
 
     @property
-    def drawn(self) -> str:
-        """Which random numbers were drawn that cannot be fixed, as a sentence; mostly ""."""
-        return self._watcher.drawn
-
-    @property
     def eps(self) -> float:
         """Epsilon of the narrowest dtype in which anything was computed."""
-        return self._watcher.eps
+        return self.watcher.eps
 
     @contextmanager
     def running(
@@ -239,47 +221,42 @@ class Probe:
         self._run = getattr(Probe, f"_run_{name}")
         self._samples, self.is_unlike = samples, False
         self._num_calls.clear()
-        with _isolated(self._module, self._norms):
-            set_numbers(self._module, self.begins_with)
-            writes, before = Writes(self._module), numbers(self._module)
+        with _isolated(self._model):
+            set_numbers(self._model.module, self.begins_with)
+            writes, before = Writes(self._model.module), numbers(self._model.module)
             given = [tensor for tensor, _ in inputs]
-            self._watcher.give(given)
-            self._watcher.made_rows.begin(inputs)
-            follows = self._is_followed and name == "large"
-            self._watcher.flow = Flow(given) if follows else None
-            self.flow = self._watcher.flow or self.flow
-            watcher = self._watcher
-            reads = Reads(watcher.read, watcher.hook) if follows else nullcontext()
-            watcher.aliased.clear()
-            with self._hooks if name == "large" else nullcontext(), reads, self._watcher:
+            self.watcher.give(given)
+            self.watcher.made_rows.begin(inputs)
+            follows = self._model.is_followed and name == "large"
+            self.watcher.flow = Flow(given) if follows else None
+            self.flow = self.watcher.flow or self.flow
+            reads = Reads(self.watcher.read, self.watcher.hook) if follows else nullcontext()
+            self.watcher.aliased.clear()
+            with self._hooks if name == "large" else nullcontext(), reads, self.watcher:
                 yield
-            changed = dict(numbers(self._module).items() - before.items())
+            changed = dict(numbers(self._model.module).items() - before.items())
             self.counted |= changed.keys()
-            self.values[name] = values_of(self._module)
+            self.values[name] = values_of(self._model.module)
             writes.check()
             self.rewritten |= writes.take()
-            check_params(self._module, self._watcher.storages)
-
-    def unwatched(self) -> AbstractContextManager[None]:
-        """A context for what HetFSDP does between calls, such as a gather."""
-        return self._watcher.paused()
+            check_params(self._model.module, self.watcher.storages)
 
     def check_output(self, output: Any) -> None:
         """Raise if the model returns a tensor that a unit has made but not returned."""
-        self._watcher.check_returned(tensors_in(output))
-        if self._watcher.flow is not None:
-            self._watcher.flow.reach(tensors_in(output))
+        self.watcher.check_returned(tensors_in(output))
+        if self.watcher.flow is not None:
+            self.watcher.flow.reach(tensors_in(output))
 
     def repeat(self) -> None:
         """Raise if a unit that is recomputed gives something else after the forward than in
         it.
         """
-        self._run, self._watcher.flow = Probe._run_again, None
+        self._run, self.watcher.flow = Probe._run_again, None
         self._num_calls.clear()
         for (fqn, _), seen in self._seen.items():
-            if fqn in self._recomputed:
+            if fqn in self._model.recomputed:
                 args, kwargs = unflatten(seen.call.leaves, seen.call.arguments.spec)
-                self._module.get_submodule(fqn).forward(*args, **kwargs)
+                self._model.module.get_submodule(fqn).forward(*args, **kwargs)
 
     def call(
         self,
@@ -292,16 +269,19 @@ class Probe:
     ) -> Any:
         """The output of a call of a unit's module, or a piece of the root, in this run."""
         leaves, spec = flatten((args, kwargs))
-        self._watcher.check_arguments(tensors_in(leaves))
+        self.watcher.check_arguments(tensors_in(leaves))
         key = CallKey(fqn, self._num_calls[fqn])
         self._num_calls[fqn] += 1
-        flow = self._watcher.flow
+        known = self._seen if self._run is Probe._run_large else self._recorded
+        if key not in known and self._run not in (Probe._run_small, Probe._run_plain):
+            raise Law.APART.refusal(f"unit {fqn!r}{_CALLED_OTHERWISE}")
+        flow = self.watcher.flow
         if flow is not None and not is_piece:
             flow.reach(tensors_in(leaves))
-        with self._watcher.paused():
+        with self.watcher.paused():
             call = ProbedCall(fqn, function, leaves, Layout.of(leaves, spec))
             output = self._run(self, key, call)
-        self._watcher.made_rows.pass_through(tensors_in(leaves), tensors_in(output))
+        self.watcher.made_rows.pass_through(tensors_in(leaves), tensors_in(output))
         if flow is not None and is_piece:
             flow.drop(tensors_in(leaves), tensors_in(output))
         elif flow is not None:
@@ -315,21 +295,23 @@ class Probe:
 
         ``known`` are rules of some of its arguments, by name.
         """
-        with _isolated(self._module, self._norms), self._watcher, self._watcher.paused():
+        with (
+            _isolated(self._model),
+            self.watcher,
+            self.watcher.paused(),
+        ):
             return self._examiner.infer(call, num_samples, known)[0]
 
     # One call in each run
 
     def _run_small(self, key: CallKey, call: ProbedCall) -> Any:
         seen, output = self._runner.look(call)
-        self._watcher.check_counts(f"unit {call.fqn!r}", tensors_in(output))
+        self.watcher.check_counts(f"unit {call.fqn!r}", tensors_in(output))
         self._seen[key] = seen
-        return self._returned(output, seen.outputs, seen.is_differentiable)
+        return self._returned(output, list(map(copied, seen.outputs)), seen.is_differentiable)
 
     def _run_large(self, key: CallKey, call: ProbedCall) -> Any:
-        seen = self._seen.get(key)
-        if seen is None:
-            raise Law.APART.refusal(f"unit {call.fqn!r}{_CALLED_OTHERWISE}")
+        seen = self._seen[key]
         module = self._runner.module_of(call)
         marks, kept = marks_of(module), call.on(list(map(copied, call.tensors)))
         if seen.call.arguments == call.arguments:
@@ -338,29 +320,28 @@ class Probe:
             known = self._examiner.known_from(seen, call)
             rules, output = self._examiner.infer(call, LARGE, known)
         self.rules[key] = rules
-        self._known[key] = Known(kept, output, marks if marks == marks_of(module) else [])
+        marks = marks if marks == marks_of(module) else []
+        self._recorded[key] = Recorded(kept, output, rules, marks, self._splits)
         self._note_inputs(call, rules)
         for tensor, rule in zip(call.tensors, rules.inputs, strict=True):
             self.check_backward(f"an argument of unit {call.fqn!r}", tensor, [rule])
-        returned = self._copy_of(output, rules)
+        copies = list(map(copied, tensors_in(output)))
+        returned = self._returned(output, copies, rules.is_differentiable, rules.outputs)
         for i, tensor in enumerate(tensors_in(returned)):
             if i in self._examiner.aliased:
-                self._watcher.aliased[storage_of(tensor)] = (call.fqn, tensor)
+                self.watcher.aliased[storage_of(tensor)] = (call.fqn, tensor)
         return returned
 
     def check_backward(self, what: str, tensor: Tensor, rules: Sequence[Rule]) -> None:
         """Raise if code outside of units mixes samples in the backward of a tensor of the large
         run, whose samples are where one of ``rules`` says.
         """
-        if not ((self._splits or self._divides_late) and tensor.requires_grad) or not (
-            self._hooks.are_found or has_own_backward(tensor)
-        ):
+        is_own = self._hooks.are_found or has_own_backward(tensor)
+        if not (is_own and tensor.requires_grad):
             return
-        if self._divides_late and not is_linear_outside(tensor, self.eps):
+        axes = [rule for rule in rules if isinstance(rule, BatchAxis)] if self._splits else []
+        if self._model.divides_late and not is_linear_outside(tensor, self.eps):
             raise Law.GRADIENTS.refusal(f"{what}, computed outside of units{BENT}")
-        if not self._splits:
-            return
-        axes = [rule for rule in rules if isinstance(rule, BatchAxis)]
         if axes and not any(is_apart(tensor, axis, self.eps) for axis in axes):
             raise Law.GRADIENTS.refusal(f"{what}, computed outside of units{MIXED}")
 
@@ -374,83 +355,39 @@ class Probe:
                 self.inputs.append(SeenInput(call.fqn, number, nbytes))
 
     def _run_rest(self, key: CallKey, call: ProbedCall) -> Any:
-        rules = self.rules.get(key)
-        if rules is None:
-            raise Law.APART.refusal(f"unit {call.fqn!r}{_CALLED_OTHERWISE}")
-        self.is_unlike |= call.arguments != rules.arguments
-        changed = self._changed(key, call)
+        known = self._recorded[key]
+        self.is_unlike |= call.arguments != known.rules.arguments
+        changed = known.changed(call, self._samples, self._runner.module_of(call))
         if changed is None:
-            return self._copy_of(self._runner.run(call), rules)
-        known, samples = self._known[key].output, self._samples
-        output = self._runner.run(call) if self._has_others(rules, changed) else known
-        results = list(map(copied, tensors_in(output)))
-        axes = [
-            (i, axis) for i, axis in enumerate(rules.outputs) if isinstance(axis, BatchAxis)
-        ]
-        for i, axis in axes:
-            results[i] = axis.select(tensors_in(known)[i], samples, LARGE)
-        for place in changed:
-            span = Span(place, place + 1)
-            made = self._runner.run(call.on(cut(call.tensors, rules, span, len(samples))))
-            for i, axis in axes:
-                axis.put(results[i], tensors_in(made)[i], span, len(samples))
-        return self._returned(output, results, rules.is_differentiable, rules.outputs)
+            return self._run_afresh(key, call)
+        output, results = known.results(call, self._samples, changed, self._runner.run)
+        return self._returned(
+            output, results, known.rules.is_differentiable, known.rules.outputs
+        )
+
+    def _run_afresh(self, key: CallKey, call: ProbedCall) -> Any:
+        output, rules = self._runner.run(call), self._recorded[key].rules
+        copies = list(map(copied, tensors_in(output)))
+        return self._returned(output, copies, rules.is_differentiable, rules.outputs)
 
     def has_to_run(self, fqn: str, arguments: Any) -> bool:
         """Whether the next call of a unit's module computes anything in this run."""
-        key = CallKey(fqn, self._num_calls[fqn])
-        if self._run is not Probe._run_rest or key not in self.rules:
+        known = self._recorded.get(CallKey(fqn, self._num_calls[fqn]))
+        if self._run is not Probe._run_rest or known is None:
             return True
-        with self._watcher.paused():
+        with self.watcher.paused():
             leaves, spec = flatten(arguments)
             call = ProbedCall(fqn, _accept, leaves, Layout.of(leaves, spec))
-            changed = self._changed(key, call)
-        return changed != [] or self._has_others(self.rules[key], changed)
-
-    def _has_others(self, rules: VisitRules, changed: Sequence[int]) -> bool:
-        """Whether a call has results that are not those of its samples, each by itself."""
-        are_numbers = not self._splits or rules.returns_numbers_of_samples
-        return are_numbers or any(
-            rule is not Join.SHARED or bool(changed)
-            for rule in rules.outputs
-            if isinstance(rule, Join)
-        )
-
-    def _changed(self, key: CallKey, call: ProbedCall) -> list[int] | None:
-        """The places of samples that have other values than in the large run; None if the call
-        differs from the one there in anything else.
-        """
-        known, number = self._known.get(key), len(self._samples)
-        if known is None or self.begins_with or not call.is_like(known.call):
-            return None
-        if known.marks != marks_of(self._runner.module_of(call)):
-            return None
-        found: set[int] = set()
-        inputs = zip(call.tensors, known.call.tensors, self.rules[key].inputs, strict=True)
-        for tensor, whole, rule in inputs:
-            axis = rule if isinstance(rule, BatchAxis) else None
-            expected = axis.select(whole, self._samples, LARGE) if axis else whole
-            if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
-                return None
-            if torch.equal(tensor, expected):
-                continue
-            if axis is None:
-                return None
-            spans = [Span(i, i + 1) for i in range(number)]
-            found |= {
-                span.start
-                for span in spans
-                if not torch.equal(*(axis.narrow(t, span, number) for t in (tensor, expected)))
-            }
-        return sorted(found)
+            changed = known.changed(call, self._samples, self._runner.module_of(call))
+        return bool(changed) or known.has_to_run(changed)
 
     def _run_plain(self, key: CallKey, call: ProbedCall) -> Any:
         """As it is, with a cache that it changes, for a comparison of outputs alone."""
         given = [each.detach() for each in call.tensors]  # only in the call they are its own
         args, kwargs = unflatten(filled(call.leaves, given), call.arguments.spec)
-        with self._watcher.call(call.fqn, given), torch.no_grad():
+        with self.watcher.call(call.fqn, given), torch.no_grad():
             output = call.function(*args, **kwargs)
-        self._watcher.give(call.tensors)  # they were made outside, and may be used there
+        self.watcher.give(call.tensors)  # they were made outside, and may be used there
         tensors = tensors_in(output)
         return self._returned(output, tensors, [False] * len(tensors))
 
@@ -470,20 +407,16 @@ class Probe:
         """The output given to the model: it counts as made outside of units, with gradients."""
         outputs, spec = flatten(output)
         given = [
-            attached(self._anchor, t, rule) if flag and self._has_gradients else t
+            attached(self._model.anchor, t, rule) if flag and self._has_gradients else t
             for t, flag, rule in zip_longest(tensors, flags, rules)
         ]
-        self._watcher.give(given)
+        self.watcher.give(given)
         return unflatten(filled(outputs, given), spec)
-
-    def _copy_of(self, output: Any, rules: VisitRules) -> Any:
-        copies = list(map(copied, tensors_in(output)))
-        return self._returned(output, copies, rules.is_differentiable, rules.outputs)
 
 
 @contextmanager
-def _isolated(module: nn.Module, norms: BatchNorms) -> Iterator[None]:
-    with restored_modules(module), norms.frozen(), ExitStack() as stack:
+def _isolated(model: ProbedModel) -> Iterator[None]:
+    with restored_modules(model.module), model.norms.frozen(), ExitStack() as stack:
         # If it is not imported, nothing is compiled; importing it takes seconds.
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))

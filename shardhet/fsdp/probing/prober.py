@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -88,14 +88,14 @@ class Prober:
     def __init__(
         self, model: ProbedModel, units: Sequence[FSDPUnit], *, form: StepForm
     ) -> None:
-        self.is_running, self.module = False, model.module
+        self.module = model.module
         # Units that the model needs unsharded throughout.
         self.staying: frozenset[int] = frozenset()
         self._model = model
         self.units = tuple(units)
         self._control = model.control
         self._form = form
-        self._probe: Probe | None = None
+        self.probe: Probe | None = None  # while it runs
         self._finder = OrderFinder([], model.control)
         self._filled = Filled()
 
@@ -269,40 +269,25 @@ class Prober:
 
     def enter(self, unit_index: int, needs_backward: bool, fqn: str, arguments: Any) -> None:
         """Agree that the unit is called next, and unshard it.  Collective."""
-        assert self._probe is not None
-        runs = self._probe.has_to_run(fqn, arguments)
-        with self._probe.unwatched():
-            while (
-                unit := self._finder.visit(unit_index, needs_backward, runs).unit
-            ) != unit_index:
+        assert self.probe is not None
+        runs = self.probe.has_to_run(fqn, arguments)
+        visit = partial(self._finder.visit, unit_index, needs_backward, runs)
+        with self.probe.watcher.paused():
+            while (unit := visit().unit) != unit_index:
                 self._take(unit)
             self._take(unit)
 
-    def call(
-        self,
-        fqn: str,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Any,
-        *,
-        is_piece: bool = False,
-    ) -> Any:
-        """The output of a call of one of a unit's modules, or of a piece of the root."""
-        assert self._probe is not None
-        return self._probe.call(fqn, function, args, kwargs, is_piece=is_piece)
-
     def _take(self, unit_index: int) -> None:
-        if not self._finder.has_to_run:
-            return
-        self._reshard_all(but=(unit_index, *self.staying))
-        self._unshard(unit_index)
+        if self._finder.has_to_run:
+            self._reshard_all(but=(unit_index, *self.staying))
+            self._unshard(unit_index)
 
     def _unshard(self, unit_index: int) -> None:
         unit = self.units[unit_index]
         with _while_others_wait():
             unit.unshard()
             unit.wait_for_unshard()
-            if self._probe is not None:
+            if self.probe is not None:
                 self._filled.fill(unit_index, unit)
 
     def _reshard_all(self, *, but: Iterable[int] = ()) -> None:
@@ -320,7 +305,7 @@ class Prober:
         is_behind = probe is not None and probe.is_behind
         names = [unit.fqn for unit in self.units]
         self._finder = OrderFinder(names, self._control, is_behind=is_behind)
-        self._probe, self.is_running = probe, True
+        self.probe = probe
         try:
             for index in sorted(self.staying):
                 self._unshard(index)
@@ -335,7 +320,7 @@ class Prober:
             self._finder.fail()
             raise
         finally:
-            self._probe, self.is_running = None, False
+            self.probe = None
             self._reshard_all()
 
 

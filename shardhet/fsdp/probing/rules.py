@@ -2,14 +2,24 @@
 for three samples; refuses what they do not determine.
 """
 
+import pickle
 from collections.abc import Hashable, Sequence
 from itertools import combinations
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
-from shardhet.fsdp.microbatch.batching import BatchAxis, Join, Rule, find_axis
-from shardhet.fsdp.microbatch.signature import ModelCall
+from shardhet.fsdp.microbatch.batching import (
+    BatchAxis,
+    Join,
+    Rule,
+    find_axis,
+    flatten,
+    unflatten,
+)
+from shardhet.fsdp.microbatch.loss import Unmade
+from shardhet.fsdp.microbatch.signature import ModelCall, is_plain
 from shardhet.fsdp.probing.comparing import Cut, are_close
 from shardhet.fsdp.probing.law import Law
 from shardhet.records.layout import Span
@@ -211,3 +221,36 @@ def readings(tensor: Tensor, known: Rule | None, num_samples: int) -> list[Rule]
         BatchAxis(dim) for dim, length in enumerate(tensor.shape) if length == num_samples
     ]
     return [*axes, Join.SHARED]
+
+
+def empty_output_of(for_small: Any, for_large: Any) -> bytes:
+    """The output of a model for no samples, on the meta device, pickled."""
+    small, spec = flatten(for_small)
+    large, _ = flatten(for_large)
+    leaves: list[Any] = []
+    for one, other in zip(small, large, strict=False):
+        if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+            leaves.append(_for_no_samples(one))
+            continue
+        try:
+            axes = find_axis(one, other, SIZES)
+        except ValueError:  # several dimensions depend on the number of samples
+            axes = [BatchAxis(0)]
+        shape = axes[0].shape(one.shape, 0) if axes else tuple(one.shape)
+        flag = one.requires_grad
+        leaves.append(torch.empty(shape, dtype=one.dtype, device="meta", requires_grad=flag))
+    try:
+        return pickle.dumps(unflatten(leaves, spec))
+    except (pickle.PicklingError, AttributeError, TypeError):  # a class of a function
+        return pickle.dumps(Unmade(type(for_small).__name__))
+
+
+def _for_no_samples(plain: Any) -> Any:
+    """A plain output of a model for no samples; a number is taken for a count, so it is zero.
+
+    This includes a number that is equal in two runs: their samples may happen to have equally
+    many tokens.
+    """
+    if type(plain) in (int, float):
+        return type(plain)(0)
+    return plain if is_plain(plain) else Unmade(type(plain).__name__)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardhet.fsdp.microbatch.modes import OperationMode, tensors_among
+from shardhet.fsdp.microbatch.modes import EagerMode, tensors_among
 from shardhet.fsdp.params.optimizer_gate import is_in_memory_given_up
 from shardhet.fsdp.probing.law import Law
 from shardhet.fsdp.stages.flow import Flow, storage_of
@@ -98,7 +98,7 @@ class MadeRows:
             self.pass_on(given, made)
 
 
-class Watcher(OperationMode):
+class Watcher(EagerMode):
     """Tracks where tensors are made while it is active; replaces random numbers."""
 
     def __init__(self, *, is_cut: bool) -> None:
@@ -126,15 +126,6 @@ class Watcher(OperationMode):
         self._bounded = WeakIdKeyDictionary()  # single numbers with a least or largest value
         self._fqn_by_place = {OUTSIDE: ""}
         self._allowed: set[int] = set()  # addresses of storages that the call was given
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip it, torch imports it: a second, and nothing is compiled in here
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return self.run(func, args, kwargs or {})
 
     @contextmanager
     def call(self, unit_fqn: str, arguments: Sequence[Tensor]) -> Iterator[None]:
@@ -180,10 +171,7 @@ class Watcher(OperationMode):
         """Raise if ``who`` returns a count of tokens that is, for instance, at least 1."""
         bounded = [each for each in tensors if each in self._bounded]
         if self._is_cut and not all(each.requires_grad for each in bounded):
-            raise Law.ADDS_UP.refusal(
-                f"{who} returns a single number that is kept within bounds (clamp, maximum, "
-                "where), a count of tokens that is at least 1, perhaps"
-            )
+            raise Law.ADDS_UP.refusal(who + _BOUNDED)
 
     def read(self, tensor: Tensor) -> None:
         """Note that the program reads the tensor's values by no operation."""
@@ -363,6 +351,7 @@ class Watcher(OperationMode):
 _BOUNDS = frozenset({"clamp", "clamp_min", "clamp_max", "maximum", "minimum", "fmax", "fmin"})
 # These give the same number.
 _COPIES = frozenset(("_to_copy", "clone", "detach", "alias", "view", "squeeze"))
+_BOUNDED = " returns a single number that is kept within bounds (clamp, maximum, where)"
 _LOOKUPS = frozenset(("embedding", "_embedding_bag"))
 
 

@@ -107,11 +107,11 @@ class UnitCalls:
         if self._rounds.number > 1:
             _check_flags(unit)
         needs_backward = _needs_backward(module, args, kwargs)
-        if self._prober.is_running:
+        if (probe := self._prober.probe) is not None:
             progress.mark(f"forward of unit {unit.fqn!r}")
             self._prober.enter(unit_index, needs_backward, module.fqn, (args, kwargs))
             with self._visiting_unit(unit.fqn):
-                return self._prober.call(module.fqn, module.forward, args, kwargs)
+                return probe.call(module.fqn, module.forward, args, kwargs)
         segment, needs_backward = self._walk.expect(unit_index, needs_backward)
         self._walk.begin_turn()
         call = self._step.num_visits[unit.fqn]
@@ -156,9 +156,8 @@ class UnitCalls:
             )
         needs_backward = _needs_backward(module, args, kwargs)
         with self.dropout.left_alone():
-            if self._prober.is_running:
-                function = module.forward
-                return self._prober.call(module.fqn, function, args, kwargs, is_piece=True)
+            if (probe := self._prober.probe) is not None:
+                return probe.call(module.fqn, module.forward, args, kwargs, is_piece=True)
             call = self.known.count(module)
             leaves, rules = self.known.prepare(module, (args, kwargs))
             visit = self._visits.of(module, rules, self._step.batch, call=call)

@@ -11,11 +11,11 @@ from shardhet.comm.channel import Channel
 from shardhet.comm.peers import Peers
 from shardhet.comm.progress import progress
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
+from shardhet.fsdp.microbatch.caches import CacheSwitch
 from shardhet.fsdp.microbatch.host_inputs import InputsOnHost
 from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.attempt import RunModule
-from shardhet.fsdp.probing.caches import CacheSwitch
 from shardhet.fsdp.probing.known_calls import UNKNOWN, KnownCalls
 from shardhet.fsdp.probing.module_state import CountedNumbers
 from shardhet.fsdp.probing.probe import ProbedModel
