@@ -60,7 +60,7 @@ def test_plain_models_are_exact(court: Court) -> None:
     frozen = replace(case, model=replace(case.model, frozen=("blocks.0",), tied="blocks"))
     for each in (case, frozen):
         judgement, _ = court.judge(each)
-        assert judgement.verdict is Verdict.EXACT, judgement
+        assert judgement.verdict is Verdict.EXACT, judgement.reason
 
 
 def _later_length_is_the_batch() -> FuzzCase:
@@ -144,7 +144,7 @@ def test_a_difference_is_a_wrong_case(court: Court) -> None:
     units = (UnitShape(dropout=0.5), *case.model.units[1:])
     case = replace(case, model=replace(case.model, units=units), options={"seed": 3})
     judgement, _ = court.judge(case)
-    assert judgement.verdict is Verdict.EXACT, judgement
+    assert judgement.verdict is Verdict.EXACT, judgement.reason
     broken = replace(case, options=_OtherSeedOnce(seed=3))
     judgement, _ = court.judge(broken)
     assert judgement.verdict is Verdict.WRONG, judgement

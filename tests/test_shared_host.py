@@ -201,7 +201,9 @@ def test_alone_or_on_an_accelerator_nothing_is_read() -> None:
     all_gather_uneven(output, shard, (2,), channel=alone, receivers=(0,)).wait()
     assert output.eq(1).all()
     faster = mock.create_autospec(SharedHost)
-    several = Channel(mock.MagicMock(), (0, 1), 0, faster)
+    group = mock.MagicMock()
+    group._get_backend.return_value.name.return_value = "another"
+    several = Channel(group, (0, 1), 0, faster)
     all_gather_uneven(None, shard, (2, 0), channel=several, receivers=(1,))
     assert faster.gather.call_count == 1
     with pytest.raises(ValueError, match="No uneven collectives"):

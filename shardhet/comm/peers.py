@@ -29,7 +29,7 @@ SECONDS_TO_HEAR_THE_CAUSE = 3.0
 SECONDS_BETWEEN_LOOKS = 0.05
 MIB, GIB = 2**20, 2**30
 LIMIT_AFTER_FAILURE = 0.9  # of the memory that was predicted, or had been allocated
-FAILURE = "shardhet_failure"  # in the store: the first that a rank has reported
+FAILURE = "shardhet_failure_"  # in the store, with a model if a rank has raised: the first
 # In the store, with a position
 PROCESS, SIGNED_OFF, ENDED = "shardhet_process_", "shardhet_signed_off_", "shardhet_ended_"
 OF_CUDA = "ncclUnhandledCudaError"  # in torch's error, if a call of CUDA failed in NCCL
@@ -123,13 +123,20 @@ def failure_of(error: BaseException, *, rank: int, name: str, what: str = "") ->
 
 
 def report(failure: Failure, store: Any) -> Failure:
-    """Leave word of ``failure`` for all ranks; the first that any has left."""
-    return Failure.from_json(store.compare_set(FAILURE, "", failure.to_json()))
+    """Leave word of ``failure`` for all ranks; the first that any has left.
+
+    A program may catch what a rank has raised, and go on with another model.
+    """
+    key = FAILURE + (progress.model if failure.kind is Kind.RAISED else "")
+    return Failure.from_json(store.compare_set(key, "", failure.to_json()))
 
 
 def reported(store: Any) -> Failure | None:
-    """The failure of which a rank has left word."""
-    return Failure.from_json(store.get(FAILURE)) if store.check([FAILURE]) else None
+    """The failure of which a rank has left word, if it is that of the newest model, or ends
+    the run.
+    """
+    found = (key for key in (FAILURE + progress.model, FAILURE) if store.check([key]))
+    return next((Failure.from_json(store.get(key)) for key in found), None)
 
 
 class Peers:
@@ -157,6 +164,7 @@ class Peers:
         if channel.group is not None:
             process = json.dumps([socket.gethostname(), os.getpid()])
             self._store.set(f"{PROCESS}{channel.position}", process)
+            progress.model = str(channel.group.group_name)
             _all.add(self)
         if not _hooks_before:
             _hooks_before.append(sys.excepthook)
@@ -214,7 +222,6 @@ class Peers:
         what = f"{type(error).__name__}: {error}{memory}"
         failure = failure_of(error, rank=dist.get_rank(), name=name, what=what)
         if failure.kind is Kind.RAISED:
-            progress.failure = progress.failure or failure
             with suppress(RuntimeError):
                 report(failure, _store_of_all())
         self._communicators.break_connections()
@@ -252,7 +259,6 @@ class Peers:
             except RuntimeError:  # it is gone, and so is the process that held it
                 has_store = False
             if found is not None:
-                progress.failure = found
                 return found.message
             time.sleep(SECONDS_BETWEEN_LOOKS)
         try:
@@ -317,6 +323,7 @@ def _report_before_the_end(kind: type[BaseException], error: BaseException, trac
     """In the place of ``sys.excepthook``: others hear what the program around models raises."""
     try:
         if progress.failure is None:
+            progress.model = ""  # the run ends, whatever the newest model of others is
             for each in list(_all):
                 each.report(error)
     finally:

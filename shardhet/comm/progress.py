@@ -31,8 +31,9 @@ class RankProgress:
     is_watched: bool = False  # a thread ends this process if a rank does not come
     # What the plan was predicted to need on this rank's device; None if nobody has.
     predicted_bytes: int | None = None
-    # The failure, of this rank or another, that ends the run: the message of every error that
-    # this process raises because it has lost its peers.
+    model: str = ""  # the newest: the name of its group, alike on its ranks
+    # The failure, of this rank or another, with which the watch ends the run: the message of
+    # every error that this process raises because it has lost its peers.
     failure: Failure | None = None
     # Where the user looks, if what this process prints is written to a file.
     screen: TextIO | None = None

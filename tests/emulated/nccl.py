@@ -24,7 +24,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardhet.comm import devices, peers
+from shardhet.comm import devices, failure
 from shardhet.comm.calls import wait_all
 from shardhet.comm.groups import KNOWN_NCCL
 from tests.emulated.clocks import Event, Stream
@@ -32,7 +32,7 @@ from tests.emulated.clocks import Event, Stream
 if TYPE_CHECKING:
     from tests.emulated.accelerator import Accelerator
 
-_close_gloo = peers._close
+_close_gloo = failure._close
 # Groups that stand for NCCL's; they outlive an accelerator, as the library keeps them.
 _is_nccl: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 # Groups that the library has made for gloo; all others have NCCL for the device.
@@ -112,7 +112,7 @@ class Nccl:
             stack.enter_context(mock.patch.object(devices, "backend_of", backend))
             stack.enter_context(mock.patch.object(devices, "carries", carries))
             stack.enter_context(mock.patch.object(dist, "new_group", self._make_group))
-            stack.enter_context(mock.patch.object(peers, "_abort", self._abort))
+            stack.enter_context(mock.patch.object(failure, "_abort", self._abort))
             stack.enter_context(mock.patch.object(c10d, "_coalescing_manager", self._grouped))
             for name, function in self._functions().items():
                 stack.enter_context(mock.patch.object(dist, name, function))

@@ -61,9 +61,7 @@ def start_ranks(
     # The launcher's messages about signals add nothing to the panel.
     for name in ("agent.server.api", "multiprocessing.api"):  # each has a level of its own
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    # Before a rank imports torch, whose sockets warn of each connection that is cut.
-    for name, value in (("OMP_NUM_THREADS", "1"), ("TORCH_CPP_LOG_LEVEL", "ERROR")):
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before a rank imports torch
     with (
         _joined_by(link) as address,
         # The launcher's own; ranks log into the run folder, unless its disk is full.
