@@ -247,8 +247,7 @@ def _tell_time(conf: PlannerConf, inputs: Inputs, samples_per_s: float, to: Cons
     watts = [cluster.kind(each.kind).board_power_w for each in cluster.devices]
     kwh = None if None in watts else sum(filter(None, watts)) * hours / 1000
     energy = "" if kwh is None else f", and at most {kwh:,.1f} kWh by the limits of the boards"
-    prices = [(conf.price_per_kwh, kwh), (conf.price_per_hour, hours)]
-    cost = sum(price * amount for price, amount in prices if price and amount)
+    cost = (conf.price_per_kwh or 0) * (kwh or 0) + (conf.price_per_hour or 0) * hours
     said = f"{conf.for_tokens} tokens take {time}{energy}"
     say(to, f"{said}. They cost {cost:,.2f}." if cost else f"{said}.")
 

@@ -9,8 +9,6 @@ from shardhet.profiler.describe import plan_for
 from shardhet.records.plan import Plan
 from shardhet.training.resuming import random_states, restore_random_states
 
-NUM_SAMPLES = 2  # of the example; plan_for multiplies them itself
-
 
 def planned_for(trainer: TrainerView, options: Mapping[str, Any]) -> Plan:
     """The plan for ``trainer``'s model; rank 0 makes it.  Collective.
@@ -26,7 +24,7 @@ def planned_for(trainer: TrainerView, options: Mapping[str, Any]) -> Plan:
         )
     collate = trainer._get_collator_with_removed_columns(trainer.data_collator, "training")
     states = random_states(trainer.args.device)
-    batch = collate(list(islice(iter(trainer.train_dataset), NUM_SAMPLES)))
+    batch = collate(list(islice(iter(trainer.train_dataset), 2)))
     restore_random_states(states, trainer.args.device)
     same = {name: options[name] for name in ("units", "param_dtype") if name in options}
     size = trainer.args.per_device_train_batch_size  # of all ranks: see ``checked``

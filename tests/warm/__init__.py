@@ -68,7 +68,7 @@ def _started(modules: Sequence[str]) -> tuple[str, "subprocess.Popen[bytes]"]:
     server = subprocess.Popen(
         [sys.executable, HERE / "server.py", client, *modules],
         cwd=ROOT,
-        # A fork outlives the SIGKILL of what it stands for, and torch would warn of its sockets.
+        # A fork outlives the SIGKILL of what it stands for; torch would warn of its sockets.
         env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
         stdin=subprocess.PIPE,  # its end of file is the end of this process
         stdout=subprocess.PIPE,

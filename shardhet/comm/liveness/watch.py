@@ -380,11 +380,9 @@ class Exchange:
         if own is not None:
             self._store.set(self._keys[self._rank], json.dumps(asdict(own)))
         if self.failure is None or self.failure.kind is Kind.RAISED:
-            self.failure = reported(self._store)
-            if found is not None and self.failure is None:
-                self.failure = report(found, self._store)
-                if found == self.failure and found.kind is not Kind.RAISED:
-                    self._show(found)
+            self.failure = reported(self._store) or (found and report(found, self._store))
+            if found is not None and found == self.failure and found.kind is not Kind.RAISED:
+                self._show(found)
         if self.reads:
             keys = self._keys
             if len(self.beats) < len(keys):  # to get a key that is missing would block
