@@ -125,7 +125,7 @@ def failure_of(error: BaseException, *, rank: int, name: str, what: str = "") ->
 def report(failure: Failure, store: Any) -> Failure:
     """Leave word of ``failure`` for all ranks; the first that any has left.
 
-    A program may catch what a rank has raised, and go on with another model.
+    A program may catch what a rank has raised, and go on with another group of ranks.
     """
     key = FAILURE + (progress.model if failure.kind is Kind.RAISED else "")
     return Failure.from_json(store.compare_set(key, "", failure.to_json()))
