@@ -324,7 +324,7 @@ def _report_before_the_end(kind: type[BaseException], error: BaseException, trac
     try:
         if progress.failure is None:
             progress.model = ""  # the run ends, whatever the newest model of others is
-            for each in list(_all):
+            for each in [each for each in _all if not each._is_broken]:
                 each.report(error)
     finally:
         if os.environ.get(TRACEBACK) != "full":
