@@ -387,8 +387,9 @@ def _no_such_key(known: DictConfig, where: str, key: str, *, asked_for: str) -> 
     others = [
         f"{where}={each}" for each in choices if (conf_dir() / where / f"{each}.yaml").exists()
     ]
-    groups = [name for name in keys if isinstance(known._get_node(name), DictConfig)]
-    close = close or [f"{name}.{key}" for name in groups if key in list(known[name])]
+    nodes = ((name, known._get_node(name)) for name in keys)
+    groups = {name: node for name, node in nodes if isinstance(node, DictConfig)}
+    close = close or [f"{name}.{key}" for name, node in groups.items() if key in list(node)]
     mend = f" Did you mean {f'{where}.' if where else ''}{close[0]}?" if close else ""
     mend = f" It is a key of {' and '.join(others)}." if others else mend
     there = f"{where or 'the configuration'} has {', '.join(keys)}"
