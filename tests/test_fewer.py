@@ -265,8 +265,11 @@ def test_measured_profiles_are_asked_as_well(
     setting = setting_of("fss", s_per_byte=SLOW_LINKS)
     setting.save(tmp_path)
     quick = ("global_batch_size=16", "what_if_s=0")
-    text = said(capsys, f"measured={tmp_path}", *quick[:1])
+    tokens = ("for_tokens=1M", "price_per_kwh=1", "price_per_hour=3600")
+    text = said(capsys, f"measured={tmp_path}", *quick[:1], *tokens)
     assert "leave_out=auto: without the 2 s (devices 1-2)" in text
+    assert "price_per_kwh: left out, because board_power_w is not stated of every kind" in text
+    assert re.search(r"1M tokens take [\d,.]+ \w+\. They cost [\d,.]+\.", text)
     assert "measured groups" not in text  # a single device has no collectives
     odd = GroupCollectives(
         positions=(0, 1, 2),

@@ -244,10 +244,13 @@ def _tell_time(conf: PlannerConf, inputs: Inputs, samples_per_s: float, to: Cons
     hours = tokens / samples_per_s / inputs.setting.workload.tokens_per_sample / 3600
     days = f" ({hours / 24:,.1f} days)" * (hours >= 48)
     time = f"{hours:,.1f} hours{days}" if hours >= 2 else f"{60 * hours:,.0f} minutes"
-    watts = [cluster.kind(each.kind).board_power_w for each in cluster.devices]
-    kwh = None if None in watts else sum(filter(None, watts)) * hours / 1000
-    energy = "" if kwh is None else f", and at most {kwh:,.1f} kWh by the limits of the boards"
-    cost = (conf.price_per_kwh or 0) * (kwh or 0) + (conf.price_per_hour or 0) * hours
+    watts_of = {kind.kind: kind.board_power_w for kind in cluster.kinds}
+    watts = [watts_of.get(str(device.kind)) or 0.0 for device in cluster.devices]
+    kwh = sum(watts) * hours / 1000 * all(watts)  # 0: not known of every card
+    energy = f", and at most {kwh:,.1f} kWh by the limits of the boards" if kwh else ""
+    if conf.price_per_kwh and not kwh:
+        say(to, "price_per_kwh: left out, because board_power_w is not stated of every kind.")
+    cost = (conf.price_per_kwh or 0) * kwh + (conf.price_per_hour or 0) * hours
     said = f"{conf.for_tokens} tokens take {time}{energy}"
     say(to, f"{said}. They cost {cost:,.2f}." if cost else f"{said}.")
 

@@ -381,12 +381,9 @@ def _no_such_key(known: DictConfig, where: str, key: str, *, asked_for: str) -> 
     keys = sorted(map(str, known))
     close = get_close_matches(key, keys, n=1)
     schemas = SCHEMA_BY_KIND.get(where, {}).items()
-    choices = [
-        kind.value for kind, each in schemas if key in {one.name for one in fields(each)}
-    ]
-    others = [
-        f"{where}={each}" for each in choices if (conf_dir() / where / f"{each}.yaml").exists()
-    ]
+    choices = [kind.value for kind, each in schemas if key in get_type_hints(each)]
+    files = conf_dir() / where
+    others = [f"{where}={each}" for each in choices if (files / f"{each}.yaml").exists()]
     nodes = ((name, known._get_node(name)) for name in keys)
     groups = {name: node for name, node in nodes if isinstance(node, DictConfig)}
     close = close or [f"{name}.{key}" for name, node in groups.items() if key in list(node)]
