@@ -40,7 +40,7 @@ from shardhet.training.emulation import cores_for, stay_on
 logger = logging.getLogger(__name__)
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads one
 GROWING_SEGMENTS = "expandable_segments:True"
-# A network or a disk may be back at the next start.
+# A network or a disk may be back at the next start; Ctrl-C is no fault of the run.
 MAY_HEAL = (OSError, dist.DistError, KeyboardInterrupt)
 
 
