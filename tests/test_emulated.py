@@ -104,7 +104,8 @@ class OnAccelerator:
                 mean = train_step(self.model, self.problem, each, self.course)
         if len(runtime._known._findings) == num_probes:
             # The host reads the losses when backward is queued, and nothing else but gradients
-            # that are to be on the host; in several rounds also by what they were multiplied.
+            # that are to be on the host, and by which factor a loss has what the model returns;
+            # in several rounds also by what losses were multiplied.
             syncs, losses = self.accelerator.syncs, "comm/host_copy.py read: event"
             if self.model.plan.ranks[self.model.position].optimizer_on_host:
                 gradients = {"comm/on_host/lanes.py wait: event"}
@@ -113,7 +114,7 @@ class OnAccelerator:
                 assert set(syncs) <= {losses, *gradients}, syncs
             else:
                 assert set(syncs) == {losses}, syncs
-                assert len(syncs) == 1 or len(batches) > 1, syncs
+                assert len(syncs) <= 2 or len(batches) > 1, syncs
             for group, communicator in by_group.items():
                 for _, _, stream in communicator.collectives[launched.get(group, 0) :]:
                     assert stream == "of priority -1"

@@ -80,7 +80,7 @@ def test_it_learns_as_float32_does_under_every_plan(name: str) -> None:
 
 
 def overflowing(rank: int, steps: list[int], trainer: Trainer) -> RunModel:
-    """As ``run_plainly``, but some of one rank's gradients overflow in these steps."""
+    """As ``run_plainly``, but some gradients overflow in these steps."""
     scale = torch.amp.GradScaler.scale
 
     def run(call: Any, tensors: Any) -> Any:
@@ -92,7 +92,7 @@ def overflowing(rank: int, steps: list[int], trainer: Trainer) -> RunModel:
             ):
                 return run_plainly(call, tensors)
         loss_sum, *rest = run_plainly(call, tensors)
-        if rank == 0 and is_bad:
+        if is_bad:
             loss_sum = Scaled.apply(loss_sum, 1e5)
         return (loss_sum, *rest)
 

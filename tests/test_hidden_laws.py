@@ -236,6 +236,75 @@ def test_a_table_that_becomes_longer_on_one_rank_is_right(name: str) -> None:
     run_ranks(_grows, OF_EIGHT[name].world_size, OF_EIGHT[name], "table")
 
 
+# What the program makes of numbers and vectors that the model returns
+
+RETURNED: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda h: h.mean(),
+    "sum": lambda h: h.sum(),
+    "means": lambda h: h.mean(0),
+    "sums": lambda h: h.sum(0),
+    "products": lambda h: h.T @ h,
+    "largest": lambda h: h.amax(0),
+}
+# By which factor a loss has to depend on them.
+IS_MEAN = {"mean": True, "means": True, "sum": False, "sums": False, "products": False}
+
+
+class Beside(Net):
+    """Returns something of all samples beside rows of each."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(linear)
+        self.of_all = RETURNED[kind]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = super().forward(x)
+        return y, self.of_all(y)
+
+
+def _uses_beside(rank: int, plan: Plan, kind: str, use: str) -> None:
+    torch.manual_seed(0)
+    reference, x = Beside(kind), draw(8, WIDTH)
+    model = HetFSDP(copy.deepcopy(reference), plan, units=UNITS)
+    mine = [*plan.sample_indices(model.position)]
+    for _ in range(2):
+        for part in torch.tensor(mine).long().chunk(plan.num_rounds):
+            rows, of_all = model(x[part])
+            model.backward(_loss(rows, of_all, use), len(part))
+        rows, of_all = reference(x)
+        (_loss(rows, of_all, use) / len(x)).backward()
+        compare_grads(model, reference)
+        for each in (model, reference):
+            each.zero_grad()
+
+
+def _loss(rows: Tensor, of_all: Tensor, use: str) -> Tensor:
+    weights = torch.arange(1.0, of_all.numel() + 1).double().view(of_all.shape)
+    used = {
+        "square": of_all.square().sum(),
+        "sum": (0.1 * of_all * weights).sum(),
+        "mean": (0.1 * of_all * weights).sum() * len(rows),
+        "not": of_all.detach().sum() * 0,
+    }
+    return rows.square().sum() + used[use]
+
+
+@pytest.mark.parametrize("kind", RETURNED)
+@pytest.mark.parametrize("name", ["ranks", "stores", "rounds"])
+def test_a_loss_is_a_sum_of_what_the_model_returns_of_all_samples(name: str, kind: str) -> None:
+    plan, right = OF_EIGHT[name], {True: "mean", False: "sum", None: "not"}[IS_MEAN.get(kind)]
+    run_ranks(_uses_beside, plan.world_size, plan, kind, right)
+    # Of ranks with equal numbers, "sum" and "mean" are the same but for a constant.
+    for use in {"square", *(["sum", "mean"] if name == "stores" else [])} - {right}:
+        outcomes = run_ranks_expecting_failure(_uses_beside, plan.world_size, plan, kind, use)
+        says(outcomes, "the loss depends on output 1 of model(...), which is")
+
+
+def test_one_rank_that_has_all_samples_may_use_them_in_any_way() -> None:
+    run_ranks(_uses_beside, 1, OF_EIGHT["at once"], "means", "square")
+    run_ranks(_uses_beside, 1, OF_EIGHT["microbatches"], "means", "square")
+
+
 # What the program writes between steps
 
 

@@ -212,7 +212,7 @@ class HetFSDP(ModuleInRounds):
             call = self._call_of_round((args, kwargs, loss_inputs))
             with self._forgetting_rounds():
                 output = self._runtime.forward(self._run_module, call, self.module.training)
-        self._backward.expect(output)
+        output = self._backward.expect(output)
         if output is None:
             return _loss_of_none(self.device)
         warn_of_large_output(output)

@@ -7,7 +7,7 @@ from lengths that happen to be equal.
 
 import re
 from collections import UserDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -176,6 +176,23 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
             register_dataclass(each)
         return flatten(tree)
     return leaves, spec
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """The leaves by their place, such as ".logits"; others may be missing or not."""
+    leaves, spec = flatten(tree)
+    return dict(zip(_places(spec), leaves, strict=True))
+
+
+def _places(spec: TreeSpec, place: str = "") -> Iterator[str]:
+    if spec.is_leaf():
+        yield place
+        return
+    children, keys = spec.children(), spec.context
+    if not isinstance(keys, list) or len(keys) != len(children):  # of names, in dicts and like
+        keys = range(len(children))
+    for key, child in zip(keys, children, strict=True):
+        yield from _places(child, f"{place}.{key}")
 
 
 def _register_mapping(kind: type[UserDict[str, Any]]) -> None:

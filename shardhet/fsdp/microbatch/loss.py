@@ -1,15 +1,13 @@
 """Applies ``loss_fn`` to the output of the last unit, microbatch by microbatch."""
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from shardhet.fsdp.microbatch.batching import flatten
 from shardhet.fsdp.microbatch.layered import tensors_in
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
 from shardhet.records.plan import Plan
@@ -189,47 +187,6 @@ def mean_of_samples(loss_fn: Callable[..., Tensor]) -> LossFn:
     return loss_and_number
 
 
-class Output:
-    """What a model has returned, as long as the program keeps it."""
-
-    def __init__(self, output: Any) -> None:
-        self._leaves = [
-            ref(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flatten(output)[0]
-        ]
-
-    @property
-    def leaves(self) -> list[Any]:
-        """The leaves of the output."""
-        return [each() if isinstance(each, ref) else each for each in self._leaves]
-
-    def check_adds_up(
-        self, loss_sum: Any, num_tokens: Any, not_sums: Container[int], caller: str
-    ) -> None:
-        """Raise ``ValueError`` if a rank's loss, or its number of tokens, is what the model has
-        returned and no sum over samples.  Leaves at ``not_sums`` are numbers that are none.
-        """
-        leaves = self.leaves
-        at = next((i for i, each in enumerate(leaves) if each is loss_sum), None)
-        if at is None:
-            return
-        if at in not_sums:
-            raise ValueError(
-                f"{caller}: the loss is what the model returns, which is no sum over samples "
-                "but a mean, perhaps. So ranks and rounds do not add up to one process with "
-                "all samples. Give the sum: loss * num_tokens, num_tokens."
-            )
-        if any(
-            i in not_sums and _is_it(num_tokens, each, follows_loss=i == at + 1)
-            for i, each in enumerate(leaves)
-        ):
-            raise ValueError(
-                f"{caller}: the number of tokens is what the model returns, {num_tokens} here, "
-                "and does not add up over samples: for those of two ranks, or rounds, it is "
-                "not the sum of both. Return the number of what the loss is summed over, which "
-                "may be zero."
-            )
-
-
 class Unmade:
     """In place of a result that a rank without samples cannot make: to look into it raises."""
 
@@ -249,13 +206,6 @@ class Unmade:
         return self.entries
 
     __iter__ = __len__ = __getitem__ = __call__ = _refuse
-
-
-def _is_it(num_tokens: Any, leaf: Any, *, follows_loss: bool) -> bool:
-    """Whether a leaf is the number of tokens: plain numbers are known by value and place."""
-    if isinstance(num_tokens, Tensor):
-        return num_tokens is leaf
-    return follows_loss and type(num_tokens) is type(leaf) and bool(num_tokens == leaf)
 
 
 def check_no_tokens(num_tokens: Sequence[float], num_samples: Sequence[float]) -> None:

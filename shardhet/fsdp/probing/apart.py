@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-from shardhet.fsdp.microbatch.batching import BatchAxis, Join, Rule, find_axis
+from shardhet.fsdp.microbatch.batching import BatchAxis, Join, Rule, find_axis, named_leaves
 from shardhet.fsdp.microbatch.layered import leaves_of, nodes_of, tensors_in
 from shardhet.fsdp.microbatch.modes import FunctionMode
 from shardhet.fsdp.probing.comparing import Cut, are_close
@@ -34,6 +34,31 @@ def outputs_apart(small: Any, large: Any) -> list[tuple[int, list[BatchAxis]]]:
             with suppress(ValueError):  # its length depends on which samples there are
                 found.append((i, find_axis(one, other, SIZES)))
     return found
+
+
+def without_samples(outputs: Sequence[Any]) -> list[str]:
+    """Where outputs have numbers, or what has a gradient and no row for each sample."""
+    first, *others = map(named_leaves, outputs)
+    columns = {
+        place: [leaf, *(each.get(place) for each in others)] for place, leaf in first.items()
+    }
+    return [place for place, c in columns.items() if all(map(_is_number, c)) or _are_alike(c)]
+
+
+def _is_number(leaf: Any) -> bool:
+    return type(leaf) in (int, float) or (isinstance(leaf, Tensor) and not leaf.dim())
+
+
+def _are_alike(column: Sequence[Any]) -> bool:
+    """Whether all are tensors of one shape that have a gradient."""
+    return all(
+        isinstance(each, Tensor)
+        and each.requires_grad
+        and each.is_floating_point()
+        and each.numel()
+        and each.shape == column[0].shape
+        for each in column
+    )
 
 
 def _growing(small: Tensor, large: Tensor) -> list[tuple[int, int]]:

@@ -1,6 +1,7 @@
 """All runs of one probe on one rank, under one assumption about the model's arguments."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from math import nan
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from shardhet.comm import devices
 from shardhet.comm.failure import LostPeerError
-from shardhet.fsdp.microbatch.batching import BatchAxis, Join
+from shardhet.fsdp.microbatch.batching import BatchAxis, Join, named_leaves
 from shardhet.fsdp.microbatch.caches import tell_of_caches
 from shardhet.fsdp.microbatch.chosen import rows_in, with_samples
 from shardhet.fsdp.microbatch.layered import tensors_in
@@ -19,13 +20,13 @@ from shardhet.fsdp.probing.apart import (
     Apart,
     outputs_apart,
     problem_of_pairs,
+    without_samples,
 )
 from shardhet.fsdp.probing.comparing import (
     Cut,
     are_close,
     are_numbers_equal,
     is_mean_over_some,
-    not_sums,
 )
 from shardhet.fsdp.probing.law import Law, Refusal
 from shardhet.fsdp.probing.module_state import kept_of_samples
@@ -54,6 +55,8 @@ CUTS: Sequence[Runs] = (
     # A sample that is there twice: labels of a probe are often all unlike.
     ("again", ("small", "one"), PARTS),
 )
+
+WITH_LAWS = ("small", "large", *RUNS)
 
 # One forward on all ranks: the result of the call on this one, and the segments.
 RunOnce = Callable[[Probe | None, Callable[[], Any]], tuple[Any, Any]]
@@ -86,9 +89,10 @@ class Attempt:
         self.is_alone = False  # whether no other rank computes
         self._has_gradients, self._is_cut = has_gradients, has_gradients and splits
         self._outputs: dict[str, Any] = {}
-        self.not_sums: frozenset[int] = frozenset()  # leaves of the output, see ``Findings``
+        self.laws: dict[str, frozenset[Join] | None] = {}  # see ``Findings``
         self._unlike: set[str] = set()  # runs whose calls have arguments of other kinds
         self._apart: Apart = []  # outputs with rows for samples
+        self._numbers: Sequence[str] = ()  # where the output has what has none
         self._generators = HostGenerators()
         if call is not None:
             self.probe = Probe(model, has_gradients=has_gradients, splits=splits)
@@ -99,7 +103,7 @@ class Attempt:
         try:
             with restored_random_state(self._model.device), self._generators.restored():
                 _, self.segments = self._forward("small", range(SMALL))
-                self._check_draws()
+                _check_draws(self)
                 self._forward("large", range(LARGE))
                 laws = self._check_outputs()
                 self._check_kept()
@@ -164,21 +168,6 @@ class Attempt:
             self._unlike.add(name)
         return self._outputs[name], segments
 
-    def _check_draws(self) -> None:
-        """Raise if the small forward depends on numbers that the host's generators draw."""
-        drawn = self._generators.drawn()
-        if not self._any_rank(bool(drawn)):
-            return
-        expected = self._outputs["small"]
-        problem = None
-        for word in (MIDDLE, HIGH):
-            output, found = self._forward("small", range(SMALL), word=word)
-            if self.probe is None:
-                continue
-            if found != self.segments or not _are_same(output, expected, self.probe.eps):
-                problem = _draws(drawn)
-        self._raise_together(problem)
-
     def _raise_together(self, problem: str | None) -> None:
         """Raise on all ranks if one has a problem.  Collective."""
         if self._any_rank(problem is not None):
@@ -193,6 +182,7 @@ class Attempt:
         if self.call is not None:
             small, large = self._outputs["small"], self._outputs["large"]
             self._apart = outputs_apart(small, large) if self._is_cut else []
+            self._numbers = without_samples([small, large])
             problem = None if self.is_alone else problem_of_pairs(small, large)
         self._raise_together(problem)
         has_losses = self._any_rank(self.splits and bool(self._losses("large")))
@@ -237,12 +227,6 @@ class Attempt:
             return not is_like or are_close(axis.narrow(whole, span, LARGE), some, eps)
         return False
 
-    def _cuts(self, way: Runs, pick: Callable[[Any], list[Tensor]]) -> list[Cut]:
-        """Of each tensor that ``pick`` finds in an output, what it is in these runs."""
-        whole, parts, spans = way
-        found = [pick(self._outputs[name]) for name in (whole, *parts)]
-        return [Cut(one, rest, spans) for one, *rest in zip(*found, strict=False)]
-
     def _check_kept(self) -> None:
         """Raise if what a forward keeps of its samples changes what the next one computes."""
         kept, problem = {}, None
@@ -271,30 +255,44 @@ class Attempt:
         return any(axis is not None and leaf.is_floating_point() for leaf, axis in pairs)
 
     def _losses(self, name: str) -> list[Tensor]:
-        """The 0-d tensors among the model's outputs, in float64."""
-        return [] if self.call is None else _numbers(self._outputs[name])
+        """What is without samples in the model's output, in float64."""
+        leaves = {} if self.call is None else named_leaves(self._outputs[name])
+        return [torch.as_tensor(leaves.get(at, nan)).detach().double() for at in self._numbers]
 
     def _check_losses(self) -> list[set[Join]]:
         if self.call is not None:
-            runs = [[self._outputs[each] for each in (*parts, one)] for one, parts, _ in CUTS]
-            self.not_sums = frozenset().union(*(not_sums(*each) for each in runs))
+            self._numbers = without_samples([self._outputs[each] for each in WITH_LAWS])
         laws = [set.intersection(*each) for each in zip(*map(self._laws, CUTS), strict=True)]
         unclear = [i for i, found in enumerate(laws) if not found]
-        if self._any_rank(bool(unclear)):
-            _check_means(self, unclear)
+        losses = self._scalars(unclear)
+        if self._any_rank(bool(losses)):
+            _check_means(self, losses)
+        self.laws = dict(zip(self._numbers, map(frozenset, laws), strict=False))
+        self._forget(i for i in unclear if i not in losses)
         return laws
+
+    def _scalars(self, numbers: Sequence[int]) -> list[int]:
+        """Those that are tensors; of others is asked how they are used."""
+        leaves = {} if self.call is None else named_leaves(self._outputs["large"])
+        found = [(i, leaves[self._numbers[i]]) for i in numbers]
+        return [i for i, leaf in found if isinstance(leaf, Tensor) and not leaf.dim()]
+
+    def _forget(self, numbers: Iterable[int]) -> None:
+        """Note that these are neither sums nor means."""
+        self.laws |= dict.fromkeys([self._numbers[i] for i in numbers])
 
     def _laws(self, way: Runs, amplified: float = 1.0) -> list[set[Join]]:
         """Of each loss, which laws it follows in these runs."""
-        if self.call is None:
-            return []
-        return [cut.laws(self._eps * amplified) for cut in self._cuts(way, _numbers)]
+        whole, parts, spans = way
+        found = zip(*map(self._losses, (whole, *parts)), strict=False)
+        return [Cut(one, rest, spans).laws(self._eps * amplified) for one, *rest in found]
 
     @property
     def _eps(self) -> float:
         """Epsilon of the narrowest dtype of a loss; float32's if one is computed from that."""
-        outputs = [t for t in tensors_in(self._outputs["large"]) if t.dim() == 0]
-        dtypes = [t.dtype for t in outputs if t.is_floating_point()]
+        leaves = named_leaves(self._outputs["large"])
+        tensors = [leaves[i] for i in self._numbers if isinstance(leaves[i], Tensor)]
+        dtypes = [each.dtype for each in tensors if each.is_floating_point()]
         computed = min(self.probe.eps if self.probe else 0.0, torch.finfo(torch.float32).eps)
         return max((max(torch.finfo(each).eps, computed) for each in dtypes), default=0.0)
 
@@ -303,6 +301,22 @@ class Attempt:
         if self.probe is None:
             return None
         return empty_output_of(self._outputs["small"], self._outputs["large"])
+
+
+def _check_draws(attempt: Attempt) -> None:
+    """Raise if the small forward depends on numbers that the host's generators draw."""
+    drawn = attempt._generators.drawn()
+    if not attempt._any_rank(bool(drawn)):
+        return
+    expected = attempt._outputs["small"]
+    problem = None
+    for word in (MIDDLE, HIGH):
+        output, found = attempt._forward("small", range(SMALL), word=word)
+        if attempt.probe is None:
+            continue
+        if found != attempt.segments or not _are_same(output, expected, attempt.probe.eps):
+            problem = _draws(drawn)
+    attempt._raise_together(problem)
 
 
 def _problem_of_caches(attempt: Attempt) -> str | None:
@@ -349,7 +363,10 @@ def _try_values(attempt: Attempt, laws: Sequence[set[Join]]) -> None:
         way = (large, (one, "other"), OTHER_PARTS)
         found = zip(laws, attempt._laws(way, max(factor, 1.0)), strict=False)
         odd = [i for i, (law, other) in enumerate(found) if law - {Join.MEAN} - other]
-        attempt._raise_together(_no_sum(odd) or attempt._problem_of_rows([way]))
+        attempt._forget(odd)
+        attempt._raise_together(
+            _no_sum(attempt._scalars(odd)) or attempt._problem_of_rows([way])
+        )
 
 
 def _check_means(attempt: Attempt, unclear: Sequence[int]) -> None:
@@ -358,7 +375,7 @@ def _check_means(attempt: Attempt, unclear: Sequence[int]) -> None:
     # Every other sample would be other samples in another order.
     pairs = enumerate(zip(attempt._losses("small"), attempt._losses("swapped"), strict=True))
     odd = [i for i, (one, other) in pairs if not are_numbers_equal(one, other, attempt._eps)]
-    attempt._raise_together(_no_sum(odd))
+    attempt._raise_together(_no_sum(attempt._scalars(odd)))
     values, changed = [], []
     for name, main in (("", (0, 1)), ("0", (2, 1)), ("1", (0, 3)), ("01", (2, 3))):
         attempt._forward(f"changed {name}", range(SMALL), main)
@@ -382,10 +399,6 @@ def _check_means(attempt: Attempt, unclear: Sequence[int]) -> None:
         )
     ]
     attempt._raise_together(_no_sum(odd))
-
-
-def _numbers(output: Any) -> list[Tensor]:
-    return [each.detach().double() for each in tensors_in(output) if each.dim() == 0]
 
 
 def _are_same(one: Any, other: Any, eps: float) -> bool:

@@ -1,6 +1,5 @@
 """Compares what a model computes for some samples with what it computes for others."""
 
-import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
@@ -8,12 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardhet.fsdp.microbatch.batching import BatchAxis, Join, Rule, flatten
+from shardhet.fsdp.microbatch.batching import BatchAxis, Join, Rule
 from shardhet.fsdp.probing.law import Law
 from shardhet.records.layout import Span
 
 MAX_NODES = 2000  # of an object whose fingerprint is taken
-NO_ROUNDING = 1e-2  # by so much of the largest, numbers differ in no dtype by rounding
 HUGE = 1e4  # times the median: a larger value is a mask's, not a result
 
 
@@ -80,18 +78,18 @@ class Cut(NamedTuple):
         return are_close(joined_like(self.whole, self.parts, self.spans, rule), self.whole, eps)
 
     def laws(self, eps: float) -> set[Join]:
-        """Which of the sum and the mean of those of the parts a loss is."""
+        """Which of the sum and the mean of those of the parts it is, without rows."""
         whole, (one, other), num_samples = self.whole, self.parts, self.spans[-1].stop
         weighted = [
             part * (span.numel / num_samples)
             for part, span in zip(self.parts, self.spans, strict=True)
         ]
         expected = {Join.SUM: one + other, Join.MEAN: weighted[0] + weighted[1]}
-        if not whole.isfinite():
+        if not whole.isfinite().all():
             return set(expected)  # backward will say so
         # Right for a mean of which all is in the other part.
         for some, rest in ((one, other), (other, one)):
-            if not some.isfinite():
+            if not some.isfinite().all():
                 expected = dict.fromkeys(expected, rest)
         return {law for law, each in expected.items() if are_numbers_equal(each, whole, eps)}
 
@@ -143,30 +141,11 @@ def _children(node: Any) -> list[Any]:
 
 def are_numbers_equal(one: Tensor, other: Tensor, eps: float, amplified: float = 1.0) -> bool:
     """Equality up to rounding; a loss term of one thousandth must not pass as rounding."""
-    if not (one.isfinite() and other.isfinite()):
-        return not (one.isfinite() or other.isfinite())
-    scale = max(abs(float(one)), abs(float(other)))
-    return abs(float(one - other)) <= min(64 * eps * amplified, 1e-2) * scale
-
-
-def not_sums(ab: Any, c: Any, abc: Any) -> frozenset[int]:
-    """Which numbers among the leaves of a model's output are no sums over samples, given the
-    output for two samples, for a third, and for all three.
-    """
-    triples = zip(*(map(_number_of, flatten(each)[0]) for each in (ab, c, abc)), strict=False)
-    return frozenset(
-        i
-        for i, triple in enumerate(triples)
-        if all(map(math.isfinite, triple))  # backward says so of others
-        and abs(triple[0] + triple[1] - triple[2]) > NO_ROUNDING * max(map(abs, triple))
-    )
-
-
-def _number_of(leaf: Any) -> float:
-    """The number that a leaf is; NaN if it is none."""
-    if isinstance(leaf, Tensor):
-        return math.nan if leaf.dim() or leaf.is_complex() else float(leaf.detach())
-    return float(leaf) if type(leaf) in (int, float) else math.nan
+    are_finite = bool(one.isfinite().all()), bool(other.isfinite().all())
+    if not all(are_finite):
+        return not any(are_finite)
+    scale = max(float(one.abs().max()), float(other.abs().max()))
+    return float((one - other).abs().max()) <= min(64 * eps * amplified, 1e-2) * scale
 
 
 def is_mean_over_some(

@@ -7,9 +7,9 @@ If one rank cannot continue, all ranks learn of it and leave the forward at the 
 import logging
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardhet.comm.failure import LostPeerError
 from shardhet.fsdp.microbatch.batching import (
+    Join,
     Layout,
     VisitRules,
     flatten,
@@ -60,8 +61,10 @@ class Findings:
     inputs: tuple[SeenInput, ...]  # of units, if this rank has samples
     empty_output: Any  # the model's output for no samples, on the meta device, or None
     are_batched: tuple[bool, ...]  # by leaf of the arguments: whether it holds samples
-    # Leaves of the model's output: numbers that do not add up over samples on every rank.
-    not_sums: frozenset[int] = frozenset()
+    # Of numbers, and tensors without samples, by their place in the model's output: whether
+    # they are sums or means over samples, or both; empty for a mean over what counts in each;
+    # None for anything else.
+    laws: Mapping[str, frozenset[Join] | None] = field(default_factory=dict)
     rewritten: frozenset[str] = frozenset()  # buffers, on every rank with samples
     # If results of units are followed: those of each call, if this rank has samples, and what
     # reaches each call, and the output.
@@ -203,7 +206,7 @@ class Prober:
                 attempt.empty_output(),
                 () if probe is None else probe.counted,
                 [] if flow is None else flow.reached,
-                attempt.not_sums,
+                None if probe is None else attempt.laws,
                 None if probe is None else probe.rewritten,
             )
         )
@@ -221,7 +224,7 @@ class Prober:
             are_batched=tuple(axis is not None for axis in attempt.axes),
             results=() if flow is None else tuple(flow.results),
             reached=_together([each[2] for each in told if each[2]]),
-            not_sums=frozenset().union(*(each[3] for each in told)),
+            laws=_laws_of_all([each[3] for each in told if each[3] is not None]),
             rewritten=frozenset(set.intersection(*(e[4] for e in told if e[4] is not None))),
             altered=frozenset() if flow is None else frozenset(flow.altered),
         )
@@ -357,6 +360,19 @@ def _together(
 ) -> tuple[frozenset[Returned], ...]:
     """What reaches each call on any rank."""
     return tuple(frozenset().union(*each) for each in zip(*reached, strict=True))
+
+
+def _laws_of_all(
+    found: Sequence[Mapping[str, frozenset[Join] | None]],
+) -> dict[str, frozenset[Join] | None]:
+    """What numbers are on every rank that has samples."""
+    by_place = {
+        at: [each[at] for each in found] for at in set.intersection(*map(set, found or [{}]))
+    }
+    return {
+        at: None if None in laws else frozenset.intersection(*laws)  # type: ignore[arg-type]
+        for at, laws in by_place.items()
+    }
 
 
 def _explained(

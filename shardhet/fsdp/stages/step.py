@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge
 
 from shardhet.comm.host_copy import HostCopy
 from shardhet.comm.progress import progress
-from shardhet.fsdp.microbatch.loss import Output, loss_pair
+from shardhet.fsdp.microbatch.loss import loss_pair
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.sharding.residence import forget_changed
@@ -44,6 +44,7 @@ from shardhet.fsdp.step.mean_backward import (
     wants_gradient,
 )
 from shardhet.fsdp.step.observer import Activity
+from shardhet.fsdp.step.output import Laws, Output
 from shardhet.fsdp.step.rounds import Moment
 from shardhet.fsdp.step.runtime import Runtime
 from shardhet.records.layout import Span
@@ -260,7 +261,7 @@ class Pipeline:
         if not n:
             return
         if self._is_last:
-            loss_sum = self._loss_of(output, kind.findings.not_sums)
+            loss_sum = self._loss_of(output, kind.findings.laws)
             self._made[now.round] = edges_of([loss_sum])
             self._seeds[now.round] = self._seed.to(loss_sum.dtype)
             return
@@ -271,11 +272,11 @@ class Pipeline:
         """What the stage before hands over for the forward of a round, once it is here."""
         return [each for each in self._exchange.take(now) if each is not None]
 
-    def _loss_of(self, output: Any, not_sums: frozenset[int]) -> Tensor:
+    def _loss_of(self, output: Any, laws: Laws) -> Tensor:
         loss_sum, num_tokens = loss_pair(output)
         check_is_number(loss_sum)
         if len(self._rounds) > 1 or len(self._runtime.computing_here) > 1:
-            Output(output).check_adds_up(loss_sum, num_tokens, not_sums, "forward_backward")
+            Output(output, laws).check_adds_up(loss_sum, num_tokens, "forward_backward")
         check_is_wide(loss_sum, "forward_backward")
         self._backward.check_leaves(loss_sum, divides_late=True)
         self._sums[0] += loss_sum.detach()

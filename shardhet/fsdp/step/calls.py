@@ -85,11 +85,6 @@ class UnitCalls:
         """By leaf of the arguments of the last forward: whether it holds samples."""
         return self.known.current.are_batched
 
-    @property
-    def not_sums(self) -> frozenset[int]:
-        """Leaves of the last output that are numbers and do not add up over samples."""
-        return self.known.current.not_sums
-
     def follow(self, visits: Visits, prober: Prober, known: KnownCalls) -> None:
         """Run calls as these say from the next forward on."""
         self._visits = visits

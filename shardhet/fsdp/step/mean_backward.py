@@ -27,12 +27,13 @@ from shardhet.comm import devices
 from shardhet.comm.host_copy import HostCopy
 from shardhet.comm.progress import progress
 from shardhet.fsdp.microbatch.layered import leaves_of
-from shardhet.fsdp.microbatch.loss import Output, check_no_tokens
+from shardhet.fsdp.microbatch.loss import check_no_tokens
 from shardhet.fsdp.params.param_hooks import ParamHooks, check_hooks_agree, set_grads_with_hooks
 from shardhet.fsdp.params.row_group import RowGroup
 from shardhet.fsdp.params.step_settings import check_settings_agree, with_settings
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.step.observer import Activity
+from shardhet.fsdp.step.output import Laws, Output, check_factors
 from shardhet.fsdp.step.runtime import Runtime
 
 logger = logging.getLogger("shardhet.fsdp")
@@ -73,6 +74,8 @@ class MeanBackward:
         self._is_divided = False  # the loss, by what ``backward`` is told
         # Of the rounds of the step so far
         self._sums: Tensor | None = None  # losses and tokens of every rank, [world_size, 2]
+        self._laws: list[Laws] = []  # see ``check_factors``
+        self._told: list[float] = []
         self._power = torch.ones(())  # by which losses are multiplied, on the device
         self._scale_on_host: HostCopy | None = None  # the same; None in a step of one round
 
@@ -111,12 +114,16 @@ class MeanBackward:
                     torch.autograd.backward(loss_sum, seed_grad)
 
             self._is_in_backward = True
+            self._returned.begin_backward(loss_sum, seed_grad)
             try:
                 self._runtime.backward(run_autograd)
             finally:
                 self._is_in_backward = False
-            has_grad = self.agree_on_grads() if is_last else {}
             of_round = rows_on_host.read()
+            own = float(of_round[self._control.position, 1])
+            self._laws.append(self._returned.laws)
+            self._told += [num_samples, own, *self._returned.factors(loss_sum)]
+            has_grad = self.agree_on_grads() if is_last else {}
             if divisor is None:
                 check_no_tokens(of_round[:, 1].tolist(), [row[2] for row in rows])
             _warn_of_bounded(of_round.tolist(), self._sums)
@@ -126,15 +133,13 @@ class MeanBackward:
             if not is_last and self._sums[:, 0].isfinite().all():
                 return None
         scale = self._scale_on_host
-        return self.end_step(
-            self._sums, has_grad, None if scale is None else scale.read().item()
-        )
+        number = None if scale is None else scale.read().item()
+        return self.end_step(self._sums, has_grad, number)
 
     def check_pair(self, loss_sum: Any, num_tokens: Any) -> None:
         """Raise ``ValueError`` if what ``model(...)`` has returned is no sum over samples."""
         if self._runtime.rounds.is_cut:
-            found = self._runtime.calls.not_sums
-            self._returned.check_adds_up(loss_sum, num_tokens, found, "model.backward")
+            self._returned.check_adds_up(loss_sum, num_tokens, "model.backward")
 
     def enter(self, call: str, *values: float) -> list[list[float]]:
         """Enter ``call`` with all ranks, which have the same hooks, optimizers' settings, and
@@ -188,15 +193,10 @@ class MeanBackward:
     def _check_divisor(self, divisor: float | None, divisors: set[float]) -> None:
         """Raise ``ValueError`` unless ranks, and rounds of a step, agree on there being one."""
         if len(divisors) > 1 or not all(each >= 0 for each in divisors):
-            raise ValueError(
-                f"model.backward: divisor is {sorted(divisors)} on different ranks (0.0: "
-                "none) but must be the same and above 0."
-            )
+            raise ValueError(_UNLIKE_DIVISORS.format(sorted(divisors)))
         is_divided = divisor is not None
         if self._runtime.rounds.have_begun and is_divided != self._is_divided:
-            raise ValueError(
-                "model.backward: give a divisor in all rounds of a step, or in none of them."
-            )
+            raise ValueError(_DIVISOR_OF_SOME)
         self._is_divided = is_divided
 
     def _scale(self, num_tokens: Tensor, divisor: float | None) -> Tensor:
@@ -208,6 +208,7 @@ class MeanBackward:
         rounds, before = self._runtime.rounds.number, self._scale_on_host
         if not self._runtime.rounds.have_begun:
             self._sums, before = None, None
+            self._laws, self._told = [], []
         if rounds == 1 or divisor is not None:
             self._scale_on_host = None
             return (
@@ -230,14 +231,18 @@ class MeanBackward:
         """Which parameters have a gradient on any rank, by fqn.  Collective."""
         names = [slot.fqn for flat in self._flats for slot in flat.slots]
         mine = [float(has) for flat in self._flats for has in flat.grad.has_grad]
+        laws, told, self._laws, self._told = self._laws, self._told, [], []
         with self._runtime.observers.watch("", Activity.AGREE):
-            rows = self._control.exchange([float(self._runtime.asks_to_end), *mine])
+            rows = self._control.exchange([float(self._runtime.asks_to_end), *mine, *told])
+        if self._runtime.rounds.is_cut and told:
+            check_factors(laws, [row[1 + len(mine) :] for row in rows])
         asks_to_end, *columns = zip(*rows, strict=True)
         self._runtime.is_asked_to_end = any(asks_to_end)
+        columns = columns[: len(names)]
         return {name: any(column) for name, column in zip(names, columns, strict=True)}
 
-    def expect(self, output: Any) -> None:
-        """Accept gradients for ``output`` only from the one model.backward that follows."""
+    def expect(self, output: Any) -> Any:
+        """The output to return; takes gradients only of the one model.backward that follows."""
         self._num_forwards += 1
         number = self._num_forwards
 
@@ -249,10 +254,12 @@ class MeanBackward:
                     raise RuntimeError(_CREATES_GRAPH)
                 raise RuntimeError(_arrived_late(of_earlier=self._is_in_backward))
 
-        self._returned = Output(output)
+        laws = self._runtime.calls.known.current.laws if self._runtime.had_samples else {}
+        output, self._returned = Output.watched(output, laws)
         for leaf in self._returned.leaves:
-            if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(check)
+        return output
 
     def check_leaves(self, loss_sum: Tensor, *, divides_late: bool) -> None:
         """Raise ``ValueError`` if the loss depends on a parameter that is not the model's, or,
@@ -291,6 +298,11 @@ _OF_OTHERS = (
     "model's (of a criterion, perhaps), so its gradient would be that of this rank's samples "
     "only. Put it into the module that HetFSDP wraps, or use it detached."
 )
+_UNLIKE_DIVISORS = (
+    "model.backward: divisor is {} on different ranks (0.0: none) but must be the same and "
+    "above 0."
+)
+_DIVISOR_OF_SOME = "model.backward: give a divisor in all rounds of a step, or in none of them."
 _CREATES_GRAPH = (
     "gradients of gradients (create_graph=True, as for a gradient penalty) are not computed "
     "through a HetFSDP model, whose backward has no graph. Leave the penalty out, or train "
