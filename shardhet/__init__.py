@@ -24,21 +24,31 @@ if TYPE_CHECKING:
     from shardhet.records.workload import Workload
     from shardhet.simulator.simulation import simulate
     from shardhet.training.dealing.loader import PlanSampler, loader
+    from shardhet.training.hooks.checkpoints import SaveCheckpoints
+    from shardhet.training.hooks.end_notice import EndNotice
+    from shardhet.training.hooks.hooks import After, Hook, Hooks
+    from shardhet.training.hooks.trace import Trace
     from shardhet.training.rebalancing import Rebalancer
 
 _MODULE_BY_NAME = {
+    "After": "shardhet.training.hooks.hooks",
     "Cluster": "shardhet.records.cluster",
     "DeviceSpec": "shardhet.records.cluster",
+    "EndNotice": "shardhet.training.hooks.end_notice",
     "ExampleBatch": "shardhet.profiler.batch",
     "HetFSDP": "shardhet.fsdp",
+    "Hook": "shardhet.training.hooks.hooks",
+    "Hooks": "shardhet.training.hooks.hooks",
     "Plan": "shardhet.records.plan",
     "PlanError": "shardhet.planner",
     "PlanSampler": "shardhet.training.dealing.loader",
     "Profile": "shardhet.records.profiles",
     "RankPlan": "shardhet.records.plan",
     "Rebalancer": "shardhet.training.rebalancing",
+    "SaveCheckpoints": "shardhet.training.hooks.checkpoints",
     "Setting": "shardhet.pricing.setting",
     "Stage": "shardhet.records.stages",
+    "Trace": "shardhet.training.hooks.trace",
     "Workload": "shardhet.records.workload",
     "describe": "shardhet.profiler.describe",
     "find_plan": "shardhet.planner",
@@ -53,18 +63,24 @@ _MODULE_BY_NAME = {
 }
 
 __all__ = [
+    "After",
     "Cluster",
     "DeviceSpec",
+    "EndNotice",
     "ExampleBatch",
     "HetFSDP",
+    "Hook",
+    "Hooks",
     "Plan",
     "PlanError",
     "PlanSampler",
     "Profile",
     "RankPlan",
     "Rebalancer",
+    "SaveCheckpoints",
     "Setting",
     "Stage",
+    "Trace",
     "Workload",
     "describe",
     "find_plan",

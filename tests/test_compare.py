@@ -8,11 +8,11 @@ import pytest
 
 from shardhet.apps.compare import StepParts, main, verdict
 from shardhet.apps.launch.run_folder import RunFolder
-from shardhet.apps.run.tracing import NUM_STEPS, POSITION
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import DeviceSpec
 from shardhet.simulator.simulation import simulate
 from shardhet.simulator.timeline import Timeline
+from shardhet.training.hooks.trace import NUM_STEPS, POSITION
 from tests.test_cost import CLUSTER, WORKLOAD, plan, profile
 
 SLOWER = ("backward", "blocks.2")  # on the second device, twice as slow as predicted

@@ -584,11 +584,11 @@ def _reads_of_worker(rank: int, path: str) -> list[tuple[list[str], int]]:
     with Accelerator().installed() as accelerator:
         run = Run(folder.load_config(), folder, env, accelerator.device)
         seen = []
-        with run.begin(RankConsole(quiet=True)) as display:
-            for step in range(1, 7):
+        with run.in_training(RankConsole(quiet=True)):
+            for _ in range(6):
                 accelerator.syncs.clear()
                 timed = accelerator.host.num_timed
-                run.take_step(step, display)
+                run.take_step()
                 seen.append((list(accelerator.syncs), accelerator.host.num_timed - timed))
         return seen
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from shardhet.apps.launch.run_folder import RunFolder
-from shardhet.apps.run.checkpointing import Timer
 from shardhet.checkpoint import Checkpoints
+from shardhet.training.hooks.checkpoints import Timer
 from tests.programs import TORCHRUN
 from tests.selection import one_in
 from tests.test_resume import losses

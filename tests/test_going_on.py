@@ -2,6 +2,7 @@
 
 import csv
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,6 @@ from rich.console import Console
 
 from shardhet.apps.launch import joining
 from shardhet.apps.launch.crash import is_repeated, read_failures, save_failure
-from shardhet.apps.launch.end_notice import EndNotice
 from shardhet.apps.launch.leaving import End, agree_on_end
 from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
@@ -22,6 +22,7 @@ from shardhet.apps.run.loggers import CsvLogger, JsonLinesLogger
 from shardhet.apps.run.worker import Run
 from shardhet.comm.failure import Failure, Kind
 from shardhet.planner.present import positions_of
+from shardhet.training.hooks.end_notice import EndNotice
 from tests.programs import TORCHRUN, run
 from tests.selection import for_campaign
 from tests.test_elastic import there
@@ -51,10 +52,11 @@ def train_until(rank: int, path: str, stop: int) -> int:
     folder = RunFolder(Path(path))
     run = Run(folder.load_config(), folder, elastic_env(rank), torch.device("cpu"))
     began = run.model.step
-    with run.begin(Console(quiet=True)) as display:
-        for step in range(began + 1, stop + 1):
-            run.take_step(step, display)
+    with suppress(ConnectionError), run.in_training(Console(quiet=True)):
+        while run.model.step < stop:
+            run.take_step()
         run._checkpoints.close()  # what was kept is complete
+        raise ConnectionError
     return began
 
 
@@ -118,7 +120,7 @@ def test_all_ranks_decide_alike_whether_the_run_goes_on(
         file = tmp_path / f"end_notice_{i}"
         if ends_run:
             file.touch()
-        notice = EndNotice(lambda: None, of_run=file)
+        notice = EndNotice(file)
         notice.reason = reason
         model: Any = _Model(*rows[:i], *rows[i + 1 :])
         env = replace(elastic_env(rank), may_start_again=may_start)

@@ -87,7 +87,9 @@ class Stop(transformers.TrainerCallback):
         control.should_training_stop |= state.global_step == STOPS_AFTER
 
 
-def make(folder: str, plan: Plan, variant: str = "base", **changes: Any) -> Any:
+def make(
+    folder: str, plan: Plan, variant: str = "base", *, hooks: Sequence[Any] = (), **changes: Any
+) -> Any:
     """The trainer of a variant."""
     from shardhet.hf import HetTrainer
 
@@ -95,6 +97,7 @@ def make(folder: str, plan: Plan, variant: str = "base", **changes: Any) -> Any:
         llama(attention_dropout=0.2 if variant == "dropout" else 0.0),
         arguments(folder, **{**BASE, **VARIANTS[variant], **changes}),
         plan=plan,
+        hooks=hooks,
         train_dataset=texts(NUM_SAMPLES, seed=1),
         eval_dataset=texts(9, seed=2),
         compute_loss_func=loss_in_float64,

@@ -3,7 +3,7 @@
 import json
 import socket
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from shardhet import (
     Cluster,
     DeviceSpec,
     HetFSDP,
+    Hook,
+    Hooks,
     Plan,
     Profile,
     Rebalancer,
@@ -105,38 +107,48 @@ def setting_of(world_size: int, **changes: Any) -> Setting:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
-    """What a rank saw of a run."""
+class Course(Hook):
+    """Makes rank 1 slower after some steps, and keeps what a rank saw of a run."""
 
-    losses: list[float | None]
-    found: list[tuple[int, Imbalance]]
-    plan: Plan
+    plan: Plan  # in the end
+
+    def __init__(self, rank: int, slowness: float, rebalancer: Rebalancer) -> None:
+        self._slowness = slowness if rank == 1 else 1.0
+        self.rebalancer: Rebalancer | None = rebalancer
+        self.losses: list[float | None] = []
+        self.found: list[tuple[int, Imbalance]] = []
+
+    def before_step(self, step: int) -> None:
+        slowness = self._slowness if step > SLOWS_AFTER else 1.0
+        Sleeper.seconds_per_sample = SAMPLE_S * slowness
+
+    def after_step(self, step: int, loss: float | None) -> None:
+        self.losses.append(loss)
+        assert self.rebalancer is not None
+        if self.rebalancer.found is not None:
+            self.found.append((step, self.rebalancer.found))
 
 
 def train(rank: int, plan: Plan, *, slowness: float, replans: bool, num_steps: int) -> Course:
-    """Rank 1 becomes slower after some steps."""
+    """In a loop of its own."""
     setting = setting_of(plan.world_size)
     torch.manual_seed(0)
     model = HetFSDP(Net().double(), plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    rebalancer = Rebalancer(model, optimizer, setting, replans=replans)
+    rebalancer = Rebalancer(setting, replans=replans)
+    course = Course(rank, slowness, rebalancer)
     x = torch.randn(num_steps, BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
-    losses, found = [], []
-    for step in range(1, num_steps + 1):
-        is_slow = rank == 1 and step > SLOWS_AFTER
-        Sleeper.seconds_per_sample = SAMPLE_S * (slowness if is_slow else 1.0)
-        mine = x[step - 1, model.plan.sample_indices(model.position)]
-        losses.append(model.forward_backward(mine.double()))
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():  # does not count
-            model.eval()(mine.double())
-            model.train()
-        imbalance = rebalancer.after_step()
-        if imbalance is not None:
-            found.append((step, imbalance))
-    return Course(losses=losses, found=found, plan=model.plan)
+    with Hooks(model, optimizer, [rebalancer, course]) as hooks:
+        for batch in hooks.steps(x):
+            optimizer.zero_grad()
+            mine = batch[model.plan.sample_indices(model.position)].double()
+            model.forward_backward(mine)
+            optimizer.step()
+            with torch.no_grad():  # does not count
+                model.eval()(mine)
+                model.train()
+    course.plan, course.rebalancer = model.plan, None
+    return course
 
 
 def slow_down(rank: int, plan: Plan, replans: bool) -> Course:
@@ -288,7 +300,7 @@ def wrong_setting(rank: int) -> None:
     model = HetFSDP(nn.Sequential(nn.Linear(2, 2)), Plan.even(1, microbatch_size=1))
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(ValueError, match="Measure this model on this cluster"):
-        Rebalancer(model, optimizer, setting_of(1))
+        Hooks(model, optimizer, [Rebalancer(setting_of(1))]).__enter__()
 
 
 def test_a_setting_of_another_model_is_refused() -> None:

@@ -4,6 +4,7 @@ import json
 import random
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -70,11 +71,12 @@ def train_until(rank: int, path: str, world_size: int, stop: int) -> None:
         rank=rank, world_size=world_size, local_rank=rank, store_host="localhost", store_port=0
     )
     run = Run(folder.load_config(), folder, env, torch.device("cpu"))
-    with run.begin(Console(quiet=True)) as display:
-        for step in range(run.model.step + 1, stop + 1):
-            run.take_step(step, display)
+    with suppress(ConnectionError), run.in_training(Console(quiet=True)):
+        while run.model.step < stop:
+            run.take_step()
         # These processes stay, and so would a copy on its way, which those that are gone end.
         run._checkpoints.close()
+        raise ConnectionError
 
 
 def losses(folder: Path) -> dict[int, float]:

@@ -18,8 +18,8 @@ from shardhet.apps.cli.plots import Lane, draw_timeline
 from shardhet.apps.cli.quantities import duration
 from shardhet.apps.cli.streamed import WideConsole, figures_table
 from shardhet.apps.launch.run_folder import RunFolder
-from shardhet.apps.run.tracing import NUM_STEPS, POSITION
 from shardhet.config.checks import ConfigError
+from shardhet.training.hooks.trace import NUM_STEPS, POSITION
 
 COMPUTING = {"forward": "forward", "backward": "backward", "optimizer": "optimizer step"}
 WAITING = {

@@ -180,7 +180,7 @@ class RankLoss:
             if i == 0:
                 self._begin_batch(num_items_in_batch)
             self._backward(loss_sum, num_items)
-        return self._mean_so_far - self._mean_before
+        return self.mean_so_far - self._mean_before
 
     def _begin_batch(self, num_items_in_batch: Any) -> None:
         """Go on to the next batch of the step; raises ``ValueError`` if it cannot be added."""
@@ -194,7 +194,7 @@ class RankLoss:
                 "Leave it out, and give the plan more rounds: Plan.by_hand(num_rounds="
                 f"{num_batches})."
             )
-        self._mean_before = 0.0 if trainer.het.is_between_steps else self._mean_so_far
+        self._mean_before = 0.0 if trainer.het.is_between_steps else self.mean_so_far
         self._divisor = None
         if self._num_labels:
             labels = self._num_labels.popleft()[self.kind is LossKind.SHIFTED_MEAN]
@@ -220,7 +220,7 @@ class RankLoss:
             check_scale(scaler.scale, step, instead="bf16=True, or leave fp16 out")
 
     @property
-    def _mean_so_far(self) -> float:
+    def mean_so_far(self) -> float:
         """Of the step, or what its batches add up to; without the scale of ``fp16=True``."""
         scaler = self._trainer.loss_scaler
         return self._trainer.het.mean_so_far / (1.0 if scaler is None else scaler.scale)

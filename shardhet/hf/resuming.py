@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -143,22 +142,6 @@ class WholeState:
             "seed": trainer.args.seed,
             "drop_last": batches.drop_last,
         }
-
-
-class EndWhenAsked(TrainerCallback):
-    """Saves and stops after the step in which a rank has called ``het.ask_to_end()``."""
-
-    def __init__(self, het: HetFSDP) -> None:
-        self._het = het
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Training may be told to stop in the middle of a step; its gradients are dropped."""
-        self._het.drop_rounds()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """All ranks decide alike: they have learnt of it in the same backward."""
-        if self._het.is_asked_to_end:
-            control.should_save = control.should_training_stop = True
 
 
 def chosen(het: HetFSDP, wanted: Any, output_dir: str | None) -> str | None:

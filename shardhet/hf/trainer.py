@@ -26,6 +26,7 @@ from shardhet.hf.arguments import check_optimizer, checked, is_same_device
 from shardhet.hf.counting import InputCounts
 from shardhet.hf.evaluation import EvaluationPass
 from shardhet.hf.folders.saving import save_model
+from shardhet.hf.hooks import HookCallback
 from shardhet.hf.loaders import (
     check_deals,
     evaluation_loader,
@@ -35,11 +36,12 @@ from shardhet.hf.loaders import (
 )
 from shardhet.hf.planned import planned_for
 from shardhet.hf.rank_loss import RankLoss
-from shardhet.hf.resuming import EndWhenAsked, WholeState, chosen, inner
+from shardhet.hf.resuming import WholeState, chosen, inner
 from shardhet.hf.stages.staged_evaluation import StagedEvaluation
 from shardhet.hf.stages.staged_loss import StagedLoss
 from shardhet.hf.view import TrainerView
 from shardhet.records.plan import Plan, plan_of
+from shardhet.training.hooks.hooks import Hook
 from shardhet.training.loss_scaling import LossScaler
 
 
@@ -61,6 +63,7 @@ class HetTrainer(TrainerView):
         plan: Plan | str | Path | Sequence[int] | None = None,
         collates_whole_batch: bool | None = None,
         options: Mapping[str, Any] | None = None,
+        hooks: Sequence[Hook] = (),
         hang_timeout_s: float | None = HANG_TIMEOUT_S,
         **kwargs: Any,
     ) -> None:
@@ -76,6 +79,7 @@ class HetTrainer(TrainerView):
                 rows, so that what a collator draws does not depend on the plan.  None does so
                 if it masks at random, if losses depend on padding, and in stages.
             options: options of HetFSDP, for instance ``{"units": [...]}``.
+            hooks: go on beside steps, as in a loop of one's own (``shardhet.Hooks``).
             hang_timeout_s: of ``shardhet.watch_ranks``; None or 0 leaves it out.
             kwargs: further arguments of Trainer.
         """
@@ -99,7 +103,8 @@ class HetTrainer(TrainerView):
         self.accelerator.scaler = self.loss_scaler and self.loss_scaler.grad_scaler
         self.train_loader = None
         self._whole_state = WholeState(self)
-        self.add_callback(EndWhenAsked(wrapped))
+        self._hooks = HookCallback(self, hooks)
+        self.add_callback(self._hooks)
         self._counts = InputCounts(wrapped)
 
     # The model #
@@ -112,7 +117,7 @@ class HetTrainer(TrainerView):
         """
         self.follow_args()
         folder = chosen(self.het, resume_from_checkpoint, self.args.output_dir)
-        with self.rank_loss.counting_batches():
+        with self.rank_loss.counting_batches(), self._hooks.around_training():
             return super().train(folder, *args, **kwargs)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,23 +9,24 @@ Computing is timed as ``shardhet.fsdp.step.observer`` says: on an accelerator be
 events, which are read once the device has passed them, so that the host waits for nothing.
 """
 
+import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import median
-
-from torch.optim import Optimizer
 
 from shardhet.checkpoint import redistribute
 from shardhet.comm.progress import phase
-from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.step.observer import Activity, Observed
 from shardhet.planner import Demands, PlanError, solve
 from shardhet.planner.preference import TOLERANCE
 from shardhet.planner.stages.again import planned_again
 from shardhet.pricing.setting import Setting
+from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan
+from shardhet.training.hooks.hooks import Hook, Hooks
 from shardhet.training.slow_devices import (
     SLOW,
     at_speeds,
@@ -95,45 +96,49 @@ class Imbalance:
         return "; ".join(parts)
 
 
-class Rebalancer:
-    """Watches the speeds of a model's devices while it trains.
+class Rebalancer(Hook):
+    """Watches the speeds of a model's devices while it trains, and says which are slow.
 
-        rebalancer = Rebalancer(model, optimizer, Setting.load("measured"))
-        for batch in loader:  # dealt by model.plan
-            ...
-            optimizer.step()
-            optimizer.zero_grad()
-            imbalance = rebalancer.after_step()  # model.plan may be another one now
+        with Hooks(model, optimizer, [Rebalancer("measured")]) as hooks:
+            for batch in hooks.steps(loader):  # dealt by model.plan
+                ...
+                optimizer.step()
+                optimizer.zero_grad()  # model.plan may be another one after it
 
-    Only computations in training mode count.
+    Only computations in training mode count.  Between steps there may be no gradients.
     """
 
     def __init__(
         self,
-        model: HetFSDP,
-        optimizer: Optimizer,
-        setting: Setting,
+        setting: Setting | str | Path,
         *,
         replans: bool = True,
         demands: Demands | None = None,
+        devices: Sequence[DeviceSpec] = (),
+        then: "Callable[[int, Plan, Rebalancer], None] | None" = None,
     ) -> None:
-        """Watch from now on.  Collective.
+        """Begin with ``Hooks``, which raises ``ValueError`` for a setting of another model.
 
         Args:
-            model: is trained under a plan of ``setting``.
-            optimizer: of its parameters; between steps it may hold no gradients.
-            setting: what the plan was made from, as ``shardhet measure`` writes it.
+            setting: what the plan was made from, or the folder that ``shardhet measure`` wrote.
             replans: whether to follow another plan where that is faster.
             demands: what new plans have to respect besides budgets of memory.
-
-        Raises ``ValueError`` if the setting is of another model or cluster.
+            devices: to be named by position; none: those of the plan.
+            then: is called once a new plan is followed, after a step.
         """
-        self._model = model
-        self._optimizer = optimizer
-        self._setting = setting  # as it was measured
-        self._replans = replans
+        self._setting = setting if isinstance(setting, Setting) else Setting.load(setting)
+        self._replans, self._then = replans, then
+        self._demands, self._devices = demands or Demands(), devices
+        self.found: Imbalance | None = None  # after the last step
+
+    def begin(self, run: Hooks) -> None:
+        """Watch from now on; the model is trained under a plan of the setting."""
+        self._run, self._model, setting = run, run.model, self._setting
+        model = run.model
+        devices = self._devices or [each.device for each in model.plan.ranks]
+        self._names = [str(each) for each in devices]
         self._places = places_of(model.plan, setting)  # in the cluster, by position
-        self._demands = _of_places(demands or Demands(), self._places)
+        self._demands = _of_places(self._demands, self._places)
         self._slowness: dict[int, float] = {}  # by position, found so far
         setting.check_plan(model.plan, name="setting")
         expected_s = compute_seconds(model.plan, setting, self._places)
@@ -144,14 +149,30 @@ class Rebalancer:
         self._times_s: deque[float] = deque(maxlen=WINDOW)
         self._said: tuple[tuple[int, ...], ...] = ((), ())
         self._tried: dict[int, float] = {}
-        model.add_observer(self._observe, times_device=True)
+        self._stop_observing = model.add_observer(self._observe, times_device=True)
 
-    def after_step(self) -> Imbalance | None:
-        """What was found out after this step and not said before.  Collective.
+    def end(self, error: BaseException | None) -> None:
+        self._stop_observing()
 
-        Call it after every ``optimizer.zero_grad()``.  If there is a new plan, the model
-        follows it from now on.
-        """
+    def after_step(self, step: int, loss: float | None) -> None:
+        """Say what was found out and not said before, and follow a new plan if there is one."""
+        self.found = self._look()
+        if self.found is None:
+            return
+        said = f"after step {step}: {self.found.text(self._names)}"
+        pairs = enumerate(self.found.slowness)
+        values = {f"device{i}/slowness": each for i, each in pairs if each is not None}
+        if self.found.new_plan is not None:
+            values["planned_anew"] = 1.0
+            if self._then is not None:
+                self._then(step, self._model.plan, self)
+            self._run.forget_peak_memory()
+        elif not self._replans:
+            said += "; rebalance=true (Rebalancer(replans=True)) would plan anew"
+        self._run.log(step, values)
+        self._run.say(said, logging.WARNING)
+
+    def _look(self) -> Imbalance | None:
         self._unread.append(self._events)
         self._events = []
         self._num_steps += 1
@@ -225,7 +246,9 @@ class Rebalancer:
         [decision] = [each for each in model.exchange_objects(mine) if each is not None]
         if decision.plan is None:
             return None, decision.why_not
-        redistribute(model, self._optimizer, decision.plan)
+        for optimizer in self._run.optimizers:
+            optimizer.zero_grad()  # of the step that is over
+        redistribute(model, self._run.optimizers, decision.plan)
         self._slowness = decision.slowness
         self._expected_s = decision.expected_s
         self._num_steps = -NUM_WARM_UP_STEPS

@@ -29,28 +29,12 @@ class Course:
     schedule: str  # of the learning rate, in words
 
 
-def state_of(
-    course: Course,
-    step: int,
-    random_states: Sequence[Any],
-    *,
-    num_batches_skipped: int = 0,
-    loss_scaler: Mapping[str, Any] | None = None,
-    guard: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """As plain values and tensors; ``random_states`` are those of all ranks, by position.
-
-    ``loss_scaler`` is the state of the scale of the loss, in float16; ``guard`` is what steps
-    are judged by.
-    """
+def state_of(course: Course, step: int, num_batches_skipped: int = 0) -> dict[str, Any]:
+    """Where a course is, as plain values."""
     return {
-        "step": step,
         "num_samples": (step + num_batches_skipped) * course.global_batch_size,
         "num_batches_skipped": num_batches_skipped,
         **asdict(course),
-        "random_states": list(random_states),
-        "loss_scaler": None if loss_scaler is None else dict(loss_scaler),
-        "guard": None if guard is None else dict(guard),
     }
 
 

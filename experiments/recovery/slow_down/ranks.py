@@ -8,7 +8,16 @@ import torch
 import torch.distributed as dist
 
 from experiments.decoders import decoder_config, make_decoder, random_batches
-from shardhet import DeviceSpec, HetFSDP, Plan, Rebalancer, Setting, find_plan, redistribute
+from shardhet import (
+    DeviceSpec,
+    HetFSDP,
+    Hooks,
+    Plan,
+    Rebalancer,
+    Setting,
+    find_plan,
+    redistribute,
+)
 from shardhet.profiler.batch import ExampleBatch, TrainedModel
 from shardhet.profiler.measure import MeasuringEffort, measure
 from shardhet.training.emulation import EmulatedDevice, Stretch
@@ -73,18 +82,21 @@ def run_case(rank: int, case: Case, settings: Sequence[Setting]) -> Course:
     undisturbed = _Run(rank, case, planned)
     expected = [undisturbed.step()[0] for _ in range(case.after + NUM_STEPS)]
     run = _Run(rank, case, planned)
-    rebalancer = Rebalancer(run.model, run.optimizer, settings[0])
+    rebalancer = Rebalancer(settings[0])
+    hooks = Hooks(run.model, run.optimizer, [rebalancer])
     losses, times_s, found, moved_in_s = [], [], None, 0.0
-    for step in range(1, case.after + NUM_STEPS + 1):
-        if step == case.after + 1:
-            run.slow_down()
-        loss, seconds = run.step()
-        losses.append(loss)
-        times_s.append(seconds)
-        imbalance = rebalancer.after_step()
-        if imbalance is not None and imbalance.new_plan is not None and step > case.after:
-            found = found or step
-            moved_in_s = moved_in_s or imbalance.new_plan.moved_in_s
+    with hooks:
+        for step in range(1, case.after + NUM_STEPS + 1):
+            if step == case.after + 1:
+                run.slow_down()
+            loss, seconds = run.step()
+            losses.append(loss)
+            times_s.append(seconds)
+            hooks.after_step(loss)
+            imbalance = rebalancer.found
+            if imbalance is not None and imbalance.new_plan is not None and step > case.after:
+                found = found or step
+                moved_in_s = moved_in_s or imbalance.new_plan.moved_in_s
     rebalanced = run.model.plan
     by_turns: tuple[list[float], list[float]] = ([], [])
     for block in range(NUM_BLOCKS):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from shardhet import DeviceSpec, HetFSDP, Rebalancer
+from shardhet import DeviceSpec, HetFSDP, Setting
 from shardhet.apps.launch.joining import announced_device
 from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
@@ -38,7 +38,8 @@ class Built:
     resumed: Resumed | None  # what was loaded
     devices: list[DeviceSpec]  # by position of the plan
     prediction: Prediction | None
-    rebalancer: Rebalancer | None
+    setting: Setting | None  # that the plan was made from, if it was
+    demands: Demands  # of plans to come
     peak_memory: PeakMemory
     why_eager: str | None  # why this rank's units are not compiled, if they were to be
 
@@ -62,32 +63,21 @@ def build(conf: TrainConf, folder: RunFolder, env: RankEnv, device: torch.device
         folder,
         trainer,
         data_digest=task.data_digest,
-        device=device,
         may_go_on=env.may_go_on or folder.memory_limits_dir.exists(),
     )
     resumed = checkpoints.resume()
     trainer.forget_peak_memory()
-    rebalancer = None
-    devices = found_devices(trainer.model, spec)
-    prediction = here.prediction()
-    if here.setting is not None:
-        limits = enumerate(trainer.model.exchange_objects(here.own_limit))
-        budgets = {position: each.nbytes for position, each in limits if each is not None}
-        rebalancer = Rebalancer(
-            trainer.model,
-            trainer.optimizer,
-            here.setting,
-            replans=conf.rebalance,
-            demands=Demands().with_budgets(budgets),
-        )
+    limits = enumerate(trainer.model.exchange_objects(here.own_limit))
+    budgets = {position: each.nbytes for position, each in limits if each is not None}
     return Built(
         task=task,
         trainer=trainer,
         checkpoints=checkpoints,
         resumed=resumed,
-        devices=devices,
-        prediction=prediction,
-        rebalancer=rebalancer,
+        devices=found_devices(trainer.model, spec),
+        prediction=here.prediction(),
+        setting=here.setting,
+        demands=Demands().with_budgets(budgets),
         peak_memory=peak_memory,
         why_eager=why_eager,
     )

@@ -8,20 +8,19 @@ written there.
 
 import logging
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
-from shardhet import HetFSDP, Rebalancer
+from shardhet import After, EndNotice, HetFSDP, Hook, Hooks, Plan, Rebalancer, Trace
 from shardhet.apps.cli.display import Display, device_table
 from shardhet.apps.cli.quantities import counted
 from shardhet.apps.cli.streamed import say
 from shardhet.apps.launch.crash import OUTPUT_CLOSED, RankConsole
-from shardhet.apps.launch.end_notice import EndNotice
 from shardhet.apps.launch.joining import joined
 from shardhet.apps.launch.leaving import agree_on_end, leave
 from shardhet.apps.launch.memory_limits import OwnMemoryLimit
@@ -33,7 +32,6 @@ from shardhet.apps.run.loggers import open_loggers
 from shardhet.apps.run.prediction import Prediction
 from shardhet.apps.run.run_log import RunLog
 from shardhet.apps.run.task import Task
-from shardhet.apps.run.tracing import Tracer
 from shardhet.checkpoint import Resumed
 from shardhet.comm import devices
 from shardhet.comm.liveness.ending import end_now
@@ -94,8 +92,8 @@ def run_rank(
         leave(run.was_told)
 
 
-class Run:
-    """The objects of one rank while it trains."""
+class Run(Hook):
+    """The objects of one rank while it trains; a hook that shows and records its own steps."""
 
     def __init__(
         self,
@@ -115,18 +113,47 @@ class Run:
         self._checkpoints = built.checkpoints
         self._goes_on = built.resumed is not None  # its next step is the first that does
         self._log = RunLog(built.prediction, self._model.position)
-        self.was_told: str | None = None  # to end before the last step, and how
+        self._notice = EndNotice(folder.end_notice_path, of_node=conf.end_notice.file)
         self.goes_on_without_some = False  # without the ranks that were told to end
-        self._tracer: Tracer | None = None
+        # The notice is first, so that it ends last: it is heard until all is written.
+        hooks = [self._notice, *self._chosen(), self, self._checkpoints]
+        self._hooks = Hooks(
+            self._model,
+            self.trainer.optimizer,
+            hooks,
+            say=self._say,
+            log=self._log.log,
+            forget_peak_memory=self.trainer.forget_peak_memory,
+        )
+
+    def _chosen(self) -> Iterator[Hook]:
+        conf, built = self._conf, self._built
         if conf.trace:
-            path = folder.trace_dir / f"rank{env.rank}.json"
-            host_memory = HostMemory(built.peak_memory)
-            self._tracer = Tracer(conf.trace_steps, self._model, path, host_memory)
+            yield Trace(
+                self._folder.trace_dir,
+                first_step=conf.trace_steps.first_step,
+                num_steps=conf.trace_steps.num_steps,
+                host_memory=HostMemory(built.peak_memory),
+                then=self._write_predicted_trace,
+            )
+        if built.setting is not None:
+            yield Rebalancer(
+                built.setting,
+                replans=conf.rebalance,
+                demands=built.demands,
+                devices=built.devices,
+                then=self._follow,
+            )
 
     @property
     def model(self) -> HetFSDP:
         """The model that is trained."""
         return self._model
+
+    @property
+    def was_told(self) -> str | None:
+        """To end before the last step, and how; None if others were, if any."""
+        return self._notice.reason
 
     @property
     def is_rank_zero(self) -> bool:
@@ -144,20 +171,11 @@ class Run:
     def train(self) -> None:
         """Run all steps, reports of device use and evaluations."""
         console = RankConsole(quiet=not self.is_rank_zero)
-        listens = self._listen()
-        with listens as notice, self.begin(console) as display, self._log.closing():
-            if self.trainer.guard.rolls_back:
-                self._checkpoints.save(self._model.step)
-            while self._model.step < self._conf.num_steps:
-                notice.look()
-                self.take_step(self._model.step + 1, display)
-                if self._model.is_asked_to_end:
-                    self._checkpoints.save(self._model.step)
-                    break
-            self._checkpoints.close()
+        with self.in_training(console):
+            while self._model.step < self._conf.num_steps and not self._hooks.is_over:
+                self.take_step()
         is_complete = self._model.step >= self._conf.num_steps
-        end = agree_on_end(self._model, notice, self._env, is_complete=is_complete)
-        self.was_told = notice.reason
+        end = agree_on_end(self._model, self._notice, self._env, is_complete=is_complete)
         self.goes_on_without_some = end.goes_on
         self._checkpoints.free_nodes(
             is_leaving=self.was_told is not None, others_go_on=end.goes_on
@@ -178,15 +196,6 @@ class Run:
             text += f"\ngo on with: {self._folder.how_to_go_on}"
             say(console, text)
 
-    def _listen(self) -> EndNotice:
-        """What tells all ranks if this one learns that the run has to end."""
-        of_node = self._conf.end_notice.file
-        return EndNotice(
-            self._model.ask_to_end,
-            of_run=self._folder.end_notice_path,
-            of_node=None if of_node is None else Path(of_node),
-        )
-
     def _finish(self, console: Console) -> None:
         """What comes after the last step of a run."""
         save_whole(self._model, self._conf, self._folder)
@@ -203,8 +212,9 @@ class Run:
             console.print(memory)
         console.print(f"written to {self._folder.path}", soft_wrap=True)
 
-    def begin(self, console: Console) -> Display:
-        """Prepare the first step: show the plan, and open the display and the loggers."""
+    @contextmanager
+    def in_training(self, console: Console) -> Iterator[None]:
+        """A context for ``take_step``, in which the plan is shown and all writers are open."""
         logger.info("rank %d has position %d of the plan", self._env.rank, self._model.position)
         if self.is_rank_zero:
             self._folder.accept_start()
@@ -219,75 +229,67 @@ class Run:
             say(console, say_who_compiles(self._model, self._built.why_eager, self._folder))
         if not console.is_terminal:
             console.print(device_table(self._model.plan, self._built.devices))
-        return Display(
+        self._display = Display(
             self._model.plan,
             self._built.devices,
             num_steps=self._conf.num_steps,
             log_every=self._conf.log_every,
             console=console,
         )
+        with self._display, self._log.closing(), self._hooks:
+            yield
 
-    def take_step(self, step: int, display: Display) -> None:
+    def take_step(self) -> None:
         """Run one optimizer step with its metrics, reports of device use and evaluations."""
-        conf = self._conf
-        is_last = step == conf.num_steps
-        is_reported = step % conf.log_every == 0 or is_last
-        is_evaluated = is_last or (bool(conf.eval_every) and step % conf.eval_every == 0)
-        if self._tracer is not None:
-            self._tracer.before_step(step)
-        metrics = self.trainer.train_step(is_timed=is_reported)
-        self._record(display)  # the step before, whose norm was read in this one
+        self._hooks.before_step()
+        step = self._model.step + 1
+        self._step = metrics = self.trainer.train_step(is_timed=self._is_reported(step))
+        self._record()  # the step before, whose norm was read in this one
         self._log.pending = metrics if metrics.why_skipped is None else None
-        makes_use = is_reported or is_evaluated or self._checkpoints.is_due(step)
-        if makes_use or self._model.is_asked_to_end or devices.is_on_host(self._device):
+        makes_use = self._is_reported(step) or self._is_evaluated(step)
+        if makes_use or self._checkpoints.is_due(step) or devices.is_on_host(self._device):
             self.trainer.settle()
         self._checkpoints.before_record(step)
         if self._goes_on:
-            self._went_on(step, display)
-        if self._tracer is not None and self._tracer.after_step(step):
-            if self.is_rank_zero and self._log.prediction is not None:
-                self._log.prediction.timeline.save_chrome_trace(
-                    self._folder.predicted_trace_path
-                )
-            self.trainer.forget_peak_memory()  # exclude the memory that the profiler took
-        if self._built.rebalancer is not None:
-            self._look_at_speeds(step, self._built.rebalancer, display)
-        if metrics.why_skipped is None:
-            if self.trainer.is_settled:
-                self._record(display)
-        elif self._skip(metrics, display):
-            return
-        if is_reported:
-            self._look(step, display)
-        if is_evaluated:
-            self._evaluate(step, display)
-        self._keep(step, display)
+            self._goes_on = False
+            self._log.log(step, {"went_on": 1.0})
+            number = counted(self._env.world_size, "device")
+            self._say(f"resumed with step {step} on {number}")
+        self._hooks.after_step(metrics.mean_loss)
 
-    def _keep(self, step: int, display: Display) -> None:
-        """Write a replica or a checkpoint if it is time, and say what it takes."""
-        is_first = self._checkpoints.replicas_told is None
-        seconds = self._checkpoints.after_step(step)
-        if not seconds:
-            return
-        self.trainer.forget_peak_memory()  # exclude the memory that writing took
-        self._log.log(step, seconds)
-        told = self._checkpoints.replicas_told
-        if is_first and told is not None:
-            _tell(told, display)
+    def _is_reported(self, step: int) -> bool:
+        return step % self._conf.log_every == 0 or step == self._conf.num_steps
 
-    def _record(self, display: Display) -> None:
+    def _is_evaluated(self, step: int) -> bool:
+        every = self._conf.eval_every
+        return step == self._conf.num_steps or (bool(every) and step % every == 0)
+
+    def settle(self) -> None:
+        self.trainer.settle()
+
+    def after_step(self, step: int, loss: float | None) -> After | None:
+        """Record the step, unless it was bad, and what is to be known after it."""
+        if self._step.why_skipped is not None:
+            if self._skip(self._step):
+                return After.ROLLED_BACK
+        elif self.trainer.is_settled:
+            self._record()
+        if self._is_reported(step):
+            uses = self.trainer.look_at_devices()
+            self._log.log_uses(step, uses)
+            if self.is_rank_zero:
+                self._display.show_devices(uses)
+        if self._is_evaluated(step):
+            self._evaluate(step)
+        return None
+
+    def _record(self) -> None:
         """Log and show the step that has not been yet, if there is one."""
         metrics = self._log.log_pending()
         if metrics is not None and self.is_rank_zero:
-            display.show_step(metrics)
+            self._display.show_step(metrics)
 
-    def _went_on(self, step: int, display: Display) -> None:
-        """Say that the run goes on, after the first step that did."""
-        self._goes_on = False
-        self._log.log(step, {"went_on": 1.0})
-        _tell(f"resumed with step {step} on {counted(self._env.world_size, 'device')}", display)
-
-    def _skip(self, metrics: StepMetrics, display: Display) -> bool:
+    def _skip(self, metrics: StepMetrics) -> bool:
         """Record a step that changed nothing; whether it has taken the run back."""
         step = metrics.step
         rolls_back = self.trainer.guard.rolls_back and not metrics.has_overflowed
@@ -298,39 +300,22 @@ class Run:
             said += f"; rolled back to step {to_step}, on with the batch after it"
             self.trainer.forget_peak_memory()
             self._log.roll_back(step, to_step)
-        _tell(said, display, logging.WARNING)
+        self._say(said, logging.WARNING)
         return rolls_back
 
-    def _look_at_speeds(self, step: int, rebalancer: Rebalancer, display: Display) -> None:
-        """Say which devices are slow, and whether the run follows another plan."""
-        imbalance = rebalancer.after_step()
-        if imbalance is None:
-            return
-        said = f"after step {step}: {imbalance.text([str(e) for e in self._built.devices])}"
-        pairs = enumerate(imbalance.slowness)
-        values = {f"device{i}/slowness": each for i, each in pairs if each is not None}
-        if imbalance.new_plan is not None:
-            plan = self._model.plan
-            values["planned_anew"] = 1.0
-            if self.is_rank_zero:
-                plan.save(self._folder.new_plan_path(step))
-            display.follow(plan)
-            self._log.expect(
-                Prediction.in_setting(rebalancer.in_setting(plan), rebalancer.setting)
-            )
-            self.trainer.forget_peak_memory()
-        elif not self._conf.rebalance:
-            said += "; rebalance=true would plan anew"
-        self._log.log(step, values)
-        _tell(said, display, logging.WARNING)
+    def _write_predicted_trace(self) -> None:
+        """Beside that of the steps."""
+        if self.is_rank_zero and self._log.prediction is not None:
+            self._log.prediction.timeline.save_chrome_trace(self._folder.predicted_trace_path)
 
-    def _look(self, step: int, display: Display) -> None:
-        uses = self.trainer.look_at_devices()
-        self._log.log_uses(step, uses)
+    def _follow(self, step: int, plan: Plan, rebalancer: Rebalancer) -> None:
+        """Show and predict the plan that the model follows after this step."""
         if self.is_rank_zero:
-            display.show_devices(uses)
+            plan.save(self._folder.new_plan_path(step))
+        self._display.follow(plan)
+        self._log.expect(Prediction.in_setting(rebalancer.in_setting(plan), rebalancer.setting))
 
-    def _evaluate(self, step: int, display: Display) -> None:
+    def _evaluate(self, step: int) -> None:
         if self._built.task.judged is None:
             return
         evaluation = self.trainer.evaluate(self._built.task.judged)
@@ -338,12 +323,11 @@ class Run:
         values = {"held_out_loss": evaluation.mean_loss, f"held_out_{_snake(name)}": score}
         self._log.log(step, values)
         if self.is_rank_zero:
-            display.show_score(step, name, score, self._built.task.baselines())
+            self._display.show_score(step, name, score, self._built.task.baselines())
 
-
-def _tell(said: str, display: Display, level: int = logging.INFO) -> None:
-    logger.log(level, "%s", said)
-    display.show_remark(said)
+    def _say(self, said: str, level: int = logging.INFO) -> None:
+        logger.log(level, "%s", said)
+        self._display.show_remark(said)
 
 
 def show_start(

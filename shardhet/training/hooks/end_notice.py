@@ -1,20 +1,14 @@
-"""Notice that a run must end soon: a signal, or a file that appears.
-
-with EndNotice(model.ask_to_end, files) as notice:
-while ...:
-notice.look()        # for the files; signals are noticed at once
-trainer.train_step() # in which all ranks learn of it
-if model.is_asked_to_end:
-...              # save, and leave
-"""
+"""EndNotice: a run learns that it must end soon, from a signal or from a file that appears."""
 
 import logging
 import signal
+import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Any
+
+from shardhet.training.hooks.hooks import Hook, Hooks
 
 logger = logging.getLogger(__name__)
 
@@ -22,47 +16,50 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SECONDS_BETWEEN_LOOKS = 1.0
 
 
-class EndNotice:
-    """Listens for the notice on this rank while it is entered; on the main thread."""
+class EndNotice(Hook):
+    """Ends the run on all ranks, after a whole step, if any one rank is given notice.
+
+    That is SIGTERM, SIGUSR1 or Ctrl-C, of which a second one ends the program at once, or a
+    file.  ``SaveCheckpoints`` then writes a checkpoint.
+    """
 
     def __init__(
-        self, tell: Callable[[], None], *, of_run: Path, of_node: Path | None = None
+        self, of_run: str | Path | None = None, *, of_node: str | Path | None = None
     ) -> None:
-        """``tell`` is called once, from a signal handler or ``look``.
+        """The file ``of_run`` tells the whole run to end, and may say why.
 
-        The file ``of_run`` tells the whole run to end, and may say why.  Signals and the file
-        ``of_node`` tell this node, without which others may go on.
+        Signals and the file ``of_node`` tell this node, without which others may go on.
         """
         self.reason: str | None = None
-        self._tell = tell
-        self._of_run = of_run
-        self._files = [of_run] if of_node is None else [of_run, of_node]
+        self._of_run = None if of_run is None else Path(of_run)
+        self._of_node = None if of_node is None else Path(of_node)
         self._looked_at_s = 0.0
         self._handlers_before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> Self:
-        for each in SIGNALS:
-            self._handlers_before[each] = signal.signal(each, self._on_signal)
-        return self
+    def begin(self, run: Hooks) -> None:
+        self._model = run.model
+        if threading.current_thread() is threading.main_thread():
+            for each in SIGNALS:
+                self._handlers_before[each] = signal.signal(each, self._on_signal)
 
-    def __exit__(self, *_: object) -> None:
+    def end(self, error: BaseException | None) -> None:
         for each, handler in self._handlers_before.items():
             signal.signal(each, handler)
 
-    def look(self) -> None:
+    def before_step(self, step: int) -> None:
         """Look for the files, at most once a second."""
         now_s = time.monotonic()
         if self.reason is not None or now_s < self._looked_at_s + SECONDS_BETWEEN_LOOKS:
             return
         self._looked_at_s = now_s
-        for path in self._files:
-            if path.exists():
+        for path in (self._of_run, self._of_node):
+            if path is not None and path.exists():
                 told = path.read_text(encoding="utf-8") if path == self._of_run else ""
                 self._receive(told or f"{path} exists")
 
     def ends_run(self) -> bool:
         """Whether the whole run is told to end, as this rank sees it now."""
-        return self._of_run.exists()
+        return self._of_run is not None and self._of_run.exists()
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT:  # the next one, or what an agent makes of it, ends at once
@@ -74,4 +71,4 @@ class EndNotice:
         if self.reason is None:
             self.reason = reason
             logger.info("notice that the run has to end: %s", reason)
-            self._tell()
+            self._model.ask_to_end()

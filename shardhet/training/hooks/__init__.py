@@ -1,0 +1,1 @@
+"""What goes on beside training, alike in any loop."""

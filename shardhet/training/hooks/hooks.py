@@ -1,0 +1,167 @@
+"""Hooks: what goes on beside the steps of a training loop, whoever wrote the loop.
+
+    with Hooks(model, optimizer, [EndNotice(), Trace("traces")]) as hooks:
+        for x, y in hooks.steps(loader):
+            loss = model.forward_backward(x, loss_inputs=y)
+            optimizer.step()
+            optimizer.zero_grad()
+
+``HetTrainer(hooks=[...])`` and ``shardhet train`` call the same ones.  Every rank has the same
+hooks in the same order, and each hook answers alike on all of them: it judges what is the same
+everywhere, or has the ranks agree.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from enum import Enum
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from torch.optim import Optimizer
+
+from shardhet.fsdp import HetFSDP
+
+Values = Mapping[str, float | None]
+logger = logging.getLogger("shardhet.hooks")
+
+
+class After(Enum):
+    """What follows a step."""
+
+    STOP = "stop"  # the end, on all ranks, after the step in which they learn of it: the next
+    ROLLED_BACK = "rolled back"  # the model is that of an earlier step; the other hooks wait
+
+
+class Hook:
+    """A base of hooks, which does nothing.  Every method is collective."""
+
+    def begin(self, run: "Hooks") -> None:
+        """Before the first step of ``run``."""
+
+    def before_step(self, step: int) -> None:
+        """Before a step; they count from 1, as in ``model.step``."""
+
+    def settle(self) -> None:
+        """Before anything is kept of the last step.  Raises if the step was bad."""
+
+    def after_step(self, step: int, loss: float | None) -> After | None:
+        """After a step and its update; ``loss`` is the mean of all ranks' samples.
+
+        None goes on.  In float16 the loss is what ``model.backward`` was given, scaled.
+        """
+
+    def end(self, error: BaseException | None) -> None:
+        """After the last step, or on an ``error``, when other ranks may not be there."""
+
+
+SomeHook = TypeVar("SomeHook", bound=Hook)
+
+
+class Hooks:
+    """The hooks of a training, as a context in which it runs.
+
+    Signals are only listened for on the main thread.  Entering is collective.
+    """
+
+    def __init__(
+        self,
+        model: HetFSDP,
+        optimizer: Optimizer | Sequence[Optimizer],
+        hooks: Iterable[Hook] = (),
+        *,
+        say: Callable[..., None] | None = None,
+        log: Callable[[int, Values], None] | None = None,
+        forget_peak_memory: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Of one model, and the optimizers of its parameters.
+
+        Args:
+            model: as it is trained.
+            optimizer: or several.
+            hooks: are called in this order.
+            say: what to do with a remark and its level; None: rank zero's log has it.
+            log: takes a step and figures of it by name, on all ranks; None: they are not kept.
+            forget_peak_memory: what hooks allocate beside a step does not count.
+        """
+        self.model = model
+        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self.hooks = tuple(hooks)
+        self.say = say or self._say
+        self.log = log or (lambda step, values: None)
+        self.forget_peak_memory = forget_peak_memory
+        self._ends = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as ends:
+            for hook in self.hooks:
+                ends.push(_ending(hook))
+                hook.begin(self)
+            self._ends = ends.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._ends.__exit__(*error)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether any rank was told to end by the last step; the same on all."""
+        return self.model.is_asked_to_end
+
+    def find(self, kind: type[SomeHook]) -> SomeHook | None:
+        """The first of the hooks of a kind."""
+        return next((each for each in self.hooks if isinstance(each, kind)), None)
+
+    def steps(self, loader: Iterable[Any], *, num_epochs: int | None = None) -> Iterator[Any]:
+        """The batches of ``loader``: a step each, or with ``model.batches_per_step`` a part.
+
+        ``num_epochs`` None is one pass; else there are so many in all, with those that
+        ``loader.epoch`` has counted.  It ends early, after a whole step, once the run is told
+        to.  Hooks do not hear of a step that the loop leaves by ``break``.
+        """
+        epochs = range(getattr(loader, "epoch", 0), num_epochs or 0)
+        for _ in epochs if num_epochs is not None else range(1):
+            if self.is_over:
+                return
+            for batch in loader:
+                began_with = self.model.step
+                if self.model.is_between_steps:
+                    self.before_step()
+                yield batch
+                if self.model.is_between_steps and self.model.step != began_with:
+                    self.after_step(self.model.mean_so_far)
+                if self.is_over:
+                    return
+
+    def before_step(self) -> None:
+        """Call it before the first ``model(...)`` of a step.  Collective."""
+        for hook in self.hooks:
+            hook.before_step(self.model.step + 1)
+
+    def settle(self) -> None:
+        """Raise if the last step was bad, before anything is kept of it.  Collective."""
+        for hook in self.hooks:
+            hook.settle()
+
+    def after_step(self, loss: float | None) -> None:
+        """Call it after the update of a step.  Collective."""
+        step = self.model.step
+        for hook in self.hooks:
+            answer = hook.after_step(step, loss)
+            if answer is After.STOP:
+                self.model.ask_to_end()
+            if answer is After.ROLLED_BACK:
+                return
+
+    def _say(self, text: str, level: int = logging.INFO) -> None:
+        if self.model.rank == 0:
+            logger.log(level, "%s", text)
+
+
+def _ending(hook: Hook) -> Callable[..., None]:
+    def end(
+        kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        hook.end(error)
+
+    return end

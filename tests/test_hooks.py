@@ -1,0 +1,191 @@
+"""Hooks do the same in a loop of one's own and in HetTrainer (test_end_notice: shardhet train).
+
+Each feature is a class of hooks, tried in both; a run that was told to end and goes on has the
+losses of one that nothing has happened to.
+"""
+
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import shardhet
+from shardhet import After, EndNotice, HetFSDP, Hook, Hooks, Plan, SaveCheckpoints, Trace
+from shardhet.checkpoint import CheckpointError, Checkpoints
+from tests.worlds import TRANSFORMERS, preload, run_ranks
+
+preload(*TRANSFORMERS)
+
+PLAN = Plan.by_hand(microbatch_sizes=[2, 1], rank_batch_sizes=[5, 3], state_shares=[0.2, 0.8])
+NUM_EPOCHS, STEPS_IN_EPOCH = 3, 4
+NUM_STEPS = NUM_EPOCHS * STEPS_IN_EPOCH
+TOLD_IN_STEP = 6
+FIRST_CASE_S = 110.0  # every rank imports transformers once, on a busy machine slowly
+
+
+class Seen(Hook):
+    """Keeps the losses, and does one deed before a step."""
+
+    def __init__(self, deed: Any = None, at_step: int = 0) -> None:
+        self.losses: dict[int, float | None] = {}
+        self._deed, self._at_step = deed, at_step
+
+    def before_step(self, step: int) -> None:
+        if step == self._at_step:
+            self._deed()
+
+    def after_step(self, step: int, loss: float | None) -> None:
+        self.losses[step] = loss
+
+
+def signalled(rank: int) -> Any:
+    """One rank gets SIGTERM."""
+    return lambda: os.kill(os.getpid(), signal.SIGTERM) if rank == 1 else None
+
+
+class Own:
+    """A model with dropout and a scheduler, in a loop of its own."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        inputs = torch.randn(STEPS_IN_EPOCH * 8, 6).double()
+        layers = [nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2), nn.Tanh()) for _ in range(2)]
+        module = nn.Sequential(*layers, nn.Linear(6, 1)).double()
+        loss_fn = shardhet.mean_of_samples(F.mse_loss)
+        self.model = HetFSDP(module, PLAN, loss_fn=loss_fn)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        dataset = TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
+        self.loader = shardhet.loader(dataset, self.model)
+        self.batches: list[int] = []  # whose losses are made bad: by count of batches
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"loader": self.loader, "scheduler": self.scheduler}
+
+    def train(self, hooks: list[Hook], **options: Any) -> None:
+        number = 0
+        with Hooks(self.model, self.optimizer, hooks, **options) as run:
+            for x, y in run.steps(self.loader, num_epochs=NUM_EPOCHS):
+                y = y * math.nan if number in self.batches else y
+                self.model.forward_backward(x, loss_inputs=y)
+                self.model.clip_grad_norm_(1.0)
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+                number += 1
+
+    def saving(self, folder: str, **options: Any) -> SaveCheckpoints:
+        return SaveCheckpoints(folder, state=self.state, **options)
+
+
+def end_and_go_on(rank: int, folder: str) -> Any:
+    """Told to end in a step, and started again; beside a run that was not."""
+    whole, seen = Own(), Seen()
+    whole.train([seen])
+    told = Seen(signalled(rank), TOLD_IN_STEP)
+    stopped = Own()
+    stopped.train([told, stopped.saving(folder), EndNotice()])
+    saved = Checkpoints(folder).steps()
+    before = dict(told.losses)
+    again = Own()
+    again.train([told, again.saving(folder, every=5)])
+    states = [each.model.state_dict() for each in (whole, again)]
+    return seen.losses, before, told.losses, saved, Checkpoints(folder).steps(), states
+
+
+def test_a_loop_that_is_told_to_end_saves_and_goes_on(tmp_path: Path) -> None:
+    for rank, result in enumerate(run_ranks(end_and_go_on, 2, str(tmp_path))):
+        expected, before, losses, saved, kept, (whole, again) = result
+        assert saved == [TOLD_IN_STEP]
+        assert list(before) == list(range(1, TOLD_IN_STEP + 1))
+        assert losses == expected
+        assert list(losses) == list(range(1, NUM_STEPS + 1))
+        assert kept == [10, NUM_STEPS]  # the newest two
+        if rank == 0:
+            assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def written_by_others(rank: int, folder: str) -> None:
+    own = Own()
+    Checkpoints(folder).save(own.model, own.optimizer, step=0)
+    with pytest.raises(CheckpointError, match="has no random_states, loader, scheduler"):
+        own.train([own.saving(folder)])
+
+
+def test_a_checkpoint_without_what_is_needed_is_refused(tmp_path: Path) -> None:
+    run_ranks(written_by_others, 2, str(tmp_path))
+
+
+def stop_by_loss(rank: int) -> list[int]:
+    """One rank alone wants to stop; hooks after one that rolls back are not called."""
+
+    class Stop(Hook):
+        def after_step(self, step: int, loss: float | None) -> After | None:
+            return After.STOP if rank == 1 and step == 3 else None
+
+    seen, own = Seen(), Own()
+    own.train([Stop(), seen])
+    return list(seen.losses)
+
+
+def test_all_ranks_stop_after_the_step_in_which_they_learn_of_it() -> None:
+    assert run_ranks(stop_by_loss, 2) == [[1, 2, 3, 4]] * 2
+
+
+def traced_names(folder: str, rank: int) -> list[str]:
+    trace = json.loads(Path(folder, f"rank{rank}.json").read_text())
+    return [event.get("name") for event in trace["traceEvents"]]
+
+
+def traced(rank: int, folder: str) -> int:
+    """How often a forward is there; the loop has fewer steps than are asked for."""
+    Own().train([Trace(folder, first_step=NUM_STEPS - 1, num_steps=7)])
+    return traced_names(folder, rank).count("forward 0 [0]")
+
+
+def test_a_loop_is_traced(tmp_path: Path) -> None:
+    assert run_ranks(traced, 2, str(tmp_path)) == [2, 2]
+
+
+def in_het_trainer(rank: int, folder: str) -> Any:
+    """As in a loop of one's own: traced, told to end, and resumed."""
+    from tests.test_hf_resuming import make
+    from tests.trainer_options import PLAN, as_torchrun_starts
+
+    with as_torchrun_starts(rank, PLAN.world_size):
+        seen, told, after = Seen(), Seen(signalled(rank), TOLD_IN_STEP), Seen()
+        trace = Trace(f"{folder}/traces", first_step=2, num_steps=2)
+        make(f"{folder}/whole", PLAN, hooks=[seen, trace], save_strategy="no").train()
+        handler = signal.getsignal(signal.SIGTERM)
+        stopped = make(f"{folder}/run", PLAN, hooks=[told, EndNotice()], save_steps=100)
+        stopped.train()
+        assert stopped.state.global_step == TOLD_IN_STEP
+        assert signal.getsignal(signal.SIGTERM) is handler
+        resumed = make(f"{folder}/run", PLAN, hooks=[after], save_steps=100)
+        resumed.train(resume_from_checkpoint=True)
+        with pytest.raises(ValueError, match="Set save_strategy and save_steps"):
+            make(f"{folder}/run", PLAN, hooks=[SaveCheckpoints(folder)])
+        name = "forward model.layers.0 [0]"
+        return (
+            seen.losses,
+            told.losses | after.losses,
+            traced_names(trace._folder, rank).count(name),
+        )
+
+
+def test_a_het_trainer_has_the_same_hooks(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs the hf extra")
+    found = run_ranks(in_het_trainer, 3, str(tmp_path), timeout_s=2 * FIRST_CASE_S)
+    for expected, losses, num_traced in found[:2]:
+        assert losses == expected
+        assert num_traced >= 2
+    assert found[2][:2] == found[0][:2]
