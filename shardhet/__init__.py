@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardhet.records.workload import Workload
     from shardhet.simulator.simulation import simulate
     from shardhet.training.dealing.loader import PlanSampler, loader
+    from shardhet.training.guard import Guard, OnBadStep
     from shardhet.training.hooks.checkpoints import SaveCheckpoints
     from shardhet.training.hooks.end_notice import EndNotice
     from shardhet.training.hooks.hooks import After, Hook, Hooks
@@ -37,8 +38,10 @@ _MODULE_BY_NAME = {
     "EndNotice": "shardhet.training.hooks.end_notice",
     "ExampleBatch": "shardhet.profiler.batch",
     "HetFSDP": "shardhet.fsdp",
+    "Guard": "shardhet.training.guard",
     "Hook": "shardhet.training.hooks.hooks",
     "Hooks": "shardhet.training.hooks.hooks",
+    "OnBadStep": "shardhet.training.guard",
     "Plan": "shardhet.records.plan",
     "PlanError": "shardhet.planner",
     "PlanSampler": "shardhet.training.dealing.loader",
@@ -68,9 +71,11 @@ __all__ = [
     "DeviceSpec",
     "EndNotice",
     "ExampleBatch",
+    "Guard",
     "HetFSDP",
     "Hook",
     "Hooks",
+    "OnBadStep",
     "Plan",
     "PlanError",
     "PlanSampler",

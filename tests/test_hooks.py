@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 import shardhet
 from shardhet import After, EndNotice, HetFSDP, Hook, Hooks, Plan, SaveCheckpoints, Trace
 from shardhet.checkpoint import CheckpointError, Checkpoints
-from tests.worlds import TRANSFORMERS, preload, run_ranks
+from tests.worlds import TRANSFORMERS, preload, run_ranks, run_ranks_expecting_failure
 
 preload(*TRANSFORMERS)
 
@@ -65,7 +65,9 @@ class Own:
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         dataset = TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
         self.loader = shardhet.loader(dataset, self.model)
-        self.batches: list[int] = []  # whose losses are made bad: by count of batches
+        # Batches, by count, whose loss is bad on this rank, and that are not trained on.
+        self.bad: list[int] = []
+        self.left_out: list[int] = []
 
     @property
     def state(self) -> dict[str, Any]:
@@ -75,13 +77,15 @@ class Own:
         number = 0
         with Hooks(self.model, self.optimizer, hooks, **options) as run:
             for x, y in run.steps(self.loader, num_epochs=NUM_EPOCHS):
-                y = y * math.nan if number in self.batches else y
+                number += 1
+                if number - 1 in self.left_out:
+                    continue
+                y = y * math.nan if number - 1 in self.bad else y
                 self.model.forward_backward(x, loss_inputs=y)
                 self.model.clip_grad_norm_(1.0)
                 self.optimizer.step()
                 self.scheduler.step()
                 self.optimizer.zero_grad()
-                number += 1
 
     def saving(self, folder: str, **options: Any) -> SaveCheckpoints:
         return SaveCheckpoints(folder, state=self.state, **options)
@@ -189,3 +193,100 @@ def test_a_het_trainer_has_the_same_hooks(tmp_path: Path) -> None:
         assert losses == expected
         assert num_traced >= 2
     assert found[2][:2] == found[0][:2]
+
+
+class Rows(Hook):
+    """Keeps this rank's rows of parameters after each step."""
+
+    def __init__(self) -> None:
+        self.by_step: dict[int, list[torch.Tensor]] = {}
+
+    def begin(self, run: Hooks) -> None:
+        self._model = run.model
+
+    def after_step(self, step: int, loss: float | None) -> None:
+        self.by_step[step] = [p.detach().clone() for p in self._model.parameters()]
+
+    def are_same(self, one: int, other: int) -> bool:
+        pairs = zip(self.by_step[one], self.by_step[other], strict=True)
+        return all(torch.equal(*pair) for pair in pairs)
+
+
+def bad_steps(rank: int, folder: str) -> Any:
+    """A loop that skips a bad batch, and one that rolls back, beside one that leaves it out."""
+    told: list[str] = []
+    skipping, rows, seen = Own(), Rows(), Seen()
+    skipping.bad = [5] if rank == 1 else []
+
+    def say(text: str, level: int) -> None:
+        told.append(text)
+
+    skipping.train([rows, shardhet.Guard(shardhet.OnBadStep.SKIP), seen], say=say)
+    assert rows.are_same(5, 6)
+    assert not rows.are_same(6, 7)
+    assert list(seen.losses) == [step for step in range(1, NUM_STEPS + 1) if step != 6]
+    rolling, losses = Own(), Seen()
+    rolling.bad = skipping.bad
+    guard = shardhet.Guard(shardhet.OnBadStep.ROLL_BACK)
+    rolling.train([rolling.saving(folder, every=4), guard, losses], say=say)
+    reference, expected = Own(), Seen()
+    reference.left_out = [4, 5]
+    reference.train([expected])
+    states = [each.model.state_dict() for each in (rolling, reference)]
+    with pytest.raises(ValueError, match="hooks have no SaveCheckpoints"):
+        Own().train([guard])
+    return told, losses.losses, expected.losses, states
+
+
+def test_a_bad_step_changes_nothing_or_takes_the_loop_back(tmp_path: Path) -> None:
+    for rank, result in enumerate(run_ranks(bad_steps, 2, str(tmp_path))):
+        told, losses, expected, (rolled, reference) = result
+        assert told == [
+            "step 6 was skipped: the loss is nan",
+            "step 6 was skipped: the loss is nan; rolled back to step 4, on with the batch "
+            "after it",
+        ]
+        assert losses == expected
+        if rank == 0:
+            assert all(torch.equal(rolled[name], reference[name]) for name in rolled)
+
+
+def stopped(rank: int) -> None:
+    own = Own()
+    own.bad = [2] if rank == 1 else []
+    own.train([shardhet.Guard()])
+
+
+def test_a_guard_stops_all_ranks_by_default() -> None:
+    for outcome in run_ranks_expecting_failure(stopped, 2):
+        assert outcome.exception_name == "FloatingPointError", outcome
+        assert "step 3: the loss is not finite at positions [1]" in outcome.message
+
+
+def spikes(rank: int, folder: str) -> Any:
+    """A HetTrainer whose loss is NaN, and then large, on one rank."""
+    from tests.test_hf_resuming import make
+    from tests.trainer_options import PLAN, as_torchrun_starts, loss_in_float64
+
+    with as_torchrun_starts(rank, PLAN.world_size):
+        rows, guard = Rows(), shardhet.Guard(shardhet.OnBadStep.SKIP, spike_factor=20.0)
+        trainer = make(folder, PLAN, hooks=[rows, guard], max_steps=15, save_strategy="no")
+        factors = {2: math.nan, 12: 1e4}
+
+        def loss_of(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+            is_bad = rank == 1 and trainer.het.training
+            factor = factors.get(trainer.het.step, 1.0) if is_bad else 1.0
+            return factor * loss_in_float64(outputs, labels, num_items_in_batch)
+
+        trainer.compute_loss_func = loss_of
+        trainer.train()
+        changed = [not rows.are_same(step, step - 1) for step in range(2, 16)]
+        skipped = [each["step"] for each in trainer.state.log_history if "is_skipped" in each]
+        return changed, skipped
+
+
+def test_a_het_trainer_skips_bad_steps(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs the hf extra")
+    for changed, skipped in run_ranks(spikes, 3, str(tmp_path), timeout_s=FIRST_CASE_S):
+        assert changed == [step not in (3, 13) for step in range(2, 16)]
+        assert skipped == [3, 13]

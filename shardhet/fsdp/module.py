@@ -181,6 +181,7 @@ class HetFSDP(ModuleInRounds):
         if before is not None:
             self._runtime.rounds.end_step(before.rounds.step)
             self._runtime.asks_to_end = before.asks_to_end
+            self._runtime.raises_bad_loss = before.raises_bad_loss
             self._runtime.follow(plan, before.rounds.batches_per_step)
         self._backward = self._make_backward(self._runtime)
         self._pipeline = Pipeline.of(self._runtime, self._backward, self._run_module)
@@ -245,6 +246,9 @@ class HetFSDP(ModuleInRounds):
                 total_norm = self._rows.norm(
                     norms, 2.0, num_grads=len(grads), call="clip_grad_norm_"
                 )
+            self._runtime.rounds.grad_norm = (
+                total_norm if self.grad_norm is None else self.grad_norm
+            )
             scale = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
             for dtype in {grad.dtype for grad in filled}:
                 same = [grad for grad in filled if grad.dtype == dtype]

@@ -32,7 +32,13 @@ class HookCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """There is an optimizer."""
-        run = Hooks(self._trainer.het, inner(kwargs["optimizer"]), self._hooks, log=self._log)
+        run = Hooks(
+            self._trainer.het,
+            inner(kwargs["optimizer"]),
+            self._hooks,
+            log=self._log,
+            has_scaler=self._trainer.loss_scaler is not None,
+        )
         self._run = self._training.enter_context(run)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -1,15 +1,23 @@
 """Guard: recognizes steps whose loss or gradient norm is not finite, or far above the usual.
 
+As a hook it judges each step before the optimizer makes use of its gradients.  A bad step has
+none then: an optimizer changes nothing where gradients are None.
+
 It judges numbers that are the same on all ranks, by a history that is the same on all ranks, so
 that all ranks decide alike without asking each other.
 """
 
-import math
+import logging
 from collections import deque
 from collections.abc import Mapping
 from enum import Enum
+from math import inf, isfinite
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
+
+from shardhet.comm.host_copy import HostCopy
+from shardhet.training.hooks.checkpoints import SaveCheckpoints
+from shardhet.training.hooks.hooks import After, Hook, Hooks
 
 NUM_STEPS_REMEMBERED = 50
 NUM_STEPS_TO_KNOW = 10  # before a spike can be recognized
@@ -25,8 +33,19 @@ class OnBadStep(Enum):
     ROLL_BACK = "roll_back"  # skip, load the last checkpoint, go on with the batch after it
 
 
-class Guard:
-    """Judges the steps of a run."""
+class Unsettled(NamedTuple):
+    """A step that has not been judged, because the device may not have its norm yet."""
+
+    step: int
+    loss: float | None
+    norm: HostCopy
+
+
+class Guard(Hook):
+    """Judges the steps of a run: as one of its hooks, or as the ``guard`` of a ``Trainer``.
+
+    The norm is that which ``model.clip_grad_norm_`` returns, else of the gradients as they are.
+    """
 
     def __init__(
         self,
@@ -38,7 +57,7 @@ class Guard:
         """Create a guard.
 
         Args:
-            on_bad_step: what the trainer does; ``roll_back`` is done by the program around it.
+            on_bad_step: ``ROLL_BACK`` needs ``SaveCheckpoints`` among the hooks.
             spike_factor: a loss or gradient norm above this many times the median of the last
                 good steps is bad; None: only those that are not finite.
             max_in_a_row: so many bad steps in a row stop the run, whatever ``on_bad_step``.
@@ -49,10 +68,90 @@ class Guard:
         self._losses: deque[float] = deque(maxlen=NUM_STEPS_REMEMBERED)
         self._norms: deque[float] = deque(maxlen=NUM_STEPS_REMEMBERED)
         self._num_in_a_row = 0
+        self.unsettled: Unsettled | None = None  # the last step, if nobody has judged it
+        self._why: str | None = None  # the step in progress is bad
+
+    def begin(self, run: Hooks) -> None:
+        self._run, self._saves = run, run.find(SaveCheckpoints)
+        self._judged = run.model.step
+        if self.looks_before_update and run.has_float16:
+            raise ValueError(
+                "Guard: losses are scaled in float16, where GradScaler skips steps itself, but "
+                f"on_bad_step={self.on_bad_step.name} or spike_factor would, too. Leave them "
+                "out, or train in bfloat16."
+            )
+        if self._saves is not None:
+            self._saves.is_rolled_back_to |= self.rolls_back
+        elif self.rolls_back:
+            raise ValueError(
+                "Guard: on_bad_step is ROLL_BACK but the hooks have no SaveCheckpoints. Add "
+                "it, or set SKIP; HetTrainer skips only."
+            )
+        run.model.raises_bad_loss = self.on_bad_step is OnBadStep.STOP
+        self._handles = [
+            each.register_step_pre_hook(self._before_update) for each in run.optimizers
+        ]
+
+    def end(self, error: BaseException | None) -> None:
+        self._run.model.raises_bad_loss = True
+        for each in self._handles:
+            each.remove()
+        if error is None:
+            self.settle()
+
+    def _before_update(self, *_: Any) -> None:
+        """Judge the step, before the first of the optimizers makes use of its gradients."""
+        model, loss = self._run.model, self._run.model.mean_so_far
+        if self._judged == model.step:
+            return
+        self._judged = model.step
+        norm = model.grad_norm if model.grad_norm is not None else model.clip_grad_norm_(inf)
+        copy = HostCopy(norm)
+        self.settle()
+        if not self.looks_before_update:
+            self.unsettled = Unsettled(model.step, loss, copy)
+            return
+        # An accelerator goes idle here, because the host cannot run ahead.
+        self._why = self.judge(loss, float(copy.read()))
+        if self._why is not None:
+            model.zero_grad()
+
+    def after_step(self, step: int, loss: float | None) -> After | None:
+        """Say that a bad step was skipped, and roll back if that is wanted.
+
+        Raises ``FloatingPointError`` if there were too many.
+        """
+        why, self._why = self._why, None
+        if why is None and loss is not None and not isfinite(loss):  # without an update
+            why = f"the loss is {loss}"
+        if why is None:
+            return None
+        self.check(step, why)
+        said = f"step {step} was skipped: {why}"
+        self._run.log(step, {"loss": loss, "is_skipped": 1.0})
+        if self._saves is not None and self.rolls_back:
+            to_step = self._judged = self._saves.roll_back()
+            said += f"; rolled back to step {to_step}, on with the batch after it"
+            self._run.forget_peak_memory()
+        self._run.say(said, logging.WARNING)
+        return After.ROLLED_BACK
+
+    def settle(self) -> None:
+        """Judge the last step by its gradient norm, if that has not been read yet.
+
+        If a bad step stops the run, the norm of each step is read in the next one, before its
+        update: by then the device has it, and the host does not stand still for it.  Call it
+        before you save or use what the step has made.  Raises ``FloatingPointError``.
+        """
+        last, self.unsettled = self.unsettled, None
+        if last is not None:
+            why = self.judge(last.loss, float(last.norm.read()))
+            if why is not None:
+                self.check(last.step, why)
 
     @property
     def rolls_back(self) -> bool:
-        """Whether the program around the trainer loads a checkpoint after a bad step."""
+        """Whether a checkpoint is loaded after a bad step."""
         return self.on_bad_step is OnBadStep.ROLL_BACK
 
     @property
@@ -102,7 +201,7 @@ class Guard:
     def _reason(self, name: str, value: float | None, history: deque[float]) -> str | None:
         if value is None:
             return None
-        if not math.isfinite(value):
+        if not isfinite(value):
             return f"the {name} is {value}"
         if self._spike_factor is None or len(history) < NUM_STEPS_TO_KNOW:
             return None

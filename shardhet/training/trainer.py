@@ -17,7 +17,7 @@ from shardhet.fsdp import HetFSDP
 from shardhet.records.layout import Span
 from shardhet.training.data import Batch, Batches
 from shardhet.training.device_use import DeviceTimes, DeviceUse
-from shardhet.training.guard import Guard, OnBadStep
+from shardhet.training.guard import Guard, OnBadStep, Unsettled
 from shardhet.training.loss_scaling import LossScaler
 from shardhet.training.optim import Schedule
 from shardhet.training.peak_memory import KeptBytes, PeakMemory, kept_bytes
@@ -142,13 +142,7 @@ class Trainer:
         self._settled_s = 0.0  # time of waiting for a step since it ended
         self._kept = KeptBytes()  # of the last timed step
         self._is_in_step = False
-        self._unsettled: StepMetrics | None = None  # the last step, if nobody has judged it
         self.forget_peak_memory()
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the last step has been judged; see ``settle``."""
-        return self._unsettled is None
 
     def train_step(self, *, is_timed: bool = True) -> StepMetrics:
         """One optimizer step on the next global batch.
@@ -159,7 +153,7 @@ class Trainer:
         start_s = time.perf_counter() - self._settled_s
         self._settled_s = 0.0
         if self._is_in_step:  # the last step failed
-            self._unsettled = None
+            self.guard.unsettled = None
         self._is_in_step = True
         self._times.begin_step(is_timed=is_timed)
         model = self.model
@@ -195,24 +189,15 @@ class Trainer:
             has_overflowed=overflow is not None,
         )
         if isinstance(norm, HostCopy):
-            self._unsettled = metrics
+            self.guard.unsettled = Unsettled(model.step, mean_loss, norm)
         return metrics
 
     def settle(self) -> None:
-        """Judge the last step by its gradient norm, if that has not been read yet.
-
-        If a bad step stops the run, the norm of each step is read in the next one, before its
-        update: by then the device has it, and the host does not stand still for it.  Call it
-        before you save or use what the step has made.  Raises ``FloatingPointError``.
-        """
-        last, self._unsettled = self._unsettled, None
-        if last is not None:
-            start_s = time.perf_counter()
-            why = self.guard.judge(last.mean_loss, last.grad_norm)
-            if not self._is_in_step:
-                self._settled_s += time.perf_counter() - start_s
-            if why is not None:
-                self.guard.check(last.step, why)
+        """As ``Guard.settle``; what it waits for is time of the step."""
+        start_s = time.perf_counter()
+        self.guard.settle()
+        if not self._is_in_step:
+            self._settled_s += time.perf_counter() - start_s
 
     def _run_rounds(self, batch: Batch) -> tuple[float | None, str | None]:
         """The mean loss, and why the step has no gradients, if it has none."""

@@ -272,7 +272,7 @@ class Run(Hook):
         if self._step.why_skipped is not None:
             if self._skip(self._step):
                 return After.ROLLED_BACK
-        elif self.trainer.is_settled:
+        elif self.trainer.guard.unsettled is None:
             self._record()
         if self._is_reported(step):
             uses = self.trainer.look_at_devices()

@@ -130,7 +130,8 @@ class MeanBackward:
             if divisor is not None:
                 of_round = of_round / torch.tensor([divisor, 1.0], dtype=torch.float64)
             self._sums = of_round if self._sums is None else self._sums + of_round
-            if not is_last and self._sums[:, 0].isfinite().all():
+            ends_early = self._runtime.raises_bad_loss and not self._sums[:, 0].isfinite().all()
+            if not is_last and not ends_early:
                 return None
         scale = self._scale_on_host
         number = None if scale is None else scale.read().item()
@@ -170,7 +171,10 @@ class MeanBackward:
         self._runtime.rounds.end_step(step)
         progress.end_step(step)
         if not is_valid:
-            _check_finite(step, losses)
+            if not all(map(math.isfinite, losses)):
+                if self._runtime.raises_bad_loss:
+                    raise FloatingPointError(_not_finite(step, losses))
+                return math.nan
             logger.warning("step %d has no valid token and is skipped.", step)
             return None
         with self._peers.guard("hooks on parameters"):
@@ -188,7 +192,7 @@ class MeanBackward:
         if self._sums is None:
             return 0.0
         losses, counts = map(sum, self._sums.T.tolist())
-        return float(losses if self._is_divided else losses / counts if counts else 0.0)
+        return float(losses if self._is_divided else losses / counts if counts else losses)
 
     def _check_divisor(self, divisor: float | None, divisors: set[float]) -> None:
         """Raise ``ValueError`` unless ranks, and rounds of a step, agree on there being one."""
@@ -420,11 +424,10 @@ def check_is_wide(loss_sum: Tensor, call: str) -> None:
         )
 
 
-def _check_finite(step: int, losses: Sequence[float]) -> None:
+def _not_finite(step: int, losses: Sequence[float]) -> str:
     bad = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
-    if bad:
-        raise FloatingPointError(
-            f"step {step}: the loss is not finite at positions {bad} of the "
-            f"plan (loss sums {losses}); no gradient was set. Lower the learning rate, "
-            "clip gradients, or look for bad samples there."
-        )
+    return (
+        f"step {step}: the loss is not finite at positions {bad} of the "
+        f"plan (loss sums {losses}); no gradient was set. Lower the learning rate, "
+        "clip gradients, or look for bad samples there."
+    )

@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import NamedTuple
 
+from torch import Tensor
+
 from shardhet.records.plan import Plan
 from shardhet.records.schedule import StepForm
 
@@ -23,6 +25,7 @@ class Rounds:
     # samples.  In several rounds they stay the same: a unit that is kept for the next round,
     # and gradients kept in one, are on all of them.
     receivers: tuple[int, ...] | None
+    grad_norm: Tensor | None = None  # of the last step's gradients, before they are clipped
     is_cut: bool  # whether a batch of the plan is cut at all: between ranks, or rounds
 
     def __init__(self, plan: Plan) -> None:
@@ -64,7 +67,7 @@ class Rounds:
 
     def end_step(self, step: int) -> None:
         """Let the next forward begin the step after ``step`` finished ones."""
-        self.moment = Moment(step)
+        self.moment, self.grad_norm = Moment(step), None
 
     def forget(self) -> None:
         """Let the next forward begin the step anew, and drop what its rounds have summed up."""

@@ -62,6 +62,7 @@ class Runtime:
         self.observers = observers or Observers(marks_time)
         self.rounds = Rounds(plan)
         self.asks_to_end = self.is_asked_to_end = False  # this rank; any, at the last backward
+        self.raises_bad_loss = True  # that is not finite
         self._comm = comm
         self._control, self._peers = control, peers
         self._random = RandomStates(seed, comm.device)

@@ -73,6 +73,7 @@ class Hooks:
         say: Callable[..., None] | None = None,
         log: Callable[[int, Values], None] | None = None,
         forget_peak_memory: Callable[[], None] = lambda: None,
+        has_scaler: bool = False,
     ) -> None:
         """Of one model, and the optimizers of its parameters.
 
@@ -83,6 +84,7 @@ class Hooks:
             say: what to do with a remark and its level; None: rank zero's log has it.
             log: takes a step and figures of it by name, on all ranks; None: they are not kept.
             forget_peak_memory: what hooks allocate beside a step does not count.
+            has_scaler: losses are scaled, as a model in float16 has them.
         """
         self.model = model
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
@@ -90,6 +92,7 @@ class Hooks:
         self.say = say or self._say
         self.log = log or (lambda step, values: None)
         self.forget_peak_memory = forget_peak_memory
+        self.has_float16 = has_scaler or model.is_float16
         self._ends = ExitStack()
 
     def __enter__(self) -> Self:
