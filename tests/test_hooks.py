@@ -290,3 +290,51 @@ def test_a_het_trainer_skips_bad_steps(tmp_path: Path) -> None:
     for changed, skipped in run_ranks(spikes, 3, str(tmp_path), timeout_s=FIRST_CASE_S):
         assert changed == [step not in (3, 13) for step in range(2, 16)]
         assert skipped == [3, 13]
+
+
+def slowed_trainer(rank: int, folder: str, slowness: float) -> Any:
+    """A HetTrainer of three layers that sleep; rank 1 is slow from a step on."""
+    import transformers
+
+    from shardhet.hf import HetTrainer
+    from tests.test_rebalancing import BATCH, EVEN, WIDTH, Course, Net, setting_of
+    from tests.trainer_options import arguments, as_torchrun_starts
+
+    class Summed(Net):
+        def forward(self, x: torch.Tensor, labels: Any = None) -> Any:
+            for layer in self.layers:
+                x = layer(x)
+            return {"loss": x.square().mean()}
+
+    with as_torchrun_starts(rank, EVEN.world_size):
+        setting = setting_of(EVEN.world_size)
+        torch.manual_seed(0)
+        rebalancer = shardhet.Rebalancer(setting)
+        course = Course(rank, slowness, rebalancer)
+        x = torch.randn(20 * BATCH, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+        trainer = HetTrainer(
+            Summed().double(),
+            arguments(folder, max_steps=20, learning_rate=0.01, logging_steps=1),
+            plan=EVEN,
+            hooks=[rebalancer, course],
+            train_dataset=[{"x": row, "labels": torch.zeros(())} for row in x],
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+        logged = [each["step"] for each in trainer.state.log_history if "planned_anew" in each]
+        batches = [each.rank_batch_size for each in trainer.plan.ranks]
+        return course.losses, logged, batches
+
+
+@pytest.mark.campaign  # the loop of one's own stays
+def test_a_het_trainer_follows_a_new_plan(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs the hf extra")
+    slow, even = (
+        run_ranks(slowed_trainer, 2, str(tmp_path), each, timeout_s=FIRST_CASE_S)
+        for each in (2.5, 1.0)
+    )
+    for (losses, logged, batches), (expected, *_) in zip(slow, even, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-12)
+        assert logged
+        assert batches[1] < 6
+        assert sum(batches) == 12

@@ -239,26 +239,13 @@ class ModuleInRounds(ModuleWithState):
         return self._runtime.own_samples
 
     @property
-    def is_float16(self) -> bool:
-        """Whether losses have to be scaled."""
-        return self._precision.param_dtype is torch.float16
-
-    @property
     def grad_norm(self) -> Tensor | None:
         """What ``clip_grad_norm_`` has returned after this step, if it was called."""
         return self._runtime.rounds.grad_norm
 
-    @property
-    def raises_bad_loss(self) -> bool:
-        """Whether ``backward`` raises if a loss is not finite, as it does unless this is set.
-
-        Else it returns NaN after the last round of the step, which has no gradients.
-        """
-        return self._runtime.raises_bad_loss
-
-    @raises_bad_loss.setter
-    def raises_bad_loss(self, raises: bool) -> None:
-        self._runtime.raises_bad_loss = raises
+    def skip_bad_loss(self, *, skips: bool) -> None:
+        """Whether to return NaN, and set no gradients, where a loss is not finite; or raise."""
+        self._runtime.raises_bad_loss = not skips
 
     @property
     def step(self) -> int:

@@ -8,8 +8,10 @@ from transformers import TrainerCallback
 
 from shardhet.hf.resuming import inner
 from shardhet.hf.view import TrainerView
+from shardhet.training.dealing.batches import Share
 from shardhet.training.hooks.checkpoints import SaveCheckpoints
 from shardhet.training.hooks.hooks import Hook, Hooks
+from shardhet.training.rebalancing import Rebalancer
 
 
 class HookCallback(TrainerCallback):
@@ -18,10 +20,19 @@ class HookCallback(TrainerCallback):
     def __init__(self, trainer: TrainerView, hooks: Sequence[Hook]) -> None:
         """What hooks say of steps is logged as a Trainer logs."""
         self._trainer, self._hooks = trainer, tuple(hooks)
+        self._plan = trainer.plan  # by which batches are dealt
         if any(isinstance(each, SaveCheckpoints) for each in hooks):
             raise ValueError(
                 "HetTrainer: SaveCheckpoints is among its hooks, but it saves and resumes as a "
                 "Trainer does. Set save_strategy and save_steps instead."
+            )
+
+        follows = any(isinstance(each, Rebalancer) and each.replans for each in hooks)
+        if follows and trainer.args.dataloader_num_workers:
+            raise ValueError(
+                "HetTrainer: a Rebalancer may change the plan, but dataloader_num_workers="
+                f"{trainer.args.dataloader_num_workers} workers read ahead by the one before. "
+                "Set it to 0, or Rebalancer(replans=False)."
             )
 
     @contextmanager
@@ -48,6 +59,10 @@ class HookCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """After the update.  All ranks decide alike whether to end, in the same step."""
         self._run.after_step(self._trainer.rank_loss.mean_so_far)
+        if self._trainer.plan is not self._plan:
+            self._plan, loader = self._trainer.plan, self._trainer.train_loader
+            assert loader is not None, "a step was trained"
+            loader.deal(Share.of_step(self._plan, self._trainer.het.position))
         if self._run.is_over:
             control.should_save = control.should_training_stop = True
 

@@ -51,8 +51,7 @@ class HetTrainer(TrainerView):
         trainer = HetTrainer(model, args, plan=plan, train_dataset=dataset)
         trainer.train()
 
-    Every method is collective.  ``self.model`` is the wrapped model, with this rank's rows;
-    ``self.het`` is the HetFSDP that wraps it.
+    Every method is collective.  ``self.het`` is the HetFSDP that wraps ``self.model``.
     """
 
     def __init__(
@@ -90,8 +89,8 @@ class HetTrainer(TrainerView):
         inside = model if wrapped is None else wrapped.module
         args = checked(given, known)
         super().__init__(inside, args, **kwargs)
-        self.plan = known or planned_for(self, options or {})
-        wrapped = wrapped or _wrapped(inside, self.plan, args, options)
+        if wrapped is None:
+            wrapped = _wrapped(inside, known or planned_for(self, options or {}), args, options)
         _check_device(wrapped, args)
         watch_ranks(hang_timeout_s=hang_timeout_s, device=wrapped.device)
         self.het = self.model_wrapped = wrapped
@@ -101,11 +100,9 @@ class HetTrainer(TrainerView):
         self.rank_loss = (RankLoss if self.plan.stages is None else StagedLoss)(self)
         self.loss_scaler = LossScaler(wrapped.device) if args.fp16 else None
         self.accelerator.scaler = self.loss_scaler and self.loss_scaler.grad_scaler
-        self.train_loader = None
-        self._whole_state = WholeState(self)
+        self._whole_state, self._counts = WholeState(self), InputCounts(wrapped)
         self._hooks = HookCallback(self, hooks)
         self.add_callback(self._hooks)
-        self._counts = InputCounts(wrapped)
 
     # The model #
 

@@ -87,13 +87,13 @@ class Guard(Hook):
                 "Guard: on_bad_step is ROLL_BACK but the hooks have no SaveCheckpoints. Add "
                 "it, or set SKIP; HetTrainer skips only."
             )
-        run.model.raises_bad_loss = self.on_bad_step is OnBadStep.STOP
+        run.model.skip_bad_loss(skips=self.on_bad_step is not OnBadStep.STOP)
         self._handles = [
             each.register_step_pre_hook(self._before_update) for each in run.optimizers
         ]
 
     def end(self, error: BaseException | None) -> None:
-        self._run.model.raises_bad_loss = True
+        self._run.model.skip_bad_loss(skips=False)
         for each in self._handles:
             each.remove()
         if error is None:

@@ -127,7 +127,7 @@ class Rebalancer(Hook):
             then: is called once a new plan is followed, after a step.
         """
         self._setting = setting if isinstance(setting, Setting) else Setting.load(setting)
-        self._replans, self._then = replans, then
+        self.replans, self._then = replans, then
         self._demands, self._devices = demands or Demands(), devices
         self.found: Imbalance | None = None  # after the last step
 
@@ -167,7 +167,7 @@ class Rebalancer(Hook):
             if self._then is not None:
                 self._then(step, self._model.plan, self)
             self._run.forget_peak_memory()
-        elif not self._replans:
+        elif not self.replans:
             said += "; rebalance=true (Rebalancer(replans=True)) would plan anew"
         self._run.log(step, values)
         self._run.say(said, logging.WARNING)
@@ -222,7 +222,7 @@ class Rebalancer(Hook):
         found = slownesses(measured_s, expected_s)
         beyond = _beyond(found)
         new_plan, why_not = None, None
-        if self._replans and any(beyond):
+        if self.replans and any(beyond):
             new_plan, why_not = self._plan_anew(found)
         is_news = bool(beyond[0]) and beyond != self._said
         self._said = beyond if new_plan is None else ((), ())

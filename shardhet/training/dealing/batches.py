@@ -136,8 +136,12 @@ class PlanLoader(DataLoader[Any]):
         self, dataset: Any, batches: PlanBatchSampler, collator: DealtCollator, **options: Any
     ) -> None:
         """``options`` are the DataLoader's."""
-        self.batches = batches
+        self.batches, self.dealt = batches, collator
         super().__init__(dataset, batch_sampler=batches, collate_fn=collator, **options)
+
+    def deal(self, share: Share) -> None:
+        """Let this rank have another share of the batches to come; without workers."""
+        self.batches._share = self.dealt.share = share
 
     def set_epoch(self, epoch: int) -> None:
         """Let a seeded sampler draw the epoch's order."""

@@ -92,7 +92,7 @@ class Hooks:
         self.say = say or self._say
         self.log = log or (lambda step, values: None)
         self.forget_peak_memory = forget_peak_memory
-        self.has_float16 = has_scaler or model.is_float16
+        self.has_float16 = has_scaler or model._backward.is_float16
         self._ends = ExitStack()
 
     def __enter__(self) -> Self:
