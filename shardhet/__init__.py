@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shardhet.training.hooks.checkpoints import SaveCheckpoints
     from shardhet.training.hooks.end_notice import EndNotice
     from shardhet.training.hooks.hooks import After, Hook, Hooks
+    from shardhet.training.hooks.predicted import Predicted
     from shardhet.training.hooks.trace import Trace
     from shardhet.training.rebalancing import Rebalancer
 
@@ -45,6 +46,7 @@ _MODULE_BY_NAME = {
     "Plan": "shardhet.records.plan",
     "PlanError": "shardhet.planner",
     "PlanSampler": "shardhet.training.dealing.loader",
+    "Predicted": "shardhet.training.hooks.predicted",
     "Profile": "shardhet.records.profiles",
     "RankPlan": "shardhet.records.plan",
     "Rebalancer": "shardhet.training.rebalancing",
@@ -79,6 +81,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "PlanSampler",
+    "Predicted",
     "Profile",
     "RankPlan",
     "Rebalancer",

@@ -1,6 +1,7 @@
 """A device that slows down is noticed, named with figures, and given less to do."""
 
 import json
+import re
 import socket
 import time
 from dataclasses import replace
@@ -18,6 +19,7 @@ from shardhet import (
     Hook,
     Hooks,
     Plan,
+    Predicted,
     Profile,
     Rebalancer,
     Setting,
@@ -117,6 +119,10 @@ class Course(Hook):
         self.rebalancer: Rebalancer | None = rebalancer
         self.losses: list[float | None] = []
         self.found: list[tuple[int, Imbalance]] = []
+        self.told: list[str] = []
+
+    def say(self, text: str, level: int = 0) -> None:
+        self.told.append(text)
 
     def before_step(self, step: int) -> None:
         slowness = self._slowness if step > SLOWS_AFTER else 1.0
@@ -138,7 +144,8 @@ def train(rank: int, plan: Plan, *, slowness: float, replans: bool, num_steps: i
     rebalancer = Rebalancer(setting, replans=replans)
     course = Course(rank, slowness, rebalancer)
     x = torch.randn(num_steps, BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
-    with Hooks(model, optimizer, [rebalancer, course]) as hooks:
+    hooks = Hooks(model, optimizer, [Predicted(setting), rebalancer, course], say=course.say)
+    with hooks:
         for batch in hooks.steps(x):
             optimizer.zero_grad()
             mine = batch[model.plan.sample_indices(model.position)].double()
@@ -148,6 +155,11 @@ def train(rank: int, plan: Plan, *, slowness: float, replans: bool, num_steps: i
                 model.eval()(mine)
                 model.train()
     course.plan, course.rebalancer = model.plan, None
+    *said, beside = course.told
+    assert len(said) == len(course.found)
+    assert re.fullmatch(
+        r"a step was predicted to take \d+ ms and took .* ms \(.*\): .*%", beside
+    )
     return course
 
 

@@ -22,7 +22,7 @@ from statistics import median
 
 from rich.console import Console
 
-from shardhet.apps.run.prediction import NUM_WARM_UP_STEPS
+from shardhet.training.hooks.predicted import NUM_WARM_UP_STEPS
 
 CLUSTER = "emulated_unlike"  # the fastest device has the least memory
 MODEL = "small"  # whose state does not fit there, cut evenly

@@ -127,14 +127,9 @@ class Guard(Hook):
         if why is None:
             return None
         self.check(step, why)
-        said = f"step {step} was skipped: {why}"
-        self._run.log(step, {"loss": loss, "is_skipped": 1.0})
-        if self._saves is not None and self.rolls_back:
-            to_step = self._judged = self._saves.roll_back()
-            said += f"; rolled back to step {to_step}, on with the batch after it"
-            self._run.forget_peak_memory()
-        self._run.say(said, logging.WARNING)
-        return After.ROLLED_BACK
+        answer = skipped(self._run, step, loss, why, self._saves if self.rolls_back else None)
+        self._judged = self._run.model.step
+        return answer
 
     def settle(self) -> None:
         """Judge the last step by its gradient norm, if that has not been read yet.
@@ -209,3 +204,18 @@ class Guard(Hook):
         if value > self._spike_factor * usual > 0:
             return f"the {name} is {value:.4g}, {value / usual:.1f} times the usual {usual:.4g}"
         return None
+
+
+def skipped(
+    run: Hooks, step: int, loss: float | None, why: str, saves: SaveCheckpoints | None
+) -> After | None:
+    """Say that a step changed nothing, and roll back to what was saved, if there is any."""
+    said = f"step {step} was skipped: {why}"
+    run.log(step, {"loss": loss, "is_skipped": 1.0})
+    if saves is not None:
+        to_step = saves.roll_back()
+        said += f"; rolled back to step {to_step}, on with the batch after it"
+        run.forget_peak_memory()
+        run.on_roll_back(step, to_step)
+    run.say(said, logging.WARNING)
+    return None if saves is None else After.ROLLED_BACK

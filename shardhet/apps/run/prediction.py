@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 from typing import Self
 
 from rich.table import Table
@@ -16,8 +15,8 @@ from shardhet.records.plan import Plan
 from shardhet.simulator.stages import price_and_timeline
 from shardhet.simulator.timeline import Timeline
 from shardhet.training.device_use import DeviceUse
+from shardhet.training.hooks.predicted import beside
 
-NUM_WARM_UP_STEPS = 3  # first steps, which predictions do not cover
 MIB = 2**20
 
 
@@ -83,19 +82,9 @@ class Outcome:
         """The number of steps that were added."""
         return len(self._step_times_s)
 
-    @property
-    def median_step_time_s(self) -> float:
-        """The median step time, without the first steps unless there are no others."""
-        return median(self._step_times_s[NUM_WARM_UP_STEPS:] or self._step_times_s)
-
     def beside(self, prediction: Prediction) -> str:
         """One line that compares the step time with the prediction."""
-        predicted_s, measured_s = prediction.step_time_s, self.median_step_time_s
-        return (
-            f"a step was predicted to take {1000 * predicted_s:.0f} ms and took "
-            f"{1000 * measured_s:.0f} ms (median of {self.num_steps}): "
-            f"{measured_s / predicted_s - 1:+.1%}"
-        )
+        return beside(prediction.step_time_s, self._step_times_s)
 
     def table(self, plan: Plan, prediction: Prediction) -> Table:
         """A table with measured and predicted values of each device."""

@@ -39,7 +39,7 @@ from shardhet.comm.progress import phase
 from shardhet.config.pretrained import HfConf
 from shardhet.config.train import OnOom, Precision, TrainConf
 from shardhet.training.emulation import HostMemory
-from shardhet.training.trainer import StepMetrics
+from shardhet.training.guard import skipped
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +123,7 @@ class Run(Hook):
             hooks,
             say=self._say,
             log=self._log.log,
+            on_roll_back=self._log.roll_back,
             forget_peak_memory=self.trainer.forget_peak_memory,
         )
 
@@ -269,9 +270,12 @@ class Run(Hook):
 
     def after_step(self, step: int, loss: float | None) -> After | None:
         """Record the step, unless it was bad, and what is to be known after it."""
-        if self._step.why_skipped is not None:
-            if self._skip(self._step):
-                return After.ROLLED_BACK
+        guard, why = self.trainer.guard, self._step.why_skipped
+        if why is not None:
+            rolls_back = guard.rolls_back and not self._step.has_overflowed
+            saves = self._checkpoints if rolls_back else None
+            if answer := skipped(self._hooks, step, loss, why, saves):
+                return answer
         elif self.trainer.guard.unsettled is None:
             self._record()
         if self._is_reported(step):
@@ -288,20 +292,6 @@ class Run(Hook):
         metrics = self._log.log_pending()
         if metrics is not None and self.is_rank_zero:
             self._display.show_step(metrics)
-
-    def _skip(self, metrics: StepMetrics) -> bool:
-        """Record a step that changed nothing; whether it has taken the run back."""
-        step = metrics.step
-        rolls_back = self.trainer.guard.rolls_back and not metrics.has_overflowed
-        said = f"step {step} was skipped: {metrics.why_skipped}"
-        self._log.log(step, {"loss": metrics.mean_loss, "is_skipped": 1.0})
-        if rolls_back:
-            to_step = self._checkpoints.roll_back()
-            said += f"; rolled back to step {to_step}, on with the batch after it"
-            self.trainer.forget_peak_memory()
-            self._log.roll_back(step, to_step)
-        self._say(said, logging.WARNING)
-        return rolls_back
 
     def _write_predicted_trace(self) -> None:
         """Beside that of the steps."""

@@ -72,6 +72,7 @@ class Hooks:
         *,
         say: Callable[..., None] | None = None,
         log: Callable[[int, Values], None] | None = None,
+        on_roll_back: Callable[[int, int], None] = lambda step, to_step: None,
         forget_peak_memory: Callable[[], None] = lambda: None,
         has_scaler: bool = False,
     ) -> None:
@@ -83,6 +84,7 @@ class Hooks:
             hooks: are called in this order.
             say: what to do with a remark and its level; None: rank zero's log has it.
             log: takes a step and figures of it by name, on all ranks; None: they are not kept.
+            on_roll_back: takes a bad step and the earlier one that the model is back at.
             forget_peak_memory: what hooks allocate beside a step does not count.
             has_scaler: losses are scaled, as a model in float16 has them.
         """
@@ -91,15 +93,15 @@ class Hooks:
         self.hooks = tuple(hooks)
         self.say = say or self._say
         self.log = log or (lambda step, values: None)
-        self.forget_peak_memory = forget_peak_memory
+        self.on_roll_back, self.forget_peak_memory = on_roll_back, forget_peak_memory
         self.has_float16 = has_scaler or model._backward.is_float16
         self._ends = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as ends:
             for hook in self.hooks:
-                ends.push(_ending(hook))
                 hook.begin(self)
+                ends.push(_ending(hook))
             self._ends = ends.pop_all()
         return self
 
