@@ -115,7 +115,7 @@ class Rebalancer(Hook):
         replans: bool = True,
         demands: Demands | None = None,
         devices: Sequence[DeviceSpec] = (),
-        then: "Callable[[int, Plan, Rebalancer], None] | None" = None,
+        then: "Callable[[int, Plan, Rebalancer], None]" = lambda step, plan, self: None,
     ) -> None:
         """Begin with ``Hooks``, which raises ``ValueError`` for a setting of another model.
 
@@ -138,7 +138,7 @@ class Rebalancer(Hook):
         devices = self._devices or [each.device for each in model.plan.ranks]
         self._names = [str(each) for each in devices]
         self._places = places_of(model.plan, setting)  # in the cluster, by position
-        self._demands = _of_places(self._demands, self._places)
+        self._placed_demands = _of_places(self._demands, self._places)
         self._slowness: dict[int, float] = {}  # by position, found so far
         setting.check_plan(model.plan, name="setting")
         expected_s = compute_seconds(model.plan, setting, self._places)
@@ -164,8 +164,7 @@ class Rebalancer(Hook):
         values = {f"device{i}/slowness": each for i, each in pairs if each is not None}
         if self.found.new_plan is not None:
             values["planned_anew"] = 1.0
-            if self._then is not None:
-                self._then(step, self._model.plan, self)
+            self._then(step, self._model.plan, self)
             self._run.forget_peak_memory()
         elif not self.replans:
             said += "; rebalance=true (Rebalancer(replans=True)) would plan anew"
@@ -308,13 +307,13 @@ class Rebalancer(Hook):
                 stages=[
                     s for s, group in enumerate(before.groups) if any(is_news[i] for i in group)
                 ],
-                demands=self._demands,
+                demands=self._placed_demands,
                 tolerance=TOLERANCE,
             )
         solution = solve(
             setting,
             global_batch_size=before.global_batch_size,
-            demands=replace(self._demands, form=before.form),
+            demands=replace(self._placed_demands, form=before.form),
             tolerance=TOLERANCE,
         )
         ranks = tuple(

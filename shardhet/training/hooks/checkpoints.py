@@ -1,13 +1,12 @@
 """SaveCheckpoints: when the state of a training is written, and what it goes on from."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from shardhet.checkpoint import CheckpointError, Checkpoints, Replicas, Resumed
 from shardhet.fsdp import HetFSDP
-from shardhet.training.dealing.loader import Loader
 from shardhet.training.hooks.hooks import Hook, Hooks
 from shardhet.training.resuming import (
     options_of,
@@ -132,10 +131,9 @@ class SaveCheckpoints(Hook):
 
         Raises ``CheckpointError`` on every rank if the checkpoint does not have it.
         """
-        self._began_with, extra = self.model.step, found.extra
-        missing = [
-            each for each in ("random_states", *self._state) if each not in (extra or {})
-        ]
+        self._began_with = self.model.step
+        extra = found.extra if isinstance(found.extra, Mapping) else {}
+        missing = [each for each in ("random_states", *self._state) if each not in extra]
         if missing:
             raise CheckpointError(
                 f"{found.path} has no {', '.join(missing)}, so it was not written by these "
@@ -237,7 +235,7 @@ class SaveCheckpoints(Hook):
             )
         self._put_options(found)
         for name, each in self._state.items():
-            if not isinstance(each, Loader):
+            if not isinstance(each, Iterable):  # a loader, or its sampler
                 each.load_state_dict(found.extra[name])
         self.forget_replicas()
         self._last_saved = self.model.step

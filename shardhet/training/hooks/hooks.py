@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from enum import Enum
-from types import TracebackType
+from functools import partial
 from typing import Any, Self, TypeVar
 
 from torch.optim import Optimizer
@@ -82,7 +82,7 @@ class Hooks:
             model: as it is trained.
             optimizer: or several.
             hooks: are called in this order.
-            say: what to do with a remark and its level; None: rank zero's log has it.
+            say: what to do with a remark and its level; None: rank zero logs it as a warning.
             log: takes a step and figures of it by name, on all ranks; None: they are not kept.
             on_roll_back: takes a bad step and the earlier one that the model is back at.
             forget_peak_memory: what hooks allocate beside a step does not count.
@@ -101,7 +101,7 @@ class Hooks:
         with ExitStack() as ends:
             for hook in self.hooks:
                 hook.begin(self)
-                ends.push(_ending(hook))
+                ends.push(partial(_end, hook))
             self._ends = ends.pop_all()
         return self
 
@@ -136,6 +136,8 @@ class Hooks:
                 if self.model.is_between_steps and self.model.step != began_with:
                     self.after_step(self.model.mean_so_far)
                 if self.is_over:
+                    step = self.model.step
+                    self.say(f"the loop ends after step {step}: a rank was told to end")
                     return
 
     def before_step(self) -> None:
@@ -158,15 +160,10 @@ class Hooks:
             if answer is After.ROLLED_BACK:
                 return
 
-    def _say(self, text: str, level: int = logging.INFO) -> None:
+    def _say(self, text: str, level: int = logging.WARNING) -> None:
         if self.model.rank == 0:
-            logger.log(level, "%s", text)
+            logger.warning("%s", text)  # lower levels are not shown unless a program asks
 
 
-def _ending(hook: Hook) -> Callable[..., None]:
-    def end(
-        kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        hook.end(error)
-
-    return end
+def _end(hook: Hook, kind: Any, error: BaseException | None, at: Any) -> None:
+    hook.end(error)

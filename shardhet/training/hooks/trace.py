@@ -46,7 +46,7 @@ class Trace(Hook):
         self._run = run
 
     def before_step(self, step: int) -> None:
-        if step != self._first_step:
+        if step != self._first_step or self._profile is not None:
             return
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
