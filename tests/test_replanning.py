@@ -9,7 +9,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from shardhet.apps.launch.memory_limits import OwnMemoryLimit, PlansAgainError
+from shardhet.apps.launch.memory_limits import LowersLimit, OwnMemoryLimit, PlansAgainError
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.comm.failure import LostPeerError
 from shardhet.comm.peers import Shortage, is_out_of_memory
@@ -94,24 +94,19 @@ def test_what_torch_says_was_asked_for_is_read() -> None:
 def test_the_limit_is_of_the_device_whatever_its_rank(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     card = DeviceSpec(host="a", kind="k", uuid="card/7")
-    with (
-        pytest.raises(PlansAgainError, match=r"rank 3 \(k on a \(card/7\)\) was out of") as own,
-        OwnMemoryLimit(folder, card, local_rank=1).lowered_if_exceeded(
-            3, PeakMemory(torch.device("cpu"))
-        ),
-    ):
-        raise torch.OutOfMemoryError("Tried to allocate 2.00 MiB.")
+    own_limit = OwnMemoryLimit(folder, card, local_rank=1)
+    hook = LowersLimit(own_limit, 3, PeakMemory(torch.device("cpu")))
+    with pytest.raises(
+        PlansAgainError, match=r"rank 3 \(k on a \(card/7\)\) was out of"
+    ) as own:
+        hook.end(torch.OutOfMemoryError("Tried to allocate 2.00 MiB."))
     limit = OwnMemoryLimit(folder, replace(card, host="b"), local_rank=0).read()
     assert limit is not None
     assert limit.why == str(own.value)
     assert limit.nbytes > 0
     for other in (DeviceSpec(host="a", kind="k"), replace(card, uuid="card/8")):
         assert OwnMemoryLimit(folder, other, local_rank=1).read() is None
-    with (
-        pytest.raises(ValueError, match="another"),
-        OwnMemoryLimit(folder, card, 1).lowered_if_exceeded(3, PeakMemory(torch.device("cpu"))),
-    ):
-        raise ValueError("another")
+    hook.end(ValueError("another"))
 
 
 @pytest.mark.campaign  # a launch

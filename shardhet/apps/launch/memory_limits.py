@@ -9,8 +9,6 @@ limits.
 import json
 import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from shardhet.comm.peers import Shortage, is_out_of_memory
 from shardhet.comm.progress import progress
 from shardhet.records.cluster import DeviceSpec
 from shardhet.training.emulation import HostMemory
+from shardhet.training.hooks.hooks import Hook
 from shardhet.training.peak_memory import PeakMemory
 
 logger = logging.getLogger(__name__)
@@ -57,21 +56,23 @@ class OwnMemoryLimit:
             return None
         return MemoryLimit(**json.loads(self.path.read_text(encoding="utf-8")))
 
-    @contextmanager
-    def lowered_if_exceeded(self, rank: int, peak_memory: PeakMemory) -> Iterator[None]:
-        """Context of training: if memory does not suffice, the limit is lowered.
 
-        Raises ``PlansAgainError`` then.
-        """
-        try:
-            yield
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            shortage, doing = Shortage.of(error, peak_memory.read()), progress.doing
-            HostMemory(peak_memory).begin()  # no emulated device limits what follows
-            why = f"rank {rank} ({self.device}) was out of memory in {doing}, {shortage.text}"
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            limit = MemoryLimit(nbytes=shortage.limit_bytes, why=why)
-            write_whole(self.path, json.dumps(asdict(limit), indent=1) + "\n")
-            raise PlansAgainError(why) from error
+class LowersLimit(Hook):
+    """Lowers the limit of a device whose memory does not suffice for a step."""
+
+    def __init__(self, limit: OwnMemoryLimit, rank: int, peak_memory: PeakMemory) -> None:
+        """``rank`` is told."""
+        self._limit, self._rank, self._peak_memory = limit, rank, peak_memory
+
+    def end(self, error: BaseException | None) -> None:
+        """Raise ``PlansAgainError`` if the run ends because of memory."""
+        if error is None or not is_out_of_memory(error):
+            return
+        shortage, doing = Shortage.of(error, self._peak_memory.read()), progress.doing
+        HostMemory(self._peak_memory).begin()  # no emulated device limits what follows
+        device, path = self._limit.device, self._limit.path
+        why = f"rank {self._rank} ({device}) was out of memory in {doing}, {shortage.text}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        limit = MemoryLimit(nbytes=shortage.limit_bytes, why=why)
+        write_whole(path, json.dumps(asdict(limit), indent=1) + "\n")
+        raise PlansAgainError(why) from error

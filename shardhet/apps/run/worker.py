@@ -9,7 +9,7 @@ written there.
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from shardhet.apps.cli.streamed import say
 from shardhet.apps.launch.crash import OUTPUT_CLOSED, RankConsole
 from shardhet.apps.launch.joining import joined
 from shardhet.apps.launch.leaving import agree_on_end, leave
-from shardhet.apps.launch.memory_limits import OwnMemoryLimit
+from shardhet.apps.launch.memory_limits import LowersLimit, OwnMemoryLimit
 from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.launch.sole_writer import sole_writer
@@ -85,8 +85,7 @@ def run_rank(
         if env.rank == 0:
             begin()
         run = Run(conf, folder, env, device)
-        with run.replanning():
-            run.train()
+        run.train()
         logger.info("rank %d has finished %d steps", env.rank, run.model.step)
     if run.goes_on_without_some:
         leave(run.was_told)
@@ -129,6 +128,10 @@ class Run(Hook):
 
     def _chosen(self) -> Iterator[Hook]:
         conf, built = self._conf, self._built
+        if conf.on_oom is OnOom.REPLAN:
+            spec = built.devices[self._model.position]
+            limit = OwnMemoryLimit(self._folder, spec, self._env.local_rank)
+            yield LowersLimit(limit, self._env.rank, built.peak_memory)
         if conf.trace:
             yield Trace(
                 self._folder.trace_dir,
@@ -160,14 +163,6 @@ class Run(Hook):
     def is_rank_zero(self) -> bool:
         """Whether this is the rank that prints and writes files."""
         return self._env.rank == 0
-
-    def replanning(self) -> AbstractContextManager[None]:
-        """Context of ``train``: out of memory lowers the device's budget, if it is to."""
-        if self._conf.on_oom is not OnOom.REPLAN:
-            return nullcontext()
-        spec = self._built.devices[self._model.position]
-        limit = OwnMemoryLimit(self._folder, spec, self._env.local_rank)
-        return limit.lowered_if_exceeded(self._env.rank, self._built.peak_memory)
 
     def train(self) -> None:
         """Run all steps, reports of device use and evaluations."""
