@@ -281,13 +281,15 @@ def spikes(rank: int, folder: str) -> Any:
         trainer.compute_loss_func = loss_of
         trainer.train()
         changed = [not rows.are_same(step, step - 1) for step in range(2, 16)]
-        skipped = [each["step"] for each in trainer.state.log_history if "is_skipped" in each]
-        return changed, skipped
+        history = trainer.state.log_history
+        skipped = [each["step"] for each in history if "is_skipped" in each]
+        return changed, skipped, [each["step"] for each in history if "grad_norm" in each]
 
 
 def test_a_het_trainer_skips_bad_steps(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs the hf extra")
-    for changed, skipped in run_ranks(spikes, 3, str(tmp_path), timeout_s=FIRST_CASE_S):
+    for changed, skipped, logged in run_ranks(spikes, 3, str(tmp_path), timeout_s=FIRST_CASE_S):
+        assert logged == list(range(1, 16))  # as without hooks
         assert changed == [step not in (3, 13) for step in range(2, 16)]
         assert skipped == [3, 13]
 

@@ -71,4 +71,7 @@ class HookCallback(TrainerCallback):
         self._trainer.het.drop_rounds()
 
     def _log(self, step: int, values: Any) -> None:
-        self._trainer.log(dict(values))
+        control = self._trainer.control
+        is_due = control.should_log  # its own log of the step, which has the loss
+        self._trainer.log({name: each for name, each in values.items() if name != "loss"})
+        control.should_log = is_due
