@@ -8,6 +8,7 @@ import json
 import math
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 import shardhet
 from shardhet import After, EndNotice, HetFSDP, Hook, Hooks, Plan, SaveCheckpoints, Trace
-from shardhet.checkpoint import CheckpointError, Checkpoints
+from shardhet.checkpoint import CheckpointError, Checkpoints, Replicas
 from tests.worlds import TRANSFORMERS, preload, run_ranks, run_ranks_expecting_failure
 
 preload(*TRANSFORMERS)
@@ -116,6 +117,36 @@ def test_a_loop_that_is_told_to_end_saves_and_goes_on(tmp_path: Path) -> None:
         assert kept == [10, NUM_STEPS]  # the newest two
         if rank == 0:
             assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def go_on_from_replicas(rank: int, folder: str) -> Any:
+    """A loop that fails before step 8, and is started again on the same nodes."""
+    whole, seen = Own(), Seen()
+    whole.train([seen])
+    losses = Seen()
+
+    def train() -> None:
+        own = Own()
+        saves = own.saving(folder, every_minutes=0, replicas=Replicas(f"{folder}/node"))
+
+        def fail() -> None:
+            saves.close()  # what was on its way is complete
+            raise ConnectionError
+
+        own.train([Seen(fail, 8 if not losses.losses else 0), losses, saves])
+
+    with suppress(ConnectionError):
+        train()
+    before = list(losses.losses)
+    train()
+    return seen.losses, before, losses.losses, Checkpoints(folder).steps()
+
+
+def test_a_loop_goes_on_from_replicas(tmp_path: Path) -> None:
+    for expected, before, losses, saved in run_ranks(go_on_from_replicas, 2, str(tmp_path)):
+        assert before == list(range(1, 8))
+        assert losses == expected
+        assert not saved
 
 
 def written_by_others(rank: int, folder: str) -> None:

@@ -89,6 +89,8 @@ class Trainer:
             metrics = trainer.train_step()
         evaluation = trainer.evaluate(judged)
 
+    Hooks go around it: ``hooks.before_step()``, ``hooks.after_step(metrics.mean_loss)``.
+
     Every method is collective.  The only state besides the model's and the optimizer's is
     ``model.step``, which says which batch comes next and what the learning rate is,
     ``num_batches_skipped``, which is 0 unless the run was rolled back, and that of ``guard``
