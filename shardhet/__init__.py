@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from shardhet.records.workload import Workload
     from shardhet.simulator.simulation import simulate
     from shardhet.training.dealing.loader import PlanSampler, loader
-    from shardhet.training.guard import Guard, OnBadStep
+    from shardhet.training.guard import Guard
+    from shardhet.training.hooks.bad_steps import OnBadStep
     from shardhet.training.hooks.checkpoints import SaveCheckpoints
     from shardhet.training.hooks.end_notice import EndNotice
     from shardhet.training.hooks.hooks import After, Hook, Hooks
@@ -42,7 +43,7 @@ _MODULE_BY_NAME = {
     "Guard": "shardhet.training.guard",
     "Hook": "shardhet.training.hooks.hooks",
     "Hooks": "shardhet.training.hooks.hooks",
-    "OnBadStep": "shardhet.training.guard",
+    "OnBadStep": "shardhet.training.hooks.bad_steps",
     "Plan": "shardhet.records.plan",
     "PlanError": "shardhet.planner",
     "PlanSampler": "shardhet.training.dealing.loader",

@@ -33,7 +33,8 @@ from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.step.launches import RUNS, Handling
 from shardhet.fsdp.step.observer import Activity
 from shardhet.records.schedule import GATHER
-from shardhet.training.guard import Guard, OnBadStep
+from shardhet.training.guard import Guard
+from shardhet.training.hooks.bad_steps import OnBadStep
 from tests.emulated.accelerator import Accelerator
 from tests.emulated.memory import RaceError
 from tests.emulated.nccl import Communicator, Launched

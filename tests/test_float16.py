@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from shardhet import HetFSDP, Plan
 from shardhet.models.decoder import Decoder
 from shardhet.training.data import GlobalBatches
-from shardhet.training.guard import Guard, OnBadStep
+from shardhet.training.guard import Guard
+from shardhet.training.hooks.bad_steps import OnBadStep
 from shardhet.training.loss_scaling import LEAST_SCALE, LossScaler
 from shardhet.training.optim import OptimizerSpec, WarmupDecay
 from shardhet.training.trainer import Run as RunModel

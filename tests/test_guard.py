@@ -13,7 +13,8 @@ from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.run.worker import Run
 from shardhet.config.checks import ConfigError
-from shardhet.training.guard import NUM_STEPS_TO_KNOW, Guard, OnBadStep
+from shardhet.training.guard import NUM_STEPS_TO_KNOW, Guard
+from shardhet.training.hooks.bad_steps import OnBadStep
 from shardhet.training.trainer import Run as RunModel
 from shardhet.training.trainer import StepMetrics, run_plainly
 from tests.selection import for_campaign

@@ -48,7 +48,8 @@ from shardhet.comm import devices
 from shardhet.comm.groups import GROUPS_FOR_ONE
 from shardhet.training.compiling import compile_units
 from shardhet.training.data import TokenBatch
-from shardhet.training.guard import Guard, OnBadStep
+from shardhet.training.guard import Guard
+from shardhet.training.hooks.bad_steps import OnBadStep
 from shardhet.training.loss_scaling import LossScaler
 from shardhet.training.optim import OptimizerSpec, WarmupDecay
 from shardhet.training.trainer import Trainer, run_plainly

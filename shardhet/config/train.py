@@ -28,7 +28,7 @@ from shardhet.config.training import (
     PlanConf,
 )
 from shardhet.records.plan import HoldsFor, Plan
-from shardhet.training.guard import OnBadStep
+from shardhet.training.hooks.bad_steps import OnBadStep
 
 
 class Precision(Enum):

@@ -10,27 +10,17 @@ that all ranks decide alike without asking each other.
 import logging
 from collections import deque
 from collections.abc import Mapping
-from enum import Enum
 from math import inf, isfinite
 from statistics import median
 from typing import Any, NamedTuple
 
 from shardhet.comm.host_copy import HostCopy
+from shardhet.training.hooks.bad_steps import OnBadStep
 from shardhet.training.hooks.checkpoints import SaveCheckpoints
 from shardhet.training.hooks.hooks import After, Hook, Hooks
 
 NUM_STEPS_REMEMBERED = 50
 NUM_STEPS_TO_KNOW = 10  # before a spike can be recognized
-
-
-class OnBadStep(Enum):
-    """What happens after a bad step."""
-
-    STOP = "stop"  # the run fails on every rank
-    # Its gradients are dropped; parameters and optimizer stay as they were.  Buffers that the
-    # forward changes, as those of BatchNorm, have seen the batch.
-    SKIP = "skip"
-    ROLL_BACK = "roll_back"  # skip, load the last checkpoint, go on with the batch after it
 
 
 class Unsettled(NamedTuple):

@@ -17,7 +17,8 @@ from shardhet.fsdp import HetFSDP
 from shardhet.records.layout import Span
 from shardhet.training.data import Batch, Batches
 from shardhet.training.device_use import DeviceTimes, DeviceUse
-from shardhet.training.guard import Guard, OnBadStep, Unsettled
+from shardhet.training.guard import Guard, Unsettled
+from shardhet.training.hooks.bad_steps import OnBadStep
 from shardhet.training.loss_scaling import LossScaler
 from shardhet.training.optim import Schedule
 from shardhet.training.peak_memory import KeptBytes, PeakMemory, kept_bytes
