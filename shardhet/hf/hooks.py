@@ -20,7 +20,7 @@ class HookCallback(TrainerCallback):
     def __init__(self, trainer: TrainerView, hooks: Sequence[Hook]) -> None:
         """What hooks say of steps is logged as a Trainer logs."""
         self._trainer, self._hooks = trainer, tuple(hooks)
-        self._plan = trainer.plan  # by which batches are dealt
+        self._plan = trainer.het.plan  # by which batches are dealt
         if any(isinstance(each, SaveCheckpoints) for each in hooks):
             raise ValueError(
                 "HetTrainer: SaveCheckpoints is among its hooks, but it saves and resumes as a "
@@ -59,10 +59,11 @@ class HookCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """After the update.  All ranks decide alike whether to end, in the same step."""
         self._run.after_step(self._trainer.rank_loss.mean_so_far)
-        if self._trainer.plan is not self._plan:
-            self._plan, loader = self._trainer.plan, self._trainer.train_loader
+        het, loader = self._trainer.het, self._trainer.train_loader
+        if het.plan is not self._plan:
             assert loader is not None, "a step was trained"
-            loader.deal(Share.of_step(self._plan, self._trainer.het.position))
+            self._plan = self._trainer.plan = het.plan
+            loader.deal(Share.of_step(het.plan, het.position))
         if self._run.is_over:
             control.should_save = control.should_training_stop = True
 

@@ -89,8 +89,8 @@ class HetTrainer(TrainerView):
         inside = model if wrapped is None else wrapped.module
         args = checked(given, known)
         super().__init__(inside, args, **kwargs)
-        if wrapped is None:
-            wrapped = _wrapped(inside, known or planned_for(self, options or {}), args, options)
+        self.plan = known or planned_for(self, options or {})
+        wrapped = wrapped or _wrapped(inside, self.plan, args, options)
         _check_device(wrapped, args)
         watch_ranks(hang_timeout_s=hang_timeout_s, device=wrapped.device)
         self.het = self.model_wrapped = wrapped

@@ -18,6 +18,7 @@ class TrainerView(Trainer):
     """A Trainer of a wrapped model, without what transformers does to models of its own."""
 
     het: HetFSDP
+    plan: Plan
     rank_loss: Any  # a RankLoss
     collates_whole: bool  # every rank collates the whole batch and takes its rows
     padding_matters: bool | None  # so that it does so, too; None: not known yet
@@ -25,11 +26,6 @@ class TrainerView(Trainer):
     train_loader: PlanLoader | None = None  # of the last or present training
     _args_as_given: TrainingArguments  # the caller's own, which may change
     _args_at_last: dict[str, Any]  # as they were when last looked at
-
-    @property
-    def plan(self) -> Plan:
-        """That of the model, which may follow another one (``Rebalancer``)."""
-        return self.het.plan
 
     def follow_args(self) -> None:
         """Take over what the caller has changed in the arguments that were given."""
