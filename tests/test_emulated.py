@@ -32,7 +32,7 @@ from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.step.launches import RUNS, Handling
 from shardhet.fsdp.step.observer import Activity
-from shardhet.records.schedule import GATHER
+from shardhet.records.schedule import GATHER, LaunchKind, ops_of
 from shardhet.training.guard import Guard
 from shardhet.training.hooks.bad_steps import OnBadStep
 from tests.emulated.accelerator import Accelerator
@@ -143,9 +143,11 @@ def planned_bytes(model: HetFSDP) -> int:
     runtime, comm = model._runtime, model._comm
     if comm.gather_channel.group is None:
         return 0
-    launches = runtime._walk._order.schedule.launches()
+    ops = ops_of(runtime._walk._order.schedule)
     units = [("gather", runtime.root), ("reduce", runtime.root)]
-    units += [(each.kind.value, runtime.units[each.unit]) for each in launches]
+    units += [
+        (op.kind.value, runtime.units[op.unit]) for op in ops if isinstance(op.kind, LaunchKind)
+    ]
     num_rounds = model.plan.num_rounds
     total = 16 * (model._control.world_size - 1) * num_rounds  # losses and tokens
     for kind, unit in units:

@@ -26,7 +26,7 @@ from shardhet.fsdp.probing.prober import Prober
 from shardhet.fsdp.sharding import flat as flat_module
 from shardhet.fsdp.sharding import flat_grad
 from shardhet.fsdp.sharding.flat import FlatTensor
-from shardhet.records.schedule import Segment, StepForm, make_schedule
+from shardhet.records.schedule import LaunchKind, Segment, StepForm, make_schedule, ops_of
 from tests.hosts import on_different_hosts
 from tests.selection import one_in
 from tests.worlds import run_ranks
@@ -141,7 +141,10 @@ class Order:
             trainable_units=frozenset(self.visits) - frozenset(self.frozen),
             form=StepForm(reshard_after_forward=self.reshard_after_forward or not with_grad),
         )
-        launches = [(launch.kind.value, str(launch.unit)) for launch in schedule.launches()]
+        ops = ops_of(schedule)
+        launches = [
+            (op.kind.value, str(op.unit)) for op in ops if isinstance(op.kind, LaunchKind)
+        ]
         return [("gather", ROOT), *launches, *([("reduce", ROOT)] if with_grad else [])]
 
 

@@ -16,7 +16,7 @@ from shardhet import HetFSDP, Plan
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
 from shardhet.records.profiles import Profile
-from shardhet.records.schedule import GATHER, Phase
+from shardhet.records.schedule import GATHER, LaunchKind, Op, Phase, ops_of
 from shardhet.records.workload import Unit, UnitKind, Workload
 from shardhet.simulator.simulation import simulate
 from tests.emulated.accelerator import Accelerator
@@ -160,22 +160,26 @@ def _measure(rank: int, plan: Plan, setting: Setting) -> Measured:
 def _ideal_s(model: HetFSDP, mine: int, side_s: float) -> float:
     """The longest of compute and transfers in every turn, and the two that nothing hides."""
     schedule = model._runtime._walk._order.schedule
-    launches = schedule.launches()
-    each_s = side_s / len(launches)
+    ops = ops_of(schedule)
+    each_s = side_s / sum(isinstance(op.kind, LaunchKind) for op in ops)
     plan = model.plan.ranks[model.position]
 
-    def compute_s(cursor: int) -> float:
-        turn = schedule.turns[cursor]
-        if turn.phase is Phase.FORWARD:
+    def compute_s(op: Op) -> float:
+        if op.kind is Phase.FORWARD:
             return mine
-        recomputed = plan.recomputes(model._runtime.units[turn.unit].fqn)
-        return mine * (2 if turn.unit else 1) + mine * recomputed
+        recomputed = plan.recomputes(model._runtime.units[op.unit].fqn)
+        return mine * (2 if op.unit else 1) + mine * recomputed
 
     total = 2 * each_s  # the first gather and the last reduction
-    for cursor in range(len(schedule.turns)):
-        kinds = [launch.kind is GATHER for launch in schedule.beside(cursor)]
-        longest = max(kinds.count(True), kinds.count(False)) * each_s
-        total += max(compute_s(cursor), longest)
+    beside = dict[int, bool]()  # launched since the turn before
+    for i, op in enumerate(ops):
+        if isinstance(op.kind, LaunchKind):
+            beside[i] = op.kind is GATHER
+        elif isinstance(op.kind, Phase):
+            kinds = [is_gather for j, is_gather in beside.items() if j not in op.after]
+            longest = max(kinds.count(True), kinds.count(False)) * each_s
+            total += max(compute_s(op), longest)
+            beside.clear()
     return total
 
 

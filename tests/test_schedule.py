@@ -10,11 +10,14 @@ from hypothesis import strategies as st
 from shardhet.records.schedule import (
     GATHER,
     REDUCE,
+    LaunchKind,
+    Op,
     Phase,
     Schedule,
     Segment,
     StepForm,
     make_schedule,
+    ops_of,
     rest_of_step,
 )
 
@@ -40,9 +43,13 @@ def kept(reshards: bool, **others: Any) -> StepForm:
     return StepForm(reshard_after_forward=reshards, **others)
 
 
+def launched_in(order: Schedule) -> list[Op]:
+    return [op for op in ops_of(order) if isinstance(op.kind, LaunchKind)]
+
+
 def launches(order: Schedule) -> list[str]:
     return [
-        f"{kind.value[0].upper()}({chr(ord('a') + unit)})" for kind, unit, _ in order.launches()
+        f"{op.kind.value[0].upper()}({chr(ord('a') + op.unit)})" for op in launched_in(order)
     ]
 
 
@@ -107,7 +114,6 @@ def test_a_step_visits_its_units_and_returns_in_reverse() -> None:
         (1, 1, backward, True, True, True),
         (0, 0, backward, True, True, True),
     ]
-    assert [order.is_border(i) for i in range(7)] == [*[False] * 3, True, False, False, True]
 
 
 SEGMENTS = st.lists(st.builds(Segment, st.integers(0, 4), st.booleans()), max_size=12)
@@ -178,9 +184,9 @@ def test_the_launches_are_the_gathers_and_reductions_of_the_turns(
     segments: list[Segment], trainable: frozenset[int], reshards: bool
 ) -> None:
     order = make_schedule(segments, trainable_units=trainable, form=kept(reshards))
-    launched = order.launches()
-    gathers = [unit for kind, unit, _ in launched if kind is GATHER]
-    reductions = [unit for kind, unit, _ in launched if kind is REDUCE]
+    launched = launched_in(order)
+    gathers = [op.unit for op in launched if op.kind is GATHER]
+    reductions = [op.unit for op in launched if op.kind is REDUCE]
     assert gathers == [turn.unit for turn in order.turns if GATHER in turn.ahead]
     assert reductions == [turn.unit for turn in order.turns if REDUCE in turn.after]
     assert len(launched) == len(gathers) + len(reductions)
@@ -191,7 +197,7 @@ def test_units_kept_after_forward_are_gathered_once(
     segments: list[Segment], trainable: frozenset[int]
 ) -> None:
     order = make_schedule(segments, trainable_units=trainable, form=kept(False))
-    gathers = [unit for kind, unit, _ in order.launches() if kind is GATHER]
+    gathers = [op.unit for op in launched_in(order) if op.kind is GATHER]
     assert sorted(gathers) == sorted({segment.unit for segment in segments})
 
 
@@ -201,7 +207,7 @@ def test_a_plain_stack_costs_two_gathers_and_one_reduction_a_unit_and_one_gather
 ) -> None:
     segments = [Segment(unit, needs_backward=True) for unit in range(num_units)]
     order = make_schedule(segments, trainable_units=frozenset(range(num_units)))
-    kinds = [kind for kind, *_ in order.launches()]
+    kinds = [op.kind for op in launched_in(order)]
     assert kinds.count(GATHER) == 2 * num_units - 1
     assert kinds.count(REDUCE) == num_units
 
@@ -294,12 +300,12 @@ def test_units_are_gathered_and_reduced_as_often_as_the_form_says(
             unsharded.remove(turn.unit)
     assert not unsharded
     visited = {segment.unit for segment in segments}
-    gathered = [unit for kind, unit, _ in order.launches() if kind is GATHER]
+    gathered = [op.unit for op in launched_in(order) if op.kind is GATHER]
     if not form.reshard_after_backward:
         assert sorted(gathered) == sorted(visited)
     elif not form.reshard_after_forward:
         assert all(gathered.count(unit) <= form.num_rounds for unit in visited)
-    reduced = [unit for kind, unit, _ in order.launches() if kind is REDUCE]
+    reduced = [op.unit for op in launched_in(order) if op.kind is REDUCE]
     times = form.num_rounds if form.reduce_each_round else 1
     assert sorted(reduced) == sorted([*(trainable & set(backward_units(segments)))] * times)
 
@@ -321,7 +327,7 @@ def test_a_round_that_visits_other_units_lays_out_the_rest_and_leaves_no_gradien
     )
     assert {turn.round for turn in rest.turns} <= set(range(changed, form.num_rounds))
     assert not owed or not form.reduce_each_round
-    reduced = {x.unit for x in rest.launches() if x.kind is REDUCE}
+    reduced = {op.unit for op in launched_in(rest) if op.kind is REDUCE}
     assert reduced == owed | (trainable & set(backward_units(others)))
     last = len(rest.turns)
     assert not rest.owed_at(last) - {x.unit for x in rest.launched_last()}

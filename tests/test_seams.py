@@ -39,8 +39,8 @@ def test_a_kind_of_launch_is_planned_simulated_and_run(monkeypatch: pytest.Monke
     parks = [each for each in timeline.collectives if each.work is parking.PARK]
     assert [each.seconds for each in parks] == pytest.approx([parking.SECONDS] * 4)
     assert [each.unit for each in parks] == [f"blocks.{i}" for i in range(4)]
-    # They have a link of their own and are over before backward ends.
-    assert timeline.step_time_s == before.step_time_s
+    # They have a link of their own; a backward waits for what its unit's forward launched.
+    assert timeline.step_time_s == pytest.approx(before.step_time_s + parking.SECONDS)
 
     assert all(map(torch.equal, train_step(), expected))
     assert [unit for call, unit in parking.calls if call == "launch"] == ["0", "1"]

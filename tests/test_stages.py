@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardhet.pricing.cost import CostModel
 from shardhet.records.plan import Plan, PlannedUnit
 from shardhet.records.schedule import (
     Handover,
@@ -23,7 +24,6 @@ from shardhet.records.schedule import (
     phases_of,
 )
 from shardhet.records.stages import Stage, rounds_in_flight, stage_by_unit
-from shardhet.simulator.simulation import simulate
 from tests.test_overlap import _setting_of
 
 FIRST = Stage(units=("embedding", "blocks.[01]"), num_ranks=2)
@@ -134,9 +134,10 @@ def test_units_are_dealt_to_stages_by_patterns() -> None:
 # Who refuses them
 
 
-def test_prices_refuse_stages() -> None:
+def test_prices_of_one_stage_refuse_several() -> None:
+    setting = _setting_of(Plan.by_hand(microbatch_sizes=[1, 1, 1]), 0.1)
     with pytest.raises(ValueError, match="cost model: the plan has 2 stages"):
-        simulate(in_stages(), _setting_of(Plan.by_hand(microbatch_sizes=[1, 1, 1]), 0.1))
+        CostModel(setting).predict(in_stages())
 
 
 # The order of rounds

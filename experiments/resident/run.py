@@ -39,7 +39,7 @@ from shardhet.planner.stages.solution import PipelineSolution
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
-from shardhet.records.schedule import GATHER, straight_schedule
+from shardhet.records.schedule import GATHER, LaunchKind, ops_of, straight_schedule
 from shardhet.simulator.stages import price_of
 from shardhet.training.emulation import EmulatedDevice
 
@@ -145,7 +145,7 @@ def _in_stages(
     """A pipeline, priced anew from the plan alone."""
     plan = pipeline.plan
     price = price_of(plan, setting, partial(part_of, setting))
-    step_s = price.timeline().step_time_s
+    step_s = price.step_time_s
     numbers = [
         f"{len(s.unit_fqns)} on {','.join(map(str, s.positions))}" for s in pipeline.stages
     ]
@@ -264,9 +264,11 @@ def _needed_bytes(*, is_resident: bool) -> int:
     model = make_adapted()
     units = [model.embedding, *model.blocks, model.head]
     nbytes = 0
-    for launch in straight_schedule(len(units), PLAN.form).launches():
-        for param in units[launch.unit].parameters():
-            is_sent = param.requires_grad or (launch.kind is GATHER and not is_resident)
+    for op in ops_of(straight_schedule(len(units), PLAN.form)):
+        if not isinstance(op.kind, LaunchKind):
+            continue
+        for param in units[op.unit].parameters():
+            is_sent = param.requires_grad or (op.kind is GATHER and not is_resident)
             nbytes += param.numel() * param.itemsize * is_sent
     return nbytes
 

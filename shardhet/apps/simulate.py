@@ -13,7 +13,8 @@ from shardhet.apps.planning.report import Row, rows_of, source_line
 from shardhet.config.checks import ConfigError
 from shardhet.config.planning import Inputs, SimulateConf
 from shardhet.records.plan import Plan
-from shardhet.simulator.stages import price_and_timeline
+from shardhet.simulator.simulation import timeline_of
+from shardhet.simulator.stages import price_of
 from shardhet.simulator.timeline import Timeline, Work
 
 DOOR = Door(
@@ -40,8 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         plan = _load_plan(request.files[0])
         check_outputs(trace=conf.trace, picture=conf.picture)
         stage_of = conf.part_of(inputs, has_stages=True)
-        predicted, timeline = price_and_timeline(plan, inputs.setting, stage_of)
-    found = rows_of(plan, predicted, lambda i: 1 - timeline.idle_fraction(i))
+        price = price_of(plan, inputs.setting, stage_of)
+        timeline = timeline_of(price)
+    found = rows_of(plan, price, lambda i: 1 - timeline.idle_fraction(i))
     console = WideConsole()
     _show(inputs, plan, timeline, found, console)
     _write(conf, inputs, timeline, found, console)

@@ -1,7 +1,8 @@
 """Seconds of a turn: the compute of its ranks and the transfers that overlap it.
 
 A turn is one visit of a unit in one phase.  Ranks meet at every turn, because all of them take
-part in each gather.  The transfers that ``Schedule.beside`` lists overlap a turn's compute.
+part in each gather.  What is launched since the turn before, and not for it, overlaps a turn's
+compute.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +17,13 @@ from shardhet.pricing.launches import PRICES
 from shardhet.pricing.priced import FewRounds, Floats, Priced
 from shardhet.records.layout import stored_numels
 from shardhet.records.plan import Plan, RankPlan
-from shardhet.records.schedule import LaunchKind, Phase, StepForm, straight_schedule
+from shardhet.records.schedule import (
+    LaunchKind,
+    Phase,
+    StepForm,
+    ops_of,
+    straight_schedule,
+)
 from shardhet.records.workload import UnitKind
 
 PHASES = tuple(Phase)
@@ -334,17 +341,16 @@ def _launches(
     ``PHASES`` and ``PRICES``, which take less time to look up.
     """
     schedule, kinds = straight_schedule(num_units, form), list(PRICES)
-    exposed = dict.fromkeys(schedule.launches())
-    overlapping = []
-    for i, turn in enumerate(schedule.turns):
-        for each in schedule.beside(i):
-            kind = kinds.index(each.kind)
-            phase = PHASES.index(turn.phase)
-            overlapping.append((turn.round, phase, turn.unit, kind, each.unit))
-            exposed.pop(each, None)
-    last = len(schedule.turns) - 1
-    rounds = (schedule.turns[min(each.turn, last)].round for each in exposed)
-    return overlapping, [
-        (number, kinds.index(each.kind), each.unit)
-        for number, each in zip(rounds, exposed, strict=True)
-    ]
+    turns, number = iter(schedule.turns), 0
+    launched: dict[int, tuple[int, int]] = {}  # since the last turn, by op: kind and unit
+    overlapping, exposed = [], list[tuple[int, int, int]]()
+    for i, op in enumerate(ops_of(schedule)):
+        if isinstance(op.kind, LaunchKind):
+            launched[i] = kinds.index(op.kind), op.unit
+        elif isinstance(op.kind, Phase):
+            number = next(turns).round
+            exposed += [(number, *launched.pop(j)) for j in op.after if j in launched]
+            beside = (number, PHASES.index(op.kind), op.unit)
+            overlapping += [(*beside, *each) for each in launched.values()]
+            launched.clear()
+    return overlapping, [*exposed, *((number, *each) for each in launched.values())]

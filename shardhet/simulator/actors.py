@@ -1,45 +1,46 @@
 """The ranks of a simulated step: what each does in which turn, and what it has done."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 
 import numpy as np
 
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.turns import taking_part
 from shardhet.records.plan import Plan, RankPlan
-from shardhet.records.schedule import Phase, Schedule
+from shardhet.records.schedule import Kind, LaunchKind, Op, Phase, Schedule
 from shardhet.records.schedule.held import MAX_ROUNDS
 from shardhet.simulator.timeline import Event, MemoryPoint, RankTimeline, Work, merged
 
-
-class State(Enum):
-    """What a rank is doing."""
-
-    BEGIN = auto()  # of a turn: launch what it and the next turn need
-    PREPARE = auto()  # until the runtime has done its own work for the turn
-    WAIT_GATHER = auto()  # until what was launched for the turn is done
-    COMPUTE = auto()  # until nothing remains
-    WAIT_REDUCE = auto()  # until there is room for what is launched after the turn
-    FLUSH = auto()  # until all transfers are done
-    AGREE = auto()  # until all ranks have arrived
-    OPTIMIZE = auto()  # the turns are over
+WORK_OF: dict[Phase | LaunchKind | Kind, Work] = {
+    Kind.BEGIN: Work.OVERHEAD,
+    Phase.FORWARD: Work.FORWARD,
+    Phase.BACKWARD: Work.BACKWARD,
+    Kind.STEP: Work.OPTIMIZER,
+}
 
 
-WAITING_STATES = frozenset({State.WAIT_GATHER, State.WAIT_REDUCE, State.FLUSH, State.AGREE})
+@dataclass(frozen=True, kw_only=True)
+class StageOps:
+    """What all ranks of a stage do."""
+
+    stage: int
+    schedule: Schedule
+    ops: Sequence[Op]
+    unit_fqns: Sequence[str]
+    seconds_of: Mapping[LaunchKind, Sequence[float]]  # by unit
 
 
 @dataclass(eq=False)
 class Actor:
     """Ranks that do the same until the optimizer, whose time depends on what each stores."""
 
-    index: int
     name: str  # of the device
-    positions: list[int]
+    positions: list[int]  # in the plan
+    of_stage: StageOps
     overlap_excess: float
+    turn_overhead_s: float
     seconds: list[float]  # of compute by turn, recomputation included
-    unit_fqns: list[str]  # by turn
-    is_forward: list[bool]  # by turn
     # By turn: seconds of copies to or from the host beside it, of inputs, and of rows and
     # gradients per stored element.
     input_copy_s: list[float]
@@ -50,31 +51,56 @@ class Actor:
     running_bytes: list[int]
     kept_bytes: list[int]
     numel_bytes: list[float]
-    state: State = State.BEGIN
+    index: int = 0  # among all
     is_computing: bool = False
+    at: int = 0  # the next op, or the one that it computes
     turn: int = 0
-    last_launched: int = -1  # the latest turn for which it has launched
-    since_s: float = 0.0  # when the state began
+    since_s: float = 0.0  # when the latest event ended
     events: list[Event] = field(default_factory=list)
     began_s: list[float] = field(default_factory=list)  # computing, by turn
     # From when on it holds so many bytes, and so many per stored element.
     memory: list[tuple[float, int, float]] = field(default_factory=list)
 
-    def begin_compute(self, now_s: float) -> None:
-        """Hold what the turn needs."""
-        self.began_s.append(now_s)
-        self.hold(now_s, self.running_bytes[self.turn], self.numel_bytes[self.turn])
+    @property
+    def op(self) -> Op:
+        """The next one, or the one that it computes."""
+        return self.of_stage.ops[self.at]
 
-    def end_compute(self, now_s: float) -> None:
-        """Hold what lives from forward to backward."""
-        self.hold(now_s, self.kept_bytes[self.turn], self.numel_bytes[self.turn])
+    @property
+    def is_done(self) -> bool:
+        """Whether it is at the end of its list."""
+        return self.at == len(self.of_stage.ops)
 
-    def leave(self, now_s: float, work: Work) -> None:
-        """Record what the time since the state began was spent on."""
-        if now_s > self.since_s:
-            is_in_turn = work is not Work.AGREE and self.turn < len(self.unit_fqns)
-            unit = self.unit_fqns[self.turn] if is_in_turn else ""
-            self.events.append(Event(unit=unit, work=work, start_s=self.since_s, end_s=now_s))
+    def begin(self, now_s: float) -> float:
+        """Begin an op that is no transfer, and hold what it needs; returns its seconds."""
+        self.is_computing = True
+        if isinstance(self.op.kind, Phase):
+            self.began_s.append(now_s)
+            self.hold(now_s, self.running_bytes[self.turn], self.numel_bytes[self.turn])
+            return self.seconds[self.turn]
+        return self.turn_overhead_s if self.op.kind is Kind.BEGIN else 0.0
+
+    def end(self, now_s: float) -> None:
+        """End it, and hold what lives from forward to backward."""
+        self._record(WORK_OF[self.op.kind], now_s)
+        if isinstance(self.op.kind, Phase):
+            self.hold(now_s, self.kept_bytes[self.turn], self.numel_bytes[self.turn])
+            self.turn += 1
+        self.is_computing = False
+        self.at += 1
+
+    def wait(self, of: Work | LaunchKind, until_s: float) -> None:
+        """Have waited for a transfer before the next op."""
+        if isinstance(of, LaunchKind):
+            of = Work.WAIT_GATHER if isinstance(self.op.kind, Phase) else Work.WAIT_REDUCE
+        self._record(Work.WAIT_STAGE if of is Work.HAND_OVER else of, until_s)
+
+    def _record(self, work: Work, until_s: float) -> None:
+        if until_s > self.since_s:
+            number = -1 if work in (Work.AGREE, Work.WAIT_STAGE) else self.op.unit
+            unit = self.of_stage.unit_fqns[number] if number >= 0 else ""
+            self.events.append(Event(unit=unit, work=work, start_s=self.since_s, end_s=until_s))
+            self.since_s = until_s
 
     def hold(self, now_s: float, nbytes: int, numel_bytes: float) -> None:
         """Hold so much from now on."""
@@ -94,6 +120,7 @@ class Actor:
         ]
         return RankTimeline(
             name=self.name,
+            stage=self.of_stage.stage,
             events=(*merged(self.events), *merged(last)),
             copies=self._copies(stored_numel),
             memory=tuple(
@@ -107,8 +134,9 @@ class Actor:
         free_s = {Work.TO_HOST: 0.0, Work.TO_DEVICE: 0.0}
         found = []
         for turn, began_s in enumerate(self.began_s):
+            of = self.of_stage.schedule.turns[turn]
             inputs, rows = Work.TO_HOST, Work.TO_DEVICE
-            if not self.is_forward[turn]:
+            if of.phase is Phase.BACKWARD:
                 inputs, rows = rows, inputs
             for work, seconds in (
                 (rows, stored_numel * self.row_copy_s[turn]),
@@ -116,97 +144,81 @@ class Actor:
             ):
                 start_s = max(began_s, free_s[work])
                 free_s[work] = end_s = start_s + seconds
-                unit = self.unit_fqns[turn]
+                unit = self.of_stage.unit_fqns[of.unit]
                 found.append(Event(unit=unit, work=work, start_s=start_s, end_s=end_s))
         return merged(found)
 
 
 def make_actors(
-    model: CostModel,
-    plan: Plan,
-    schedule: Schedule,
+    model: CostModel, plan: Plan, of_stage: StageOps, positions: Sequence[int]
 ) -> list[Actor]:
-    """The actors of a plan, by the first of their positions.
+    """The actors of a stage, whose plan alone is ``plan``, by the first of their positions.
 
     Ranks without samples and rows have none: nobody waits for them.
     """
     actors: dict[tuple[object, ...], Actor] = {}
-    no_copies = [0.0] * len(schedule.turns)
-    paces = model.host_paces(plan)
+    schedule, paces = of_stage.schedule, model.host_paces(plan)
     active = taking_part(plan.ranks, model.stored_numels(plan.state_shares))
     among = model.among(active)
-    for position in active:
-        rank = plan.ranks[position]
-        kind = model.cluster.devices[position].kind
-        last = plan.last_microbatch_sizes(position)
-        node = model.cluster.node_of[position] if rank.optimizer_on_host else None
+    for i in active:
+        rank, device = plan.ranks[i], model.cluster.devices[i]
+        last = plan.last_microbatch_sizes(i)
+        node = model.cluster.node_of[i] if rank.optimizer_on_host else None
         places = (rank.recomputed_units, node)
-        key: tuple[object, ...] = (kind, rank.microbatch_sizes, last, *places)
+        key: tuple[object, ...] = (device.kind, rank.microbatch_sizes, last, *places)
         if rank.inputs_on_host:
-            key = (*key, rank.inputs_on_host, paces[position])
+            key = (*key, rank.inputs_on_host, paces[i])
         if key not in actors:
-            here = replace(rank, device=model.cluster.devices[position])
-            actors[key] = _actor(
-                model,
-                among,
-                len(actors),
-                here,
-                last,
-                schedule,
-                pace=paces[position],
-                row_copy_s=no_copies if node is None else model.row_copies_s(schedule, node),
+            here = replace(rank, device=device)
+            seconds, input_copy_s = _seconds(model, among, here, last, schedule, pace=paces[i])
+            running, kept, numel_bytes = _memory(model, here, schedule)
+            actors[key] = Actor(
+                name=device.kind or "device",
+                positions=[],
+                of_stage=of_stage,
+                overlap_excess=model.profile.device(device.kind).overlap_excess,
+                turn_overhead_s=model.profile.turn_overhead_s,
+                seconds=seconds,
+                input_copy_s=input_copy_s,
+                row_copy_s=[0.0] * len(schedule.turns)
+                if node is None
+                else model.row_copies_s(schedule, node),
+                resting_bytes=_resting_bytes(model, here),
+                running_bytes=running,
+                kept_bytes=kept,
+                numel_bytes=numel_bytes,
             )
-        actors[key].positions.append(position)
+        actors[key].positions.append(positions[i])
     return list(actors.values())
 
 
-def _actor(
+def _seconds(
     model: CostModel,
     among: CostModel,  # of the devices that take part
-    index: int,
     rank: RankPlan,
     last: tuple[int, ...],  # its microbatches in the last round
     schedule: Schedule,
     *,
     pace: float,  # bytes per second of copies to the host and back
-    row_copy_s: list[float],
-) -> Actor:
-    units, device_kind = model.visited_units, rank.device.kind
-    is_again = [rank.recomputes(unit.fqn) for unit in units]
+) -> tuple[list[float], list[float]]:
+    """By turn: seconds of compute, and of copies of inputs beside it."""
+    units, seconds, input_copy_s = model.visited_units, list[float](), list[float]()
     by_kind = {
-        (kind, sizes): among.unit_seconds(device_kind, kind, sizes)
+        (kind, sizes): among.unit_seconds(rank.device.kind, kind, sizes)
         for kind in dict.fromkeys(unit.kind for unit in units)
         for sizes in (rank.microbatch_sizes, last)
     }
-    seconds, input_copy_s = [], []
+    is_again = [rank.recomputes(unit.fqn) for unit in units]
     for turn in schedule.turns:
-        unit, is_backward = units[turn.unit], turn.phase is Phase.BACKWARD
-        is_last = turn.round == schedule.form.num_rounds - 1
+        unit, is_last = units[turn.unit], turn.round == schedule.form.num_rounds - 1
         sizes = last if is_last else rank.microbatch_sizes
         forward_s, backward_s = by_kind[unit.kind, sizes]
         if is_again[turn.unit]:
             backward_s += forward_s
-        forward_s, backward_s = model.beside_copies_s(
-            rank, unit.fqn, sizes, (forward_s, backward_s), pace
-        )
-        seconds.append(backward_s if is_backward else forward_s)
+        of_phases = model.beside_copies_s(rank, unit.fqn, sizes, (forward_s, backward_s), pace)
+        seconds.append(of_phases[turn.phase is Phase.BACKWARD])
         input_copy_s.append(model.copy_s(rank, unit.fqn, sizes, pace))
-    running, kept, numel_bytes = _memory(model, rank, schedule)
-    return Actor(
-        index=index,
-        name=device_kind or "device",
-        positions=[],
-        overlap_excess=model.profile.device(device_kind).overlap_excess,
-        seconds=seconds,
-        unit_fqns=[units[turn.unit].fqn for turn in schedule.turns],
-        is_forward=[turn.phase is Phase.FORWARD for turn in schedule.turns],
-        input_copy_s=input_copy_s,
-        row_copy_s=row_copy_s,
-        resting_bytes=_resting_bytes(model, rank),
-        running_bytes=running,
-        kept_bytes=kept,
-        numel_bytes=numel_bytes,
-    )
+    return seconds, input_copy_s
 
 
 def _resting_bytes(model: CostModel, rank: RankPlan) -> int:
@@ -233,18 +245,19 @@ def _memory(
     running = model.running_by_size(rank, rank.device.kind, size)[list(moments.runs), size]
     nbytes = reserved + moments.fixed_bytes + running + batch * moments.sample_bytes
     # All rounds between the first and the last are alike.
-    num_rounds, known = schedule.form.num_rounds, min(schedule.form.num_rounds, MAX_ROUNDS)
-    per_round = len(turns) // num_rounds
-    alike = [
-        i % per_round
-        + per_round * (known - 1 if turn.round == num_rounds - 1 else min(turn.round, 1))
-        for i, turn in enumerate(turns)
-    ]
-    own = batch * model.kept_bytes_per_sample(rank)
-    so_far, resting = np.cumsum(own), _resting_bytes(model, rank)
-    kept = [
-        resting + so_far[turn.unit] - (own[turn.unit] if turn.phase is Phase.BACKWARD else 0.0)
-        for turn in turns
-    ]
-    at = [*alike, -1]
-    return nbytes[at].astype(int).tolist(), [*map(int, kept)], moments.numel_bytes[at].tolist()
+    num_rounds, num_units = schedule.form.num_rounds, len(model.visited_units)
+    known, at, signs = min(num_rounds, MAX_ROUNDS), list[int](), list[int]()
+    for turn in turns:
+        is_backward = turn.phase is Phase.BACKWARD
+        number = known - 1 if turn.round == num_rounds - 1 else min(turn.round, 1)
+        place = 2 * num_units - 1 - turn.unit if is_backward else turn.unit
+        at.append(2 * num_units * number + place)
+        signs.append(-1 if is_backward else 1)
+    own = batch * model.kept_bytes_per_sample(rank)[[turn.unit for turn in turns]]
+    kept = _resting_bytes(model, rank) + np.cumsum(own * signs)
+    at.append(-1)  # after all turns
+    return (
+        nbytes[at].astype(int).tolist(),
+        kept.astype(int).tolist(),
+        moments.numel_bytes[at].tolist(),
+    )

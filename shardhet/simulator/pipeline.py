@@ -55,24 +55,12 @@ class Hop:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Passage:
-    """A round's forward or backward on a stage, or its message to the next one."""
-
-    stage: int
-    to: int | None  # the stage that gets the message; None: it is computed
-    of: RoundPhase
-    start_s: float
-    end_s: float
-
-
 def pipeline_s(
     stages: Sequence[StageTimes],
     hops_s: Sequence[float],
     *,
     in_flight: Sequence[int],
     num_rounds: int,
-    passages: list[Passage] | None = None,
 ) -> float:
     """Seconds of a step.
 
@@ -81,11 +69,10 @@ def pipeline_s(
         hops_s: of one round from each stage to the next, and of its gradients back.
         in_flight: rounds that each stage may have begun and not finished; not growing.
         num_rounds: of the step.
-        passages: gets all that is computed and sent, if given.
     """
     times = [(each.forward_s, each.backward_s) for each in stages]
     order = order_of_phases(tuple(in_flight), num_rounds)
-    free_s = stages_free_s(times, hops_s, order, max, passages)
+    free_s = stages_free_s(times, hops_s, order, max)
     return max(end_s + stage.once_s for end_s, stage in zip(free_s, stages, strict=True))
 
 
@@ -122,7 +109,6 @@ def stages_free_s(
     hops_s: Sequence[Seconds],
     order: Sequence[tuple[int, RoundPhase]],
     later: Callable[[Seconds, Seconds], Seconds],
-    passages: list[Passage] | None = None,
 ) -> list[Seconds]:
     """When each stage has computed all, given its forward and its backward of one round.
 
@@ -140,16 +126,12 @@ def stages_free_s(
         if i != (last if is_backward else 0):
             start_s = later(start_s, waiting[is_backward][i].popleft())
         free_s[i] = end_s = start_s + times[i][is_backward]
-        if passages is not None:
-            passages.append(Passage(i, None, each, float(start_s), float(end_s)))
         if i != (0 if is_backward else last):
             receiver = i - 1 if is_backward else i + 1
             begins_s = later(end_s, links_free_s[is_backward][receiver])
             arrived_s = begins_s + hops_s[min(i, receiver)]
             links_free_s[is_backward][receiver] = arrived_s
             waiting[is_backward][receiver].append(arrived_s)
-            if passages is not None:
-                passages.append(Passage(i, receiver, each, float(begins_s), float(arrived_s)))
     return free_s
 
 

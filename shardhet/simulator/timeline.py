@@ -40,6 +40,7 @@ class Event:
     work: Work | LaunchKind
     start_s: float
     end_s: float
+    stage: int = 0  # of a transfer: among whose devices it is, or which sends it
 
     @property
     def seconds(self) -> float:
@@ -63,6 +64,7 @@ class RankTimeline:
     events: tuple[Event, ...]
     memory: tuple[MemoryPoint, ...]
     copies: tuple[Event, ...] = ()  # to and from the memory of the host
+    stage: int = 0
 
     def seconds(self, kinds: frozenset[Work]) -> float:
         """Time spent on these kinds of work."""
@@ -92,25 +94,36 @@ class Timeline:
     collectives: tuple[Event, ...]
     step_time_s: float
 
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are; 1 of a plan without."""
+        return 1 + max(rank.stage for rank in self.ranks)
+
     def idle_fraction(self, position: int) -> float:
         """The fraction of the step in which a rank computes nothing."""
         return 1 - self.ranks[position].busy_s / self.step_time_s
 
     def exposed_comm_s(self, position: int) -> float:
-        """Time in which a rank waits while a collective is running.
+        """Time in which a rank waits while a collective of its stage is running.
 
-        The rest of its waiting is for slower ranks.
+        The rest of its waiting is for slower ranks, and other stages.
         """
-        waits = [e for e in self.ranks[position].events if e.work in WAITING]
+        rank = self.ranks[position]
+        waits = [e for e in rank.events if e.work in WAITING]
         # Waits and collectives are both in order of time, and neither overlap among themselves.
-        ends_s = [sent.end_s for sent in self.collectives]
+        collectives = [e for e in self.sent_by(rank.stage) if e.work is not Work.HAND_OVER]
+        ends_s = [sent.end_s for sent in collectives]
         seconds = 0.0
         for wait in waits:
-            for sent in self.collectives[bisect_right(ends_s, wait.start_s) :]:
+            for sent in collectives[bisect_right(ends_s, wait.start_s) :]:
                 if sent.start_s >= wait.end_s:
                     break
                 seconds += min(wait.end_s, sent.end_s) - max(wait.start_s, sent.start_s)
         return seconds
+
+    def sent_by(self, stage: int) -> list[Event]:
+        """What runs among the devices of a stage, and what it hands to others."""
+        return [each for each in self.collectives if each.stage == stage]
 
     def to_chrome_trace(self) -> str:
         """The step as JSON for Perfetto, with a process per rank and a thread per stream.
@@ -118,8 +131,9 @@ class Timeline:
         The format is that of ``torch.profiler``: complete events ("X"), times in microseconds.
         """
         events: list[dict[str, Any]] = []
-        kinds = dict.fromkeys(event.work.value for event in self.collectives)
         for position, rank in enumerate(self.ranks):
+            sent = self.sent_by(rank.stage)
+            kinds = dict.fromkeys(event.work.value for event in sent)
             label = f"rank {position}: {rank.name}"
             events.append(_named("process_name", position, 0, label))
             copies = dict.fromkeys(event.work.value for event in rank.copies)
@@ -127,7 +141,7 @@ class Timeline:
             events += [
                 _named("thread_name", position, i, each) for i, each in enumerate(streams)
             ]
-            for event in (*rank.events, *self.collectives, *rank.copies):
+            for event in (*rank.events, *sent, *rank.copies):
                 value = event.work.value
                 stream = value if value in streams else COMPUTE_STREAM
                 events.append(_complete(event, position, streams.index(stream)))

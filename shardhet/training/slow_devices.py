@@ -11,13 +11,11 @@ clocks or a compiled model, makes no s_i differ from one, and no other plan bett
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from math import log
 
 from shardhet.planner.advice.explain import Situation, at_other_speed
 from shardhet.planner.problem.demands import Demands
 from shardhet.pricing.cost import CostModel
-from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
 from shardhet.pricing.step_cost import StepCost
 from shardhet.records.cluster import DeviceSpec
@@ -64,8 +62,7 @@ def compute_seconds(
 
 def step_seconds(plan: Plan, setting: Setting, places: Sequence[int] | None = None) -> float:
     """The predicted time of one step."""
-    price = _price_of(plan, setting, places)
-    return price.step_time_s if isinstance(price, StepCost) else price.timeline().step_time_s
+    return _price_of(plan, setting, places).step_time_s
 
 
 def _price_of(
@@ -73,7 +70,7 @@ def _price_of(
 ) -> StepCost | PipelinePrice:
     if plan.stages is None:
         return CostModel(setting).predict(of_any_device(plan))
-    return price_of(of_devices(plan, setting, places), setting, partial(part_of, setting))
+    return price_of(of_devices(plan, setting, places), setting)
 
 
 def places_of(plan: Plan, setting: Setting) -> tuple[int, ...]:

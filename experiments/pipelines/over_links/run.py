@@ -194,7 +194,7 @@ def arms_of(case: Case, setting: Setting) -> list[Arm]:
                 name=each.name,
                 plan=plan,
                 ranks=everyone,
-                predicted_s=price.timeline().step_time_s,
+                predicted_s=price.step_time_s,
                 predicted_bytes=_bytes_of(price),
             )
         )

@@ -470,7 +470,7 @@ class Judge:
         cluster = replace(setting.cluster, nodes=nodes, between_nodes=between)
         whole = replace(setting, cluster=cluster)
         price = price_of(plan, whole, self.conf.part_of(self.inputs))
-        return price.timeline().step_time_s
+        return price.step_time_s
 
 
 def _positions(text: str) -> list[int]:

@@ -7,7 +7,7 @@ from shardhet.apps.cli.plots import DeviceBar, Lane, draw_plan
 from shardhet.apps.planning.report import PlanReport, Row, rows
 from shardhet.pricing.step_cost import MemoryParts
 from shardhet.simulator.simulation import simulate
-from shardhet.simulator.timeline import Timeline
+from shardhet.simulator.timeline import Timeline, Work
 
 
 def draw_report(report: PlanReport, path: Path) -> None:
@@ -46,8 +46,12 @@ def lanes(timeline: Timeline, found: Sequence[Row]) -> list[Lane]:
         copied = [(each.work.value, each.start_s, each.seconds) for each in rank.copies]
         if copied:
             drawn.append(Lane(label=f"{row.label}, copies", spans=copied))
-    sent = [(each.work.value, each.start_s, each.seconds) for each in timeline.collectives]
-    return [*drawn, Lane(label="links", spans=sent)] if sent else drawn
+    sent: dict[str, list[tuple[str, float, float]]] = {}
+    for each in timeline.collectives:
+        label = "links" if timeline.num_stages == 1 else f"links of stage {each.stage}"
+        label = "links between stages" if each.work is Work.HAND_OVER else label
+        sent.setdefault(label, []).append((each.work.value, each.start_s, each.seconds))
+    return [*drawn, *(Lane(label=label, spans=sent[label]) for label in sorted(sent))]
 
 
 def _bytes_by_part(memory: MemoryParts) -> Mapping[str, float]:

@@ -8,11 +8,11 @@ from typing import Self
 from rich.table import Table
 
 from shardhet.apps.cli.streamed import figures_table
-from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
 from shardhet.pricing.step_cost import MemoryParts
 from shardhet.records.plan import Plan
-from shardhet.simulator.stages import price_and_timeline
+from shardhet.simulator.simulation import timeline_of
+from shardhet.simulator.stages import price_of
 from shardhet.simulator.timeline import Timeline
 from shardhet.training.device_use import DeviceUse
 from shardhet.training.hooks.predicted import beside
@@ -48,12 +48,13 @@ class Prediction:
 
         Raises ``ValueError`` if stages hand over across links that were not measured.
         """
-        cost, timeline = price_and_timeline(plan, setting, partial(part_of, setting))
+        price = price_of(plan, setting)
+        timeline = timeline_of(price)
         positions = range(plan.world_size)
         return cls(
             timeline=timeline,
             busy_shares=tuple(1 - timeline.idle_fraction(i) for i in positions),
-            memory=tuple(rank.memory for rank in cost.ranks),
+            memory=tuple(rank.memory for rank in price.ranks),
         )
 
     @property

@@ -1,5 +1,6 @@
 """The order of a step: turns, what is launched around each, and the passes that mark it."""
 
+from shardhet.records.schedule.ops import Kind, Op, ops_of
 from shardhet.records.schedule.passes import (
     Pass,
     Shape,
@@ -37,9 +38,11 @@ __all__ = [
     "GATHER",
     "REDUCE",
     "Handover",
+    "Kind",
     "Launch",
     "LaunchKind",
     "Message",
+    "Op",
     "Pass",
     "Phase",
     "RoundPhase",
@@ -55,6 +58,7 @@ __all__ = [
     "mark_reductions",
     "messages_between",
     "one_forward_one_backward",
+    "ops_of",
     "phases_of",
     "rest_of_step",
     "straight_schedule",

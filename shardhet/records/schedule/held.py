@@ -1,12 +1,12 @@
 """Whose parameters and gradients a computing rank holds in every turn of a step."""
 
-from collections import deque
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardhet.records.schedule.ops import ops_of
 from shardhet.records.schedule.passes import straight_schedule
 from shardhet.records.schedule.turns import GATHER, REDUCE, Phase, StepForm
 
@@ -33,28 +33,22 @@ def held_units(num_units: int, form: StepForm) -> HeldUnits:
     """Walk the schedule of a step of such a form."""
     form = replace(form, num_rounds=min(form.num_rounds, MAX_ROUNDS))
     schedule = straight_schedule(num_units, form)
+    turns, ops = iter(schedule.turns), ops_of(schedule)
     unsharded, grads = np.zeros(num_units, dtype=bool), np.zeros(num_units, dtype=bool)
     rows = np.zeros(num_units, dtype=np.int64)
-    in_flight: deque[int] = deque()
     held = []
-
-    def finish(unit: int) -> None:
-        grads[unit], rows[unit] = False, 1
-
-    for i, turn in enumerate(schedule.turns):
-        for launch in schedule.launched_by(i):
-            unsharded[launch.unit] |= launch.kind is GATHER
-        if turn.phase is Phase.BACKWARD:
-            while turn.unit in in_flight:
-                finish(in_flight.popleft())
-            grads[turn.unit] = True
-        held.append((unsharded.copy(), grads.copy(), rows.copy()))
-        unsharded[turn.unit] &= not turn.reshards
-        if REDUCE in turn.after:
-            while len(in_flight) >= (REDUCE.max_in_flight or num_units):
-                finish(in_flight.popleft())
-            in_flight.append(turn.unit)
-            rows[turn.unit] += 1
+    for op in ops[:-2]:  # the last reductions have not ended
+        for i in op.after:
+            if ops[i].kind is REDUCE:
+                grads[ops[i].unit], rows[ops[i].unit] = False, 1
+        if isinstance(op.kind, Phase):
+            grads[op.unit] |= op.kind is Phase.BACKWARD
+            held.append((unsharded.copy(), grads.copy(), rows.copy()))
+            unsharded[op.unit] &= not next(turns).reshards
+        elif op.kind is GATHER:
+            unsharded[op.unit] = True
+        elif op.kind is REDUCE:
+            rows[op.unit] += 1
     each = [np.array(values) for values in zip(*held, strict=True)]
     return HeldUnits(
         unit=np.array([turn.unit for turn in schedule.turns]),

@@ -152,10 +152,13 @@ def rest_of_step(
     )
 
 
-def straight_schedule(num_units: int, form: StepForm = ONE_ROUND) -> Schedule:
+def straight_schedule(
+    num_units: int, form: StepForm = ONE_ROUND, in_flight: int = 1
+) -> Schedule:
     """The schedule of a model that visits each of its units once, all of them trainable."""
     return make_schedule(
         [Segment(i, needs_backward=True) for i in range(num_units)],
         trainable_units=frozenset(range(num_units)),
         form=form,
+        in_flight=in_flight,
     )

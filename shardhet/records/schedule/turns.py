@@ -155,13 +155,6 @@ class Schedule:
             for kind in turn.ahead
         )
 
-    def launched_after(self, cursor: int) -> tuple[Launch, ...]:
-        """What is launched when the turn at ``cursor`` ends."""
-        if cursor < 0:
-            return ()
-        turn = self.turns[cursor]
-        return tuple(Launch(kind, turn.unit, cursor) for kind in turn.after)
-
     def launched_last(self) -> tuple[Launch, ...]:
         """What is launched when all turns have ended: reductions that no turn is left for."""
         units = self.owed - {t.unit for t in self.turns if t.phase is Phase.BACKWARD}
@@ -176,24 +169,3 @@ class Schedule:
             elif turn.phase is Phase.BACKWARD and turn.unit in self.trainable_units:
                 owed.add(turn.unit)
         return frozenset(owed)
-
-    def is_border(self, cursor: int) -> bool:
-        """Whether a phase ends before the turn at ``cursor``, or all turns do."""
-        if cursor == len(self.turns):
-            return True
-        before, turn = self.turns[max(0, cursor - 1)], self.turns[cursor]
-        return (before.round, before.phase) != (turn.round, turn.phase)
-
-    def beside(self, cursor: int) -> tuple[Launch, ...]:
-        """The transfers that overlap the compute of the turn at ``cursor``: those ahead of
-        later turns, and those launched after the previous turn.
-        """
-        ahead = tuple(each for each in self.launched_by(cursor) if each.turn > cursor)
-        return (*ahead, *self.launched_after(cursor - 1))
-
-    def launches(self) -> tuple[Launch, ...]:
-        """All transfers of units in launch order; the root's come before and after them."""
-        order: dict[Launch, None] = {}
-        for i in range(len(self.turns)):
-            order |= dict.fromkeys((*self.launched_by(i), *self.launched_after(i)))
-        return (*order, *self.launched_last())
