@@ -83,6 +83,38 @@ def test_the_analytic_decoder_is_what_is_counted(
     )
 
 
+class Masked(nn.Module):
+    """Blocks that are called with a mask, which has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Adds(), Adds()
+
+    def forward(self, rows: Tensor) -> Any:
+        mask = torch.ones(len(rows), 16)
+        found = self.last(self.first(rows, mask), mask)
+        return found.sum(), len(rows)
+
+
+class Adds(nn.Module):
+    """A unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, rows: Tensor, mask: Tensor) -> Tensor:
+        found: Tensor = self.linear(rows) + mask.mean(1, keepdim=True)
+        return found
+
+
+def test_inputs_without_gradient_are_told_from_those_that_have_one() -> None:
+    counted = describe(Masked(), ExampleBatch(args=(torch.rand(1, 4),)), units=[Adds])
+    kinds = [counted.kind_of(unit) for unit in counted.units if unit.fqn]
+    assert [kind.input_bytes for kind in kinds] == [80, 80]
+    assert [kind.input_grad_bytes for kind in kinds] == [0, 16]
+
+
 def test_double_precision_is_counted_too() -> None:
     counted = describe(decoder(TINY, torch.float64), text(64))
     assert counted == Workload.transformer(

@@ -44,6 +44,7 @@ from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.workload import Workload
 from shardhet.simulator.pipeline import (
     StageTimes,
+    hop_between,
     hop_s,
     least_pipeline_s,
     link_between,
@@ -124,25 +125,54 @@ def test_equal_stages_wait_for_each_other_at_the_beginning_and_the_end(
     assert step_s == pytest.approx(expected)
 
 
-@given(st.lists(st.tuples(seconds, seconds), min_size=2, max_size=4), seconds, st.data())
+@given(
+    st.lists(st.tuples(seconds, seconds), min_size=2, max_size=4), seconds, seconds, st.data()
+)
 def test_a_step_is_no_shorter_than_any_stage_and_link(
-    times: list[tuple[float, float]], link_s: float, data: st.DataObject
+    times: list[tuple[float, float]], link_s: float, back_s: float, data: st.DataObject
 ) -> None:
     num_rounds = data.draw(st.integers(1, 8))
     more = data.draw(st.integers(0, 3))
     stages = [StageTimes(*each) for each in times]
     in_flight = [1 + (1 + more) * i for i in range(len(stages))][::-1]
-    hops_s = [link_s] * (len(stages) - 1)
-    step_s = pipeline_s(stages, hops_s, in_flight=in_flight, num_rounds=num_rounds)
+    hops_s, backs_s = ([each] * (len(stages) - 1) for each in (link_s, back_s))
+    step_s, fewer_s, alike_s = (
+        pipeline_s(stages, hops_s, in_flight=held, num_rounds=num_rounds, backs_s=back)
+        for held, back in (
+            (in_flight, backs_s),
+            ([1] * len(stages), backs_s),
+            (in_flight, [max(link_s, back_s)] * len(backs_s)),
+        )
+    )
     for i, stage in enumerate(stages):
-        before = sum(each.round_s + 2 * link_s for each in stages[:i])
+        before = sum(each.round_s + link_s + back_s for each in stages[:i])
         assert step_s >= num_rounds * stage.round_s + before - 1e-9
-    assert step_s >= num_rounds * link_s
-    least_s = least_pipeline_s(stages, hops_s, num_rounds)
-    assert step_s >= least_pipeline_s(stages, hops_s, num_rounds, in_flight) - 1e-9
-    assert step_s >= least_s - 1e-9
-    fewer = pipeline_s(stages, hops_s, in_flight=[1] * len(stages), num_rounds=num_rounds)
-    assert fewer >= step_s - 1e-9
+    assert step_s >= num_rounds * max(link_s, back_s)
+    for held in (None, in_flight):
+        least_s = least_pipeline_s(stages, hops_s, num_rounds, held, backs_s)
+        assert step_s >= least_s - 1e-9
+    assert min(fewer_s, alike_s) >= step_s - 1e-9
+
+
+def test_what_has_no_gradient_is_priced_one_way() -> None:
+    """A mask of as many bytes as the hidden state goes to the next stage, and nothing back."""
+    setting = derived(cluster_of(("Tesla T4",), ("Tesla T4",)))
+    kinds = [
+        replace(kind, input_bytes=2 * kind.input_bytes, input_grad_bytes=kind.input_bytes)
+        if kind.name == "block"
+        else kind
+        for kind in setting.workload.kinds
+    ]
+    masked = replace(setting, workload=replace(setting.workload, kinds=tuple(kinds)))
+    [block, *_] = [unit for unit in masked.workload.units if unit.kind == "block"]
+    hop, before = (hop_between(each, (0,), (1,), block, 3) for each in (masked, setting))
+    assert (hop.nbytes, hop.back_bytes) == (2 * before.nbytes, before.nbytes)
+    assert (hop.back_s, before.back_s) == (before.seconds, before.seconds)
+    assert hop.seconds > 1.5 * hop.back_s
+    saved = Workload.from_json(masked.workload.to_json())
+    assert saved == masked.workload
+    [first, *_] = setting.workload.units
+    assert hop_between(setting, (0,), (1,), first, 3).back_s == 0  # tokens
 
 
 def test_more_in_flight_hide_a_slow_link() -> None:

@@ -125,11 +125,17 @@ class Others:
                 times.append(solution.times)
             else:
                 size = self.batch // number
-                hops_s = [
-                    hop_between(self.setting, *pair, search.units[cut], size).seconds
+                hops = [
+                    hop_between(self.setting, *pair, search.units[cut], size)
                     for pair, cut in zip(pairwise(stages), cuts, strict=True)
                 ]
-                step_s = pipeline_s(times, hops_s, in_flight=in_flight, num_rounds=number)
+                step_s = pipeline_s(
+                    times,
+                    [hop.seconds for hop in hops],
+                    in_flight=in_flight,
+                    num_rounds=number,
+                    backs_s=[hop.back_s for hop in hops],
+                )
                 yield Found(step_s, stages, number)
 
     def _forms(self) -> Iterator[StepForm]:

@@ -82,6 +82,7 @@ def vit(
         forward_flops=flops,
         backward_flops=flops,  # pixels need no gradient
         input_bytes=image_side**2 * FLOAT32_BYTES,
+        input_grad_bytes=0,
         activation_bytes=image_side**2 * itemsize,  # the patches
         transient_bytes=2 * residual_bytes,
     )

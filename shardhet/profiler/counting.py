@@ -77,6 +77,7 @@ class Counts:
     forward_flops: int = 0
     backward_flops: int = 0
     input_bytes: int = 0
+    input_grad_bytes: int = 0  # of inputs that have a gradient
     graph_bytes: int = 0  # what the unit's graph holds besides inputs and parameters
     peak_bytes: int = 0  # the most that is alive in forward and backward, the graph included
 
@@ -86,6 +87,7 @@ class Counts:
             forward_flops=self.forward_flops + other.forward_flops,
             backward_flops=self.backward_flops + other.backward_flops,
             input_bytes=self.input_bytes + other.input_bytes,
+            input_grad_bytes=self.input_grad_bytes + other.input_grad_bytes,
             graph_bytes=self.graph_bytes + other.graph_bytes,
             peak_bytes=max(
                 self.peak_bytes + other.graph_bytes, self.graph_bytes + other.peak_bytes
@@ -150,6 +152,9 @@ def _count_call(
         forward_flops=forward.get_total_flops(),
         backward_flops=backward.get_total_flops() if edges else 0,
         input_bytes=sum(each.nbytes(num_samples) for each in call.tensor_inputs),
+        input_grad_bytes=sum(
+            each.nbytes(num_samples) for each in call.tensor_inputs if each.requires_grad
+        ),
         graph_bytes=graph_bytes,
         peak_bytes=live.peak_bytes,
     )

@@ -231,7 +231,12 @@ def describe_sketch(
             )
             few, more = [steady(partial(outside, model.batch.of_size(size))) for size in SIZES]
             # Like a unit's inputs, it is kept for the whole rank batch even with recomputation.
-            kind = replace(kind, input_bytes=kind.input_bytes + more - few)
+            with_grad = kind.input_grad_bytes
+            kind = replace(
+                kind,
+                input_bytes=kind.input_bytes + more - few,
+                input_grad_bytes=kind.input_bytes if with_grad is None else with_grad,
+            )
         kinds.append(
             replace(
                 kind,
@@ -314,12 +319,14 @@ def _kind(name: str, unit: UnitSketch, smaller: Counts, larger: Counts) -> UnitK
         return max(0, grown)
 
     graph_bytes = per_sample("graph_bytes")
+    input_bytes, with_grad = per_sample("input_bytes"), per_sample("input_grad_bytes")
     return UnitKind(
         name=name,
         param_shapes=tuple(tuple(slot.shape) for slot in unit.draft.slots),
         forward_flops=per_sample("forward_flops"),
         backward_flops=per_sample("backward_flops"),
-        input_bytes=per_sample("input_bytes"),
+        input_bytes=input_bytes,
+        input_grad_bytes=None if with_grad == input_bytes else with_grad,
         activation_bytes=graph_bytes,
         transient_bytes=max(0, per_sample("peak_bytes") - graph_bytes),
         frozen_params=tuple(

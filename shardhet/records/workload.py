@@ -39,6 +39,7 @@ class UnitKind:
     input_bytes: Count  # per sample: kept from forward to backward even if recomputed
     activation_bytes: Count  # per sample: what the unit's graph holds besides its inputs
     transient_bytes: Count  # per sample: what a running microbatch needs besides its graph
+    input_grad_bytes: Count | None = None  # those of inputs that have a gradient; None: all
     frozen_params: Annotated[tuple[Count, ...], OMITTABLE] = ()  # indices into param_shapes
     # Whether frozen parameters are stored in the dtype in which they are gathered.
     frozen_as_stored: Annotated[bool, OMITTABLE] = False
@@ -58,6 +59,11 @@ class UnitKind:
             raise ValueError(
                 f"workload: kind {self.name!r} has frozen_params {unknown} but "
                 f"{len(self.param_shapes)} parameters. Give indices of param_shapes."
+            )
+        if (self.input_grad_bytes or 0) > self.input_bytes:
+            raise ValueError(
+                f"workload: kind {self.name!r} has input_grad_bytes "
+                f"{self.input_grad_bytes} but input_bytes {self.input_bytes}. Fix the larger."
             )
         for key in _FIGURES:
             if getattr(self, key) < 0:
@@ -328,6 +334,7 @@ class _Shape:
             forward_flops=0,
             backward_flops=0,
             input_bytes=self.seq_len * INDEX_BYTES,
+            input_grad_bytes=0,
             activation_bytes=0,
             transient_bytes=self.residual_bytes,
         )
@@ -414,6 +421,7 @@ class _Shape:
             forward_flops=matrix_flops,
             backward_flops=2 * matrix_flops,
             input_bytes=self.residual_bytes + self.seq_len * INDEX_BYTES,
+            input_grad_bytes=self.residual_bytes,
             # the norm, the log-probabilities, and the targets with the ignored ones masked
             activation_bytes=self._norm_bytes()
             + logits * self.wide_itemsize

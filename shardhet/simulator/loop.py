@@ -42,8 +42,12 @@ class Loop:
     """The clock, all transfers and all ranks."""
 
     def __init__(
-        self, stages: Sequence[StageOps], actors: Sequence[Actor], hops_s: Sequence[float]
+        self,
+        stages: Sequence[StageOps],
+        actors: Sequence[Actor],
+        hops_s: Sequence[tuple[float, float]],
     ) -> None:
+        """``hops_s`` are of a round's messages from each stage to the next, and back."""
         self.clock_s = 0.0
         self.sent: list[Event] = []
         self._actors, self._hops_s = actors, hops_s
@@ -78,7 +82,8 @@ class Loop:
                 (number, phase), cut = op.handover
                 sender, to = (cut, cut + 1) if phase is Phase.FORWARD else (cut + 1, cut)
                 text = f"round {number} from stage {sender} to {to}"
-                made = Transfer(sender, text, Work.HAND_OVER, self._hops_s[cut])
+                seconds = self._hops_s[cut][phase is Phase.BACKWARD]
+                made = Transfer(sender, text, Work.HAND_OVER, seconds)
                 place, name = (cut, phase.value), op.handover
             elif op.kind is Kind.AGREE:
                 made = Transfer(of.stage, "", Work.AGREE, 0.0)

@@ -47,12 +47,14 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hop:
-    """What stages hand over in a round, in each direction."""
+    """What stages hand over in a round, and the gradients that come back."""
 
     nbytes: int
+    back_bytes: int
     link: Link
     num_links: int  # side by side
     seconds: float
+    back_s: float
 
 
 def pipeline_s(
@@ -61,18 +63,20 @@ def pipeline_s(
     *,
     in_flight: Sequence[int],
     num_rounds: int,
+    backs_s: Sequence[float] | None = None,
 ) -> float:
     """Seconds of a step.
 
     Args:
         stages: along the pipeline.
-        hops_s: of one round from each stage to the next, and of its gradients back.
+        hops_s: of one round from each stage to the next.
+        backs_s: of its gradients from the next stage to each; None: as long.
         in_flight: rounds that each stage may have begun and not finished; not growing.
         num_rounds: of the step.
     """
     times = [(each.forward_s, each.backward_s) for each in stages]
     order = order_of_phases(tuple(in_flight), num_rounds)
-    free_s = stages_free_s(times, hops_s, order, max)
+    free_s = stages_free_s(times, (hops_s, backs_s or hops_s), order, max)
     return max(end_s + stage.once_s for end_s, stage in zip(free_s, stages, strict=True))
 
 
@@ -106,12 +110,13 @@ def order_of_phases(
 
 def stages_free_s(
     times: Sequence[tuple[Seconds, Seconds]],
-    hops_s: Sequence[Seconds],
+    hops_s: tuple[Sequence[Seconds], Sequence[Seconds]],
     order: Sequence[tuple[int, RoundPhase]],
     later: Callable[[Seconds, Seconds], Seconds],
 ) -> list[Seconds]:
     """When each stage has computed all, given its forward and its backward of one round.
 
+    ``hops_s`` are from each stage to the next, and back.
     Seconds are numbers, or arrays of those of many pipelines, and ``later`` takes the maximum.
     """
     last = len(times) - 1
@@ -129,7 +134,7 @@ def stages_free_s(
         if i != (0 if is_backward else last):
             receiver = i - 1 if is_backward else i + 1
             begins_s = later(end_s, links_free_s[is_backward][receiver])
-            arrived_s = begins_s + hops_s[min(i, receiver)]
+            arrived_s = begins_s + hops_s[is_backward][min(i, receiver)]
             links_free_s[is_backward][receiver] = arrived_s
             waiting[is_backward][receiver].append(arrived_s)
     return free_s
@@ -140,17 +145,20 @@ def least_pipeline_s(
     hops_s: Sequence[float],
     num_rounds: int,
     in_flight: Sequence[int] | None = None,
+    backs_s: Sequence[float] | None = None,
 ) -> float:
     """Seconds that a step takes at least; ``in_flight`` None: whatever is in flight."""
     rounds_s = [each.round_s for each in stages]
     onces_s = [each.once_s for each in stages]
-    return least_step_s(rounds_s, onces_s, hops_s, num_rounds, in_flight, max)
+    return least_step_s(
+        rounds_s, onces_s, (hops_s, backs_s or hops_s), num_rounds, in_flight, max
+    )
 
 
 def least_step_s(
     rounds_s: Sequence[Seconds],
     onces_s: Sequence[Seconds],
-    hops_s: Sequence[Seconds],
+    hops_s: tuple[Sequence[Seconds], Sequence[Seconds]],
     num_rounds: int,
     in_flight: Sequence[int] | None,
     larger: Callable[[Seconds, Seconds], Seconds],
@@ -163,12 +171,13 @@ def least_step_s(
     and all of a and a backward follow; M backwards follow the first forward and a; so the mean
     of both, b + a + (M + 1) r / 2, is no more than a step.  With K rounds in flight, round
     m + K begins after round m has come back: after q times K of the M rounds, q (r + a) have
-    passed.  A link carries all rounds one after the other.
+    passed.  A link carries all rounds one after the other, each way.
     """
     last = len(rounds_s) - 1
     before_s: list[Any] = [0.0]  # of a round, on the stages before each and on the way
-    for round_s, hop_s in zip(rounds_s[:-1], hops_s, strict=True):
-        before_s.append(before_s[-1] + round_s + 2 * hop_s)
+    both_s = [there_s + back_s for there_s, back_s in zip(*hops_s, strict=True)]
+    for round_s, message_s in zip(rounds_s[:-1], both_s, strict=True):
+        before_s.append(before_s[-1] + round_s + message_s)
     through_s = before_s[-1] + rounds_s[-1]
     least_s = through_s
     after_s: Any = 0.0  # likewise
@@ -181,8 +190,9 @@ def least_step_s(
             own_s = larger(own_s, begun * (round_s + after_s) + rest_s)
         least_s = larger(larger(least_s, before_s[i] + own_s), own_s + onces_s[i])
         if i:
-            least_s = larger(least_s, through_s + (num_rounds - 1) * hops_s[i - 1])
-            after_s = after_s + round_s + 2 * hops_s[i - 1]
+            slower_s = larger(hops_s[0][i - 1], hops_s[1][i - 1])
+            least_s = larger(least_s, through_s + (num_rounds - 1) * slower_s)
+            after_s = after_s + round_s + both_s[i - 1]
     return least_s
 
 
@@ -224,6 +234,12 @@ def handed_on_bytes(workload: Workload, after: Unit | None) -> int:
     return 0 if after is None else workload.kind_of(after).input_bytes
 
 
+def handed_back_bytes(workload: Workload, after: Unit) -> int:
+    """Bytes per sample of the gradients that it gets from there."""
+    kind = workload.kind_of(after)
+    return kind.input_bytes if kind.input_grad_bytes is None else kind.input_grad_bytes
+
+
 def hop_between(
     setting: Setting,
     senders: Sequence[int],
@@ -232,14 +248,27 @@ def hop_between(
     num_samples: int,
 ) -> Hop:
     """What one stage hands over to the next, whose first unit is ``first``, in a round."""
-    nbytes = num_samples * handed_on_bytes(setting.workload, first)
-    return hop_over(link_between(setting.cluster, senders, receivers), nbytes)
+    link = link_between(setting.cluster, senders, receivers)
+    return hop_of(link, setting.workload, first, num_samples)
 
 
-def hop_over(link: tuple[Link, int], nbytes: int) -> Hop:
-    """So many bytes of a round over one of several equal links."""
-    one, number = link
-    return Hop(nbytes=nbytes, link=one, num_links=number, seconds=hop_s(link, nbytes))
+def hop_of(link: tuple[Link, int], workload: Workload, first: Unit, num_samples: int) -> Hop:
+    """The same over one of several equal links."""
+    nbytes = num_samples * handed_on_bytes(workload, first)
+    return hop_over(link, nbytes, num_samples * handed_back_bytes(workload, first))
+
+
+def hop_over(link: tuple[Link, int], nbytes: int, back_bytes: int | None = None) -> Hop:
+    """So many bytes of a round, and of gradients; None: as many."""
+    back_bytes = nbytes if back_bytes is None else back_bytes
+    return Hop(
+        nbytes=nbytes,
+        back_bytes=back_bytes,
+        link=link[0],
+        num_links=link[1],
+        seconds=hop_s(link, nbytes),
+        back_s=hop_s(link, back_bytes) if back_bytes else 0.0,
+    )
 
 
 def hop_s(link: tuple[Link, int], nbytes: float) -> float:

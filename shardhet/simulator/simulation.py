@@ -40,7 +40,7 @@ def timeline_of(price: PipelinePrice) -> Timeline:
     for i, actor in enumerate(actors):
         actor.index = i
         actor.hold(0.0, actor.resting_bytes, actor.numel_bytes[0])
-    loop = Loop(stages, actors, [hop.seconds for hop in price.hops])
+    loop = Loop(stages, actors, [(hop.seconds, hop.back_s) for hop in price.hops])
     loop.run()
     start_s, costs = loop.clock_s, price.ranks
     end_s = start_s + max(cost.optimizer_s for cost in costs)

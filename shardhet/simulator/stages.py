@@ -56,6 +56,7 @@ class PipelinePrice:
         return pipeline_s(
             [StageTimes.of(part.cost, number) for part in self.parts],
             [hop.seconds for hop in self.hops],
+            backs_s=[hop.back_s for hop in self.hops],
             in_flight=self.in_flight or (1,),
             num_rounds=number,
         )

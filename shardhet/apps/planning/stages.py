@@ -223,13 +223,21 @@ def _hand_over(found: PipelineSolution) -> Iterator[str]:
         zip(found.hops, pairwise(found.stages), strict=True)
     ):
         number = f"{hop.num_links} x " * (hop.num_links > 1)
-        mib = hop.nbytes / MIB
+        back = (
+            f"{_mib(hop.back_bytes)} back: {duration(hop.seconds)} and {duration(hop.back_s)}"
+        )
+        if hop.back_bytes == hop.nbytes:
+            back = f"as much back: {duration(hop.seconds)} each"
         yield (
-            f"Stage {i} hands stage {i + 1} {mib:,.{0 if mib >= 10 else 2}f} MiB a round over "
-            f"{number}{_gbit_per_s(hop.link):,.4g} Gbit/s, and gets as much back: "
-            f"{duration(hop.seconds)} each, beside rounds of "
+            f"Stage {i} hands stage {i + 1} {_mib(hop.nbytes)} a round over "
+            f"{number}{_gbit_per_s(hop.link):,.4g} Gbit/s, and gets {back}, beside rounds of "
             f"{duration(max(one.times.round_s, other.times.round_s))}."
         )
+
+
+def _mib(nbytes: int) -> str:
+    mib = nbytes / MIB
+    return f"{mib:,.{0 if mib >= 10 else 2}f} MiB"
 
 
 def _rivals(report: PipelineReport) -> Iterator[str]:

@@ -27,7 +27,7 @@ from shardhet.pricing.turns import TurnPrices
 from shardhet.records.cluster import Link
 from shardhet.records.schedule import StepForm
 from shardhet.records.workload import Unit
-from shardhet.simulator.pipeline import hop_s, link_between
+from shardhet.simulator.pipeline import hop_of, link_between
 
 BISECTIONS = 40
 Floats = NDArray[np.float64]
@@ -142,7 +142,11 @@ class Speeds:
     def least_step_s(self, stages: Stages) -> float:
         """Seconds of a step in which only compute and messages take time, cut at best."""
         # One sample more takes no latency more.
-        link_s = max(self.hop_s(*each, 2) - self.hop_s(*each, 1) for each in pairwise(stages))
+        link_s = max(
+            two_s - one_s
+            for each in pairwise(stages)
+            for two_s, one_s in zip(self.hops_s(*each, 2), self.hops_s(*each, 1), strict=True)
+        )
         compute_s, _ = self._balanced(stages)
         return self.global_batch_size * max(compute_s, link_s)
 
@@ -254,11 +258,14 @@ class Speeds:
         """Cuts with which stages compute about equally long."""
         return self._balanced(stages)[1]
 
-    def hop_s(self, one: Positions, other: Positions, num_samples: int) -> float:
-        """Seconds of so many samples from one stage to another, at the thinnest cut."""
-        kinds = {unit.kind for unit in self.units[1:]}
-        least = min(self.setting.workload.kind_by_name[kind].input_bytes for kind in kinds)
-        return hop_s(self.link(one, other), num_samples * least)
+    def hops_s(self, one: Positions, other: Positions, num_samples: int) -> tuple[float, float]:
+        """Seconds of so many samples to another stage and back, at the thinnest cut."""
+        link, workload = self.link(one, other), self.setting.workload
+        hops = [
+            hop_of(link, workload, unit, num_samples)
+            for unit in {each.kind: each for each in self.units[1:]}.values()
+        ]
+        return min(hop.seconds for hop in hops), min(hop.back_s for hop in hops)
 
     def link(self, one: Positions, other: Positions) -> tuple[Link, int]:
         """What carries messages from one stage to another, and how many of it."""

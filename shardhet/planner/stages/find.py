@@ -40,7 +40,7 @@ from shardhet.records.workload import Unit
 from shardhet.simulator.pipeline import (
     Hop,
     StageTimes,
-    hop_over,
+    hop_of,
     least_pipeline_s,
     pipeline_s,
 )
@@ -113,7 +113,8 @@ class PipelineSearch:
 
         Where they are no less than ``at_most_s``, a bound on them may stand for them.
         """
-        hops_s = [hop.seconds for hop in self.hops(stages, trial)]
+        hops = self.hops(stages, trial)
+        hops_s, backs_s = [hop.seconds for hop in hops], [hop.back_s for hop in hops]
         number, in_flight = trial.form.num_rounds, trial.in_flight(len(stages))
         bounds = pairwise((0, *trial.cuts, len(self.units)))
         parts = list(zip(stages, bounds, in_flight, strict=True))
@@ -122,7 +123,7 @@ class PipelineSearch:
             for each, part, held in parts
         ]
         for i in sorted(range(len(stages)), key=lambda i: -times[i].round_s):
-            least_s = least_pipeline_s(times, hops_s, number, in_flight)
+            least_s = least_pipeline_s(times, hops_s, number, in_flight, backs_s)
             if least_s >= at_most_s:
                 return least_s
             positions, (first, stop), held = parts[i]
@@ -130,7 +131,9 @@ class PipelineSearch:
             if found is None:
                 return inf
             times[i] = found.times
-        return pipeline_s(times, hops_s, in_flight=in_flight, num_rounds=number)
+        return pipeline_s(
+            times, hops_s, in_flight=in_flight, num_rounds=number, backs_s=backs_s
+        )
 
     def tried_s(self, stages: Stages, trial: Trial, at_most_s: float) -> float:
         """``seconds_of`` pipelines in whose stages all devices take part.
@@ -152,9 +155,9 @@ class PipelineSearch:
     def hops(self, stages: Stages, trial: Trial) -> list[Hop]:
         """What is handed over from each stage to the next."""
         size = self.global_batch_size // trial.form.num_rounds
-        kind_of = self.setting.workload.kind_of
+        workload = self.setting.workload
         return [
-            hop_over(self.speeds.link(*each), size * kind_of(self.units[cut]).input_bytes)
+            hop_of(self.speeds.link(*each), workload, self.units[cut], size)
             for each, cut in zip(pairwise(stages), trial.cuts, strict=True)
         ]
 

@@ -14,7 +14,7 @@ import numpy as np
 from shardhet.planner.stages.groups import Stages
 from shardhet.planner.stages.tables import Pipelines, Tables
 from shardhet.records.schedule import StepForm
-from shardhet.simulator.pipeline import hop_s, least_step_s
+from shardhet.simulator.pipeline import hop_of, least_step_s
 
 MAX_EXPECTED = 16  # cuts of each, by which they are compared
 NUM_ROUNDS_TRIED = 4  # at the start
@@ -108,11 +108,12 @@ class Expected:
             float(self.tables.speeds.exposed_s(positions)[first])
             for positions, (first, _) in parts
         ]
-        kind_of = self.tables.speeds.setting.workload.kind_of
-        hops_s = [
-            hop_s(self.tables.speeds.link(*each), size * kind_of(units[cut]).input_bytes)
+        workload = self.tables.speeds.setting.workload
+        hops = [
+            hop_of(self.tables.speeds.link(*each), workload, units[cut], size)
             for each, cut in zip(pairwise(stages), trial.cuts, strict=True)
         ]
+        hops_s = [hop.seconds for hop in hops], [hop.back_s for hop in hops]
         held = None if whatever_in_flight else trial.in_flight(len(stages))
         return least_step_s(rounds_s, onces_s, hops_s, number, held, max)
 
@@ -125,7 +126,7 @@ class Expected:
         """No further rounds in flight, and as many as hide messages both ways."""
         speeds = self.tables.speeds
         size = speeds.global_batch_size // form.num_rounds
-        messages_s = max(2 * speeds.hop_s(*each, size) for each in pairwise(stages))
+        messages_s = max(sum(speeds.hops_s(*each, size)) for each in pairwise(stages))
         round_s = max(speeds.least_step_s(stages), 1e-9) / form.num_rounds
         return {0, min(MORE_IN_FLIGHT, ceil(messages_s / round_s))}
 

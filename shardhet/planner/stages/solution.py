@@ -8,7 +8,7 @@ from shardhet.planner.stages.groups import Positions, Stages
 from shardhet.records.cluster import Link
 from shardhet.records.plan import Plan, PlannedUnit
 from shardhet.records.stages import Stage
-from shardhet.simulator.pipeline import Hop, StageTimes, pipeline_s
+from shardhet.simulator.pipeline import Hop, StageTimes, hop_over, pipeline_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,22 +40,25 @@ class PipelineSolution:
     @property
     def step_time_s(self) -> float:
         """Predicted seconds of a step."""
-        return self._step_s([hop.seconds for hop in self.hops])
+        return self._step_s(self.hops)
 
     def step_time_over(self, link: Link, part: float) -> float:
         """Seconds of a step if messages over this link had this part of its bandwidth."""
-        hops_s = [
-            link.latency_s + (hop.seconds - link.latency_s) / part
-            if hop.link == link
-            else hop.seconds
-            for hop in self.hops
-        ]
-        return self._step_s(hops_s)
+        slower = replace(link, bandwidth_bytes_per_s=part * link.bandwidth_bytes_per_s)
+        return self._step_s(
+            [
+                hop_over((slower, hop.num_links), hop.nbytes, hop.back_bytes)
+                if hop.link == link
+                else hop
+                for hop in self.hops
+            ]
+        )
 
-    def _step_s(self, hops_s: Sequence[float]) -> float:
+    def _step_s(self, hops: Sequence[Hop]) -> float:
         return pipeline_s(
             [stage.times for stage in self.stages],
-            hops_s,
+            [hop.seconds for hop in hops],
+            backs_s=[hop.back_s for hop in hops],
             in_flight=[stage.in_flight for stage in self.stages],
             num_rounds=self.num_rounds,
         )

@@ -15,7 +15,13 @@ from numpy.typing import NDArray
 from shardhet.planner.stages.bound import Floats, Speeds
 from shardhet.planner.stages.groups import Positions, Stages
 from shardhet.records.schedule import StepForm
-from shardhet.simulator.pipeline import least_step_s, order_of_phases, stages_free_s
+from shardhet.simulator.pipeline import (
+    handed_back_bytes,
+    handed_on_bytes,
+    least_step_s,
+    order_of_phases,
+    stages_free_s,
+)
 
 Ints = NDArray[np.int64]
 MAX_CUTS = 20_000  # of a number of stages; of more, some are looked at
@@ -87,7 +93,7 @@ class Pipelines:
     # Of messages from each stage to the next.
     latency_s: Floats  # [orders, stages - 1]
     byte_s: Floats  # likewise
-    nbytes: Floats  # [cuts, stages - 1] per sample
+    nbytes: tuple[Floats, Floats]  # [cuts, stages - 1] per sample: there, and back
 
     @classmethod
     def of(cls, tables: Tables, orders: Sequence[Stages]) -> "Pipelines":
@@ -101,8 +107,11 @@ class Pipelines:
             [speeds.link(stages[i], stages[i + 1]) for i in range(number - 1)]
             for stages in orders
         ]
-        kind_of = speeds.setting.workload.kind_of
-        nbytes = np.array([float(kind_of(unit).input_bytes) for unit in speeds.units])
+        workload = speeds.setting.workload
+        there, back = (
+            np.array([float(nbytes(workload, unit)) for unit in speeds.units])
+            for nbytes in (handed_on_bytes, handed_back_bytes)
+        )
         return cls(
             tables=tables,
             orders=orders,
@@ -115,7 +124,7 @@ class Pipelines:
             byte_s=np.array(
                 [[1 / (link.bandwidth_bytes_per_s * n) for link, n in each] for each in links]
             ),
-            nbytes=nbytes[cuts],
+            nbytes=(there[cuts], back[cuts]),
         )
 
     @property
@@ -136,13 +145,19 @@ class Pipelines:
             for i in range(self.num_stages)
         ]
 
-    def hops_s(self, num_rounds: int, order: Ints, cut: Ints) -> list[Floats]:
-        """Seconds of a round from each stage to the next."""
+    def hops_s(
+        self, num_rounds: int, order: Ints, cut: Ints
+    ) -> tuple[list[Floats], list[Floats]]:
+        """Seconds of a round from each stage to the next, and back."""
         size = self.tables.speeds.global_batch_size // num_rounds
-        return [
-            self.latency_s[order, i] + size * self.nbytes[cut, i] * self.byte_s[order, i]
-            for i in range(self.num_stages - 1)
-        ]
+
+        def seconds(nbytes: Floats, i: int) -> Floats:
+            moving_s = size * nbytes[cut, i] * self.byte_s[order, i]
+            return (nbytes[cut, i] > 0) * self.latency_s[order, i] + moving_s
+
+        there, back = self.nbytes
+        places = range(self.num_stages - 1)
+        return [seconds(there, i) for i in places], [seconds(back, i) for i in places]
 
     def least_s(
         self,
