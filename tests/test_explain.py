@@ -90,7 +90,8 @@ def test_where_devices_compute_all_the_time_compute_limits() -> None:
 
 
 def test_where_links_are_slow_links_limit() -> None:
-    explanation = explained(situation(bytes_per_s=1e5))
+    # None of them can be left idle.
+    explanation = explained(situation(bytes_per_s=1e5, capacity=0.9))
     assert explanation.limit is not None
     assert explanation.limit.variant.resource is Resource.LINKS
     assert explanation.limit.relative == pytest.approx(0.1, rel=0.1)

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,9 @@ from shardhet.apps.planning.fewer_devices import (
 from shardhet.apps.planning.inputs import load, read_request
 from shardhet.config.planning import PlannerConf
 from shardhet.planner import Demands, DeviceLimits, PlanSolution, solve
-from shardhet.planner.advice.fewer import MAX_KINDS, Fewer, Positions, _Trials, faster_on_fewer
-from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
+from shardhet.planner.advice.fewer import Fewer, faster_on_fewer
+from shardhet.planner.idle import MAX_KINDS, PartSearch, Positions, active_positions
+from shardhet.planner.search.search import Effort
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.part import MeasuredGroups, part_of
 from shardhet.pricing.setting import Setting
@@ -74,65 +76,47 @@ def setting_of(
     return Setting(cluster, WORKLOAD, profile)
 
 
-def asked(
-    setting: Setting, *, batch: int = 16, demands: Demands | None = None
-) -> tuple[PlanSolution, Fewer | None]:
-    demands = demands or Demands()
-    whole = solve(setting, global_batch_size=batch, demands=demands)
-
-    def smaller(positions: Positions) -> Setting:
-        return part_of(setting, positions)
-
-    effort = Effort(relative_gap=1e-4)
-    found = faster_on_fewer(setting, whole, demands=demands, smaller=smaller, effort=effort)
-    return whole, found
-
-
-def test_a_fast_device_is_left_alone_where_links_are_slow() -> None:
-    whole, fewer = asked(setting_of("fss", s_per_byte=SLOW_LINKS))
-    assert fewer is not None
-    assert (fewer.kept, fewer.left_out) == ((0,), (1, 2))
-    assert fewer.solution.samples_per_s > 1.02 * whole.samples_per_s
-    assert fewer.solution.plan.world_size == 1
-    assert fewer.setting.cluster.devices[0].kind == "f"
-
-
-def test_nothing_is_left_out_where_links_are_fast() -> None:
-    _, fewer = asked(setting_of("fss", s_per_byte=FAST_LINKS))
-    assert fewer is None
+@pytest.mark.parametrize(
+    ("kinds", "s_per_byte", "active"),
+    [("fss", SLOW_LINKS, (0,)), ("fss", FAST_LINKS, (0, 1, 2))],
+)
+def test_devices_are_idle_where_links_are_slow(
+    kinds: str, s_per_byte: float, active: Positions
+) -> None:
+    setting = setting_of(kinds, s_per_byte=s_per_byte)
+    found = solve(setting, global_batch_size=16)
+    assert active_positions(found) == active
+    alone = solve(part_of(setting, active), global_batch_size=16)
+    assert found.predicted.step_time_s == pytest.approx(alone.predicted.step_time_s, rel=1e-12)
 
 
 def test_one_of_several_that_are_alike_may_go() -> None:
     """The last of four may cost more than it gives: a ring moves (R - 1) / R of the bytes."""
     setting = setting_of("aaaa", s_per_byte=8e-7, seconds={"a": 0.01})
-    whole, fewer = asked(setting, batch=12)
+    found = solve(setting, global_batch_size=12)
     every = range(4)
     best = min(
         (solve(part_of(setting, tuple(every[:n])), global_batch_size=12) for n in (1, 2, 3, 4)),
         key=lambda each: each.predicted.step_time_s,
     )
-    reached = whole if fewer is None else fewer.solution
-    assert reached.predicted.step_time_s <= 1.02 * best.predicted.step_time_s
+    assert found.predicted.step_time_s == pytest.approx(best.predicted.step_time_s, rel=1e-6)
 
 
 def test_devices_that_others_cannot_do_without_stay() -> None:
     # The fast device cannot hold the state alone.
     state = 16 * WORKLOAD.numel
     setting = setting_of("fss", s_per_byte=SLOW_LINKS, capacity=int(0.8 * state))
-    _, fewer = asked(setting)
-    assert fewer is None or len(fewer.kept) >= 2
+    assert len(active_positions(solve(setting, global_batch_size=16))) >= 2
 
 
 def test_demanded_devices_stay_and_demands_move_with_their_devices() -> None:
     setting = setting_of("sfs", s_per_byte=SLOW_LINKS)
-    demands = Demands(
-        limits={0: DeviceLimits(rank_batch_size=1), 1: DeviceLimits(max_microbatch_size=2)}
-    )
-    _, fewer = asked(setting, demands=demands)
-    assert fewer is not None
-    assert fewer.kept == (0, 1)
-    assert [rank.rank_batch_size for rank in fewer.solution.plan.ranks] == [1, 15]
-    assert fewer.demands.limits == demands.limits
+    limits = {0: DeviceLimits(rank_batch_size=1), 1: DeviceLimits(max_microbatch_size=2)}
+    found = solve(setting, global_batch_size=16, demands=Demands(limits=limits))
+    assert [rank.rank_batch_size for rank in found.plan.ranks] == [1, 15, 0]
+    assert active_positions(found) == (0, 1)
+    alike = solve(setting, global_batch_size=16, demands=Demands(equal=((0, 1),)))
+    assert [rank.rank_batch_size for rank in alike.plan.ranks] == [8, 8, 0]
     together = Demands(equal=((0, 2), (1,)), limits={2: DeviceLimits(max_state_share=0.1)})
     assert together.only((1, 2)) == Demands(limits={1: DeviceLimits(max_state_share=0.1)})
 
@@ -232,10 +216,9 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_a_slow_bus_is_told_and_planned_without(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    job = ("model=bert_large", "global_batch_size=8")
+    job = ("cluster=rtx4090_2x3090", "model=bert_large", "global_batch_size=8")
     text = said(capsys, *job)
-    assert "leave_out=auto: without the 2 NVIDIA GeForce RTX 3090 (devices 1-2)." in text
-    assert "leave_out=auto" not in said(capsys, *job, "leave_out=never")
+    assert "Unused devices: 1-2. They compute and store nothing" in text
     out = (f"out={tmp_path}/plan.json", f"setting_out={tmp_path}/one")
     text = said(capsys, *job, "leave_out=auto", *out)
     assert "This plan leaves them out." in text
@@ -267,7 +250,7 @@ def test_measured_profiles_are_asked_as_well(
     quick = ("global_batch_size=16", "what_if_s=0")
     tokens = ("for_tokens=1M", "price_per_kwh=1", "price_per_hour=3600")
     text = said(capsys, f"measured={tmp_path}", *quick[:1], *tokens)
-    assert "leave_out=auto: without the 2 s (devices 1-2)" in text
+    assert "Unused devices: 1-2. They compute and store nothing" in text
     assert "price_per_kwh: left out, because board_power_w is not stated of every kind" in text
     assert re.search(r"1M tokens take [\d,.]+ \w+\. They cost [\d,.]+\.", text)
     assert "measured groups" not in text  # a single device has no collectives
@@ -311,32 +294,42 @@ def test_derived_profiles_of_a_part_are_those_of_its_links() -> None:
     assert len(derive_profile(described.only((0, 2)), WORKLOAD).devices) == 2
 
 
+def parts_of(setting: Setting, seconds: dict[Positions, float]) -> PartSearch:
+    """A search for a part that is faster than all, whose steps take so long."""
+    whole = solve(setting, global_batch_size=12)
+
+    def solved(positions: Positions, _: Setting, at_most_s: float) -> PlanSolution:
+        step_s = seconds.get(positions, 1.0) * whole.predicted.step_time_s
+        return replace(whole, fastest_s=step_s)
+
+    return PartSearch(
+        setting=setting,
+        global_batch_size=12,
+        demands=Demands(),
+        at_most_s=inf,
+        least_gain=1.02,
+        slack=1.02,
+        smaller=lambda _: setting_of("f", s_per_byte=1e-12, seconds={"f": 1e-9}),
+        solved=solved,
+        keeps_times=False,
+        whole=whole,
+    )
+
+
 @pytest.mark.parametrize("num_kinds", [MAX_KINDS, MAX_KINDS + 1])
 def test_single_devices_are_left_out_where_kinds_are_few(num_kinds: int) -> None:
     letters = "abcdefghijklmnopqrstuvwxyz"[:num_kinds]
     setting = setting_of(letters * 2, s_per_byte=FAST_LINKS)
     kept = tuple(range(setting.cluster.world_size))
-    whole = solve(setting, global_batch_size=64, is_bounded=False)
-    trials = _Trials(setting, whole, Demands(), lambda _: setting, Effort())
-    alone = {members for members in trials._sets(kept) if len(members) == 1}
+    alone = {each for each in parts_of(setting, {})._sets(kept) if len(each) == 1}
     assert len(alone) == (num_kinds if num_kinds <= MAX_KINDS else 0)
 
 
-def test_a_device_that_gains_less_than_two_percent_is_not_left_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    setting = setting_of("ffss", s_per_byte=1e-9)
-    whole = solve(setting, global_batch_size=12)
-    step_s = whole.predicted.step_time_s
-    seconds = {(0, 1, 2): 0.90 * step_s, (0, 1): 0.895 * step_s}
-    monkeypatch.setattr(_Trials, "_least_step_s", lambda *_: 0.0)
-    monkeypatch.setattr(
-        _Trials, "_step_s", lambda _, part, __, target_s: seconds.get(part, target_s)
-    )
-    trials = _Trials(setting, whole, Demands(), lambda _: setting, DEFAULT_EFFORT)
-    assert trials._try([(0, 1), (0, 1, 2)])
-    assert trials.found[-1][1] == (0, 1, 2)
-    assert not trials._try([(0, 1)])
+def test_a_device_that_gains_less_than_two_percent_is_not_left_out() -> None:
+    search = parts_of(setting_of("ffss", s_per_byte=1e-9), {(0, 1, 2): 0.90, (0, 1): 0.895})
+    assert search._try([(0, 1), (0, 1, 2)])
+    assert search.found[-1].positions == (0, 1, 2)
+    assert not search._try([(0, 1)])
 
 
 def disturbed(setting: Setting, **weights: float) -> Setting:

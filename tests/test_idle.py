@@ -139,7 +139,7 @@ def demanded_idle(*positions: int) -> Demands:
 
 
 def test_a_plan_with_demanded_idle_devices_is_that_of_the_others() -> None:
-    setting = setting_of("fss", s_per_byte=SLOW_LINKS)
+    setting = setting_of("fss", s_per_byte=1e-8)
     alone = solve(part_of(setting, (0, 2)), global_batch_size=16)
     found = solve(setting, global_batch_size=16, demands=demanded_idle(1))
     assert active_positions(found) == (0, 2)
@@ -182,6 +182,18 @@ def test_bounds_are_of_plans_with_no_device_idle_or_the_same_ones(s_per_byte: fl
             if active_positions(other) in (active, tuple(range(len(kinds)))):
                 assert other.predicted.step_time_s >= found.lower_bound_s * (1 - 1e-9)
         assert found.predicted == CostModel(setting).predict(found.plan)
+
+
+@pytest.mark.parametrize("kinds", ["fss", "ffs", "fa", "fabs", "aaas"])
+@pytest.mark.parametrize("s_per_byte", [1e-8, 1e-7, 1e-6, SLOW_LINKS])
+def test_no_set_of_devices_is_faster_than_the_one_that_was_found(
+    kinds: str, s_per_byte: float
+) -> None:
+    setting = setting_of(kinds, s_per_byte=s_per_byte, seconds={"a": 0.02})
+    least_s = min(each.predicted.step_time_s for each in every_plan_of_parts(setting, 6))
+    for tolerance in (0.0, 5e-3):
+        found = solve(setting, global_batch_size=6, tolerance=tolerance)
+        assert found.predicted.step_time_s <= (1 + tolerance + 1e-6) * least_s
 
 
 def test_devices_are_left_idle_also_where_hosts_may_hold_a_part() -> None:

@@ -458,6 +458,7 @@ def test_hosts_whose_stated_memory_is_the_limit_are_told_what_they_lack(tmp_path
         "version: 1\nnodes:\n"
         "- {host: a, host_memory_bytes: 16 GiB, devices: [{kind: L4}, {kind: RTX 4090}]}\n"
         "- {host: b, host_memory_bytes: 8 GiB, devices: [{kind: RTX 3090}]}\n"
+        "between_nodes: InfiniBand HDR\n"
     )
     request = read_request(DOOR, [f"cluster={path}", "model=llama_7b", "global_batch_size=4"])
     assert request is not None

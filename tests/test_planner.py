@@ -413,7 +413,8 @@ def test_a_plan_to_prefer_may_be_faster_than_what_seemed_the_fastest() -> None:
     fastest_s = fastest.predicted.step_time_s
     prices = CostModel(setting).for_plan(fastest.plan)
     task = FormTask(prices, BatchRounds(1, batch), IN_ONE_ROUND, DEFAULT_EFFORT)
-    found = preferred(replace(fastest, fastest_s=1.01 * fastest_s), ([(0.0, task)], []), 0.0)
+    seemed_s = 1.01 * fastest_s
+    found = preferred(replace(fastest, fastest_s=seemed_s), ([(0.0, task)], []), seemed_s)
     assert found.predicted.step_time_s <= 1.01 * fastest_s
     assert found.fastest_s == pytest.approx(found.predicted.step_time_s, rel=TOLERANCE)
     assert found.fastest_s < 1.01 * fastest_s

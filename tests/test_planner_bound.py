@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from experiments.sentences.run import judged
-from shardhet.planner import Demands, DeviceLimits, PlanError, solve
+from shardhet.planner import Demands, DeviceLimits, PlanError, PlanSolution, solve
+from shardhet.planner.idle import active_positions
 from shardhet.planner.stages.bound import together_on_kinds_s
 from shardhet.pricing.setting import Setting
 from tests.selection import one_in
@@ -37,17 +38,23 @@ def test_no_bound_is_above_a_plan_that_fits(seed: int) -> None:
         return  # bounds are on plans with equal rounds
     used = {i: rank.memory.total_bytes for i, rank in enumerate(plan.predicted.ranks)}
     for each in (demands, demands.with_budgets(used)):
-        bound_s = bound_of(setting, batch, each)
+        bound_s = bound_of(setting, batch, each, plan)
         assert bound_s <= plan.predicted.step_time_s * (1 + 1e-12)
-    assert bound_of(setting, batch, demands) >= 0.9 * plan.predicted.step_time_s
+    assert plan.lower_bound_s >= 0.9 * plan.predicted.step_time_s
 
 
-def bound_of(setting: Setting, batch: int, demands: Demands) -> float:
-    """The bound on all plans, whether one is found or not; no plan found is below it."""
+def bound_of(setting: Setting, batch: int, demands: Demands, other: PlanSolution) -> float:
+    """The bound on plans as the ``other``, whether one is found or not; no plan found is below.
+
+    0 if in the plan that was found some devices are idle, and not those of the other.
+    """
     try:
         plan = solve(setting, global_batch_size=batch, demands=demands)
     except PlanError as error:
         return error.lower_bound_s
+    active = active_positions(plan)
+    if len(active) < setting.cluster.world_size and active != active_positions(other):
+        return 0.0
     assert plan.lower_bound_s <= plan.predicted.step_time_s * (1 + 1e-12)
     return plan.lower_bound_s
 

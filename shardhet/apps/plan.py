@@ -10,7 +10,7 @@ from rich.console import Console
 from shardhet.apps.cli.outputs import check_folder_output, check_outputs
 from shardhet.apps.cli.quantities import of_budget
 from shardhet.apps.cli.streamed import Waiting, WideConsole, refusing, say
-from shardhet.apps.planning.fewer_devices import BetterWithout, ranges
+from shardhet.apps.planning.fewer_devices import BetterWithout, ranges, without_idle
 from shardhet.apps.planning.inputs import Door, load, read_request
 from shardhet.apps.planning.keeping import keep_plan
 from shardhet.apps.planning.report import (
@@ -134,7 +134,10 @@ def show(
     with waiting.for_("planning"):
         answer = answer or _answer(conf, inputs, demands)
         if conf.leave_out == "auto":
-            without = _without(_asked(conf, inputs, demands, answer.solution))
+            best, part = answer.solution, None if conf.measured else conf.part_of(inputs)
+            without = _without(_asked(conf, inputs, demands, best)) or without_idle(
+                inputs, best, demands=demands, smaller=part
+            )
         if without is not None:
             inputs = replace(inputs, setting=without.fewer.setting)
             demands = without.fewer.demands

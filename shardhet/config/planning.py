@@ -167,6 +167,25 @@ class InputsConf(Checked):
             ).setting
         )
 
+    def in_other_precision(
+        self, inputs: Inputs
+    ) -> Callable[[tuple[int, ...]], Setting | None] | None:
+        """The setting of some devices in a number format that the whole has not.
+
+        It is None where theirs is that of the whole; None itself if nothing is derived.
+        """
+        if self.measured is not None:
+            return None
+        setting = inputs.setting
+
+        def derived(positions: tuple[int, ...]) -> Setting | None:
+            cluster = setting.cluster.only(positions)
+            if self._dtype(cluster) == setting.workload.param_dtype:
+                return None
+            return self.derived(cluster, inputs.name).setting
+
+        return derived
+
     def _load_measured(self, folder: Path) -> Inputs:
         if not folder.is_dir():
             raise ConfigError(

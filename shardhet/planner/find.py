@@ -3,19 +3,20 @@
 docs/architecture.md has the steps of the proof that no other plan of the candidates is faster
 than the bound: oracle, boxes, cut, rounding to rows; here the bound over all forms and rounds
 becomes the least of theirs.  It holds for plans in which all devices take part, and for those
-in which the devices take part that do so in the plan that was found
-(``shardhet.planner.idle``).
+in which the devices take part that do so in the plan that was found.  Which others may be left
+idle is searched for by ``shardhet.planner.idle``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from math import inf
 
 from shardhet.planner.candidates.candidates import LeastCompute
 from shardhet.planner.forms import BatchRounds, rounds_of
-from shardhet.planner.idle import active_positions, with_idle
-from shardhet.planner.preference import TOLERANCE, preferred, preferred_to_idle
+from shardhet.planner.idle import PartSearch, Positions, active_positions, with_idle
+from shardhet.planner.preference import TOLERANCE, Bounded, lacks, preferred
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.solution import PlanError, PlanSolution
 from shardhet.planner.receivers import depends_on_shares
@@ -90,7 +91,7 @@ def solve(
     prices = _priced(setting, demands)
     asked = _Asked(prices, global_batch_size, demands, effort, is_bounded, near, at_most_s)
     found = _of_part(asked, demands.not_idle(setting.cluster.world_size), tolerance)
-    return found or _of_all(asked, tolerance)
+    return found or _of_all_or_fewer(asked, tolerance)
 
 
 def _of_part(
@@ -119,13 +120,67 @@ def _of_part(
     return with_idle(found, positions, asked.prices[0], demands)
 
 
-def _of_all(asked: "_Asked", tolerance: float | None) -> PlanSolution:
-    """``solve``, where no device is demanded to be idle.
+def _of_all_or_fewer(asked: "_Asked", tolerance: float | None) -> PlanSolution:
+    """``solve``, where no device is demanded to be idle; some are, if that is faster."""
+    prices, demands = asked.prices[0], asked.demands
+    found: dict[Positions, _Found] = {}
+
+    def as_of_all(solution: PlanSolution, positions: Positions) -> PlanSolution | None:
+        if len(positions) == prices.cluster.world_size:
+            return solution
+        return with_idle(solution, positions, prices, demands)
+
+    def solved(positions: Positions, setting: Setting, at_most_s: float) -> PlanSolution:
+        part = asked
+        if len(positions) < prices.cluster.world_size:
+            of_part = demands.only(positions)
+            part = replace(asked, prices=_priced(setting, of_part), demands=of_part)
+        met = _of_all(replace(part, at_most_s=at_most_s), tolerance)
+        whole = as_of_all(met.best, positions)
+        if whole is None:  # those that are idle have no room for their processes
+            raise PlanError(TOO_SLOW)
+        found[positions] = met
+        return whole
+
+    search = PartSearch(
+        setting=asked.setting,
+        global_batch_size=asked.global_batch_size,
+        demands=demands,
+        at_most_s=asked.at_most_s,
+        least_gain=1 + NO_GAIN,
+        slack=1 + max(tolerance or 0.0, NO_GAIN),
+        smaller=partial(part_of, asked.setting),
+        solved=solved,
+    )
+    best = search.run()
+    if best is None:
+        missed = search.missed or PlanError(TOO_SLOW)
+        missed.lower_bound_s = min(search.missed_s.values(), default=inf)
+        raise missed
+    chosen = best.solution
+    if tolerance is not None:
+        fastest_s = min(each.best.predicted.step_time_s for each in found.values())
+        limit_s = (1 + tolerance) * fastest_s
+        plans = [
+            as_of_all(preferred(met.best, met.pools, limit_s), positions)
+            for positions, met in found.items()
+            if met.best.predicted.step_time_s <= limit_s
+        ]
+        chosen = min(filter(None, plans), key=lambda each: lacks(each, demands, prices.cluster))
+        fastest_s = min(fastest_s, chosen.predicted.step_time_s)
+        chosen = replace(chosen, fastest_s=fastest_s)
+    whole_s = search.whole.lower_bound_s if search.whole is not None else inf
+    missed_s = search.missed_s.get(active_positions(chosen), inf)
+    return replace(chosen, lower_bound_s=min(chosen.lower_bound_s, whole_s, missed_s))
+
+
+def _of_all(asked: "_Asked", tolerance: float | None) -> "_Found":
+    """``solve``, where devices are idle only by chance, and nothing is preferred.
 
     What is allowed on hosts is also left out: the search does not know how much memory hosts
     have (plans beyond it are dropped), and leaves other devices idle without it.
     """
-    found: list[PlanSolution] = []
+    found: list[_Found] = []
     missed: PlanError | None = None
     for demands in _with_less_on_hosts(asked):
         try:
@@ -136,9 +191,9 @@ def _of_all(asked: "_Asked", tolerance: float | None) -> PlanSolution:
     if not found:
         assert missed is not None
         raise missed
-    bound_s = min(each.lower_bound_s for each in found)
-    best = min(found, key=lambda each: each.fastest_s or each.predicted.step_time_s)
-    return replace(best, lower_bound_s=bound_s)
+    bound_s = min(each.best.lower_bound_s for each in found)
+    best = min(found, key=lambda each: each.best.predicted.step_time_s)
+    return replace(best, best=replace(best.best, lower_bound_s=bound_s))
 
 
 def _with_less_on_hosts(asked: "_Asked") -> list[Demands]:
@@ -157,7 +212,15 @@ def _states_memory(setting: Setting) -> bool:
     return any(node.host_memory_bytes is not None for node in setting.cluster.nodes)
 
 
-def _solve(asked: "_Asked", tolerance: float | None) -> PlanSolution:
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The fastest plan, and the forms among which another may be preferred."""
+
+    best: PlanSolution
+    pools: Sequence[Bounded]
+
+
+def _solve(asked: "_Asked", tolerance: float | None) -> _Found:
     """``solve``, of demands that were checked."""
     met = _Met(tolerance or 0.0, asked.at_most_s)
     for task in (*asked.of_demanded_form(), *asked.of_near()):
@@ -184,15 +247,9 @@ def _solve(asked: "_Asked", tolerance: float | None) -> PlanSolution:
         raise met.missed
     bound_s = min(met.best_s, *(met.bounds_s or met.unproven_s))
     best = replace(met.best, lower_bound_s=bound_s)
-    fewer = _of_part(asked, active_positions(best), tolerance)
-    if fewer is not None and (fewer.fastest_s or fewer.predicted.step_time_s) <= met.best_s:
-        best = replace(fewer, lower_bound_s=min(bound_s, fewer.lower_bound_s))
-        if tolerance is None:
-            return best
-        return preferred_to_idle(best, (met.tasks, met.slower), tolerance)
     if met.best_s > asked.at_most_s:
         raise PlanError(TOO_SLOW)
-    return best if tolerance is None else preferred(best, (met.tasks, met.slower), tolerance)
+    return _Found(best, (met.tasks, met.slower))
 
 
 def _search_rest(asked: "_Asked", met: "_Met") -> None:

@@ -37,13 +37,13 @@ ROUNDING = 1e-9
 Bounded = Sequence[tuple[float, FormTask]]  # forms, with bounds on their plans
 
 
-def preferred(best: PlanSolution, pools: Sequence[Bounded], tolerance: float) -> PlanSolution:
-    """The plan to prefer to ``best``, the fastest of all forms.
+def preferred(best: PlanSolution, pools: Sequence[Bounded], limit_s: float) -> PlanSolution:
+    """The plan to prefer to ``best``, the fastest of all forms, within ``limit_s``.
 
     Forms of a later pool are looked at if those before have nothing that is wished.
     """
-    best_s = best.fastest_s or best.predicted.step_time_s
-    limit_s = (1 + tolerance) * best_s * (1 + ROUNDING)
+    best_s, most_s = best.fastest_s or best.predicted.step_time_s, limit_s
+    limit_s *= 1 + ROUNDING
     tasks = [[task for bound_s, task in each if bound_s <= limit_s] for each in pools]
     _, first = pools[0][0]
     model, demands = first.model, first.demands
@@ -68,29 +68,23 @@ def preferred(best: PlanSolution, pools: Sequence[Bounded], tolerance: float) ->
             )
             if chosen.predicted.step_time_s < best_s * (1 - ROUNDING):
                 # Last rounds that are smaller are not searched exactly.
-                return preferred(replace(chosen, fastest_s=None), pools, tolerance)
+                limit_s = most_s * chosen.predicted.step_time_s / best_s
+                return preferred(replace(chosen, fastest_s=None), pools, limit_s)
             return chosen
     return replace(best, fastest_s=best_s)
 
 
-def preferred_to_idle(
-    idle: PlanSolution, pools: Sequence[Bounded], tolerance: float
-) -> PlanSolution:
-    """A plan that leaves devices idle, or one of all that has more of what is wished."""
-    model, demands = pools[0][0][1].model, pools[0][0][1].demands
-    sets = _alike(demands, model.cluster)
-
-    def lacks(solution: PlanSolution) -> tuple[bool, bool]:
-        kinds = [{_doing(solution.plan.ranks[i]) for i in each} for each in sets]
-        return _fullest(solution) > FULL, max(map(len, kinds), default=1) > 1
-
-    if not any(lacks(idle)):
-        return idle
-    return min((idle, preferred(idle, pools, tolerance)), key=lacks)
-
-
-def _doing(rank: RankPlan) -> object:
-    return rank.microbatch_sizes, rank.recomputed_units, rank.state_share > 0
+def lacks(
+    solution: PlanSolution, demands: Demands, cluster: Cluster
+) -> tuple[bool, bool, int, float]:
+    """What a plan has not of what is wished first; then, how many devices do something."""
+    doing = [
+        (rank.microbatch_sizes, rank.recomputed_units, rank.state_share > 0)
+        for rank in solution.plan.ranks
+    ]
+    are_unlike = any(len({doing[i] for i in each}) > 1 for each in _alike(demands, cluster))
+    num_active = sum(bool(sizes or stores) for sizes, _, stores in doing)
+    return _fullest(solution) > FULL, are_unlike, -num_active, solution.predicted.step_time_s
 
 
 def _fullest(solution: PlanSolution) -> float:

@@ -1,17 +1,21 @@
 """Report devices that are better left out, and how to launch without them.
 
-Collectives run without a rank that computes and stores nothing.  But a plan is searched for as
-if all devices took part, so sets of them are left out one after the other.
+A plan leaves devices idle where that is faster.  Without them the others may also compute in
+another number format, and libraries hold less of their memory.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import groupby
 
 from shardhet.config.planning import Inputs
-from shardhet.planner.advice.fewer import Fewer, faster_on_fewer, node_type
+from shardhet.planner import solve
+from shardhet.planner.advice.fewer import LEAST_GAIN, Fewer, faster_on_fewer
+from shardhet.planner.idle import Positions, active_positions, node_type
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.planner.search.search import Effort
@@ -33,18 +37,19 @@ class BetterWithout:
     whole: Cluster
     fewer: Fewer
     param_dtype: str  # with all devices
-    samples_per_s_with_all: float
+    samples_per_s_with_all: float | None  # None: the plan of all leaves the same ones idle
     is_described: bool  # the cluster can be planned for by names of hosts
     estimate: str  # where its collectives come from, if they were not measured
 
     @property
     def gain_line(self) -> str:
         """Which devices, and what is gained."""
-        rate = self.fewer.solution.samples_per_s
-        return (
-            f"Better without {named(self.whole, self.fewer.left_out)}: {rate:,.4g} samples/s "
-            f"instead of {self.samples_per_s_with_all:,.4g}{self._formats}.{self.estimate}"
-        )
+        rate, before = self.fewer.solution.samples_per_s, self.samples_per_s_with_all
+        gained = "they would only slow down the others"
+        if before is not None:
+            gained = f"{rate:,.4g} samples/s instead of {before:,.4g}{self._formats}"
+        which = named(self.whole, self.fewer.left_out)
+        return f"Better without {which}: {gained}.{self.estimate}"
 
     @property
     def note(self) -> str:
@@ -93,24 +98,20 @@ def better_without(
     whole: PlanSolution,
     *,
     demands: Demands,
-    derived: Callable[[Cluster, str], Inputs] | None,
+    derived: Callable[[Positions], Setting | None] | None,
     effort: Effort,
     tolerance: float | None = None,
 ) -> BetterWithout | None:
-    """The devices that are better left out; None if there are none.
+    """The devices without which the others are faster; None if there are none.
 
-    ``derived`` creates the inputs for a cluster from specifications; if it is None, they
-    follow from what was measured.
+    ``derived`` creates the setting of some devices from specifications, or None where it is
+    planned for in the whole already; if it is None itself, that is so of all.
     """
+    if derived is None:
+        return None
     setting = inputs.setting
-
-    def smaller(positions: Sequence[int]) -> Setting:
-        if derived is None:
-            return part_of(setting, positions)
-        return derived(setting.cluster.only(positions), inputs.name).setting
-
     fewer = faster_on_fewer(
-        setting, whole, demands=demands, smaller=smaller, effort=effort, tolerance=tolerance
+        setting, whole, demands=demands, smaller=derived, effort=effort, tolerance=tolerance
     )
     if fewer is None:
         return None
@@ -119,8 +120,38 @@ def better_without(
         fewer=fewer,
         param_dtype=setting.workload.param_dtype,
         samples_per_s_with_all=whole.samples_per_s,
-        is_described=derived is not None,
-        estimate="" if derived is not None else estimated(setting, fewer.kept),
+        is_described=True,
+        estimate="",
+    )
+
+
+def without_idle(
+    inputs: Inputs,
+    solution: PlanSolution,
+    *,
+    demands: Demands,
+    samples_per_s_with_all: float | None = None,
+    smaller: Callable[[Positions], Setting] | None = None,
+) -> BetterWithout | None:
+    """The devices that a plan of all leaves idle; None if there are none."""
+    setting, kept = inputs.setting, active_positions(solution)
+    left_out = tuple(i for i in range(setting.cluster.world_size) if i not in kept)
+    if not left_out:
+        return None
+    there = (smaller or partial(part_of, setting))(kept)
+    return BetterWithout(
+        whole=setting.cluster,
+        fewer=Fewer(
+            kept=kept,
+            left_out=left_out,
+            setting=there,
+            demands=demands.only(kept),
+            solution=solution,
+        ),
+        param_dtype=there.workload.param_dtype,
+        samples_per_s_with_all=samples_per_s_with_all,
+        is_described=smaller is not None,
+        estimate=estimated(setting, kept),
     )
 
 
@@ -131,12 +162,21 @@ def told_in_run(plan: Plan, setting: Setting, demands: Demands) -> list[str]:
     """
     if plan.stages is not None or setting.cluster.world_size > MOST_ASKED:
         return []
-    found = better_without(
-        Inputs(setting=setting, name=""),
-        PlanSolution(plan=plan, predicted=CostModel(setting).predict(plan), lower_bound_s=0.0),
-        demands=demands,
-        derived=None,
-        effort=Effort(relative_gap=1e-3),
+    best = PlanSolution(plan=plan, predicted=CostModel(setting).predict(plan), lower_bound_s=0)
+    rate = None
+    with suppress(ValueError):
+        better = solve(
+            setting,
+            global_batch_size=plan.global_batch_size,
+            demands=demands,
+            effort=Effort(relative_gap=1e-3),
+            is_bounded=False,
+            near=plan.form,
+            at_most_s=best.predicted.step_time_s / LEAST_GAIN,
+        )
+        best, rate = better, best.samples_per_s
+    found = without_idle(
+        Inputs(setting=setting, name=""), best, demands=demands, samples_per_s_with_all=rate
     )
     return [] if found is None else [found.gain_line, *found.launch_lines()]
 

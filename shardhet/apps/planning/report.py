@@ -18,7 +18,7 @@ from shardhet.apps.cli.quantities import (
     unit_of,
 )
 from shardhet.apps.cli.streamed import StreamedTable, figures_table, say
-from shardhet.apps.planning.fewer_devices import BetterWithout, ranges
+from shardhet.apps.planning.fewer_devices import BetterWithout, estimated, ranges
 from shardhet.apps.planning.sentences import (
     OVER_GLOO,
     form_lines,
@@ -230,12 +230,14 @@ def _result(report: PlanReport) -> Iterator[str]:
     if meets_over_gloo(report.inputs.setting.cluster):
         yield OVER_GLOO
     yield from _on_host_lines(report)
-    active = set(active_positions(solution))
+    active = active_positions(solution)
     unused = [i for i in range(solution.plan.world_size) if i not in active]
     if unused:
         yield (
             f"Unused devices: {ranges(unused)}. They compute and store nothing, and "
-            "collectives run without them."
+            "collectives run without them"
+            + "; leave_out=auto says how to launch without them" * (not report.note)
+            + f".{estimated(report.inputs.setting, active)}"
         )
 
 

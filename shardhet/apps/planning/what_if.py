@@ -68,7 +68,7 @@ def without_some(asked: Asked) -> BetterWithout | None:
         asked.inputs,
         asked.best,
         demands=asked.demands,
-        derived=conf.derived if conf.measured is None else None,
+        derived=conf.in_other_precision(asked.inputs),
         effort=asked.effort,
         tolerance=conf.tolerance,
     )
