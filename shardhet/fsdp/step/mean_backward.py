@@ -85,13 +85,7 @@ class MeanBackward:
         """See ``HetFSDP.backward``.  Collective."""
         with self._peers.guard("model.backward"):
             if not self._runtime.step.awaits_backward:
-                raise RuntimeError(
-                    "model.backward: there was no model(...) with gradients enabled since the "
-                    "last one. Call the model first."
-                    if self._runtime.had_samples
-                    else "model.backward: no rank has given the model samples. Pass the batch "
-                    "as tensors with one row per sample; a model without arguments has none."
-                )
+                raise RuntimeError(_NO_FORWARD if self._runtime.had_samples else _NO_SAMPLES)
             check_is_number(loss_sum)
             if self.is_float16:
                 _check_scaled(loss_sum, self._returned.leaves)
@@ -301,6 +295,14 @@ _OF_OTHERS = (
     "model.backward: the loss depends on a parameter of shape {} that is not one of the "
     "model's (of a criterion, perhaps), so its gradient would be that of this rank's samples "
     "only. Put it into the module that HetFSDP wraps, or use it detached."
+)
+_NO_FORWARD = (
+    "model.backward: there was no model(...) with gradients enabled since the last one. Call "
+    "the model first."
+)
+_NO_SAMPLES = (
+    "model.backward: no rank has given the model samples. Pass the batch as tensors with one "
+    "row per sample; a model without arguments has none."
 )
 _UNLIKE_DIVISORS = (
     "model.backward: divisor is {} on different ranks (0.0: none) but must be the same and "
