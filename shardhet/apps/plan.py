@@ -26,7 +26,7 @@ from shardhet.apps.planning.stages import faster_pipeline, show_pipeline
 from shardhet.apps.planning.what_if import (
     Asked,
     forms,
-    pipeline_in_float16,
+    in_float16,
     show_best,
     show_gains,
     that_fit,
@@ -233,7 +233,7 @@ def _show_faster_pipeline(
         better = replace(better, samples_per_s_with_all=reached)
         say(console, better.gain_line)
     with waiting.for_("planning stages in float16"):
-        half = pipeline_in_float16(conf, inputs, demands, report.solution.step_time_s)
+        half = in_float16(conf, inputs, demands, report.solution.step_time_s)
     say(console, half)
     keep_plan(inputs.setting, report.solution.plan, conf.out, console)
     return True

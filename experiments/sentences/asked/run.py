@@ -232,7 +232,7 @@ class Judge:
             return "stages"
         better = [line for line in said.lines if line.startswith("Better without")]
         if better:  # what follows is of another cluster
-            self._of_better(better[0])
+            self._of_better(better[0], said.rate)
             return "fewer"
         self._of_rows(said)
         self._of_limits(said)
@@ -264,7 +264,8 @@ class Judge:
             told = f"{of}, {change}: said {rate}, is {reached:.4g} (now {said.rate:.4g})"
             self.is_so("what would help", _near(claimed, found), told)
             if note := next((e for e in said.lines if e.startswith(f"{change}: without ")), ""):
-                self._of_better(f"Better {note.partition(': ')[2]}: {rate} samples/s")
+                told = f"Better {note.partition(': ')[2]}: {rate} samples/s"
+                self._of_better(told, said.rate)
 
     def _reached(self, of: str, change: str) -> float | None:
         if "=" in change:
@@ -434,7 +435,7 @@ class Judge:
                 is_so = steps[0] >= rival_s * (1 - FALSE) and steps[1] <= rival_s * (1 + FALSE)
                 self.is_so("stages", is_so, f"{line} {steps} {rival_s}")
             elif line.startswith("Better without"):
-                self._of_better(line)
+                self._of_better(line, rate)
             elif found := re.match(r"precision=FP16: ([\d.,e+-]+) samples/s", line):
                 half = self.rate(precision=PlannedPrecision.FP16)
                 claimed = float(found[1].replace(",", ""))
@@ -443,13 +444,13 @@ class Judge:
                 most = rate * (1 + int(found[1]) / 100)
                 self.is_so("stages", max(faster) <= most * (1 + FALSE), f"{line} {faster}")
 
-    def _of_better(self, line: str) -> None:
-        found = re.match(r"Better without (.*): ([\d.,e+-]+) samples/s", line)
+    def _of_better(self, line: str, rate_of_all: float) -> None:
+        found = re.match(r"Better without (.*): (?:they would|([\d.,e+-]+) samples/s)", line)
         assert found is not None
         left = set(_positions(found[1]))
         kept = [i for i in range(self.cluster.world_size) if i not in left]
         rate = self.rate(self.cluster.only(kept), max_stages=1, leave_out="never")
-        claimed = float(found[2].replace(",", ""))
+        claimed = float(found[2].replace(",", "")) if found[2] else rate_of_all
         self.is_so("better without", _near(rate, claimed), f"{line} {rate}")
 
     def _step_over(self, gbit_per_s: float, part: float) -> float:

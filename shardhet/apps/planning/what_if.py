@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -182,23 +183,34 @@ def could_be_float16(conf: PlannerConf, setting: Setting) -> bool:
     )
 
 
-def pipeline_in_float16(
+def in_float16(
     conf: PlannerConf, inputs: Inputs, demands: Demands, at_most_s: float
 ) -> str | None:
-    """What a pipeline reaches in float16; None if no step is as short, or it is not known."""
+    """What plans reach in float16 with stages or without; None if no step is as short, or it is
+    not known.
+    """
     if not could_be_float16(conf, inputs.setting):
         return None
     half = replace(conf, precision=PlannedPrecision.FP16)
     in_half = half.derived(inputs.setting.cluster, inputs.name)
+    rate, how = 0.0, "without stages"
+    with suppress(PlanError):
+        flat = solve(
+            half.without_stages(in_half)[1].setting,
+            global_batch_size=conf.global_batch_size,
+            demands=demands,
+            tolerance=conf.tolerance,
+            is_bounded=False,
+            at_most_s=at_most_s,
+        )
+        rate, at_most_s = flat.samples_per_s, flat.predicted.step_time_s
     found = pipeline_below(half, in_half, demands, at_most_s)
-    if found is None:
-        return None
-    stages, unused = counted(len(found.stages), "stage"), unused_in(found, inputs)
-    without = f" without {named(inputs.setting.cluster, unused)}" if unused else ""
-    return (
-        f"precision=FP16: {found.samples_per_s:,.4g} samples/s in {stages}{without}; it trains "
-        "with a scaled loss."
-    )
+    if found is not None:
+        unused = unused_in(found, inputs)
+        without = f" without {named(inputs.setting.cluster, unused)}" if unused else ""
+        rate, how = found.samples_per_s, f"in {counted(len(found.stages), 'stage')}{without}"
+    said = f"precision=FP16: {rate:,.4g} samples/s {how}; it trains with a scaled loss."
+    return said if rate else None
 
 
 def that_fit(asked: Asked) -> Iterator[str]:

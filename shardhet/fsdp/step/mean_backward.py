@@ -88,7 +88,7 @@ class MeanBackward:
                 raise RuntimeError(_NO_FORWARD if self._runtime.had_samples else _NO_SAMPLES)
             check_is_number(loss_sum)
             if self.is_float16:
-                _check_scaled(loss_sum, self._returned.leaves)
+                _check_scaled(loss_sum, [*self._returned.leaves.values()])
             if divisor is None:
                 self.check_pair(loss_sum, num_tokens)
             num_samples = batch.num_samples if (batch := self._runtime.step.batch) else 0
@@ -254,7 +254,7 @@ class MeanBackward:
 
         laws = self._runtime.calls.known.current.laws if self._runtime.had_samples else {}
         output, self._returned = Output.watched(output, laws)
-        for leaf in self._returned.leaves:
+        for leaf in self._returned.leaves.values():
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(check)
         return output

@@ -77,17 +77,13 @@ class Output:
         return [self._eps, *(0.0 if each is None else float(each.read()) for each in copies)]
 
     def _place_of(self, loss_sum: Any) -> str | None:
-        return next((place for place, each in self._held() if each is loss_sum), None)
-
-    def _held(self) -> list[tuple[str, Any]]:
-        """What is left, by place."""
-        pairs = self._leaves.items()
-        return [(at, each() if isinstance(each, ref) else each) for at, each in pairs]
+        return next((place for place, each in self.leaves.items() if each is loss_sum), None)
 
     @property
-    def leaves(self) -> list[Any]:
-        """The leaves of the output."""
-        return [each for _, each in self._held()]
+    def leaves(self) -> dict[str, Any]:
+        """What is left of it, by place."""
+        pairs = self._leaves.items()
+        return {at: each() if isinstance(each, ref) else each for at, each in pairs}
 
     def check_adds_up(self, loss_sum: Any, num_tokens: Any, caller: str) -> None:
         """Raise ``ValueError`` if a rank's loss, or its number of tokens, is what the model has
@@ -108,7 +104,7 @@ class Output:
         following = dict(pairwise(self._leaves)).get(at)
         if any(
             place in not_sums and _is_it(num_tokens, each, follows_loss=place == following)
-            for place, each in self._held()
+            for place, each in self.leaves.items()
         ):
             raise ValueError(
                 f"{caller}: the number of tokens is what the model returns, {num_tokens} here, "
@@ -137,11 +133,10 @@ def check_factors(rounds: Sequence[Laws], rows: Sequence[Sequence[float]]) -> No
                     found[each].append((factor, 1.0, num_samples, num_tokens))
     for (place, law), of_all in found.items():
         factors, *numbers = zip(*of_all, strict=True)
-        if any(factors) and not any(
-            _are_level(factors, n, eps) for n in numbers[_ALLOWED[law]]
-        ):
+        allowed, kind = _ALLOWED[law]
+        if any(factors) and not any(_are_level(factors, n, eps) for n in numbers[allowed]):
             shown = ", ".join(f"{each:.4g}" for each in factors)
-            raise ValueError(_BY_OTHER_FACTORS.format(place[1:] or 0, _KINDS[law], shown))
+            raise ValueError(_BY_OTHER_FACTORS.format(place[1:] or 0, kind, shown))
 
 
 def _are_level(factors: Sequence[float], numbers: Sequence[float], eps: float) -> bool:
@@ -164,18 +159,11 @@ def _is_it(num_tokens: Any, leaf: Any, *, follows_loss: bool) -> bool:
 _SUM, _MEAN = frozenset([Join.SUM]), frozenset([Join.MEAN])
 # Which of 1, the number of samples, and that of tokens factors may be proportional to.
 _ALLOWED = {
-    _SUM: slice(0, 1),
-    _MEAN: slice(1, 3),
-    _SUM | _MEAN: slice(0, 3),
-    frozenset[Join](): slice(2, 3),
-    None: slice(0, 0),
-}
-_KINDS = {
-    _SUM: "a sum over samples",
-    _MEAN: "a mean over samples",
-    _SUM | _MEAN: "a sum or a mean over samples",
-    frozenset[Join](): "a mean over what counts in samples",
-    None: "neither a sum nor a mean over samples (a maximum, perhaps)",
+    _SUM: (slice(0, 1), "a sum over samples"),
+    _MEAN: (slice(1, 3), "a mean over samples"),
+    _SUM | _MEAN: (slice(0, 3), "a sum or a mean over samples"),
+    frozenset[Join](): (slice(2, 3), "a mean over what counts in samples"),
+    None: (slice(0, 0), "neither a sum nor a mean over samples (a maximum, perhaps)"),
 }
 _BY_OTHER_FACTORS = (
     "model.backward: the loss depends on output {} of model(...), which is {}, by factors that "
