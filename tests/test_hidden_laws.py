@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.distributed import broadcast
 from torch.nn.functional import cross_entropy
 
 from shardhet import HetFSDP, Plan, Stage
+from shardhet.fsdp.probing.comparing import Cut
 from tests.edge_plans import APART, UNEVEN, every_plan
 from tests.ordinary import Pair, says
 from tests.test_probe import WIDTH, Net, compare_grads, draw, plan_for
@@ -417,3 +419,17 @@ def test_stages_compare_written_buffers_too() -> None:
     run_ranks(_writes_in_stages, 2, True)
     outcomes = run_ranks_expecting_failure(_writes_in_stages, 2, False)
     says(outcomes, "not the same on all ranks: units.1.shift")
+
+
+# What one rank alone raises beside its forwards
+
+
+def _raises_beside_forwards(rank: int) -> None:
+    model = HetFSDP(Beside("sum"), OF_EIGHT["ranks"], units=UNITS)
+    if rank == 1:
+        mock.patch.object(Cut, "laws", side_effect=OSError("no room")).start()
+    model(draw(4, WIDTH))
+
+
+def test_what_one_rank_raises_between_its_forwards_ends_all() -> None:
+    says(run_ranks_expecting_failure(_raises_beside_forwards, 2), "no room")

@@ -20,9 +20,9 @@ from shardhet.fsdp.step.turn_walk import TurnWalk
 from shardhet.models.decoder import Decoder
 from shardhet.records.schedule import (
     Handover,
-    Kind,
     LaunchKind,
     Op,
+    OpKind,
     Phase,
     RoundPhase,
     Schedule,
@@ -117,18 +117,18 @@ def recorded(model: HetFSDP, found: Recording) -> Iterator[None]:
 
     def message(exchange: StageExchange, each: Handover) -> None:
         is_receive = each == Handover.to(exchange._stage, each.of)
-        found.add(Kind.RECV if is_receive else Kind.SEND, each)
+        found.add(OpKind.RECV if is_receive else OpKind.SEND, each)
 
     def take(exchange: StageExchange, of: RoundPhase) -> None:
         cut = Handover.to(exchange._stage, of).stage
         if 0 <= cut < len(model.plan.groups) - 1:
-            found.arriving.append((Kind.RECV, Handover(of, cut)))
+            found.arriving.append((OpKind.RECV, Handover(of, cut)))
 
     def meet(*_: Any) -> None:
-        met = ((Kind.AGREE, ""), [])
+        met = ((OpKind.AGREE, ""), [])
         if model.plan.stages is None and found.schedule and found.step[-1] != met:
-            found.add(Kind.AGREE, "")
-            found.waited.append((Kind.AGREE, ""))
+            found.add(OpKind.AGREE, "")
+            found.waited.append((OpKind.AGREE, ""))
 
     def of_unit(
         kind: LaunchKind, run: Callable[[FSDPUnit], None], tell: Callable[..., None]
@@ -176,7 +176,7 @@ def listed(model: HetFSDP, schedule: Schedule, *, hosts_run_ahead: bool) -> Step
     waited: list[Name] = []
     for op in ops[:-2]:
         waited += [name(ops[i]) for i in op.after]
-        if op.kind is not Kind.BEGIN:
+        if op.kind is not OpKind.BEGIN:
             found.append((name(op), waited))
             waited = []
     return found
@@ -202,7 +202,7 @@ def compare(rank: int, plans: list[Plan], is_emulated: bool) -> None:
             assert found.schedule is not None
             expected = listed(model, found.schedule, hosts_run_ahead=is_emulated)
             step = found.step
-            while step[-1][0][0] is Kind.AGREE:
+            while step[-1][0][0] is OpKind.AGREE:
                 step.pop()  # at the end of the step
             for i, pair in enumerate(zip(step, expected, strict=False)):
                 assert pair[0] == pair[1], (i, plan)

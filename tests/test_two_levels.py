@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardhet import Cluster, DeviceSpec, HetFSDP, Plan, Workload, find_plan
+from shardhet.planner import Demands, DeviceLimits
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
@@ -132,18 +133,21 @@ def _in_one_level(setting: Setting) -> Setting:
 
 @pytest.mark.parametrize(
     ("numbers", "bytes_per_s", "gain"),
-    [((4, 4), 1.25e9, 1.1), ((2, 4), 1.25e9, 1.02), ((1, 3), 1.25e9, 1.0), ((4, 4), 25e9, 1.0)],
+    [((4, 4), 1.25e9, 1.5), ((2, 4), 1.25e9, 1.1), ((1, 3), 1.25e9, 1.0), ((4, 4), 25e9, 1.0)],
 )
 def test_the_planner_takes_two_levels_where_they_are_faster(
     numbers: tuple[int, ...], bytes_per_s: float, gain: float
 ) -> None:
     """The links of a slow cable both ways; not where all links are alike.
 
-    Of smaller batches one node alone takes less time.
+    All have samples: of so few, one node alone would take less time.
     """
     setting = _setting(numbers, bytes_per_s)
-    plan = find_plan(setting, global_batch_size=256)
-    flat = find_plan(_in_one_level(setting), global_batch_size=256)
+    each = DeviceLimits(rank_batch_size=2)
+    demands = Demands(limits=dict.fromkeys(range(sum(numbers)), each))
+    batch = 2 * sum(numbers)
+    plan = find_plan(setting, global_batch_size=batch, demands=demands)
+    flat = find_plan(_in_one_level(setting), global_batch_size=batch, demands=demands)
     assert bool(plan.two_level_units) == (gain > 1)
     assert not flat.two_level_units
     step_s, flat_s = (simulate(each, setting).step_time_s for each in (plan, flat))

@@ -10,7 +10,7 @@ from rich.console import Console
 from shardhet.apps.cli.outputs import check_folder_output, check_outputs
 from shardhet.apps.cli.quantities import of_budget
 from shardhet.apps.cli.streamed import Waiting, WideConsole, refusing, say
-from shardhet.apps.planning.fewer_devices import BetterWithout, ranges, without_idle
+from shardhet.apps.planning.fewer_devices import ranges, without_idle
 from shardhet.apps.planning.inputs import Door, load, read_request
 from shardhet.apps.planning.keeping import keep_plan
 from shardhet.apps.planning.report import (
@@ -135,7 +135,7 @@ def show(
         answer = answer or _answer(conf, inputs, demands)
         if conf.leave_out == "auto":
             best, part = answer.solution, None if conf.measured else conf.part_of(inputs)
-            without = _without(_asked(conf, inputs, demands, best)) or without_idle(
+            without = without_some(_asked(conf, inputs, demands, best)) or without_idle(
                 inputs, best, demands=demands, smaller=part
             )
         if without is not None:
@@ -220,7 +220,7 @@ def _show_faster_pipeline(
     effort = _compared(inputs.setting)
     alone, of_alone = conf.without_stages(inputs)
     with waiting.for_("planning stages"):
-        better = None if flat is None else _without(_asked(alone, of_alone, demands, flat))
+        better = None if flat is None else without_some(_asked(alone, of_alone, demands, flat))
         fewer = None if better is None else better.fewer
         report = faster_pipeline(conf, inputs, flat, fewer, demands=demands, effort=effort)
     if report is None:
@@ -284,13 +284,6 @@ def _steadiness(plan: Plan, setting: Setting, demands: Demands) -> str:
 def _asked(conf: PlannerConf, inputs: Inputs, demands: Demands, best: PlanSolution) -> Asked:
     effort = _compared(inputs.setting)
     return Asked(conf=conf, inputs=inputs, demands=demands, best=best, effort=effort)
-
-
-def _without(asked: Asked) -> BetterWithout | None:
-    """The devices that are better left out, if that is asked for."""
-    if asked.conf.objective != "throughput" or asked.conf.leave_out == "never":
-        return None
-    return without_some(asked)
 
 
 def _comparison_note(demands: Demands, world_size: int) -> str:

@@ -67,7 +67,7 @@ def with_idle(
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartPlan:
     """Some devices of a cluster, and their plan."""
 
     positions: Positions
@@ -98,11 +98,11 @@ class PartSearch:
     missed: PlanError | None = None  # why there is none
     missed_s: dict[Positions, float] = field(default_factory=dict)  # bounds on what was missed
     num_searched: int = 0
-    found: list[Part] = field(default_factory=list)
+    found: list[PartPlan] = field(default_factory=list)
     _seen: set[Positions] = field(default_factory=set)
     _paces: dict[tuple[str | None, str, int], float] = field(default_factory=dict)
 
-    def run(self) -> Part | None:
+    def run(self) -> PartPlan | None:
         """The fastest part that was found, which may be the whole; None if there is none."""
         every, demands = self._every, self.demands
         parts = list(self._parts(every, every))
@@ -120,7 +120,7 @@ class PartSearch:
     def _every(self) -> Positions:
         return tuple(range(self.setting.cluster.world_size))
 
-    def _most_s(self, number: int, found: Sequence[Part]) -> float:
+    def _most_s(self, number: int, found: Sequence[PartPlan]) -> float:
         """Steps on so many devices must be shorter than this to be worth it."""
         known = [(len(e.positions), e.step_s) for e in (*self.found[-1:], *found)]
         if self.whole is not None and not known:
@@ -148,7 +148,7 @@ class PartSearch:
                 bounded.append((self._least_step_s(setting), positions, setting))
         # The whole goes first unless others may be far faster: parts are then soon ruled out.
         bounded.sort(key=lambda each: each[0] / (FAR if each[1] == self._every else 1))
-        faster: list[Part] = []
+        faster: list[PartPlan] = []
         for bound_s, positions, setting in bounded:
             at_most_s = min(self.at_most_s, self._most_s(len(positions), faster))
             is_whole = positions == self._every
@@ -166,7 +166,7 @@ class PartSearch:
                 continue
             if is_whole:
                 self.whole = solution
-            part = Part(positions, setting, solution)
+            part = PartPlan(positions, setting, solution)
             if part.step_s < at_most_s:
                 faster.append(part)
         enough_s = self.least_gain * min((each.step_s for each in faster), default=inf)

@@ -8,15 +8,15 @@ import numpy as np
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.turns import taking_part
 from shardhet.records.plan import Plan, RankPlan
-from shardhet.records.schedule import Kind, LaunchKind, Op, Phase, Schedule
+from shardhet.records.schedule import LaunchKind, Op, OpKind, Phase, Schedule
 from shardhet.records.schedule.held import MAX_ROUNDS
 from shardhet.simulator.timeline import Event, MemoryPoint, RankTimeline, Work, merged
 
-WORK_OF: dict[Phase | LaunchKind | Kind, Work] = {
-    Kind.BEGIN: Work.OVERHEAD,
+WORK_OF: dict[Phase | LaunchKind | OpKind, Work] = {
+    OpKind.BEGIN: Work.OVERHEAD,
     Phase.FORWARD: Work.FORWARD,
     Phase.BACKWARD: Work.BACKWARD,
-    Kind.STEP: Work.OPTIMIZER,
+    OpKind.STEP: Work.OPTIMIZER,
 }
 
 
@@ -78,7 +78,7 @@ class Actor:
             self.began_s.append(now_s)
             self.hold(now_s, self.running_bytes[self.turn], self.numel_bytes[self.turn])
             return self.seconds[self.turn]
-        return self.turn_overhead_s if self.op.kind is Kind.BEGIN else 0.0
+        return self.turn_overhead_s if self.op.kind is OpKind.BEGIN else 0.0
 
     def end(self, now_s: float) -> None:
         """End it, and hold what lives from forward to backward."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardhet.records.schedule import Kind, LaunchKind, Phase
+from shardhet.records.schedule import LaunchKind, OpKind, Phase
 from shardhet.simulator.actors import Actor, StageOps
 from shardhet.simulator.timeline import Event, Work
 
@@ -85,7 +85,7 @@ class Loop:
                 seconds = self._hops_s[cut][phase is Phase.BACKWARD]
                 made = Transfer(sender, text, Work.HAND_OVER, seconds)
                 place, name = (cut, phase.value), op.handover
-            elif op.kind is Kind.AGREE:
+            elif op.kind is OpKind.AGREE:
                 made = Transfer(of.stage, "", Work.AGREE, 0.0)
                 place, name = (-1, ""), (num_meetings,)
                 num_meetings += 1

@@ -62,9 +62,11 @@ class Asked:
 
 
 def without_some(asked: Asked) -> BetterWithout | None:
-    """The devices that are better left out of the plan; None if there are none."""
+    """The devices that are better left out; None if there are none, or it is not asked for."""
     conf = asked.conf
     assert asked.best is not None
+    if conf.objective != "throughput" or conf.leave_out == "never":
+        return None
     return better_without(
         asked.inputs,
         asked.best,
@@ -193,17 +195,13 @@ def in_float16(
         return None
     half = replace(conf, precision=PlannedPrecision.FP16)
     in_half = half.derived(inputs.setting.cluster, inputs.name)
+    alone, of_alone = half.without_stages(in_half)
+    flat = Asked(conf=alone, inputs=of_alone, demands=demands, best=None)
     rate, how = 0.0, "without stages"
     with suppress(PlanError):
-        flat = solve(
-            half.without_stages(in_half)[1].setting,
-            global_batch_size=conf.global_batch_size,
-            demands=demands,
-            tolerance=conf.tolerance,
-            is_bounded=False,
-            at_most_s=at_most_s,
-        )
-        rate, at_most_s = flat.samples_per_s, flat.predicted.step_time_s
+        best = flat.solved(of_alone.setting, demands)
+        if best.predicted.step_time_s < at_most_s:
+            rate, at_most_s = best.samples_per_s, best.predicted.step_time_s
     found = pipeline_below(half, in_half, demands, at_most_s)
     if found is not None:
         unused = unused_in(found, inputs)

@@ -179,7 +179,7 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves by their place, such as ".logits"; others may be missing or not."""
+    """The leaves by their place, such as ".'logits'"; others may be missing or not."""
     leaves, spec = flatten(tree)
     return dict(zip(_places(spec), leaves, strict=True))
 
@@ -192,7 +192,7 @@ def _places(spec: TreeSpec, place: str = "") -> Iterator[str]:
     if not isinstance(keys, list) or len(keys) != len(children):  # of names, in dicts and like
         keys = range(len(children))
     for key, child in zip(keys, children, strict=True):
-        yield from _places(child, f"{place}.{key}")
+        yield from _places(child, f"{place}.{key!r}")
 
 
 def _register_mapping(kind: type[UserDict[str, Any]]) -> None:

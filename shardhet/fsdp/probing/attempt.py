@@ -16,12 +16,7 @@ from shardhet.fsdp.microbatch.layered import tensors_in
 from shardhet.fsdp.microbatch.loss import LossUsedError
 from shardhet.fsdp.microbatch.root_dropout import CheckpointedError
 from shardhet.fsdp.microbatch.signature import ModelCall
-from shardhet.fsdp.probing.apart import (
-    Apart,
-    outputs_apart,
-    problem_of_pairs,
-    without_samples,
-)
+from shardhet.fsdp.probing.apart import Apart, outputs_apart, problem_of_pairs, without_samples
 from shardhet.fsdp.probing.comparing import (
     Cut,
     are_close,
@@ -30,7 +25,7 @@ from shardhet.fsdp.probing.comparing import (
 )
 from shardhet.fsdp.probing.law import Law, Refusal
 from shardhet.fsdp.probing.module_state import kept_of_samples
-from shardhet.fsdp.probing.order import GatherFailed, PeerFailed
+from shardhet.fsdp.probing.order import FAILED, GatherFailed, PeerFailed
 from shardhet.fsdp.probing.probe import Probe, ProbedModel
 from shardhet.fsdp.probing.rules import (
     LARGE,
@@ -55,8 +50,6 @@ CUTS: Sequence[Runs] = (
     # A sample that is there twice: labels of a probe are often all unlike.
     ("again", ("small", "one"), PARTS),
 )
-
-WITH_LAWS = ("small", "large", *RUNS)
 
 # One forward on all ranks: the result of the call on this one, and the segments.
 RunOnce = Callable[[Probe | None, Callable[[], Any]], tuple[Any, Any]]
@@ -93,6 +86,7 @@ class Attempt:
         self._unlike: set[str] = set()  # runs whose calls have arguments of other kinds
         self._apart: Apart = []  # outputs with rows for samples
         self._numbers: Sequence[str] = ()  # where the output has what has none
+        self._is_in_forward = False  # in which others learn of what is raised
         self._generators = HostGenerators()
         if call is not None:
             self.probe = Probe(model, has_gradients=has_gradients, splits=splits)
@@ -124,6 +118,8 @@ class Attempt:
         except LostPeerError:
             raise
         except Exception as error:
+            if not self._is_in_forward:
+                self._any_rank(FAILED)
             self.is_refused = isinstance(error, LossUsedError | CheckpointedError)
             if any(words in str(error) for words in _NO_GRAPH):
                 self.is_refused = True
@@ -163,7 +159,9 @@ class Attempt:
                     self.probe.repeat()
             return output
 
+        self._is_in_forward = True
         self._outputs[name], segments = self._run_once(self.probe, run)
+        self._is_in_forward = False
         if self.probe is not None and self.probe.is_unlike:
             self._unlike.add(name)
         return self._outputs[name], segments
@@ -246,8 +244,13 @@ class Attempt:
                 problem = Law.REPEATS.says(_KEPT.format(names))
         self._raise_together(problem)
 
-    def _any_rank(self, flag: bool) -> bool:
-        return any(row[0] for row in self._model.control.exchange([float(flag)]))
+    def _any_rank(self, flag: float) -> bool:
+        """Whether it is set on any rank.  Raises ``PeerFailed`` if it is ``FAILED`` on one."""
+        rows = self._model.control.exchange([flag, 0.0, 0.0, 0.0])  # as visits are told
+        flags = [row[0] for row in rows]
+        if FAILED in flags and flag != FAILED:
+            raise PeerFailed
+        return any(flags)
 
     def _has_numbers(self) -> bool:
         """Whether any argument holds floating values of samples."""
@@ -261,7 +264,7 @@ class Attempt:
 
     def _check_losses(self) -> list[set[Join]]:
         if self.call is not None:
-            self._numbers = without_samples([self._outputs[each] for each in WITH_LAWS])
+            self._numbers = without_samples([*self._outputs.values()])
         laws = [set.intersection(*each) for each in zip(*map(self._laws, CUTS), strict=True)]
         unclear = [i for i, found in enumerate(laws) if not found]
         losses = self._scalars(unclear)
@@ -274,8 +277,8 @@ class Attempt:
     def _scalars(self, numbers: Sequence[int]) -> list[int]:
         """Those that are tensors; of others is asked how they are used."""
         leaves = {} if self.call is None else named_leaves(self._outputs["large"])
-        found = [(i, leaves[self._numbers[i]]) for i in numbers]
-        return [i for i, leaf in found if isinstance(leaf, Tensor) and not leaf.dim()]
+        found = {i: leaves[self._numbers[i]] for i in numbers}
+        return [i for i, leaf in found.items() if isinstance(leaf, Tensor) and not leaf.dim()]
 
     def _forget(self, numbers: Iterable[int]) -> None:
         """Note that these are neither sums nor means."""
@@ -315,8 +318,8 @@ def _check_draws(attempt: Attempt) -> None:
         if attempt.probe is None:
             continue
         if found != attempt.segments or not _are_same(output, expected, attempt.probe.eps):
-            problem = _draws(drawn)
-    attempt._raise_together(problem)
+            problem = _DRAWS.format(" and ".join(drawn) or "a generator")
+    attempt._raise_together(problem and Law.REPEATS.says(problem))
 
 
 def _problem_of_caches(attempt: Attempt) -> str | None:
@@ -424,6 +427,7 @@ _UNFORESEEN = (
 _NO_SUM = (
     "model(...): scalar output {}, computed outside of units, is no sum or mean over samples"
 )
+_DRAWS = "model(...): it draws from {}, and what it computes depends on that"
 _KEPT = (
     "model(...): a forward keeps values of its samples for the next one (attribute {}), and "
     "computes with them"
@@ -438,10 +442,3 @@ _GRADIENT_INSIDE = (
 
 def _no_sum(losses: Sequence[int]) -> str | None:
     return Law.ADDS_UP.says(_NO_SUM.format(losses[0])) if losses else None
-
-
-def _draws(names: Sequence[str]) -> str:
-    return Law.REPEATS.says(
-        f"model(...): it draws from {' and '.join(names) or 'a generator'}, and what it "
-        "computes depends on that"
-    )

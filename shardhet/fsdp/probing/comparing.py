@@ -80,6 +80,8 @@ class Cut(NamedTuple):
     def laws(self, eps: float) -> set[Join]:
         """Which of the sum and the mean of those of the parts it is, without rows."""
         whole, (one, other), num_samples = self.whole, self.parts, self.spans[-1].stop
+        if any(part.shape != whole.shape for part in self.parts):
+            return set()
         weighted = [
             part * (span.numel / num_samples)
             for part, span in zip(self.parts, self.spans, strict=True)
@@ -141,6 +143,8 @@ def _children(node: Any) -> list[Any]:
 
 def are_numbers_equal(one: Tensor, other: Tensor, eps: float, amplified: float = 1.0) -> bool:
     """Equality up to rounding; a loss term of one thousandth must not pass as rounding."""
+    if one.shape != other.shape:
+        return False
     are_finite = bool(one.isfinite().all()), bool(other.isfinite().all())
     if not all(are_finite):
         return not any(are_finite)

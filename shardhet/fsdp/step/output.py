@@ -31,10 +31,8 @@ class Output:
 
     def __init__(self, output: Any, laws: Laws = MappingProxyType({})) -> None:
         self.laws = laws
-        self._leaves = {
-            place: ref(leaf) if isinstance(leaf, Tensor) else leaf
-            for place, leaf in named_leaves(output).items()
-        }
+        pairs = named_leaves(output).items()
+        self._leaves = {at: ref(e) if isinstance(e, Tensor) else e for at, e in pairs}
         self._eps = 0.0  # of the narrowest dtype of what gets a gradient
         self._scale: Tensor | None = None  # of the loss; None: gradients are not noted
         self._factors: dict[str, HostCopy] = {}
@@ -82,8 +80,7 @@ class Output:
     @property
     def leaves(self) -> dict[str, Any]:
         """What is left of it, by place."""
-        pairs = self._leaves.items()
-        return {at: each() if isinstance(each, ref) else each for at, each in pairs}
+        return {at: e() if isinstance(e, ref) else e for at, e in self._leaves.items()}
 
     def check_adds_up(self, loss_sum: Any, num_tokens: Any, caller: str) -> None:
         """Raise ``ValueError`` if a rank's loss, or its number of tokens, is what the model has
@@ -136,7 +133,8 @@ def check_factors(rounds: Sequence[Laws], rows: Sequence[Sequence[float]]) -> No
         allowed, kind = _ALLOWED[law]
         if any(factors) and not any(_are_level(factors, n, eps) for n in numbers[allowed]):
             shown = ", ".join(f"{each:.4g}" for each in factors)
-            raise ValueError(_BY_OTHER_FACTORS.format(place[1:] or 0, kind, shown))
+            name = place[1:].replace("'", "") or 0
+            raise ValueError(_BY_OTHER_FACTORS.format(name, kind, shown))
 
 
 def _are_level(factors: Sequence[float], numbers: Sequence[float], eps: float) -> bool:

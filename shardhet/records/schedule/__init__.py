@@ -1,6 +1,6 @@
 """The order of a step: turns, what is launched around each, and the passes that mark it."""
 
-from shardhet.records.schedule.ops import Kind, Op, ops_of
+from shardhet.records.schedule.ops import Op, OpKind, ops_of
 from shardhet.records.schedule.passes import (
     Pass,
     Shape,
@@ -38,11 +38,11 @@ __all__ = [
     "GATHER",
     "REDUCE",
     "Handover",
-    "Kind",
     "Launch",
     "LaunchKind",
     "Message",
     "Op",
+    "OpKind",
     "Pass",
     "Phase",
     "RoundPhase",

@@ -24,7 +24,7 @@ from shardhet.records.schedule.pipeline import Handover, RoundPhase, phases_of
 from shardhet.records.schedule.turns import LaunchKind, Phase, Schedule
 
 
-class Kind(Enum):
+class OpKind(Enum):
     """What is neither the compute of a turn (``Phase``) nor a launch for one."""
 
     BEGIN = auto()  # the runtime's own work for a turn
@@ -37,7 +37,7 @@ class Kind(Enum):
 class Op(NamedTuple):
     """What a rank does, or launches, next."""
 
-    kind: Phase | LaunchKind | Kind
+    kind: Phase | LaunchKind | OpKind
     unit: int = -1  # of a turn or a launch, among those of the stage
     handover: Handover | None = None  # of a message: the same on both sides
     after: tuple[int, ...] = ()  # ops that have ended before, in the order of waiting
@@ -56,7 +56,7 @@ def ops_of(
     ops, number = _Ops(schedule), schedule.form.num_rounds
     for each in phases_of(stage, in_flight or (1,), number, in_one_order=hosts_run_ahead):
         if not in_flight and ops.cursor:
-            ops.due = [ops.add(Kind.AGREE)]
+            ops.due = [ops.add(OpKind.AGREE)]
         ops.hand_over(stage, each.before)
         if hosts_run_ahead:
             ops.launch_ahead()
@@ -68,8 +68,8 @@ def ops_of(
     for launch in schedule.launched_last():
         ops.launch_after(launch.kind, launch.unit)
     ops.due = [*(i for launched in ops.launched.values() for i in launched), *ops.sent]
-    ops.due = [ops.add(Kind.AGREE)]
-    ops.add(Kind.STEP)
+    ops.due = [ops.add(OpKind.AGREE)]
+    ops.add(OpKind.STEP)
     return tuple(ops.ops)
 
 
@@ -87,7 +87,7 @@ class _Ops:
         self._ahead = defaultdict[int, list[int]](list)  # launched for a turn
         self._last_ahead = -1  # the latest of them
 
-    def add(self, kind: Phase | LaunchKind | Kind, *after: int, **of: Any) -> int:
+    def add(self, kind: Phase | LaunchKind | OpKind, *after: int, **of: Any) -> int:
         """Add an op and return its index."""
         self.ops.append(Op(kind, after=(*self.due, *after), **of))
         self.due = []
@@ -107,7 +107,7 @@ class _Ops:
             if (turn.round, turn.phase) != of:
                 return
             self.launch_ahead()
-            self.add(Kind.BEGIN, unit=turn.unit)
+            self.add(OpKind.BEGIN, unit=turn.unit)
             waits = self._ahead.pop(self.cursor, [])
             if turn.phase is Phase.BACKWARD:
                 for launched in self.launched.values():
@@ -129,6 +129,6 @@ class _Ops:
         """Launch messages."""
         for each in handovers:
             if each == Handover.to(stage, each.of):
-                self.received[each.of] = [self.add(Kind.RECV, handover=each)]
+                self.received[each.of] = [self.add(OpKind.RECV, handover=each)]
             else:
-                self.sent.append(self.add(Kind.SEND, handover=each))
+                self.sent.append(self.add(OpKind.SEND, handover=each))
