@@ -80,14 +80,13 @@ def drawn(seed: int, *, is_emulated: bool) -> Plan:
 class Recording:
     """What a rank does in a step."""
 
-    hosts_run_ahead: bool
     step: Step = field(default_factory=list)
     waited: list[Name] = field(default_factory=list)
     arriving: list[Name] = field(default_factory=list)  # what the device waits for to compute
     schedule: Schedule | None = None
 
     def add(self, *name: Any) -> None:
-        if isinstance(name[0], Phase) or not self.hosts_run_ahead:
+        if isinstance(name[0], Phase):
             self.waited, self.arriving = [*self.arriving, *self.waited], []
         self.step.append((name, self.waited))
         self.waited = []
@@ -115,9 +114,8 @@ def recorded(model: HetFSDP, found: Recording) -> Iterator[None]:
         found.schedule = walk._order.schedule
         found.add(walk._turn.phase, walk._units[walk._turn.unit].fqn)
 
-    def message(exchange: StageExchange, each: Handover) -> None:
-        is_receive = each == Handover.to(exchange._stage, each.of)
-        found.add(OpKind.RECV if is_receive else OpKind.SEND, each)
+    def message(exchange: StageExchange, op: Op) -> None:
+        found.add(op.kind, op.handover)
 
     def take(exchange: StageExchange, of: RoundPhase) -> None:
         cut = Handover.to(exchange._stage, of).stage
@@ -143,7 +141,7 @@ def recorded(model: HetFSDP, found: Recording) -> Iterator[None]:
     with ExitStack() as stack:
         for patch in (
             around(TurnWalk, "begin_turn", turn, after=True),
-            around(StageExchange, "launch", message),
+            around(StageExchange, "hand_over", message),
             around(StageExchange, "take", take),
             around(Channel, "exchange", meet),
         ):
@@ -160,13 +158,13 @@ def recorded(model: HetFSDP, found: Recording) -> Iterator[None]:
         yield
 
 
-def listed(model: HetFSDP, schedule: Schedule, *, hosts_run_ahead: bool) -> Step:
+def listed(model: HetFSDP, schedule: Schedule, *, in_one_order: bool) -> Step:
     """The same from the list."""
     runtime = model._runtime
     place: tuple[Any, ...] = ()
     if isinstance(runtime, StageRuntime):
         place = runtime.stage, runtime.in_flight
-    ops = ops_of(schedule, *place, hosts_run_ahead=hosts_run_ahead)
+    ops = ops_of(schedule, *place, in_one_order=in_one_order)
 
     def name(op: Op) -> Name:
         fqn = "" if op.unit < 0 else runtime.units[op.unit].fqn
@@ -196,11 +194,11 @@ def compare(rank: int, plans: list[Plan], is_emulated: bool) -> None:
             )
             model.forward_backward(inputs, targets)  # the kinds of calls are known
             model.zero_grad()
-            found = Recording(hosts_run_ahead=is_emulated)
+            found = Recording()
             with recorded(model, found):
                 model.forward_backward(inputs, targets)
             assert found.schedule is not None
-            expected = listed(model, found.schedule, hosts_run_ahead=is_emulated)
+            expected = listed(model, found.schedule, in_one_order=is_emulated)
             step = found.step
             while step[-1][0][0] is OpKind.AGREE:
                 step.pop()  # at the end of the step

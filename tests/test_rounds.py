@@ -267,8 +267,8 @@ def _dropped(rank: int) -> None:
     model, module = make(plan)
     inputs, targets = tokens(plan.global_batch_size)
     run_round(model, 0, inputs, targets)
-    walk = model._runtime._walk
-    in_flight = [unit for units in walk._in_flight.values() for unit in units]
+    walk = model._runtime.walk
+    in_flight = [unit for _, unit in walk._launched]
     assert in_flight
     with mock.patch.object(walk, "_wait", wraps=walk._wait) as wait:
         model.drop_rounds()  # what is in flight would write to what is dropped

@@ -197,7 +197,7 @@ def messages_of(
     launched: list[Handover] = []
     has_room: set[Handover] = set()
     phases = phases_of(stage, in_flight, num_rounds, in_one_order=in_one_order)
-    for of, _, ready, before, after in phases:
+    for of, ready, before, after in phases:
         assert not has_room.intersection(ready)
         has_room.update(ready)
         launched += before

@@ -14,6 +14,7 @@ from shardhet.simulator.timeline import Event, MemoryPoint, RankTimeline, Work, 
 
 WORK_OF: dict[Phase | LaunchKind | OpKind, Work] = {
     OpKind.BEGIN: Work.OVERHEAD,
+    OpKind.ROOM: Work.OVERHEAD,  # it takes no time
     Phase.FORWARD: Work.FORWARD,
     Phase.BACKWARD: Work.BACKWARD,
     OpKind.STEP: Work.OPTIMIZER,

@@ -78,7 +78,7 @@ class Loop:
                 seconds = of.seconds_of[op.kind][op.unit]
                 made = Transfer(of.stage, of.unit_fqns[op.unit], op.kind, seconds)
                 place, name = (of.stage, op.kind.resource), (of.stage, i)
-            elif op.handover is not None:
+            elif op.handover is not None and op.kind is not OpKind.ROOM:
                 (number, phase), cut = op.handover
                 sender, to = (cut, cut + 1) if phase is Phase.FORWARD else (cut + 1, cut)
                 text = f"round {number} from stage {sender} to {to}"

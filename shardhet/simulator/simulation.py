@@ -75,9 +75,7 @@ def _ops_of(stage: int, part: StagePart, in_flight: tuple[int, ...]) -> StageOps
         stage=stage,
         schedule=schedule,
         # Of a device whose host runs ahead there is no overhead (``profiler.turns``).
-        ops=ops_of(
-            schedule, stage, in_flight, hosts_run_ahead=not model.profile.turn_overhead_s
-        ),
+        ops=ops_of(schedule, stage, in_flight, in_one_order=not model.profile.turn_overhead_s),
         unit_fqns=[unit.fqn for unit in units],
         seconds_of=model.launch_seconds(part.plan),
     )

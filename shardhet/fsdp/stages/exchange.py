@@ -11,7 +11,7 @@ from shardhet.fsdp.stages.handover import Arriving, Carried, Departures, Peer, R
 from shardhet.fsdp.stages.rounds import StageRound
 from shardhet.fsdp.stages.runtime import StageRuntime
 from shardhet.fsdp.step.observer import Activity
-from shardhet.records.schedule import Handover, Phase, RoundPhase, StagePhase, phases_of
+from shardhet.records.schedule import Handover, Op, OpKind, Phase, RoundPhase
 
 
 class StageExchange:
@@ -38,17 +38,16 @@ class StageExchange:
         self._leaving: dict[RoundPhase, Sequence[Tensor | None]] = {}
         self._departures: dict[Phase, Departures] = {}
 
-    def phases(self, rounds: Sequence[StageRound]) -> list[StagePhase]:
-        """Begin a step of ``rounds``: its phases, and when its messages are launched."""
-        number, stage = len(rounds), self._stage
-        held = [min(each, number) for each in self._runtime.in_flight]
+    def begin_step(self, rounds: Sequence[StageRound]) -> None:
+        """Begin a step of ``rounds``, whose list says when messages are launched."""
+        stage = self._stage
+        held = [min(each, len(rounds)) for each in self._runtime.in_flight]
         # So many were sent since the last one that has surely been received, because something
         # has come from there that was made later.
         most = {Phase.FORWARD: held[stage], Phase.BACKWARD: 1}
         if stage:
             most[Phase.BACKWARD] += held[stage - 1] - held[stage]
         self.begin(rounds, most)
-        return phases_of(stage, held, number, in_one_order=self._comm.host_runs_ahead)
 
     def begin(self, rounds: Sequence[StageRound], max_unsent: Mapping[Phase, int]) -> None:
         """Begin ``rounds``, with at most so many messages that may not have been received."""
@@ -60,31 +59,41 @@ class StageExchange:
             if (cut, phase) in self._routes
         }
 
-    def expect(self, handover: Handover) -> None:
-        """Make room for what a phase receives from another stage, if it gets anything."""
-        each = self._rounds[handover.of.round]
+    def hand_over(self, op: Op) -> None:
+        """Do what an op of the list says."""
+        assert op.handover is not None
+        of = op.handover.of
+        if op.kind is OpKind.ROOM:
+            self._make_room(of)
+        elif op.kind is OpKind.SEND:
+            self.send(of)
+        elif of in self._arriving:
+            self._arriving[of].post()
+
+    def receive(self, of: RoundPhase) -> None:
+        """Begin to receive what the phase needs, unless that is on its way."""
+        if of not in self._arriving:
+            self._make_room(of)
+            if of in self._arriving:
+                self._arriving[of].post()
+
+    def _make_room(self, of: RoundPhase) -> None:
+        """Allocate what a phase receives from another stage, if it gets anything."""
+        handover, each = Handover.to(self._stage, of), self._rounds[of.round]
         carried, n = self._carried(handover), each.batch.num_samples
         if n and carried:
             peers = self._peers(each, handover)
-            route = self._routes[handover.stage, handover.of.phase]
-            self._arriving[handover.of] = Arriving(carried, peers, n, route)
-
-    def expects(self, of: RoundPhase) -> bool:
-        """Whether there is room for what the phase receives."""
-        return of in self._arriving
+            route = self._routes[handover.stage, of.phase]
+            self._arriving[of] = Arriving(carried, peers, n, route)
 
     def give(self, of: RoundPhase, tensors: Sequence[Tensor | None]) -> None:
         """Have ``tensors`` sent, when it is time, to the stage that needs them."""
         self._leaving[of] = tensors
 
-    def launch(self, handover: Handover) -> None:
-        """Begin to receive it, or send it, if there is anything."""
-        of = handover.of
-        if handover == Handover.to(self._stage, of):
-            if (arriving := self._arriving.get(of)) is not None:
-                arriving.post()
-        elif (leaving := self._leaving.pop(of, None)) is not None:
-            each = self._rounds[of.round]
+    def send(self, of: RoundPhase) -> None:
+        """Send what the phase has made, if there is anything."""
+        if (leaving := self._leaving.pop(of, None)) is not None:
+            handover, each = Handover.by(self._stage, of), self._rounds[of.round]
             peers = self._peers(each, handover)
             carried, n = self._carried(handover), each.batch.num_samples
             self._departures[of.phase].send(leaving, carried, peers, n)

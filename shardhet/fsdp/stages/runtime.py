@@ -24,11 +24,10 @@ from shardhet.fsdp.stages.rounds import StageRound
 from shardhet.fsdp.step.runtime import Runtime
 from shardhet.records.plan import Plan
 from shardhet.records.schedule import (
+    Op,
     Phase,
     RoundPhase,
     Schedule,
-    Segment,
-    StagePhase,
     make_schedule,
 )
 from shardhet.records.stages import positions_by_stage, rounds_in_flight, stage_by_unit
@@ -75,6 +74,7 @@ class StageRuntime(Runtime):
         self.in_flight = rounds_in_flight(self.stages, self.rounds.number)
         self._index_by_key: dict[Any, int] = {}  # of findings, on this rank
         self._kinds: dict[int, Kind] = {}  # by index of findings
+        self._schedules: dict[tuple[int, int], Schedule] = {}  # and number of rounds
 
     @property
     def comms(self) -> tuple[CommContext, ...]:
@@ -97,7 +97,7 @@ class StageRuntime(Runtime):
         if self._comm.host_memory.lets_copies_wait:
             for unit in self.all_units:
                 unit.copy_to_device()
-        self._walk.take_in(self.root)
+        self.walk.take_in(self.root)
 
     def know(
         self, rounds: Sequence[StageRound], run_module: RunModule, *, is_training: bool
@@ -181,36 +181,39 @@ class StageRuntime(Runtime):
         """What was found for calls with the findings at ``index``."""
         return self._kinds[index]
 
-    def empty_output(self, index: int) -> Any:
-        """What the model returns on a rank without samples."""
-        return self._kinds[index].findings.make_empty_output(self.calls.anchor)
-
     def _key_of(self, call: ModelCall, *, is_training: bool) -> Any:
         """What calls have in common that the same findings are for, shapes included."""
         key = self._known.key_of(call, is_training=is_training, splits=True)
         drops = tuple(bool(each.p) for each in self._dropouts)
         return key, call.lengths, self.function, drops
 
-    def schedule_for(self, index: int, num_rounds: int) -> Schedule:
-        """The turns of this stage's units in all rounds of the step."""
-        part = self._kinds[index].part
-        return make_schedule(
-            self.segments_for(index)[part.start : part.stop],
-            trainable_units=frozenset(i for i, u in enumerate(self.units) if u.is_trainable),
-            form=replace(self.rounds.form, num_rounds=num_rounds),
-            in_flight=self.in_flight[self.stage],
-        )
-
-    def segments_for(self, index: int) -> tuple[Segment, ...]:
-        """The calls of units of all stages."""
-        return self._kinds[index].findings.schedule.segments
-
     # Rounds
+
+    def begin_rounds(
+        self, index: int, num_rounds: int, hand_over: Callable[[Op], None] | None = None
+    ) -> None:
+        """Lay out the rounds of a step, and do what comes before the first turn of this stage.
+
+        ``hand_over`` launches messages where the list has them; None: it has none.
+        """
+        key = index, num_rounds
+        if key not in self._schedules:
+            part, whole = self._kinds[index].part, self._kinds[index].findings.schedule
+            self._schedules[key] = make_schedule(
+                whole.segments[part.start : part.stop],
+                trainable_units=whole.trainable_units,
+                form=replace(self.rounds.form, num_rounds=num_rounds),
+                in_flight=self.in_flight[self.stage],
+            )
+        self.walk.hand_over = hand_over
+        place = () if hand_over is None else (self.stage, self.in_flight)
+        # As all ranks talk: a stage alone may do so in another way than the next one.
+        in_one_order = self.root_comm.host_runs_ahead
+        self.walk.lay_out(self._schedules[key], *place, in_one_order=in_one_order)
 
     def forward_round(
         self,
         each: StageRound,
-        schedule: Schedule,
         run_module: RunModule,
         received: Sequence[Tensor],
         *,
@@ -224,7 +227,7 @@ class StageRuntime(Runtime):
         self._enter(each)
         call, batch = each.call, each.batch
         self.step.num_visits.clear()
-        self._walk.begin(schedule, each.moment.round)
+        self.walk.begin_round()
         self._known.begin(each.index, call, run_module, is_training=is_training, splits=True)
         output: Any = ()
         if batch.num_samples:
@@ -235,32 +238,29 @@ class StageRuntime(Runtime):
             with self._random.around(is_training), taken_over:
                 self._random.seed("", 0, batch.step, batch.first_sample, is_training)
                 output = self.calls.run_part(run_module, call, kind, received)
-            self._walk.end_forward()
+            self.walk.end_forward()
         else:
-            self._walk.pass_forward()
+            self.walk.pass_forward()
         self._known.end_forward(follows=self.rounds.have_begun, is_cut=batch.is_cut)
-        self._walk.launch_ahead()  # while the host waits for the next phase's tensors
         return output
 
     def backward_round(self, each: StageRound, run_autograd: Callable[[], None]) -> None:
         """This stage's part of a round's backward."""
         self._enter(each)
-        self._walk.begin_backward()
+        self.walk.begin_backward()
         if each.batch.num_samples:
             with self.step.in_autograd(self._comm.device.type):
                 run_autograd()
         if self._inputs is not None:
             self._inputs.end_round()
-        self._walk.end_backward()
-        self._walk.launch_ahead()
+        self.walk.end_backward()
 
-    def begin_phase(self, each: StagePhase) -> RoundPhase:
+    def begin_phase(self, now: RoundPhase, following: RoundPhase) -> None:
         """Let what a backward that follows begins with come back from the host meanwhile."""
         if self._inputs is not None:
-            self._inputs.enter(each.of.round)
-            if each.following.phase is Phase.BACKWARD:
-                self._inputs.expect(each.following.round)
-        return each.of
+            self._inputs.enter(now.round)
+            if following.phase is Phase.BACKWARD:
+                self._inputs.expect(following.round)
 
     def _enter(self, each: StageRound) -> None:
         self.rounds.moment = each.moment
@@ -273,12 +273,12 @@ class StageRuntime(Runtime):
         for unit in self.units:
             if self.stage_by_fqn[unit.fqn] != self.stage:
                 unit.pass_over()
-        self._walk.reduce_rest()
+        self.walk.reduce_rest()
         self.end_rounds()
 
     def end_rounds(self) -> None:
         """Reshard what stayed, once the last round is finished."""
-        self._walk.end_step()
+        self.walk.end_step()
         self.root_comm.wait_all_sent()
         self.step.batch = None
 

@@ -48,7 +48,7 @@ from shardhet.fsdp.step.output import Laws, Output
 from shardhet.fsdp.step.rounds import Moment
 from shardhet.fsdp.step.runtime import Runtime
 from shardhet.records.layout import Span
-from shardhet.records.schedule import Handover, Phase, RoundPhase
+from shardhet.records.schedule import Phase, RoundPhase, one_forward_one_backward
 
 
 class Pipeline:
@@ -106,35 +106,33 @@ class Pipeline:
             runtime.begin_step()
             runtime.norms.begin()
             runtime.know(self._rounds, self._run_module, is_training=is_training)
-            if len({runtime.segments_for(each.index) for each in self._rounds}) > 1:
+            kinds = [runtime.kind_for(each.index) for each in self._rounds]
+            if len({each.findings.schedule.segments for each in kinds}) > 1:
                 raise ValueError(
                     "forward_backward: rounds of a step call units in different ways, which "
                     "stages cannot do yet. Call them in one way in all rounds."
                 )
             number = len(self._rounds)
-            schedule = runtime.schedule_for(self._rounds[0].index, number)
             scale = _scale(self._rounds, num_tokens)
             seed = torch.full_like(self._sums.zero_()[0], scale)
             # On every rank: a scaler that has not scaled anything refuses to unscale.
             self._seed = seed if scaler is None else scaler.scale(seed)
             checksums = _checksums(calls, self._comm.device)
             sums: HostCopy | None = None
-            for each in exchange.phases(self._rounds):
-                now = runtime.begin_phase(each)
-                for handover in each.ready:
-                    exchange.expect(handover)
-                for handover in each.before:
-                    exchange.launch(handover)
+            order = one_forward_one_backward(number, runtime.in_flight[self._stage])
+            exchange.begin_step(self._rounds)
+            runtime.begin_rounds(self._rounds[0].index, number, exchange.hand_over)
+            for now, following in zip(order, [*order[1:], order[-1]], strict=True):
+                runtime.begin_phase(now, following)
                 name = f"stage {runtime.stage}: {now.phase.value} of round {now.round}"
                 with runtime.observers.label(name):
                     if now.phase is Phase.FORWARD:
-                        self._forward(now, schedule, is_training=is_training)
+                        self._forward(now, is_training=is_training)
                     else:
                         self._do_backward(now)
                 if self._is_last and now == RoundPhase(number - 1, Phase.FORWARD):
                     sums = HostCopy(self._sums)
-                for handover in each.after:
-                    exchange.launch(handover)
+                runtime.walk.go_on()  # sends what it has made, gathers for the next
             exchange.flush()
             progress.mark("reducing the gradients that all stages share")
             runtime.end_step_of_stages()
@@ -185,11 +183,11 @@ class Pipeline:
             for each in self._rounds:
                 each.index = whole.index
             parts = [whole] if self._is_last else self._rounds
-            schedule = runtime.schedule_for(whole.index, len(parts))
+            runtime.begin_rounds(whole.index, len(parts))
             for each in parts:
                 received = self._collect(whole) if self._is_last else self._arrive(each)
                 output = runtime.forward_round(
-                    each, schedule, self._run_module, received, is_training=is_training
+                    each, self._run_module, received, is_training=is_training
                 )
                 if not self._is_last:
                     self._hand_on(each, output)
@@ -199,7 +197,8 @@ class Pipeline:
             self._share([], checksums, "model(...)")
         if self._is_last and whole.batch.num_samples:
             return output
-        return runtime.empty_output(whole.index)
+        findings = runtime.kind_for(whole.index).findings
+        return findings.make_empty_output(runtime.calls.anchor)
 
     def _collect(self, whole: StageRound) -> list[Tensor]:
         """The tensors that arrive in all rounds, joined."""
@@ -217,10 +216,7 @@ class Pipeline:
         """What a round begins with; what the next one does is on its way."""
         first = each.moment.round
         for following in self._rounds[first : first + 2]:
-            of = RoundPhase(following.moment.round, Phase.FORWARD)
-            if not self._exchange.expects(of):
-                self._exchange.expect(Handover.to(self._stage, of))
-                self._exchange.launch(Handover.to(self._stage, of))
+            self._exchange.receive(RoundPhase(following.moment.round, Phase.FORWARD))
         return self._receive(RoundPhase(first, Phase.FORWARD))
 
     def _hand_on(self, each: StageRound, output: Sequence[Tensor]) -> None:
@@ -228,7 +224,7 @@ class Pipeline:
         of = RoundPhase(each.moment.round, Phase.FORWARD)
         if each.batch.num_samples:
             self._exchange.give(of, output)
-        self._exchange.launch(Handover.by(self._stage, of))
+        self._exchange.send(of)
 
     # Before the rounds
 
@@ -248,7 +244,7 @@ class Pipeline:
         position = self._control.position
         self._rounds = rounds_of(self._plan, position, step, calls, told, caller=caller)
 
-    def _forward(self, now: RoundPhase, schedule: Any, *, is_training: bool) -> None:
+    def _forward(self, now: RoundPhase, *, is_training: bool) -> None:
         runtime, each = self._runtime, self._rounds[now.round]
         kind, n = runtime.kind_for(each.index), each.batch.num_samples
         received = self._receive(now)
@@ -256,7 +252,7 @@ class Pipeline:
             self._arrived[now.round] = arrived = Arrived()
             received = arrived.with_grad(received, kind.received, runtime.calls.anchor)
         output = runtime.forward_round(
-            each, schedule, self._run_module, received, is_training=is_training
+            each, self._run_module, received, is_training=is_training
         )
         if not n:
             return

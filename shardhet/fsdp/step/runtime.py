@@ -68,7 +68,7 @@ class Runtime:
         self._random = RandomStates(seed, comm.device)
         self._module, self.norms = module, norms
         self._caches, self._loss = caches, loss
-        self._walk = TurnWalk(units, root, comm=comm, observers=self.observers)
+        self.walk = TurnWalk(units, root, comm=comm, observers=self.observers)
         self.features = FeatureGathers(comm, control, peers, has_stages=plan.stages is not None)
         self.had_samples = True  # on any rank, in the last forward
         self.own_samples = range(0)  # of the last forward, in the global batch
@@ -79,7 +79,7 @@ class Runtime:
             units,
             step=self.step,
             rounds=self.rounds,
-            walk=self._walk,
+            walk=self.walk,
             features=self.features,
             peers=peers,
             device=comm.device,
@@ -98,7 +98,7 @@ class Runtime:
         self._slabs = HostSlabs(plan, self._comm, self._control, self.rounds.number)
         self._inputs = self._slabs.inputs
         visits = Visits(
-            staying=self._walk.staying,
+            staying=self.walk.staying,
             rank_plan=self._rank_plan,
             random=self._random,
             norms=self.norms,
@@ -185,7 +185,7 @@ class Runtime:
         if self._comm.host_memory.lets_copies_wait:
             for unit in self.all_units:
                 unit.copy_to_device()
-        self._walk.take_in(self.root)
+        self.walk.take_in(self.root)
         if index == UNKNOWN:
             progress.mark("model(...), the probe of its first call of this kind")
         with self.calls.dropout.taken_over(is_needed=index == UNKNOWN):
@@ -195,8 +195,8 @@ class Runtime:
         if index == UNKNOWN and self.step.has_gradients:
             self._slabs.reserve(findings.inputs)
         self.step.num_visits.clear()
-        self._walk.is_behind = call.is_behind
-        self._walk.begin(findings.schedule, self.rounds.moment.round, findings.staying)
+        self.walk.is_behind = call.is_behind
+        self.walk.begin(findings.schedule, self.rounds.moment.round, findings.staying)
         output = None
         if is_training:
             self.norms.begin()
@@ -207,9 +207,9 @@ class Runtime:
                     "", 0, self.step.batch.step, self.step.batch.first_sample, is_training
                 )
                 output = run_module(*call.with_all())
-            self._walk.end_forward()
+            self.walk.end_forward()
         else:
-            self._walk.pass_forward()
+            self.walk.pass_forward()
             output = findings.make_empty_output(self.calls.anchor)
         self._count_everywhere(findings)
         self._known.end_forward(follows=self.rounds.have_begun, is_cut=self.step.batch.is_cut)
@@ -233,16 +233,16 @@ class Runtime:
             self.norms.apply(self._control)
         self.step.awaits_backward = torch.is_grad_enabled()
         if self.step.awaits_backward:
-            self._walk.launch_ahead()  # while the loss is computed and shared
+            self.walk.go_on()  # while the loss is computed and shared
         else:
-            self._walk.end_step()
+            self.walk.end_step()
             self.step.batch = None
 
     # Backward #
 
     def drop(self) -> None:
         """Drop the rounds of the step so far, and begin it anew.  Collective."""
-        self._walk.finish()  # nothing may write what is dropped
+        self.walk.finish()  # nothing may write what is dropped
         self.abandon()
         self.rounds.forget()
 
@@ -250,17 +250,17 @@ class Runtime:
         """Take all turns of backward; computing ranks call ``run_autograd``.  Collective."""
         assert self.step.batch is not None
         self.step.awaits_backward = False
-        self._walk.begin_backward()
+        self.walk.begin_backward()
         if self.step.batch.num_samples:
             with self.step.in_autograd(self._comm.device.type):
                 run_autograd()
         self.features.finish()
         if self._inputs is not None:
             self._inputs.end_round()
-        self._walk.end_backward()
+        self.walk.end_backward()
         if self.rounds.is_last:
-            self._walk.reduce_rest()
-            self._walk.end_step()
+            self.walk.reduce_rest()
+            self.walk.end_step()
         else:
             self.rounds.end_round(self.step.batch.num_together)
         self.step.batch = None
@@ -272,11 +272,11 @@ class Runtime:
 
     def finish_reductions(self) -> None:
         """Wait until nothing is being reduced, so that sums may be changed or dropped."""
-        self._walk.finish()
+        self.walk.finish()
 
     def abandon(self) -> None:
         """End a step without its backward: nothing stays in flight, everything is sharded."""
-        self._walk.abandon()
+        self.walk.abandon()
         self.norms.drop()
         if self._inputs is not None:
             self._inputs.drop()

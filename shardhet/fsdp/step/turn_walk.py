@@ -1,4 +1,8 @@
-"""The position of a rank in the turns of a step, and what it does at each turn.
+"""The position of a rank in the list of a step, and what it does for each op.
+
+The list (``records.schedule.ops``) says what is launched, waited for and freed.  Compute is the
+model's: calls of units, and autograd, *reach* their turns, which have to be the next of the
+list.
 
 [Note: Turns without compute]
 Every rank takes every turn of the schedule and launches the same collectives.  A rank without
@@ -7,8 +11,8 @@ of a unit that autograd skipped because none of the unit's outputs were used, an
 units for ragged arguments of which it has no rows.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from shardhet.comm.progress import progress
 from shardhet.fsdp.probing.order import VisitOrder
@@ -20,15 +24,20 @@ from shardhet.records.schedule import (
     GATHER,
     REDUCE,
     LaunchKind,
+    Op,
+    OpKind,
     Phase,
     Schedule,
     Turn,
+    ops_of,
     rest_of_step,
 )
 
+BEGUN_BY_OTHERS = (*Phase, OpKind.AGREE, OpKind.STEP)
+
 
 class TurnWalk:
-    """Takes a rank through the turns of the step in progress."""
+    """Takes a rank through the list of the step in progress."""
 
     def __init__(
         self,
@@ -46,13 +55,15 @@ class TurnWalk:
         self._observers = observers
         self._order = VisitOrder([unit.fqn for unit in units])
         self._base: Schedule | None = None  # that the round in progress follows
-        self._first = 0  # the first turn of the round
-        self.is_behind = False  # it passes over turns of forward in which it calls nothing
-        self._end = 0  # where the backward in progress ends
+        self._ops: tuple[Op, ...] = ()
+        self._at = 0  # the next op
         self._cursor = 0  # the turn in progress, or the next one
-        self._last_launched = -1  # the latest turn for which it has launched
-        # Launched after turns and not finished, in order.
-        self._in_flight: defaultdict[LaunchKind, deque[FSDPUnit]] = defaultdict(deque)
+        self._first = 0  # the first turn of the round
+        self._end = 0  # where the backward in progress ends
+        self.is_behind = False  # it passes over turns of forward in which it calls nothing
+        self._launched: list[tuple[LaunchKind, FSDPUnit]] = []  # nobody has waited for them
+        # Makes room for a message, receives or sends it, on a rank of a pipeline.
+        self.hand_over: Callable[[Op], None] | None = None
 
     # Forward #
 
@@ -73,10 +84,28 @@ class TurnWalk:
             if self._units[index] not in self.staying:
                 self.staying.append(self._units[index])
         if not round_index or schedule is not self._base:
-            self._order.schedule, self._base = rest, schedule
-            self._cursor, self._last_launched = 0, -1
+            self.lay_out(rest)
+            self._base = schedule
+        self.begin_round()
+
+    def lay_out(self, schedule: Schedule, *place: Any, in_one_order: bool = False) -> None:
+        """Begin a step, or what is left of one, and do what comes before its first turn.
+
+        ``place`` is the stage and what is in flight, as of ``ops_of``.
+        """
+        self.finish()  # of the rounds before
+        self._order.schedule = self._base = schedule
+        self._ops = ops_of(schedule, *place, in_one_order=in_one_order)
+        self._at = self._cursor = 0
+        self.go_on()
+
+    def begin_round(self) -> None:
+        """Begin the forward of the next round, which all ranks do together."""
         self._first = self._cursor
-        self.launch_ahead()
+        self.go_on()
+        while self._ops[self._at].kind is OpKind.AGREE:
+            self._at += 1
+        self.go_on()
 
     @property
     def _staying_units(self) -> frozenset[int]:
@@ -110,38 +139,46 @@ class TurnWalk:
     def _turn(self) -> Turn:
         return self._order.schedule.turns[self._cursor]
 
+    def go_on(self) -> None:
+        """Do what comes before the next turn, or the next meeting of all ranks."""
+        while self._ops[self._at].kind not in BEGUN_BY_OTHERS:
+            self._do_next()
+
+    def _do_next(self) -> None:
+        op = self._ops[self._at]
+        self._wait_before(op)
+        if isinstance(op.kind, LaunchKind):
+            self._launch(op.kind, self._units[op.unit])
+        elif op.handover is not None:
+            assert self.hand_over is not None
+            self.hand_over(op)
+        self._at += 1
+
     def begin_turn(self) -> None:
-        """Launch what this turn and the next need, and wait for what this one needs."""
+        """Do what comes before this turn, and wait for what it needs."""
         turn = self._turn
         unit = self._units[turn.unit]
         progress.mark(f"{turn.phase.value} of unit {unit.fqn!r}")
-        self.launch_ahead()
-        for kind in turn.ahead:
-            self._wait(kind, unit)
+        self.go_on()
+        op = self._ops[self._at]
+        assert (op.kind, op.unit) == (turn.phase, turn.unit), f"{op} is next, not {turn}"
+        self._wait_before(op)
         if turn.phase is Phase.BACKWARD:
-            self._begin_backward(unit)
-
-    def launch_ahead(self) -> None:
-        """Launch what this turn and the next need, unless it is launched already."""
-        before = self._last_launched
-        for launch in self._order.schedule.launched_by(self._cursor):
-            if launch.turn > before:
-                RUNS[launch.kind].launch(self._units[launch.unit])
-                self._last_launched = launch.turn
+            unit.begin_backward()
+        self._at += 1
 
     def take_in(self, unit: FSDPUnit) -> None:
         """Unshard a unit that stays, and wait for its parameters."""
-        RUNS[GATHER].launch(unit)
+        self._launch(GATHER, unit)
         self._wait(GATHER, unit)
 
     def end_turn(self) -> None:
         """Reshard and launch what the turn says, and advance to the next one."""
         turn = self._turn
-        unit = self._units[turn.unit]
         if turn.reshards:
-            unit.reshard()
-        for kind in turn.after:
-            self._launch_after(kind, unit)
+            self._units[turn.unit].reshard()
+        for _ in turn.after:
+            self._do_next()
         progress.mark(f"{turn.phase.value} outside of units")
         self._cursor += 1
 
@@ -157,14 +194,10 @@ class TurnWalk:
         """Let the units that stay accumulate gradients from now on."""
         segments = self._order.schedule.segments
         self._end = self._cursor + sum(segment.needs_backward for segment in segments)
+        if self._ops[self._at].kind is OpKind.AGREE:
+            self._at += 1
         for unit in self.staying:
-            self._begin_backward(unit)
-
-    def _begin_backward(self, unit: FSDPUnit) -> None:
-        for kind, units in self._in_flight.items():
-            while unit in units:  # its gradients of the round before
-                self._wait(kind, units.popleft())
-        unit.begin_backward()
+            unit.begin_backward()
 
     def reach(self, segment: int) -> None:
         """Begin the backward turn of a segment; take the turns that autograd skipped."""
@@ -178,30 +211,33 @@ class TurnWalk:
 
     def reduce_rest(self) -> None:
         """Launch the reductions that no turn is left for, the root's last, and finish all."""
-        for launch in self._order.schedule.launched_last():
-            self._launch_after(launch.kind, self._units[launch.unit])
+        self.go_on()
         for unit in reversed(self.staying):
             if unit.is_trainable:
-                self._launch_after(REDUCE, unit)
+                self.finish()
+                self._launch(REDUCE, unit)
         self.finish()
 
     def finish(self) -> None:
         """Finish what is in flight."""
-        for kind, units in self._in_flight.items():
-            while units:
-                self._wait(kind, units.popleft())
+        while self._launched:
+            self._wait(*self._launched[0])
 
-    def _launch_after(self, kind: LaunchKind, unit: FSDPUnit) -> None:
-        units = self._in_flight[kind]
-        while kind.max_in_flight is not None and len(units) >= kind.max_in_flight:
-            self._wait(kind, units.popleft())
+    def _launch(self, kind: LaunchKind, unit: FSDPUnit) -> None:
         RUNS[kind].launch(unit)
-        units.append(unit)
+        self._launched.append((kind, unit))
+
+    def _wait_before(self, op: Op) -> None:
+        for each in (self._ops[i] for i in op.after):
+            if isinstance(each.kind, LaunchKind):  # messages are waited for by who needs them
+                self._wait(each.kind, self._units[each.unit])
 
     def _wait(self, kind: LaunchKind, unit: FSDPUnit) -> None:
-        run = RUNS[kind]
-        with self._observers.watch(unit.fqn, run.waiting):
-            run.wait(unit)
+        if (kind, unit) in self._launched:
+            run = RUNS[kind]
+            with self._observers.watch(unit.fqn, run.waiting):
+                run.wait(unit)
+            self._launched.remove((kind, unit))
 
     # Between steps #
 
@@ -218,7 +254,7 @@ class TurnWalk:
         for unit in (*self._units, self._root):
             unit.drop_grads()
         del self.staying[1:]
-        self._in_flight.clear()
+        self._launched.clear()
         self._comm.wait_all_sent()
 
     def _reshard(self, units: Sequence[FSDPUnit]) -> None:

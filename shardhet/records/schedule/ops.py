@@ -5,19 +5,22 @@ issued and the ops in its ``after`` have ended.  Turns have ended before the nex
 transfers go on beside them, from when all ranks that take part have issued theirs.  A rank
 without samples has the same list, and its turns take no time.  In each phase of a round a stage
 
+    makes room for what it receives soon
     launches messages, among them what it receives for a later phase
-    waits for what it receives for this one
+    launches gathers for its first turns
+    waits for what it receives for this phase
     takes its turns: gathers for one and the next, BEGIN, the turn, what is launched after it
-    launches gathers of the next phase, and messages that the phase has made possible
+    launches messages that the phase has made possible
 
-A host that runs ahead of its device launches the first gathers before it waits for what is
-received, because only the device waits.  Ranks without stages meet between phases, to share
-samples and the loss.  The root is left out: all ranks gather it first and reduce it last.
+Ranks without stages meet between phases, to share samples and the loss; gathers for backward
+are launched before.  The root is left out: all ranks gather it first and reduce it last.
+``fsdp.step.turn_walk`` takes a rank through the list, and the simulator runs it.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from enum import Enum, auto
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from shardhet.records.schedule.pipeline import Handover, RoundPhase, phases_of
@@ -28,6 +31,7 @@ class OpKind(Enum):
     """What is neither the compute of a turn (``Phase``) nor a launch for one."""
 
     BEGIN = auto()  # the runtime's own work for a turn
+    ROOM = auto()  # memory for what is received
     SEND = auto()  # to another stage
     RECV = auto()
     AGREE = auto()  # all ranks meet
@@ -39,31 +43,35 @@ class Op(NamedTuple):
 
     kind: Phase | LaunchKind | OpKind
     unit: int = -1  # of a turn or a launch, among those of the stage
-    handover: Handover | None = None  # of a message: the same on both sides
+    handover: Handover | None = None  # of a message, the same on both sides, or of its room
     after: tuple[int, ...] = ()  # ops that have ended before, in the order of waiting
 
 
+@lru_cache(maxsize=64)
 def ops_of(
     schedule: Schedule,
     stage: int = 0,
-    in_flight: Sequence[int] = (),
+    in_flight: tuple[int, ...] = (),
     *,
-    hosts_run_ahead: bool = False,
+    in_one_order: bool = False,
 ) -> tuple[Op, ...]:
     """What each rank of ``stage`` does in a step, given its turns and how many rounds each
     stage may have in flight; of none, what each rank does of a plan without stages.
+
+    ``in_one_order`` is that of messages, as in ``phases_of``.
     """
     ops, number = _Ops(schedule), schedule.form.num_rounds
-    for each in phases_of(stage, in_flight or (1,), number, in_one_order=hosts_run_ahead):
+    for each in phases_of(stage, in_flight or (1,), number, in_one_order=in_one_order):
         if not in_flight and ops.cursor:
             ops.due = [ops.add(OpKind.AGREE)]
+        for handover in each.ready:
+            ops.add(OpKind.ROOM, handover=handover)
         ops.hand_over(stage, each.before)
-        if hosts_run_ahead:
-            ops.launch_ahead()
+        ops.launch_ahead()
         ops.due += ops.received.pop(each.of, ())
         ops.take_turns(each.of)
-        if in_flight or each.of.phase is Phase.FORWARD:
-            ops.launch_ahead()  # while the loss is shared, or tensors arrive
+        if not in_flight and each.of.phase is Phase.FORWARD:
+            ops.launch_ahead()  # while the loss is shared
         ops.hand_over(stage, each.after)
     for launch in schedule.launched_last():
         ops.launch_after(launch.kind, launch.unit)

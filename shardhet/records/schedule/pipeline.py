@@ -69,7 +69,6 @@ class StagePhase(NamedTuple):
     """A phase of a stage, and its messages around it, in the order of launching."""
 
     of: RoundPhase
-    following: RoundPhase  # of the last, itself
     ready: tuple[Handover, ...]  # received from now on: the memory is there
     before: tuple[Handover, ...]
     after: tuple[Handover, ...]
@@ -106,7 +105,7 @@ def phases_of(
         possible.update(ready)
         before = launch()
         possible.add(Handover.by(stage, now))
-        phases.append(StagePhase(now, following, tuple(ready), before, launch()))
+        phases.append(StagePhase(now, tuple(ready), before, launch()))
     return phases
 
 

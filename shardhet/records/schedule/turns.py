@@ -15,9 +15,8 @@ For units a, b, c that are resharded after forward:
 
 G(a) and G(b) are launched before the first turn, G(c) when b begins, G(b) when forward ends
 (the loss is computed meanwhile), G(a) when b begins in backward; each reduction when its
-unit's turn ends.  c stays unsharded from forward to backward, so it is gathered once.  The
-moments are those of ``fsdp.step.turn_walk``, and of the end of forward in
-``fsdp.step.runtime``.
+unit's turn ends.  c stays unsharded from forward to backward, so it is gathered once.
+``schedule.ops`` makes of turns and marks the list that ranks follow.
 
 A step of several rounds is one list too.  Nothing is launched ahead of a later round, which
 ranks begin together.  What was launched after the last turn of a round goes on beside the next.
@@ -129,11 +128,12 @@ class Launch(NamedTuple):
     turn: int  # the turn that it is for, or after which it is launched
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Schedule:
     """All turns of a step, round after round, and the launches around each.
 
-    This is the only place that decides the order of collectives.
+    This is the only place that decides the order of collectives.  A schedule equals itself
+    alone, so that lists of it are laid out once.
     """
 
     turns: tuple[Turn, ...]
