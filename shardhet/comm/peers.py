@@ -1,4 +1,30 @@
-"""Failure propagation: all ranks report the failure of one, by its name, within seconds."""
+"""Failure propagation: all ranks report the failure of one, by its name, within seconds.
+
+A death is first noticed, on
+
+    one host, without            by who waits for the dead rank's rows, within 50 ms
+    accelerators                 (shared_host.neighbours: Board.wait_for)
+    several hosts, gloo          by the broken connection, at once (calls: wait_all)
+    accelerators, NCCL           by what hosts agree on three times a step, as above; where the
+                                 host waits for its device, by the watch, within 2 s: a process
+                                 is gone from /proc, or its connection to rank 0 has closed
+                                 (liveness.connections)
+    a host that is cut off, or   by the watch, within 60 s unless set (liveness.diagnosis)
+    a rank that stands still
+
+Then on each of the others, in this order:
+
+    the call that waits   raises LostPeerError: the connection broke by itself, or because the
+                          watch has found a rank at fault (``liveness.ending``), which ends a
+                          process whose training thread stays blocked for 5 s more
+    Peers.guard           is around every step and catches it; ``_cause_of`` breaks this rank's
+                          own connections, so that ranks further away notice, too
+    the message           is that of the first ``Failure`` that any rank has reported to the
+                          store, under one key: the rank that raises, or a watch; without one
+                          within 3 s, of processes that have ended or do not answer
+                          (``_cause_by_silence``)
+    the launcher          reads the same record from the run folder (``apps.launch.crash``)
+"""
 
 import atexit
 import json

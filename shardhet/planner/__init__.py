@@ -1,4 +1,23 @@
-"""Find the best plan: a search with a proof of optimality, and simpler planners to compare."""
+"""Find the best plan: a search with a proof of optimality, and simpler planners to compare.
+
+That no other plan of the candidates is faster than the bound follows from, in this order:
+
+    Oracle._meet          no choice fits within given limits on phases, where L(lambda) < S
+    _Search.search_boxes  splits boxes of limits, the least bound first, until that reaches the
+                          time of the best choice, or the effort is spent; where choices are
+                          few, ``search.few`` looks at all of them instead
+    search_table          leaves out candidates that compute longer than a cut, and raises the
+                          cut until the choice found is within it
+    fitting_plans         rounds shares to whole rows, which may break a plan, or make it slower
+                          than the bound, but never the bound; where no plan is left,
+                          ``search_table`` searches for one with room to round, and the bound of
+                          the first search is kept
+    find._solve           takes the least bound of all forms and rounds; one whose bound is no
+                          better than the best plan is not searched, and its bound counts too
+
+Nothing is proven of plans whose last round is smaller, or of which devices are left idle
+(``idle.PartSearch``).
+"""
 
 from shardhet.planner.find import find_plan, solve
 from shardhet.planner.problem.demands import Demands, DeviceLimits

@@ -1,10 +1,10 @@
 """``find_plan``: the plan to prefer of the fastest that fit, with a bound on any plan.
 
-docs/architecture.md has the steps of the proof that no other plan of the candidates is faster
-than the bound: oracle, boxes, cut, rounding to rows; here the bound over all forms and rounds
-becomes the least of theirs.  It holds for plans in which all devices take part, and for those
-in which the devices take part that do so in the plan that was found.  Which others may be left
-idle is searched for by ``shardhet.planner.idle``.
+The package's docstring has the steps of the proof that no other plan of the candidates is
+faster than the bound: oracle, boxes, cut, rounding to rows; here the bound over all forms and
+rounds becomes the least of theirs.  It holds for plans in which all devices take part, and for
+those in which the devices take part that do so in the plan that was found.  Which others may be
+left idle is searched for by ``shardhet.planner.idle``.
 """
 
 from collections.abc import Iterator, Sequence

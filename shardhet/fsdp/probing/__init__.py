@@ -1,1 +1,17 @@
-"""Examines a model before it is trained, and refuses what cannot be shown to be right."""
+"""Examines a model before it is trained, and refuses what cannot be shown to be right.
+
+Where it is refused that
+
+    a unit mixes samples                 rules: RuleFinder.of_output; in backward, or in hooks,
+                                         examine: _check_backward, _gradients
+    code outside of units mixes them     attempt: _check_outputs, _check_losses, with apart;
+                                         in backward, probe: Probe.check_backward
+    the model draws random numbers       probe: _refuse_random
+    a tensor leaves or enters a unit     watch
+    in other ways
+    a call changes arguments, or counts  probed_call: CallRunner.run, look, counting_once
+    a forward replaces parameters,       comparing: check_params; module_state: Writes.check;
+    writes buffers, or keeps values      attempt: _check_kept
+    arguments cannot be cut              known_calls: _check_can_be_probed, before any run
+    a module shows without being run     sharding.wrapping (units), sharding.build (parameters)
+"""
