@@ -1,1 +1,0 @@
-"""With nothing uneven, is HetFSDP as good as what stock PyTorch offers?"""

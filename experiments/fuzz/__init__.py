@@ -1,1 +1,0 @@
-"""Is any module exact, or refused by name?"""

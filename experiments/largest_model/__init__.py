@@ -1,1 +1,0 @@
-"""How large a model trains under limits of memory."""

@@ -1,1 +1,0 @@
-"""Does a process grow from step to step?"""

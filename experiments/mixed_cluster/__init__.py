@@ -1,1 +1,0 @@
-"""What does a mixed cluster train under each system?"""

@@ -1,1 +1,0 @@
-"""Do the tests notice if one line of the library is wrong?"""

@@ -1,1 +1,0 @@
-"""Does this version start and step as fast as an older one?"""

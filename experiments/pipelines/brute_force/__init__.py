@@ -1,1 +1,0 @@
-"""Is the best pipeline found, and is no plan with stages slower than the one without?"""

@@ -1,1 +1,0 @@
-"""Pipelines over emulated slow links: predicted and run; see README.md."""

@@ -1,1 +1,0 @@
-"""Is the plan the best one, and how long does it take to find?"""

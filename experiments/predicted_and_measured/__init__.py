@@ -1,1 +1,0 @@
-"""Does a step take as long as the simulator says?"""

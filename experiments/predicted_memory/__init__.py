@@ -1,1 +1,0 @@
-"""Predicted beside tracked peaks of memory."""

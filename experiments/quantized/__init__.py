@@ -1,1 +1,0 @@
-"""Adapters of quantized models under a plan."""

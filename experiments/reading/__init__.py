@@ -1,1 +1,0 @@
-"""Can a reader say from the code alone who waits for whom?"""

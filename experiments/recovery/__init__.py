@@ -1,1 +1,0 @@
-"""Faults put into running ranks: is the culprit named, and how soon does the run end?"""

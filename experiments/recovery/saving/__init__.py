@@ -1,1 +1,0 @@
-"""What checkpoints cost: throughput while they are written, and beside the disk's own speed."""

@@ -1,1 +1,0 @@
-"""Frozen weights that stay unsharded, over slow links."""

@@ -1,1 +1,0 @@
-"""How does the cost of a step grow as the work grows?"""

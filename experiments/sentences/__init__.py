@@ -1,1 +1,0 @@
-"""Whether what the planner says of its plans is true."""

@@ -1,1 +1,0 @@
-"""Options of transformers' Trainer under a plan."""

@@ -1,1 +1,0 @@
-"""Do uneven shards cost anything on the wire?"""
