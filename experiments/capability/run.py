@@ -1,6 +1,7 @@
-"""What share of the sum of their speeds do clusters of people reach, in one round and more?
+"""What share of the sum of their speeds do clusters that people have reach, and by which plans?
 
     python -m experiments.capability.run
+    python -m experiments.capability.run --only v100_t4     # some; keeps nothing
 
 Prices are those of stated.csv (links at 0.37 of their specification, 0.9 of the memory, 2e9
 elements a second of optimizers on a host, whose memory has no limit), and beside them those
@@ -9,16 +10,21 @@ that ``shardhet plan`` takes by default.
 
 import csv
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from experiments.common.results import Page
+from experiments.common.results import Page, columns, console, parser_of
 from shardhet.apps.plan import DOOR
 from shardhet.apps.planning.inputs import load, read_request
-from shardhet.config.planning import Inputs, PlannerConf
+from shardhet.config.planning import PlannerConf
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
+from shardhet.planner.stages.find import MAX_STAGES, find_pipeline
+from shardhet.planner.stages.solution import PipelineSolution
 from shardhet.pricing.hosts import UPDATE_BYTES
+from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import Plan
 
@@ -26,6 +32,8 @@ HERE = Path(__file__).parent
 BFLOAT16 = ("desktop", "small_desktop", "office_10", "office_3")  # the others are FP16
 HOST_NUMELS_PER_S = 2e9  # of optimizers
 AS_STATED = ("link_fraction=0.37", "usable_memory_fraction=0.9", "seq_len=2048")
+BY_DEFAULT = ("seq_len=2048",)
+ON_HOSTS = Demands(may_keep_inputs_on_host=True, may_keep_optimizer_on_host=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,41 +59,51 @@ class Row:
     search_s: float
 
 
-def inputs_of(
-    cluster: str, model: str, batch: int, keys: tuple[str, ...]
-) -> tuple[PlannerConf, Inputs]:
-    """What ``shardhet plan`` reads."""
-    precision = "BF16" if cluster in BFLOAT16 else "FP16"
-    path = HERE / "clusters" / f"{cluster}.yaml"
-    keys = (*keys, f"cluster={path}", f"model={model}", f"precision={precision}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InStages:
+    """The same for plans in stages."""
+
+    cluster: str
+    model: str
+    batch: int
+    stated_rounds: float | None
+    stated_part: float | None  # of some devices alone
+    stated_pipeline: float | None
+    without_stages: float | None
+    pipeline: float | None
+    stages: str
+    num_rounds: int | None
+    gap: float | None  # to the compute of all devices
+    by_default: float | None
+    search_s: float  # of CPU
+
+
+def setting_of(cluster: str, model: str, batch: int, keys: Sequence[str]) -> Setting:
+    """What ``shardhet plan`` plans with."""
+    keys = [*keys, f"cluster={HERE / 'clusters' / cluster}.yaml", f"model={model}"]
+    keys += [f"precision={'BF16' if cluster in BFLOAT16 else 'FP16'}"]
     request = read_request(DOOR, [*keys, f"global_batch_size={batch}"])
     assert request is not None
-    return load(DOOR, request, PlannerConf)
+    return load(DOOR, request, PlannerConf)[1].setting
 
 
-def setting_of(cluster: str, model: str, batch: int, keys: tuple[str, ...]) -> Setting:
-    """What ``shardhet plan`` plans with."""
-    return inputs_of(cluster, model, batch, keys)[1].setting
-
-
-def planned(
-    setting: Setting,
-    batch: int,
-    max_rounds: int | None = None,
-    *,
-    on_host: bool = False,
-    optimizer_on_host: bool = False,
-) -> PlanSolution | None:
+def planned(setting: Setting, batch: int, demands: Demands) -> PlanSolution | None:
     """The fastest plan, if one fits."""
-    demands = Demands(
-        max_rounds=max_rounds,
-        may_keep_inputs_on_host=on_host,
-        may_keep_optimizer_on_host=optimizer_on_host,
-    )
     try:
         return solve(setting, global_batch_size=batch, demands=demands, tolerance=0.0)
     except PlanError:
         return None
+
+
+def pipelined(setting: Setting, batch: int) -> PipelineSolution | None:
+    """What ``shardhet plan max_stages=4`` looks at."""
+    return find_pipeline(
+        setting,
+        global_batch_size=batch,
+        smaller=partial(part_of, setting),
+        max_stages=MAX_STAGES,
+        tolerance=0.0,
+    )
 
 
 def with_fast_hosts(setting: Setting) -> Setting:
@@ -104,96 +122,129 @@ def gathers_of(plan: Plan) -> str:
     return f"{gathers}, reduced {'a round' if form.reduce_each_round else 'a step'}"
 
 
-def num_on_host(found: PlanSolution) -> int:
-    """Devices whose optimizers step on hosts."""
-    return sum(rank.optimizer_on_host for rank in found.plan.ranks)
-
-
-def number_of(cell: str) -> float | None:
-    """A cell of stated.csv."""
-    return float(cell) if cell else None
-
-
-def rows() -> Iterator[Row]:
-    """All rows of stated.csv."""
+def stated() -> Iterator[tuple[tuple[str, str, int], float, dict[str, Any]]]:
+    """Cluster, model and batch of each row, the sum of speeds, and what was reached by plan."""
     with (HERE / "stated.csv").open(newline="") as file:
-        stated = list(csv.DictReader(file))
-    for each in stated:
-        batch, total = int(each["batch"]), float(each["sum_of_speeds"])
-        key = each["cluster"], each["model"], batch
-
-        def share(found: PlanSolution | None, total: float = total) -> float | None:
-            return None if found is None else round(found.samples_per_s / total, 3)
-
-        setting = setting_of(*key, AS_STATED)
-        one = planned(setting, batch, max_rounds=1)
-        without, inputs = planned(setting, batch), planned(setting, batch, on_host=True)
-        fast, started_s = with_fast_hosts(setting), time.process_time()
-        found = planned(fast, batch, on_host=True, optimizer_on_host=True)
-        search_s = time.process_time() - started_s
-        by_default = setting_of(*key, ("seq_len=2048",))
-        yield Row(
-            cluster=key[0],
-            model=key[1],
-            batch=batch,
-            sum_of_speeds=total,
-            stated_one_round=number_of(each["today"]),
-            one_round=share(one),
-            stated_rounds=number_of(each["rounds"]),
-            rounds=share(without),
-            stated_inputs_on_host=number_of(each["inputs_on_host"]),
-            inputs_on_host=share(inputs),
-            stated_optimizer_on_host=number_of(each["optimizer_on_host"]),
-            optimizer_on_host=share(found),
-            num_on_host=None if found is None else num_on_host(found),
-            num_rounds=None if found is None else found.plan.num_rounds,
-            gathers=None if found is None else gathers_of(found.plan),
-            by_default=share(planned(by_default, batch, on_host=True, optimizer_on_host=True)),
-            search_s=round(search_s, 2),
-        )
+        for row in csv.DictReader(file):
+            key = row.pop("cluster"), row.pop("model"), int(row.pop("batch"))
+            cells = {name: float(cell) if cell else None for name, cell in row.items()}
+            yield key, float(row["sum_of_speeds"]), cells
 
 
-def shown(value: float | None) -> str:
-    """A share, or a dash where nothing fits."""
-    return "-" if value is None else f"{value:.2f}"
+def share(found: PlanSolution | PipelineSolution | None, total: float) -> float | None:
+    """What is reached of the sum of speeds."""
+    return None if found is None else round(found.samples_per_s / total, 3)
+
+
+def row_of(key: tuple[str, str, int], total: float, cells: Any) -> Row:
+    """One row of stated.csv, planned."""
+    batch, setting = key[2], setting_of(*key, AS_STATED)
+    fast, started_s = with_fast_hosts(setting), time.process_time()
+    found = planned(fast, batch, ON_HOSTS)
+    search_s = time.process_time() - started_s
+    inputs = Demands(may_keep_inputs_on_host=True)
+    plan = None if found is None else found.plan
+    return Row(
+        **dict(zip(("cluster", "model", "batch"), key, strict=True)),
+        sum_of_speeds=total,
+        stated_one_round=cells["today"],
+        one_round=share(planned(setting, batch, Demands(max_rounds=1)), total),
+        stated_rounds=cells["rounds"],
+        rounds=share(planned(setting, batch, Demands()), total),
+        stated_inputs_on_host=cells["inputs_on_host"],
+        inputs_on_host=share(planned(setting, batch, inputs), total),
+        stated_optimizer_on_host=cells["optimizer_on_host"],
+        optimizer_on_host=share(found, total),
+        num_on_host=plan and sum(rank.optimizer_on_host for rank in plan.ranks),
+        num_rounds=plan and plan.num_rounds,
+        gathers=plan and gathers_of(plan),
+        by_default=share(planned(setting_of(*key, BY_DEFAULT), batch, ON_HOSTS), total),
+        search_s=round(search_s, 2),
+    )
+
+
+def in_stages(key: tuple[str, str, int], total: float, cells: Any) -> InStages:
+    """One row of stated.csv that has a pipeline, planned in stages."""
+    batch, setting, started_s = key[2], setting_of(*key, AS_STATED), time.process_time()
+    found = pipelined(setting, batch)
+    search_s = time.process_time() - started_s
+    return InStages(
+        **dict(zip(("cluster", "model", "batch"), key, strict=True)),
+        stated_rounds=cells["rounds"],
+        stated_part=cells["part_of_the_devices"],
+        stated_pipeline=cells["pipeline"],
+        without_stages=share(planned(setting, batch, Demands()), total),
+        pipeline=share(found, total),
+        stages="; ".join(
+            f"{len(stage.unit_fqns)} units on {','.join(map(str, stage.positions))}"
+            for stage in (found.stages if found else ())
+        ),
+        num_rounds=found and found.num_rounds,
+        gap=found and round(found.relative_gap, 3),
+        by_default=share(pipelined(setting_of(*key, BY_DEFAULT), batch), total),
+        search_s=round(search_s, 1),
+    )
+
+
+WHICH = {"cluster": "{0.cluster}", "model": "{0.model}", "batch": "{0.batch}"}
 
 
 def main() -> None:
-    """Every row to results.csv, and a table into README.md."""
-    page = Page(HERE, is_kept=True)
-    found = []
-    for row in rows():
-        found.append(row)
-        print(row.cluster, row.model, row.batch, row.rounds, row.optimizer_on_host, flush=True)
+    """Every row, into results.csv, pipelines.csv and README.md."""
+    parser = parser_of(__doc__, quick="the first row; keeps nothing")
+    parser.add_argument("--only", default="", metavar="CLUSTER", help="keeps nothing")
+    options = parser.parse_args()
+    page = Page(HERE, is_kept=not (options.quick or options.only))
+    found: dict[str, list[Any]] = {"results.csv": [], "pipelines.csv": []}
+    asked = [each for each in stated() if options.only in each[0][0]]
+    for each in asked[:1] if options.quick else asked:
+        found["results.csv"].append(row_of(*each))
+        console.print(str(found["results.csv"][-1]), markup=False, soft_wrap=True)
+        if each[2]["pipeline"] is not None:
+            found["pipelines.csv"].append(in_stages(*each))
+            console.print(str(found["pipelines.csv"][-1]), markup=False, soft_wrap=True)
     page.table(
         "shares of the sum of the devices' speeds",
-        ("cluster", "model", "batch", "one round, stated", "planned", "rounds, stated")
-        + ("planned", "inputs on the host, stated", "planned")
-        + ("and optimizers, stated", "planned", "devices with it there", "rounds then")
-        + ("a unit is gathered", "default prices", "s of CPU"),
-        [
-            (
-                row.cluster,
-                row.model,
-                str(row.batch),
-                shown(row.stated_one_round),
-                shown(row.one_round),
-                shown(row.stated_rounds),
-                shown(row.rounds),
-                shown(row.stated_inputs_on_host),
-                shown(row.inputs_on_host),
-                shown(row.stated_optimizer_on_host),
-                shown(row.optimizer_on_host),
-                str(row.num_on_host if row.num_on_host is not None else "-"),
-                str(row.num_rounds or "-"),
-                row.gathers or "-",
-                shown(row.by_default),
-                f"{row.search_s:.1f}",
-            )
-            for row in found
-        ],
+        *columns(
+            found["results.csv"],
+            {
+                **WHICH,
+                "one round, stated": "{0.stated_one_round:.2f}",
+                "one round": "{0.one_round:.2f}",
+                "rounds, stated": "{0.stated_rounds:.2f}",
+                "rounds": "{0.rounds:.2f}",
+                "inputs on the host, stated": "{0.stated_inputs_on_host:.2f}",
+                "inputs on the host": "{0.inputs_on_host:.2f}",
+                "and optimizers, stated": "{0.stated_optimizer_on_host:.2f}",
+                "and optimizers": "{0.optimizer_on_host:.2f}",
+                "devices with it there": "{0.num_on_host:d}",
+                "rounds then": "{0.num_rounds:d}",
+                "a unit is gathered": "{0.gathers:}",
+                "default prices": "{0.by_default:.2f}",
+                "s of CPU": "{0.search_s:.1f}",
+            },
+        ),
     )
-    page.keep({"results.csv": found})
+    page.table(
+        "the same in stages",
+        *columns(
+            found["pipelines.csv"],
+            {
+                **WHICH,
+                "rounds, stated": "{0.stated_rounds:.2f}",
+                "part of the devices, stated": "{0.stated_part:.2f}",
+                "pipeline, stated": "{0.stated_pipeline:.2f}",
+                "without stages": "{0.without_stages:.2f}",
+                "pipeline": "{0.pipeline:.2f}",
+                "default prices": "{0.by_default:.2f}",
+                "rounds then": "{0.num_rounds:d}",
+                "gap": "{0.gap:.0%}",
+                "CPU s": "{0.search_s:.1f}",
+                "stages": "{0.stages}",
+            },
+        ),
+    )
+    page.keep(found)
 
 
 if __name__ == "__main__":

@@ -145,6 +145,20 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def columns(
+    rows: Iterable[Any], formats: Mapping[str, str]
+) -> tuple[list[str], list[list[str]]]:
+    """Header and cells of records, by formats like ``"{0.share:.2f}"``; None is a dash."""
+
+    def cell(text: str, row: Any) -> str:
+        try:
+            return text.format(row)
+        except TypeError:  # None has no such format
+            return "-"
+
+    return [*formats], [[cell(text, row) for text in formats.values()] for row in rows]
+
+
 def replace_cases(
     path: Path, rows: Sequence[Record], record: type[Record], order: Sequence[str]
 ) -> list[Record]:

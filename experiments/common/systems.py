@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -22,8 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW, Optimizer
 
-from shardhet import HetFSDP
+from shardhet import DeviceSpec, HetFSDP, Plan
 from shardhet.comm.transport import SWITCH
+from shardhet.training.emulation import EmulatedDevice
 
 HET, FSDP2, PLAIN = "HetFSDP", "FSDP2", "plain PyTorch"
 LOSS_TOLERANCE = 1e-4  # relative; float32 sums in another order
@@ -58,6 +60,37 @@ def het_fsdp(model: HetFSDP, optimizer: Optimizer | None, *, name: str = HET) ->
         return mean_loss
 
     return System(name, step)
+
+
+def by_plan(
+    module: nn.Module,
+    plan: Plan,
+    batch: Sequence[Tensor],
+    *,
+    spec: DeviceSpec,
+    learning_rate: float,
+    group: dist.ProcessGroup | None = None,
+    emulated: EmulatedDevice | None = None,
+) -> Callable[[], float]:
+    """Takes a step of a plan, in rounds and stages too; returns the mean loss.
+
+    ``batch`` is the global one, of which this rank takes its samples.
+    """
+    model = HetFSDP(module, plan, group=group, device_spec=spec)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = fused_adamw(trained, learning_rate)
+    if emulated is not None:
+        emulated.slow_down(model, optimizer)
+    own = [each[plan.sample_indices(model.position)] for each in batch]
+
+    def step() -> float:
+        mean_loss = model.forward_backward(*own)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert mean_loss is not None
+        return mean_loss
+
+    return step
 
 
 def stock(
@@ -221,6 +254,17 @@ def take_turns(
     ]
 
 
+def turns_of(
+    steps: Iterable[Any], system: str, name: str = "slowest_rank_s"
+) -> dict[int, float]:
+    """Median seconds of one system's steps, by round."""
+    seconds: dict[int, list[float]] = {}
+    for each in steps:
+        if each.system == system:
+            seconds.setdefault(each.round, []).append(getattr(each, name))
+    return {turn: median(found) for turn, found in seconds.items()}
+
+
 def slowest_rank_seconds(
     take_step: Callable[[int], object], num_steps: int, *, in_line: bool = False
 ) -> list[float]:
@@ -250,6 +294,13 @@ def first_losses(system: System, batches: Sequence[tuple[Any, ...]], num_steps: 
     mean = torch.tensor(losses, dtype=torch.float64)
     dist.all_reduce(mean)
     return mean / dist.get_world_size()
+
+
+def check_same_steps(steps: Mapping[str, Callable[[], float]]) -> None:
+    """Take two steps of each; ranks' losses, added up, are the same for all.  Collective."""
+    losses = torch.tensor([[step() for step in (each, each)] for each in steps.values()])
+    dist.all_reduce(losses)
+    check_same_losses(dict(zip(steps, losses, strict=True)))
 
 
 def check_same_losses(losses_by_system: Mapping[str, Tensor]) -> None:
