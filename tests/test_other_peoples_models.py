@@ -16,7 +16,6 @@ preload(*TRANSFORMERS)
 
 REPOSITORY = Path(__file__).parent.parent
 PROGRAM = "experiments.other_peoples_models.run"
-PROGRAM_IN_STAGES = "experiments.other_peoples_models.in_stages"
 FEW = {  # family: way of calling; all with three ranks, one without samples
     "GPT-2": "labels",
     "nn.LSTM": "collision",
@@ -48,7 +47,7 @@ pytestmark = [
 @pytest.mark.parametrize("cases", one_in(2, [FEW, OTHERS]), ids=["few", "others"])
 def test_steps_are_those_of_one_process(cases: dict[str, str], tmp_path: Path) -> None:
     named = [f"{family}/{way}" for family, way in cases.items()]
-    rows = _rows(tmp_path, PROGRAM, "--case", *named)
+    rows = _rows(tmp_path, "--case", *named)
     assert {row["family"] for row in rows} == cases.keys()
 
 
@@ -57,17 +56,17 @@ def test_steps_are_those_of_one_process(cases: dict[str, str], tmp_path: Path) -
     "families", one_in(2, [[*STAGED], [*OTHERS_STAGED]]), ids=["few", "others"]
 )
 def test_steps_in_stages_are_those_of_one_process(families: list[str], tmp_path: Path) -> None:
-    wanted = [word for family in families for word in ("--family", family)]
-    rows = _rows(tmp_path, PROGRAM_IN_STAGES, "--way", "stages", *wanted)
+    named = [f"{family}/stages" for family in families]
+    rows = _rows(tmp_path, "--stages", "--case", *named)
     assert [row["family"] for row in rows] == families
 
 
-def _rows(folder: Path, program: str, *options: str) -> list[dict[str, str]]:
+def _rows(folder: Path, *options: str) -> list[dict[str, str]]:
     """What the experiment writes of cases, all of which have to be exact."""
     path = folder / "results.csv"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [warm_python(), "-m", program, "--quick", "--results", path, *options],
+        [warm_python(), "-m", PROGRAM, "--quick", "--results", path, *options],
         cwd=REPOSITORY,
         env=environment,
         capture_output=True,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from experiments.other_peoples_models.families import FAMILIES, WAYS
 from experiments.other_peoples_models.forks import run_forks
-from experiments.other_peoples_models.plans import PLANS, microbatches_of
+from experiments.other_peoples_models.plans import microbatches_of
 from experiments.other_peoples_models.ranks import run_rank
 from experiments.other_peoples_models.records import (
     Case,
@@ -37,11 +37,7 @@ class Runner:
         self._made: dict[tuple[str, str, tuple[int, ...]], tuple[Path, str | None]] = {}
         self._noise_by_key: dict[tuple[str, tuple[int, ...]], dict[str, float]] = {}
 
-    def run(self, case: Case) -> Row:
-        """The case's row."""
-        return self.run_under(PLANS[case.plan], case)
-
-    def run_under(self, named: Named, case: Case) -> Row:
+    def run(self, case: Case, named: Named) -> Row:
         """The row of a case under this plan."""
         family, way = FAMILIES[case.family], WAYS[case.way]
         path, failure = self._reference(family, way, named)

@@ -48,11 +48,12 @@ _WAYS: tuple[tuple[Way, Callable[[Family], object]], ...] = (
     ),
     (Way(name="lora", has_lora=True), lambda family: family.lora_targets),
     (Way(name="units", has_coarse_units=True), lambda family: family.coarse_units),
-    # For in_stages.py alone
+    # With --stages alone
     (Way(name="stages", is_staged=True), lambda family: False),
     (Way(name="stages, lora", is_staged=True, has_lora=True), lambda family: False),
 )
 WAYS: dict[str, Way] = {way.name: way for way, _ in _WAYS}
+STAGED = ("stages", "stages, lora")
 WITH_ALL_PLANS = (DOCUMENTED.name, "labels", "lora", "units")
 
 

@@ -8,7 +8,8 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,9 +17,32 @@ import torch
 import torch.distributed as dist
 
 from experiments.common.launch import GROUP_TIMEOUT, answers, started
+from experiments.common.results import console
+from experiments.other_peoples_models.records import Family
 
+torch.set_num_threads(1)  # a fork of a process with threads may hang
 GRACE_S = 30.0  # for the other ranks, after one has ended
 _FORKS = multiprocessing.get_context("fork")
+
+
+def import_for(families: Collection[Family]) -> None:
+    """The packages of these families, and each model class on the way."""
+    import torch._dynamo
+    import torch.distributed.tensor
+
+    import shardhet.fsdp
+
+    assert torch.distributed.tensor
+    assert torch._dynamo
+    assert shardhet.fsdp
+    if any(family.source == "transformers" for family in families):
+        import_module("transformers")
+        import_module("peft")
+    for family in families:
+        try:
+            family.make()
+        except ImportError as error:
+            console.print(f"{family.name}: {error}", markup=False)
 
 
 def run_forks(

@@ -3,13 +3,21 @@
 python -m experiments.other_peoples_models.run                 an hour
 python -m experiments.other_peoples_models.run --quick         one plan; keeps nothing
 python -m experiments.other_peoples_models.run --only llama    what has the word in its name
+python -m experiments.other_peoples_models.run --stages        in stages, to stages.csv
 
-Results are written case by case; what is there already is not run again without --again.  torchvision that lies in a folder of its own: TORCHVISION_FOLDER=FOLDER.
-"""  # noqa: E501
+Results are written case by case; what is there already is not run again without --again.
+torchvision that lies in a folder of its own: TORCHVISION_FOLDER=FOLDER.
+
+In stages each family is cut before every unit, in two stages of 1 + 1, 2 + 1 and 1 + 2 ranks
+(of which the last only stores) for the families of ``FIRST``, in turns for the others, and in
+three.
+"""
 
 import argparse
 import tempfile
 import time
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 from experiments.common.machine import Environment
@@ -20,20 +28,23 @@ from experiments.common.results import (
     write_csv,
     write_results_block,
 )
+from experiments.other_peoples_models import calls
 from experiments.other_peoples_models.cases import Runner
 from experiments.other_peoples_models.families import (
     DOCUMENTED,
     FAMILIES,
+    STAGED,
     WAYS,
     cases_of,
     ways_of,
 )
-from experiments.other_peoples_models.plans import ALONE, APART, PLANS
-from experiments.other_peoples_models.records import Case, Row
+from experiments.other_peoples_models.forks import import_for
+from experiments.other_peoples_models.plans import ALONE, APART, PLANS, STAGES, in_stages
+from experiments.other_peoples_models.records import Case, Named, Row
 from experiments.other_peoples_models.report import as_markdown
-from experiments.other_peoples_models.warming import import_for
 
 HERE = Path(__file__).parent
+FIRST = ("Llama", "Llama, tied", "Qwen2", "GPT-2", "BERT", "ViT")
 
 
 def main() -> None:
@@ -41,24 +52,26 @@ def main() -> None:
     options = _options()
     environment = Environment.here()
     console.print(environment.as_markdown())
-    cases = [] if options.report else _chosen(options)
-    path = options.results or (None if options.quick else HERE / "results.csv")
+    name = "stages.csv" if options.stages else "results.csv"
+    path = options.results or (None if options.quick else HERE / name)
     rows = {row.key: row for row in (read_csv(path, Row) if path and path.exists() else [])}
+    pairs = [] if options.report else _pairs(options)
+    import_for([FAMILIES[family] for family in dict.fromkeys(family for family, _ in pairs)])
+    cases = [*(_staged if options.stages else _flat)(pairs, options)]
     if options.again:
-        rows = {key: row for key, row in rows.items() if key not in {c.key for c in cases}}
-    missing = [case for case in cases if case.key not in rows]
+        asked = {case.key for case, _ in cases}
+        rows = {key: row for key, row in rows.items() if key not in asked}
+    missing = [each for each in cases if each[0].key not in rows]
     console.print(f"{len(cases)} cases, {len(cases) - len(missing)} of them there already")
-    import_for([FAMILIES[name] for name in dict.fromkeys(case.family for case in missing)])
     started_at_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(Path(folder), environment.commit)
-        for number, case in enumerate(missing, 1):
-            row = runner.run(case)
-            rows[row.key] = row
-            say(row, number, len(missing), time.monotonic() - started_at_s)
+        for number, (case, named) in enumerate(missing, 1):
+            row = rows[case.key] = runner.run(case, named)
+            _say(row, number, len(missing), time.monotonic() - started_at_s)
             if path is not None:
                 write_csv(path, _in_order(rows))
-    keys = rows.keys() if options.report else {case.key for case in cases}
+    keys = rows.keys() if options.report else {case.key for case, _ in cases}
     text = as_markdown([row for row in _in_order(rows) if row.key in keys])
     console.print(text, markup=False)
     if path == HERE / "results.csv":
@@ -67,53 +80,87 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = parser_of(__doc__, "one plan; keeps nothing")
+    parser = parser_of(__doc__, "one plan or cut; keeps nothing")
     parser.add_argument("--only", action="append", metavar="WORD", help="of family names")
     parser.add_argument("--way", action="append", choices=WAYS, help="of calling")
     parser.add_argument("--case", nargs="+", metavar="FAMILY/WAY", help="only these")
     parser.add_argument("--plan", choices=PLANS, help="only this one")
+    parser.add_argument("--stages", action="store_true", help="in stages")
     parser.add_argument("--again", action="store_true", help="run what is there already, too")
     parser.add_argument("--report", action="store_true", help="tables of what is there")
     parser.add_argument("--results", type=Path, metavar="FILE", help="written instead")
     return parser.parse_args()
 
 
-def _chosen(options: argparse.Namespace) -> list[Case]:
+def _pairs(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """Families and ways of calling that are asked for."""
     words = [word.lower() for word in options.only or [""]]
-    pairs = [case.split("/") for case in options.case or ()] or [
+    if options.case:
+        return [tuple(case.split("/")) for case in options.case]
+    return [
         (name, way)
         for name, family in FAMILIES.items()
         if any(word in name.lower() for word in words)
-        for way in options.way or ways_of(family)
+        and (family.source == "transformers" or not options.stages)
+        for way in options.way or (STAGED if options.stages else ways_of(family))
+        if family.lora_targets or "lora" not in way
     ]
+
+
+def _flat(
+    pairs: list[tuple[str, str]], options: argparse.Namespace
+) -> Iterator[tuple[Case, Named]]:
+    """First the documented call of all families, then other ways in turns, then other plans."""
     cases = [
         case
         for family, way in pairs
         for case in cases_of(FAMILIES[family], way, is_quick=options.quick)
+        if options.plan in (None, case.plan)
     ]
-    if options.plan:
-        cases = [case for case in cases if case.plan == options.plan]
-    return cases if options.case else sorted(cases, key=_turn)
+
+    def turn(case: Case) -> tuple[int, int]:
+        if case.plan != APART.name or case.way == DOCUMENTED.name:
+            return {APART.name: 0, ALONE.name: 1}.get(case.plan, 3), 0
+        family, way = list(FAMILIES).index(case.family), list(WAYS).index(case.way)
+        return 2, (family + way) % len(WAYS)
+
+    for case in cases if options.case else sorted(cases, key=turn):
+        yield case, PLANS[case.plan]
 
 
-def _turn(case: Case) -> tuple[int, int]:
-    """First the documented call of all families, then other ways in turns, then other plans."""
-    if case.plan != APART.name or case.way == DOCUMENTED.name:
-        return {APART.name: 0, ALONE.name: 1}.get(case.plan, 3), 0
-    family, way = list(FAMILIES).index(case.family), list(WAYS).index(case.way)
-    return 2, (family + way) % len(WAYS)
+def _staged(
+    pairs: list[tuple[str, str]], options: argparse.Namespace
+) -> Iterator[tuple[Case, Named]]:
+    """Families cut into stages."""
+    two = [name for name in STAGES if name.count("|") == 1]
+    for name, way in pairs:
+        family = FAMILIES[name]
+        model = calls.make_model(family, WAYS[way])
+        units = [unit.fqns[0] for unit in calls.units_of(model, family, WAYS[way])]
+        cuts, is_first = range(1, len(units)), name in FIRST
+        found = [
+            (each, (cut,)) for cut in cuts for each in (two if is_first else [two[cut % 3]])
+        ]
+        if is_first:
+            found += [("1|1|1", pair) for pair in pairwise(cuts)]
+        elif len(units) > 2:
+            found.append(("1|1|1", (1, len(units) - 1)))
+        for stages, places in [("2|1", (len(units) // 2,))] if options.quick else found:
+            named = in_stages(stages, units, places)
+            yield Case(family=name, way=way, plan=named.name), named
 
 
 def _in_order(rows: dict[tuple[str, str, str], Row]) -> list[Row]:
     names, ways, plans = list(FAMILIES), list(WAYS), list(PLANS)
 
     def place(row: Row) -> tuple[int, int, int]:
-        return names.index(row.family), ways.index(row.way), plans.index(row.plan)
+        plan = plans.index(row.plan) if row.plan in plans else 0
+        return names.index(row.family), ways.index(row.way), plan
 
     return sorted(rows.values(), key=place)
 
 
-def say(row: Row, number: int, count: int, seconds: float) -> None:
+def _say(row: Row, number: int, count: int, seconds: float) -> None:
     figures = f"{row.loss_error:.0e} {row.grad_error:.0e} {row.state_error:.0e}"
     line = (
         f"{number:4d}/{count} {seconds:5.0f} s  {row.family:24} {row.way:12} "
