@@ -8,6 +8,7 @@ on a CPU mesh repeat rows on every rank (torch 2.13).  Models are built and init
 they are sharded, and see this rank's tensors alone.
 """
 
+import gc
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -205,6 +206,38 @@ def _finish(model: nn.Module, optimizer: Optimizer | None) -> Callable[[], None]
             param.grad = None
 
     return finish
+
+
+def emulated_peak(
+    module: nn.Module,
+    plan: Plan,
+    batch_of: Callable[[HetFSDP], Sequence[Tensor]],
+    *,
+    num_steps: int,
+    max_norm: float | None = None,
+    **options: Any,
+) -> tuple[int, int]:
+    """This rank's position, and the most bytes of its device's tensors in the last step.
+
+    On the emulated accelerator of the tests, which counts the storages that are alive.
+    """
+    from tests.emulated.accelerator import Accelerator
+
+    with Accelerator().installed() as accelerator:
+        memory = accelerator.memory
+        model = HetFSDP(module, plan, device=accelerator.device, **options)
+        optimizer = AdamW(model.parameters(), fused=True)
+        own = [each.to(accelerator.device) for each in batch_of(model)]
+        for _ in range(num_steps):
+            accelerator.module().synchronize()
+            gc.collect()
+            memory.peak_bytes = memory.allocated_bytes
+            model.forward_backward(*own)
+            if max_norm is not None:
+                model.clip_grad_norm_(max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.position, int(memory.peak_bytes)
 
 
 # Turns

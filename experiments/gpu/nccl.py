@@ -39,7 +39,7 @@ from experiments.gpu.streams import (
     train,
     train_cases,
 )
-from experiments.uneven_collectives.candidates import our_gather, our_reduce
+from experiments.uneven_collectives.run import our_gather, our_reduce
 from shardhet.comm.groups import GROUPS_FOR_ONE
 
 NAME = "NCCL"

@@ -1,6 +1,6 @@
 """Do the tests notice if one line of the library is wrong?
 
-python -m experiments.mutations.run            two hours on two cores
+python -m experiments.mutations.run            by the tests of the folder, then by all: hours
 python -m experiments.mutations.run --first 4  the first four faults of forty
 python -m experiments.mutations.run --near     by the tests of the folder alone
 python -m experiments.mutations.run --chosen experiments/mutations/chosen_28.csv
@@ -19,14 +19,12 @@ from experiments.common.machine import REPOSITORY, Environment
 from experiments.common.results import console, read_csv, write_csv
 from experiments.mutations.copies import changed, has_passed, passes_unchanged, run_tests
 from experiments.mutations.faults import Fault, draw
-from experiments.mutations.reach import tests_by_fault, tests_near
 
 HERE = Path(__file__).parent
 SEED = 101  # 14 drew results.csv
 NUM_FAULTS = 40
 FOLDERS = ("shardhet/fsdp", "shardhet/planner", "shardhet/pricing", "shardhet/comm")
-SECONDS = 3600.0  # of all tests that reach a fault
-REACHED = REPOSITORY / "outputs" / "mutations.json"
+SECONDS = 3600.0  # of all tests that are asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +36,7 @@ class Verdict:
     line: int
     before: str
     after: str
-    tests: int  # that reach it; 0: all, because importing does
+    tests: int  # that were asked first: those that reach it, in the files of results
     found_by: str  # the first test that failed, twice; "" if none has noticed
     seconds: float
     is_by_new_test: bool = False  # one that was written because of this fault
@@ -50,6 +48,34 @@ class Chosen:
 
     number: int
     tests: str  # with spaces between them, the cheapest first
+
+
+# Test files of a folder, by what stands after test_; the nearest folder counts.
+NEAR = {
+    "shardhet/fsdp/probing": "probe ordinary_calls odd_units as_written fuzz_models "
+    "order parity",
+    "shardhet/fsdp": "parity autograd_edges order module_surface ordinary_calls samples splits "
+    "observer checkpoint redistribution parity_foreign odd_units fuzz_models",
+    "shardhet/planner": "planner planner_search planner_highs planner_receivers planner_bound "
+    "planner_large_batch objectives fewer explain steady plan_app",
+    "shardhet/pricing": "cost architectures derive recompute reserved planner "
+    "workload schedule plan_app demo",
+    "shardhet/comm": "comm collectives liveness shared_host distributed parity emulated "
+    "stillness deaths emulated_deaths",
+}
+
+
+def tests_near(fault: Fault) -> list[str]:
+    """Test files that import the module of the fault, then those of its folder."""
+    module = fault.path.removesuffix(".py").replace("/", ".")
+    folder = next(each for each in NEAR if fault.path.startswith(f"{each}/"))
+    files = [f"tests/test_{name}.py" for name in NEAR[folder].split()]
+    direct = [
+        f"tests/{path.name}"
+        for path in sorted((REPOSITORY / "tests").glob("test_*.py"))
+        if re.search(rf"{re.escape(module)}\b", path.read_text(encoding="utf-8"))
+    ]
+    return list(dict.fromkeys(sorted(direct, key=lambda each: each not in files) + files))
 
 
 def main() -> None:
@@ -75,11 +101,11 @@ def main() -> None:
     path = HERE / f"results_{options.seed}.csv"
     known = read_csv(path, Verdict) if path.exists() else []
     done = {(each.path, each.before, each.after): each for each in known}
-    first, more = questions(faults, options.chosen, is_near=options.near)
+    tests = questions(faults, options.chosen, is_near=options.near)
     todo = [
-        (i, fault, first[i], more[i])
+        (i, fault, *tests[i])
         for i, fault in enumerate(faults[: options.first])
-        if i in first and (fault.path, fault.before, fault.after) not in done
+        if i in tests and (fault.path, fault.before, fault.after) not in done
     ]
     with ThreadPoolExecutor(options.jobs) as pool:
         for verdict in pool.map(lambda each: judge(*each), todo):
@@ -92,36 +118,27 @@ def main() -> None:
 
 def questions(
     faults: Sequence[Fault], chosen: Path | None, *, is_near: bool
-) -> tuple[dict[int, list[str] | None], dict[int, list[str]]]:
-    """By number the tests of faults (None: all), and those to run where none of these fails.
+) -> dict[int, tuple[list[str], list[str]]]:
+    """By number the tests of faults, and those to run where none of these fails.
 
     Of faults for which a file of ``chosen`` tests has none nothing is said.
     """
+    near = dict(enumerate(map(tests_near, faults)))
     if chosen is not None:
         tests = {each.number: each.tests.split() for each in read_csv(chosen, Chosen)}
-        return {**tests}, {i: tests_near(faults[i]) for i in tests}
-    if is_near:
-        near = dict(enumerate(map(tests_near, faults)))
-        return {**near}, {i: [] for i in near}
-    reached = dict(enumerate(tests_by_fault(faults, REACHED)))
-    # A test may have been spared the line by what another has left in the process.
-    files = {
-        i: sorted({test.partition("::")[0] for test in tests or () if "::" in test})
-        for i, tests in reached.items()
-    }
-    return reached, files
+        return {i: (each, near[i]) for i, each in tests.items()}
+    return {i: (each, [] if is_near else ["tests"]) for i, each in near.items()}
 
 
-def judge(number: int, fault: Fault, tests: list[str] | None, more: list[str]) -> Verdict:
+def judge(number: int, fault: Fault, tests: list[str], more: list[str]) -> Verdict:
     """Run ``tests``, then ``more``, on a copy of the tree, until one has failed twice."""
     started_at_s = time.monotonic()
     with changed(fault.path, fault.line, fault.before, fault.after) as tree:
-        found_by = first_objection(tree, tests if tests is not None else ["tests"])
-        found_by = found_by or first_objection(tree, more)
+        found_by = first_objection(tree, tests) or first_objection(tree, more)
     return Verdict(
         number=number,
         **asdict(fault),
-        tests=len(tests or ()),
+        tests=len(tests),
         found_by=found_by,
         seconds=time.monotonic() - started_at_s,
     )

@@ -8,14 +8,17 @@ In every second seed the state takes 80 to 95 % of all memory, so that memory bi
 Seconds are of the search, with ``time.process_time``: the machine is shared.
 """
 
+import csv
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
+from experiments.common.figure import draw_lines
 from experiments.common.machine import Environment
-from experiments.common.results import write_csv
+from experiments.common.results import parser_of, write_csv
 from shardhet.planner.problem.problem import Group, Problem
 from shardhet.planner.search.search import Effort, search
 
@@ -42,7 +45,7 @@ CASES = (
     Case(1024, 8, 8192, 1e-4, 1e-3, 2.0),
     Case(16384, 8, 65536, 1e-4, 1e-3, 10.0),
     Case(256, 256, 2048, 2e-3, 5e-3, 10.0),
-    # for the figure: time against the number of devices
+    # for scale.png: time against the number of devices
     Case(256, 8, 2048, 1e-4, 1e-3, 2.0),
     Case(4096, 8, 32768, 1e-4, 1e-3, 10.0),
 )
@@ -133,11 +136,22 @@ def run(case: Case, seed: int) -> Row:
     )
 
 
+def points(name: str, **wanted: str) -> list[tuple[float, float]]:
+    """Median CPU seconds by number of devices, of the rows that have the wanted values."""
+    by_devices: dict[int, list[float]] = {}
+    with (HERE / name).open(newline="") as file:
+        for row in csv.DictReader(file):
+            if all(row[key] == value for key, value in wanted.items()):
+                by_devices.setdefault(int(row["devices"]), []).append(float(row["cpu_s"]))
+    return [(devices, median(values)) for devices, values in sorted(by_devices.items())]
+
+
 def main() -> None:
-    """All cases; the table to the screen, every seed to scale.csv."""
+    """All cases; the table to the screen, every seed to scale.csv, and scale.png."""
+    options = parser_of(__doc__, "two seeds of the first case; keeps nothing").parse_args()
     rows = []
-    for case in CASES:
-        of_case = [run(case, seed) for seed in SEEDS]
+    for case in CASES[:1] if options.quick else CASES:
+        of_case = [run(case, seed) for seed in (SEEDS[:2] if options.quick else SEEDS)]
         rows += of_case
         seconds, gap = [row.cpu_s for row in of_case], max(row.relative_gap for row in of_case)
         is_met = gap <= case.bar_gap and max(seconds) <= case.bar_s
@@ -146,9 +160,16 @@ def main() -> None:
             f"{case.global_batch_size:6}: median {np.median(seconds):.3f} s, worst "
             f"{max(seconds):.3f} s (bar {case.bar_s}), worst gap {gap:.1e} (bar "
             f"{case.bar_gap:.0e}), memory binds in {sum(row.memory_binds for row in of_case)}/"
-            f"{len(SEEDS)}: {'met' if is_met else 'NOT MET'}"
+            f"{len(of_case)}: {'met' if is_met else 'NOT MET'}"
         )
+    if options.quick:
+        return
     write_csv(HERE / "scale.csv", rows)
+    lines = {
+        "shardhet plan, everything on": points("shell.csv", is_everything="True"),
+        "the search alone, 8 kinds": points("scale.csv", kinds="8"),
+    }
+    draw_lines(lines, HERE / "scale.png", x_label="devices", y_label="CPU seconds, median")
     print(Environment.here().as_markdown(f"numpy {np.__version__}"))
 
 

@@ -5,8 +5,6 @@ python -m experiments.predicted_memory.run --stages            # of pipelines, i
 python -m experiments.predicted_memory.run --seeds 100 110     # some; writes nothing
 """
 
-import argparse
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,17 +13,10 @@ from statistics import fmean
 
 import torch
 
-from experiments.common.machine import Environment
-from experiments.common.results import (
-    BAR_HEADER,
-    Bar,
-    console,
-    markdown_table,
-    write_csv,
-    write_results_block,
-)
+from experiments.common.results import Bar, Page, console, parser_of
+from experiments.common.systems import emulated_peak
 from experiments.predicted_memory.cases import MemoryCase, demo, draw_flat, draw_pipeline
-from shardhet import Cluster, DeviceSpec, HetFSDP, Setting
+from shardhet import Cluster, DeviceSpec, Setting
 from shardhet.models.decoder import Decoder
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.part import part_of
@@ -35,7 +26,6 @@ from shardhet.profiler.describe import describe
 from shardhet.records.cluster import Link, Node
 from shardhet.records.profiles import Profile
 from shardhet.simulator.stages import price_of
-from tests.emulated.accelerator import Accelerator
 from tests.made_up import collectives, device_profile
 from tests.worlds import World
 
@@ -60,23 +50,18 @@ class Row:
 
 def tracked_peak(rank: int, case: MemoryCase) -> int:
     """The most bytes of tensors that the rank's device holds in a step."""
-    plan = case.plan
     torch.manual_seed(0)
-    with Accelerator().installed() as accelerator:
-        model = HetFSDP(Decoder(case.shape), plan, device=accelerator.device, **case.options)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        mine = plan.num_rounds * plan.ranks[rank].rank_batch_size
-        tokens = torch.randint(case.shape.vocab_size, (mine, case.shape.seq_len))
-        tokens = tokens.to(accelerator.device)
-        for _ in range(NUM_STEPS):
-            accelerator.module().synchronize()
-            gc.collect()
-            accelerator.memory.peak_bytes = accelerator.memory.allocated_bytes
-            model.forward_backward(tokens, tokens)
-            model.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        return int(accelerator.memory.peak_bytes)
+    mine = case.plan.num_rounds * case.plan.ranks[rank].rank_batch_size
+    module, shape = Decoder(case.shape), case.shape
+    tokens = torch.randint(shape.vocab_size, (mine, shape.seq_len))
+    return emulated_peak(
+        module,
+        case.plan,
+        lambda model: (tokens, tokens),
+        num_steps=NUM_STEPS,
+        max_norm=1.0,
+        **case.options,
+    )[1]
 
 
 def predicted(case: MemoryCase) -> list[MemoryParts]:
@@ -123,16 +108,16 @@ def rows_of(world: World, case: MemoryCase) -> list[Row]:
 
 def main() -> None:
     """Run the configurations and write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, "three of them; writes nothing")
     parser.add_argument("--seeds", nargs=2, type=int, metavar=("FIRST", "STOP"))
     parser.add_argument("--stages", action="store_true", help="pipelines")
     given = parser.parse_args()
-    environment = Environment.here()
     folder, draw, number = HERE, draw_flat, NUM_CASES
     if given.stages:
         folder, draw, number = HERE / "stages", draw_pipeline, NUM_PIPELINES
-    cases = [draw(seed) for seed in range(*(given.seeds or (0, number)))]
-    if given.seeds is None and not given.stages:
+    page = Page(folder, is_kept=not (given.seeds or given.quick))
+    cases = [draw(i) for i in range(*(given.seeds or (0, 3 if given.quick else number)))]
+    if page.is_kept and not given.stages:
         cases.append(demo())
     worlds: dict[int, World] = {}
     rows: list[Row] = []
@@ -146,45 +131,31 @@ def main() -> None:
         console.print(f"{case.name:>5} {ratios}  {found[0].traits}", soft_wrap=True)
     for world in worlds.values():
         world.close()
-    text = as_markdown(rows)
-    console.print(text, markup=False, soft_wrap=True)
-    if given.seeds is None:
-        write_csv(folder / "results.csv", rows)
-        write_results_block(folder / "README.md", f"{environment.as_markdown()}\n\n{text}")
+    report(rows, page)
+    page.keep({"results.csv": rows})
 
 
-def as_markdown(rows: Sequence[Row]) -> str:
+def report(rows: Sequence[Row], page: Page) -> None:
     """The bars, and the ratios by trait."""
     rows = [row for row in rows if row.predicted_bytes]  # others neither compute nor store
     ratios = [row.ratio for row in rows]
-    bars = [
-        Bar(
-            claim="mean error, whatever its sign",
-            measured=fmean(abs(each - 1) for each in ratios),
-            at_most=0.05,
-        ),
-        Bar(claim="smallest predicted / tracked", measured=min(ratios), at_least=0.98),
-    ]
-    traits = sorted({trait for row in rows for trait in row.traits.split("; ")})
-    by_trait = {
-        trait: [row.ratio for row in rows if trait in row.traits.split("; ")]
-        for trait in traits
-    }
-    return "\n\n".join(
+    error = fmean(abs(each - 1) for each in ratios)
+    page.bars(
         [
-            markdown_table(BAR_HEADER, [bar.cells for bar in bars]),
-            markdown_table(
-                ["predicted / tracked", "ranks", "mean", "smallest", "largest"],
-                [
-                    [
-                        trait,
-                        str(len(each)),
-                        *(f"{x:.3f}" for x in (fmean(each), min(each), max(each))),
-                    ]
-                    for trait, each in {"all": ratios, **by_trait}.items()
-                ],
-            ),
+            Bar(claim="mean error, whatever its sign", measured=error, at_most=0.05),
+            Bar(claim="smallest predicted / tracked", measured=min(ratios), at_least=0.98),
         ]
+    )
+    by_trait = {"all": ratios}
+    for trait in sorted({trait for row in rows for trait in row.traits.split("; ")}):
+        by_trait[trait] = [row.ratio for row in rows if trait in row.traits.split("; ")]
+    page.table(
+        "Ratios by trait",
+        ["predicted / tracked", "ranks", "mean", "smallest", "largest"],
+        [
+            [trait, str(len(each)), *(f"{of(each):.3f}" for of in (fmean, min, max))]
+            for trait, each in by_trait.items()
+        ],
     )
 
 

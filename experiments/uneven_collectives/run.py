@@ -4,11 +4,12 @@ python -m experiments.uneven_collectives.run            two to four minutes
 python -m experiments.uneven_collectives.run --quick    under a minute
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,15 +18,17 @@ from torch import Tensor
 from experiments.common.launch import run_ranks
 from experiments.common.results import Bar, Page, Spread, parser_of
 from experiments.common.systems import slowest_rank_seconds
-from experiments.uneven_collectives import candidates
-from experiments.uneven_collectives.candidates import Run
+from shardhet.comm.buffers import BufferPool
 from shardhet.comm.calls import Transport
+from shardhet.comm.channel import Channel
+from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
 from shardhet.comm.transport import meet
 
 HERE = Path(__file__).parent
 UNEVEN_SHARES = (0.5, 0.25, 0.15, 0.1)
 EVEN_SHARES = (0.25, 0.25, 0.25, 0.25)
 WORLD_SIZE = len(UNEVEN_SHARES)
+Run = Callable[[], Any]
 SIZES_MIB = (1, 16, 128)
 NUM_REPEATS = 30
 NUM_REPEATS_QUICK = 6
@@ -45,8 +48,7 @@ class Sample:
     slowest_rank_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
+class Variant(NamedTuple):
     """One way to do one collective on one size, ready to be called."""
 
     collective: str
@@ -104,42 +106,67 @@ def measure(rank: int, num_repeats: int) -> list[Sample]:
 def make_variants(rank: int, total_numel: int) -> Iterator[Variant]:
     """All candidates for one size, on tensors of whole numbers: sums are exact in any order."""
     even, uneven = (split_by(shares, total_numel) for shares in (EVEN_SHARES, UNEVEN_SHARES))
-    gather_in_memory, reduce_in_memory = (
-        partial(call, transport=shared_host())
-        for call in (candidates.our_gather, candidates.our_reduce)
-    )
+    # By messages where there is no transport, as between hosts.
+    ways = ((OURS_UNEVEN, uneven, shared_host()), (OURS_EVEN, even, shared_host()))
+    ways += ((MESSAGES, uneven, None),)
     whole = (torch.arange(total_numel) % 8191).float()
+    full, total = whole * (rank + 1), whole * (WORLD_SIZE * (WORLD_SIZE + 1) // 2)
     gathered = torch.empty_like(whole)
-    gathers: list[tuple[str, candidates.GatherCandidate, list[int]]] = [
-        (OURS_UNEVEN, gather_in_memory, uneven),
-        (OURS_EVEN, gather_in_memory, even),
-        (MESSAGES, candidates.our_gather, uneven),
-        (GLOO, candidates.gloo_all_gather, even),
-        ("broadcasts, uneven", candidates.broadcasts, uneven),
-        ("all_to_all, uneven", candidates.all_to_all_gather, uneven),
-        ("gloo's own, padded", candidates.padded_all_gather, uneven),
-    ]
-    for name, gather, split_numels in gathers:
-        shard = own_part(whole, split_numels, rank).clone()
-        run = gather(gathered, shard, split_numels)
+    for name, numels, transport in (*ways, (GLOO, even, None)):
+        shard = own_part(whole, numels, rank).clone()
+        run = our_gather(gathered, shard, numels, transport=transport)
+        if name == GLOO:
+            run = partial(dist.all_gather_single, gathered, shard)
         yield Variant("all-gather", name, run, gathered, whole)
-    full = whole * (rank + 1)
-    total = whole * (WORLD_SIZE * (WORLD_SIZE + 1) // 2)
-    reductions: list[tuple[str, candidates.ReduceCandidate, list[int]]] = [
-        (OURS_UNEVEN, reduce_in_memory, uneven),
-        (OURS_EVEN, reduce_in_memory, even),
-        (MESSAGES, candidates.our_reduce, uneven),
-        (GLOO, candidates.gloo_reduce_scatter, even),
-        ("all_to_all + sum, uneven", candidates.all_to_all_reduce, uneven),
-        ("list form, uneven", candidates.list_reduce_scatter, uneven),
-        ("reduces, uneven", candidates.reduces, uneven),
-        ("gloo's own, padded", candidates.padded_reduce_scatter, uneven),
-    ]
-    for name, reduce, split_numels in reductions:
-        expected = own_part(total, split_numels, rank)
+    for name, numels, transport in (*ways, (GLOO, even, None)):
+        expected = own_part(total, numels, rank)
         output = torch.empty_like(expected)
-        run = reduce(output, full, split_numels)
+        run = our_reduce(output, full, numels, transport=transport)
+        if name == GLOO:
+            run = partial(dist.reduce_scatter_single, output, full)
         yield Variant("reduce-scatter", name, run, output, expected)
+
+
+def our_gather(
+    output: Tensor,  # [sum(split_numels)]
+    shard: Tensor,  # [split_numels[rank]]
+    split_numels: Sequence[int],
+    *,
+    transport: Transport | None = None,
+) -> Run:
+    """The library's, as HetFSDP calls it; ended when the shard may be overwritten, too."""
+    channel = replace(Channel.of_world(), transport=transport)
+    receivers = range(channel.world_size)
+
+    def run() -> None:
+        pending = all_gather_uneven(
+            output, shard, split_numels, channel=channel, receivers=receivers
+        )
+        pending.wait()
+        pending.wait_sent()
+
+    return run
+
+
+def our_reduce(
+    output: Tensor,  # [split_numels[rank]]
+    full: Tensor,  # [sum(split_numels)]
+    split_numels: Sequence[int],
+    *,
+    transport: Transport | None = None,
+) -> Run:
+    """The library's, as HetFSDP calls it; ended when the input may be overwritten, too."""
+    channel, scratch = replace(Channel.of_world(), transport=transport), BufferPool()
+    everyone = range(channel.world_size)
+
+    def run() -> None:
+        pending = reduce_scatter_uneven(
+            output, full, split_numels, channel=channel, contributors=everyone, scratch=scratch
+        )
+        pending.wait()
+        pending.wait_sent()
+
+    return run
 
 
 @cache
@@ -182,31 +209,23 @@ def table(samples: Sequence[Sample]) -> tuple[list[str], list[list[str]]]:
 
 def bars(samples: Sequence[Sample]) -> list[Bar]:
     """What was promised before the measurement."""
-
-    def ratio(collective: str, to: str, mib: int) -> float:
-        ours = spread_of(samples, collective, OURS_UNEVEN, mib).median
-        return ours / spread_of(samples, collective, to, mib).median
-
-    against_gloo = [
-        ("all-gather", 16, 0.85),
-        ("all-gather", 128, 0.5),
-        ("reduce-scatter", 16, 0.6),
-        ("reduce-scatter", 128, 0.4),
-    ]
-    result = [
-        Bar(
-            claim=f"{collective}, {mib} MiB: uneven / gloo's own even",
-            measured=ratio(collective, GLOO, mib),
-            at_most=bound,
+    promised = (
+        ("all-gather", 16, GLOO, 0.85),
+        ("all-gather", 128, GLOO, 0.5),
+        ("reduce-scatter", 16, GLOO, 0.6),
+        ("reduce-scatter", 128, GLOO, 0.4),
+        ("all-gather", 128, OURS_EVEN, 1.15),
+        ("reduce-scatter", 128, OURS_EVEN, 1.15),
+    )
+    found = []
+    for collective, mib, to, bound in promised:
+        uneven, other = (
+            spread_of(samples, collective, name, mib).median for name in (OURS_UNEVEN, to)
         )
-        for collective, mib, bound in against_gloo
-    ]
-    for collective in ("all-gather", "reduce-scatter"):
-        claim = f"{collective}, 128 MiB: uneven / our own even"
-        result.append(
-            Bar(claim=claim, measured=ratio(collective, OURS_EVEN, 128), at_most=1.15)
-        )
-    return result
+        words = "gloo's own even" if to == GLOO else "our own even"
+        claim = f"{collective}, {mib} MiB: uneven / {words}"
+        found.append(Bar(claim=claim, measured=uneven / other, at_most=bound))
+    return found
 
 
 def spread_of(samples: Sequence[Sample], collective: str, variant: str, mib: int) -> Spread:

@@ -4,15 +4,14 @@ python -m experiments.pipelines.over_links.run          some 20 minutes, as an a
 python -m experiments.pipelines.over_links.run --quick  one cluster, and keeps nothing
 """
 
-import gc
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,15 +19,16 @@ import torch.distributed as dist
 from experiments.common.cable import run_over_cable
 from experiments.common.results import Bar, Page, Spread, console, parse_cases, parser_of
 from experiments.common.systems import (
-    LOSS_TOLERANCE,
     Rounds,
     TimedStep,
-    fused_adamw,
+    by_plan,
+    check_same_steps,
+    emulated_peak,
     take_turns,
 )
 from experiments.pipelines.over_links.model import Model, batch_of
 from experiments.pipelines.over_links.stock import schedules_1f1b
-from shardhet import DeviceSpec, HetFSDP, Plan, Stage, find_plan
+from shardhet import DeviceSpec, Plan, Stage, find_plan
 from shardhet.comm.transport import SWITCH
 from shardhet.planner.stages.find import find_pipeline
 from shardhet.pricing.cost import CostModel
@@ -37,7 +37,6 @@ from shardhet.pricing.setting import Setting
 from shardhet.profiler.batch import ExampleBatch, TrainedModel
 from shardhet.profiler.measure import MeasuringEffort, measure
 from shardhet.simulator.stages import PipelinePrice, price_of
-from tests.emulated.accelerator import Accelerator
 
 HERE = Path(__file__).parent
 GLOBAL_BATCH_SIZE = 96
@@ -51,19 +50,17 @@ NUM_HELD = 3  # steps for memory; the first examines the model
 MIB = 2**20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ByHand:
+class ByHand(NamedTuple):
     """A pipeline of both groups, good or bad."""
 
     name: str
     first_units: int  # of the first group, of ten
-    sizes: tuple[int, int, int, int]  # samples of a rank in a round
-    num_rounds: int
+    sizes: tuple[int, int, int, int] = (8, 4, 8, 4)  # samples of a rank in a round
+    num_rounds: int = 8
     in_flight: int = 2  # of the first group
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Case(NamedTuple):
     """Two groups of two devices each, and what joins them."""
 
     name: str
@@ -75,45 +72,32 @@ class Case:
 
 CASES = (
     Case(
-        name="offices",
-        speeds=(22.0, 11.0, 20.4, 10.2),
-        mbit_per_s=34.0,
-        by_hand=(
-            ByHand(name="by hand", first_units=5, sizes=(8, 4, 8, 4), num_rounds=8),
-            ByHand(name="alike batches", first_units=5, sizes=(6, 6, 6, 6), num_rounds=8),
-            ByHand(
-                name="one in flight",
-                first_units=5,
-                sizes=(8, 4, 8, 4),
-                num_rounds=8,
-                in_flight=1,
-            ),
+        "offices",
+        (22.0, 11.0, 20.4, 10.2),
+        34.0,
+        (
+            ByHand("by hand", 5),
+            ByHand("alike batches", 5, (6, 6, 6, 6)),
+            ByHand("one in flight", 5, in_flight=1),
         ),
         is_judged=True,
     ),
     Case(
-        name="lab",
-        speeds=(18.0, 18.0, 12.0, 12.0),
-        mbit_per_s=40.0,
-        by_hand=(
-            ByHand(name="by hand", first_units=6, sizes=(6, 6, 6, 6), num_rounds=8),
-            ByHand(name="two rounds", first_units=6, sizes=(24, 24, 24, 24), num_rounds=2),
-        ),
+        "lab",
+        (18.0, 18.0, 12.0, 12.0),
+        40.0,
+        (ByHand("by hand", 6, (6, 6, 6, 6)), ByHand("two rounds", 6, (24, 24, 24, 24), 2)),
     ),
     Case(
-        name="sites",
-        speeds=(24.0, 12.0, 16.0, 8.0),
-        mbit_per_s=20.0,
-        by_hand=(
-            ByHand(name="by hand", first_units=6, sizes=(8, 4, 8, 4), num_rounds=8),
-            ByHand(name="an early cut", first_units=3, sizes=(8, 4, 8, 4), num_rounds=8),
-        ),
+        "sites",
+        (24.0, 12.0, 16.0, 8.0),
+        20.0,
+        (ByHand("by hand", 6), ByHand("an early cut", 3)),
     ),
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
+class Arm(NamedTuple):
     """A plan, and the ranks that follow it."""
 
     name: str
@@ -146,8 +130,7 @@ class HeldBytes:
     tracked_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class Found(NamedTuple):
     """What the ranks of a case have found."""
 
     forms: dict[str, tuple[str, float | None]]  # by name: stages and rounds, predicted seconds
@@ -161,48 +144,21 @@ class Found:
 def arms_of(case: Case, setting: Setting) -> list[Arm]:
     """The plans of a case."""
     everyone = tuple(range(setting.cluster.world_size))
-    flat = find_plan(setting, global_batch_size=GLOBAL_BATCH_SIZE)
-    found = find_pipeline(
-        setting,
-        global_batch_size=GLOBAL_BATCH_SIZE,
-        smaller=partial(part_of, setting),
-        max_stages=2,
-        needs_all=True,
-    )
+    smaller = partial(part_of, setting)
+    size = {"global_batch_size": GLOBAL_BATCH_SIZE}
+    found = find_pipeline(setting, **size, smaller=smaller, max_stages=2, needs_all=True)
     assert found is not None
+    planned = price_of(found.plan, setting, smaller)
     order = sum(found.groups, ())
-    of_fast = part_of(setting, NEAR)
-    alone = find_plan(of_fast, global_batch_size=GLOBAL_BATCH_SIZE)
-    flat_s = CostModel(setting).predict(flat).step_time_s
-    alone_s = CostModel(of_fast).predict(alone).step_time_s
-    arms = [
-        Arm(
-            name=PLANNED,
-            plan=found.plan,
-            ranks=order,
-            predicted_s=found.step_time_s,
-            predicted_bytes=_bytes_of(_priced(found.plan, setting)),
-        ),
-        Arm(name=FLAT, plan=flat, ranks=everyone, predicted_s=flat_s),
-        Arm(name=ALONE, plan=alone, ranks=NEAR, predicted_s=alone_s),
-    ]
+    arms = [Arm(PLANNED, found.plan, order, found.step_time_s, _bytes_of(planned))]
+    for name, of, ranks in ((FLAT, setting, everyone), (ALONE, smaller(NEAR), NEAR)):
+        plan = find_plan(of, **size)
+        arms.append(Arm(name, plan, ranks, CostModel(of).predict(plan).step_time_s))
     for each in case.by_hand:
         plan = _plan_by_hand(each, setting)
-        price = _priced(plan, setting)
-        arms.append(
-            Arm(
-                name=each.name,
-                plan=plan,
-                ranks=everyone,
-                predicted_s=price.step_time_s,
-                predicted_bytes=_bytes_of(price),
-            )
-        )
+        price = price_of(plan, setting, smaller)
+        arms.append(Arm(each.name, plan, everyone, price.step_time_s, _bytes_of(price)))
     return arms
-
-
-def _priced(plan: Plan, setting: Setting) -> PipelinePrice:
-    return price_of(plan, setting, partial(part_of, setting))
 
 
 def _bytes_of(price: PipelinePrice) -> tuple[int, ...]:
@@ -254,9 +210,20 @@ def train(rank: int, case: Case, rounds: Rounds) -> Found:
     steps: dict[str, Callable[[], float]] = {}
     # That of a part of the ranks last: it makes groups that the others know nothing of.
     for arm in sorted(arms, key=lambda arm: -len(arm.ranks)):
-        steps[arm.name] = _step_of(arm, near if arm.ranks == NEAR else None, speed, spec, batch)
+        if rank in arm.ranks:
+            step = by_plan(
+                Model(speed),
+                arm.plan,
+                batch,
+                group=near if arm.ranks == NEAR else None,
+                spec=spec,
+                learning_rate=LEARNING_RATE,
+            )
+            steps[arm.name] = partial(_part_of_loss, step, len(arm.ranks))
+        else:
+            steps[arm.name] = lambda: 0.0
     steps |= {STOCK[number]: step for number, step in stock.items()}
-    _check_losses(steps)
+    check_same_steps(steps)
     taken = take_turns(
         {name: partial(_announced, name, step) for name, step in steps.items()},
         rounds,
@@ -284,22 +251,13 @@ def _held(
     """
     _say(f"memory of {arm.name}")
     os.environ.pop(SWITCH, None)  # of turns over the cable: the emulated NCCL carries messages
-    peak_bytes = 0
-    with Accelerator().installed() as accelerator:
-        memory = accelerator.memory
-        model = HetFSDP(Model(math.inf), arm.plan, device=accelerator.device, device_spec=spec)
-        optimizer = fused_adamw(model.parameters(), LEARNING_RATE)
-        mine = arm.plan.sample_indices(model.position)
-        own = tuple(each[mine].to(accelerator.device) for each in batch)
-        for _ in range(NUM_HELD):
-            accelerator.module().synchronize()
-            gc.collect()
-            memory.peak_bytes = memory.allocated_bytes
-            model.forward_backward(*own)
-            optimizer.step()
-            optimizer.zero_grad()
-            peak_bytes = memory.peak_bytes
-        place = model.position
+    place, peak_bytes = emulated_peak(
+        Model(math.inf),
+        arm.plan,
+        lambda model: [each[arm.plan.sample_indices(model.position)] for each in batch],
+        num_steps=NUM_HELD,
+        device_spec=spec,
+    )
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, (place, peak_bytes))
     return [
@@ -325,33 +283,8 @@ def _say(text: str) -> None:
         console.print(text, markup=False)
 
 
-def _step_of(
-    arm: Arm, group: Any, speed: float, spec: DeviceSpec, batch: tuple[torch.Tensor, ...]
-) -> Callable[[], float]:
-    """Takes a step of the plan, and returns a part of its loss; none where it is left out."""
-    if dist.get_rank() not in arm.ranks:
-        return lambda: 0.0
-    model = HetFSDP(Model(speed), arm.plan, group=group, device_spec=spec)
-    optimizer = fused_adamw(model.parameters(), LEARNING_RATE)
-    mine = arm.plan.sample_indices(model.position)
-    own = tuple(each[mine] for each in batch)
-
-    def step() -> float:
-        mean_loss = model.forward_backward(*own)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert mean_loss is not None
-        return mean_loss / len(arm.ranks)
-
-    return step
-
-
-def _check_losses(steps: Mapping[str, Callable[[], float]]) -> None:
-    """Take two steps of each; all have the same losses.  Collective."""
-    losses = torch.tensor([[step() for step in (each, each)] for each in steps.values()])
-    dist.all_reduce(losses)
-    if not torch.allclose(losses, losses[:1], rtol=LOSS_TOLERANCE, atol=0):
-        raise RuntimeError(f"plans differ in their losses: {losses.tolist()} of {list(steps)}")
+def _part_of_loss(step: Callable[[], float], number: int) -> float:
+    return step() / number
 
 
 def _form(plan: Plan) -> str:
@@ -399,17 +332,11 @@ def memory_bars(held: Sequence[HeldBytes], page: Page) -> list[Bar]:
     for case, plan in dict.fromkeys((each.case, each.plan) for each in held):
         own = [each for each in held if (each.case, each.plan) == (case, plan)]
         fullest = max(own, key=lambda each: each.tracked_bytes)
-        ratios = [each.predicted_bytes / each.tracked_bytes for each in own]
+        ratios = [each.predicted_bytes / each.tracked_bytes - 1 for each in own]
         cells = (fullest.predicted_bytes / MIB, fullest.tracked_bytes / MIB)
-        least, most = min(ratios) - 1, max(ratios) - 1
-        rows.append(
-            [
-                f"{case}: {plan}",
-                *(f"{each:.2f}" for each in cells),
-                f"{least:+.1%}",
-                f"{most:+.1%}",
-            ]
-        )
+        of_all = (min(ratios), max(ratios))
+        numbers = [*(f"{each:.2f}" for each in cells), *(f"{each:+.1%}" for each in of_all)]
+        rows.append([f"{case}: {plan}", *numbers])
     header = [
         *("plan", "predicted, fullest device (MiB)", "held (MiB)"),
         *("the device that is predicted the lowest, off", "the highest, off"),
@@ -420,42 +347,73 @@ def memory_bars(held: Sequence[HeldBytes], page: Page) -> list[Bar]:
     return [Bar(claim=claim, measured=mean(errors), at_most=0.05)]
 
 
+class Turns:
+    """Steps of one case, by plan and turn."""
+
+    def __init__(self, samples: Sequence[Any], case: str, least_s: float) -> None:
+        own = [each for each in samples if each.case == case]
+        self.case, self.least_s = case, least_s
+        self.plans = {each.plan: each for each in own}
+        turns = {(each.plan, each.turn): [] for each in own}
+        for each in own:
+            turns[each.plan, each.turn].append(each.seconds)
+        self._s = {key: median(seconds) for key, seconds in turns.items()}
+
+    def of(self, plan: str) -> list[float]:
+        """Seconds of a step, turn by turn."""
+        return [seconds for (name, _), seconds in self._s.items() if name == plan]
+
+    def ratio(self, plan: str, other: str) -> Spread:
+        """Of one plan's seconds, turn by turn, to another's."""
+        return Spread.of([a / b for a, b in zip(self.of(plan), self.of(other), strict=True)])
+
+    def share(self, plan: str) -> float:
+        """Of the sum of the devices' speeds."""
+        return self.least_s / median(self.of(plan))
+
+    def error(self, plan: str) -> float | None:
+        """Of the prediction."""
+        predicted_s = self.plans[plan].predicted_s
+        return None if predicted_s is None else predicted_s / median(self.of(plan)) - 1
+
+    def rows(self, than: str, *, is_inverse: bool = False) -> list[list[str]]:
+        """Of the table: every plan, at last its time over another's, or the reverse."""
+        rows = []
+        for plan, one in self.plans.items():
+            error = self.error(plan)
+            ratio = self.ratio(than, plan) if is_inverse else self.ratio(plan, than)
+            rows.append(
+                [
+                    f"{self.case}: {plan}",
+                    one.form,
+                    "-" if one.predicted_s is None else f"{one.predicted_s:.2f}",
+                    Spread.of(self.of(plan)).cell(2),
+                    "-" if error is None else f"{error:+.1%}",
+                    f"{self.share(plan):.2f}",
+                    ratio.cell(2),
+                ]
+            )
+        return rows
+
+
+STEPS = "Steps (median of turns, 10th and 90th percentile)"
+HEADER = ["plan", "form", "predicted (s)", "step (s)", "off", "of the sum of speeds"]
+
+
 def report(
     cases: Sequence[Case], samples: Sequence[Sample], page: Page, others: Sequence[Bar]
 ) -> None:
     """A row for each plan, and the bars with the others."""
     rows, errors, gains, bars = [], [], [], list(others)
     for case in cases:
-        of_case = [each for each in samples if each.case == case.name]
-        by_plan = {each.plan: each for each in of_case}
-        turns = {plan: _by_turn(of_case, plan) for plan in by_plan}
-        middle = {plan: median(each.values()) for plan, each in turns.items()}
-        least_s = GLOBAL_BATCH_SIZE / sum(case.speeds)
-        for plan, one in by_plan.items():
-            error = None if one.predicted_s is None else one.predicted_s / middle[plan] - 1
-            ratio = Spread.of([turns[plan][t] / turns[PLANNED][t] for t in turns[plan]])
-            rows.append(
-                [
-                    f"{case.name}: {plan}",
-                    one.form,
-                    "-" if one.predicted_s is None else f"{one.predicted_s:.2f}",
-                    Spread.of(list(turns[plan].values())).cell(2),
-                    "-" if error is None else f"{error:+.1%}",
-                    f"{least_s / middle[plan]:.2f}",
-                    ratio.cell(2),
-                ]
-            )
-            if error is not None and plan not in (FLAT, ALONE):
-                errors.append(abs(error))
-        rival = min((FLAT, ALONE), key=middle.__getitem__)
-        gains.append(median(turns[rival][t] / turns[PLANNED][t] for t in turns[PLANNED]))
+        turns = Turns(samples, case.name, GLOBAL_BATCH_SIZE / sum(case.speeds))
+        rows += turns.rows(PLANNED)
+        found = {plan: turns.error(plan) for plan in turns.plans if plan not in (FLAT, ALONE)}
+        errors += [abs(error) for error in found.values() if error is not None]
+        gains.append(min(turns.ratio(rival, PLANNED).median for rival in (FLAT, ALONE)))
         if case.is_judged:
-            bars += _bars_by_hand(case, turns, middle, least_s)
-    header = [
-        *("plan", "form", "predicted (s)", "step (s)", "off", "of the sum of speeds"),
-        "of the planned pipeline's time",
-    ]
-    page.table("Steps (median of turns, 10th and 90th percentile)", header, rows)
+            bars += _bars_by_hand(case, turns)
+    page.table(STEPS, [*HEADER, "of the planned pipeline's time"], rows)
     bars += [
         Bar(
             claim=f"predicted time of {len(errors)} pipelines, off on average",
@@ -472,36 +430,19 @@ def report(
     page.bars(bars)
 
 
-def _bars_by_hand(
-    case: Case,
-    turns: Mapping[str, Mapping[int, float]],
-    middle: Mapping[str, float],
-    least_s: float,
-) -> list[Bar]:
+def _bars_by_hand(case: Case, turns: Turns) -> list[Bar]:
     mine = case.by_hand[0].name
-    rival = min((FLAT, ALONE, *STOCK.values()), key=middle.__getitem__)
+    rival = min((FLAT, ALONE, *STOCK.values()), key=lambda plan: median(turns.of(plan)))
+    part = "part of the sum of the devices' speeds"
     return [
-        Bar(
-            claim=f"{case.name}, without stages: part of the sum of the devices' speeds",
-            measured=least_s / middle[FLAT],
-        ),
-        Bar(
-            claim=f"{case.name}, {mine}: part of the sum of the devices' speeds",
-            measured=least_s / middle[mine],
-            at_least=0.75,
-        ),
+        Bar(claim=f"{case.name}, without stages: {part}", measured=turns.share(FLAT)),
+        Bar(claim=f"{case.name}, {mine}: {part}", measured=turns.share(mine), at_least=0.75),
         Bar(
             claim=f"{case.name}: {rival}, of the time {mine}",
-            measured=median(turns[rival][t] / turns[mine][t] for t in turns[mine]),
+            measured=turns.ratio(rival, mine).median,
             at_least=1.4,
         ),
     ]
-
-
-def _by_turn(samples: Sequence[Sample], plan: str) -> dict[int, float]:
-    mine = [each for each in samples if each.plan == plan]
-    turns = dict.fromkeys(each.turn for each in mine)
-    return {t: median(each.seconds for each in mine if each.turn == t) for t in turns}
 
 
 if __name__ == "__main__":
