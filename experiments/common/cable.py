@@ -19,10 +19,7 @@ DEVICE = "CABLE_DEVICE"  # the variable with the name of the cable's device
 
 
 def run_over_cable(
-    fn: Callable[..., Result],
-    numbers: tuple[int, int],
-    mbit_per_s: float,
-    *args: Any,
+    fn: Callable[..., Result], numbers: tuple[int, int], mbit_per_s: float, *args: Any
 ) -> list[Result]:
     """``fn(rank, *args)`` of every rank; ``numbers`` of them are at each end of the cable.
 

@@ -10,13 +10,7 @@ from pathlib import Path
 
 from experiments.common.launch import FORKED, run_ranks
 from experiments.common.results import Bar, Page, console, parse_cases, parser_of
-from experiments.common.systems import (
-    Rounds,
-    TimedStep,
-    by_plan,
-    check_same_steps,
-    take_turns,
-)
+from experiments.common.systems import Rounds, TimedStep, by_plan, check_same_steps, take_turns
 from experiments.memory_binds.model import Model, batch_of
 from experiments.pipelines.over_links.run import HEADER, STEPS, Arm, Sample, Turns
 from shardhet import DeviceSpec, Plan, find_plan

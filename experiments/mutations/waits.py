@@ -215,10 +215,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="how many are tried at a time")
     parser.add_argument("--list", action="store_true", help="show the places and stop")
     parser.add_argument(
-        "--only",
-        nargs="+",
-        default=[""],
-        help="places with one of these words: path:line code",
+        "--only", nargs="+", default=[""], help="places with one of these words: path:line code"
     )
     parser.add_argument("--on-hosts", action="store_true", help="do not ask the detector")
     parser.add_argument(

@@ -19,9 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.common import by_seed
-from experiments.common.results import (
-    markdown_table,
-)
+from experiments.common.results import markdown_table
 from experiments.sentences.exhaustive import Asked, Combination, Exhaustive, TooManyError
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
 from shardhet.planner.idle import active_positions

@@ -16,11 +16,7 @@ from math import inf
 from pathlib import Path
 
 from experiments.common import by_seed
-from experiments.common.results import (
-    BAR_HEADER,
-    Bar,
-    markdown_table,
-)
+from experiments.common.results import BAR_HEADER, Bar, markdown_table
 from experiments.pipelines.brute_force.instances import Instance, drawn
 from shardhet.planner import Demands, PlanError, solve
 from shardhet.planner.stages.find import PipelineSearch, find_pipeline

@@ -24,9 +24,7 @@ PLANS = {
         state_shares=[0.1, 0.2, 0.3, 0.4],
     ),
     3: Plan.by_hand(
-        microbatch_sizes=[4, 3, 3],
-        rank_batch_sizes=[4, 3, 3],
-        state_shares=[0.2, 0.3, 0.5],
+        microbatch_sizes=[4, 3, 3], rank_batch_sizes=[4, 3, 3], state_shares=[0.2, 0.3, 0.5]
     ),
 }
 BATCH = 10

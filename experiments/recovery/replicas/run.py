@@ -33,10 +33,7 @@ class Cluster:
     nodes: tuple[int, ...]
 
 
-CLUSTERS = (
-    Cluster("a new node in its place", (0, 1, 4, 3)),
-    Cluster("three go on", (0, 1, 3)),
-)
+CLUSTERS = (Cluster("a new node in its place", (0, 1, 4, 3)), Cluster("three go on", (0, 1, 3)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
