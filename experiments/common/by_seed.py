@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from experiments.common.machine import Environment
-from experiments.common.results import console, read_csv, write_csv, write_results_block
+from experiments.common.results import (
+    BLOCK_BEGINS,
+    console,
+    read_csv,
+    write_csv,
+    write_results_block,
+)
 
 Row = TypeVar("Row")  # a frozen dataclass with a ``seed``
 
@@ -31,8 +37,12 @@ def run(
     *,
     doc: str | None,
     told: Callable[[Row], str] = str,
+    how: str = "predictions, no ranks",
+    file: str = "results.csv",
 ) -> None:
-    """Add the rows that are missing to results.csv, and their table to README.md.
+    """Add the rows that are missing to ``file``, and their table to README.md.
+
+    A README without the marks of a block is left as it is.
 
     ``seeds`` are those of the file; others are looked at only where nothing is written.
     """
@@ -44,8 +54,8 @@ def run(
     given = parser.parse_args()
     asked = range(*given.seeds) if given.seeds else seeds
     if not given.only_show and not set(asked) <= set(seeds):
-        parser.error(f"results.csv is of seeds {seeds.start} to {seeds.stop - 1}; --only-show")
-    path, environment = folder / "results.csv", Environment.here()
+        parser.error(f"{file} is of seeds {seeds.start} to {seeds.stop - 1}; --only-show")
+    path, environment = folder / file, Environment.here()
     rows: list[Row] = []
     for seed in asked:
         if not given.only_show and _is_known(path, record, seed):
@@ -58,9 +68,9 @@ def run(
         rows = _sorted(path, record)
     text = as_markdown(rows)
     console.print(text, markup=False, soft_wrap=True)
-    if not given.only_show:
-        how = environment.as_markdown("predictions, no ranks")
-        write_results_block(folder / "README.md", f"{how}\n\n{text}")
+    readme = folder / "README.md"
+    if not given.only_show and BLOCK_BEGINS in readme.read_text():
+        write_results_block(readme, f"{environment.as_markdown(how)}\n\n{text}")
 
 
 seed_of: Callable[[Any], int] = attrgetter("seed")

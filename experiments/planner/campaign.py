@@ -1,9 +1,7 @@
 """Whole plans against exhaustive search, on random and on adversarial small clusters.
 
-    python -m experiments.planner.campaign --first 3000 --processes 2
-
-What is in campaign.csv already is not run again; remove the file to begin anew.  With --replan
-the planner is asked again for all of it; what the exhaustive search has found stays.
+    python -m experiments.planner.campaign                           # goes on with campaign.csv
+    python -m experiments.planner.campaign --seeds 0 4 --only-show   # writes nothing
 
 Two or three devices, a model of three units, batches of up to six.  Every instance draws from:
 curves that are noisy, have plateaus or fall; collectives that are slower with uneven shares;
@@ -17,16 +15,14 @@ the planner but the prices.  A bound above its best plan is a fault.
 """
 
 import time
-from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
-from multiprocessing import Pool
 from pathlib import Path
 
 import numpy as np
 
-from experiments.common.results import read_csv, write_csv
+from experiments.common import by_seed
 from shardhet.planner import Demands, DeviceLimits, PlanError, solve
 from shardhet.planner.candidates.recompute import recompute_choices
 from shardhet.pricing.cost import CostModel
@@ -256,13 +252,6 @@ def planned(setting: Setting, batch: int, demands: Demands) -> tuple[float, floa
     return planned_s, bound_s, time.process_time() - started_s
 
 
-def replanned(row: Row) -> Row:
-    """The same instance with what the planner says now."""
-    setting, batch, demands, *_ = instance(row.seed)
-    planned_s, bound_s, spent_s = planned(setting, batch, demands)
-    return replace(row, planned_s=planned_s, bound_s=bound_s, cpu_s=spent_s)
-
-
 def row_of(seed: int) -> Row:
     """What planner and exhaustive search say of one instance."""
     setting, batch, demands, curve, demand = instance(seed)
@@ -282,33 +271,11 @@ def row_of(seed: int) -> Row:
     )
 
 
-def main() -> None:
-    """One row per instance; what went wrong to the screen."""
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--first", type=int, default=3000)
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--replan", action="store_true", help="ask the planner again")
-    parser.add_argument("--seconds", type=float, default=np.inf, help="stop after this time")
-    conf = parser.parse_args()
-    started_s, path = time.monotonic(), HERE / "campaign.csv"
-    rows = read_csv(path, Row) if path.exists() else []
-    todo = sorted(set(range(conf.first)) - {row.seed for row in rows})
-    with Pool(conf.processes) as pool:
-        if conf.replan:
-            rows = list(pool.imap(replanned, rows, chunksize=10))
-        for row in pool.imap(row_of, todo, chunksize=10):
-            rows.append(row)
-            if row.is_wrong:
-                print(f"bound above a plan: {row}", flush=True)
-            if len(rows) % 100 == 0:
-                print(f"{len(rows)} of {conf.first}", flush=True)
-                write_csv(path, rows)
-            if time.monotonic() - started_s > conf.seconds:
-                break
-    write_csv(path, rows)
+def as_markdown(rows: list[Row]) -> str:
+    """What went wrong, and how much slower the planner's plans are."""
     both = [row for row in rows if row.planned_s and row.best_s]
     ratios = np.array([row.planned_s / row.best_s - 1 for row in both])
-    print(
+    return (
         f"{len(rows)} instances, {len(both)} planned by both; bounds above a plan: "
         f"{sum(row.is_wrong for row in rows)}; planner slower by p50 {np.median(ratios):.1e}, "
         f"p99 {np.quantile(ratios, 0.99):.1e}, at most {ratios.max():.1e}; found by the "
@@ -317,4 +284,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    by_seed.run(HERE, Row, row_of, as_markdown, range(3000), doc=__doc__, file="campaign.csv")

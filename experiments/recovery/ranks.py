@@ -143,25 +143,3 @@ def take_steps(rank: int, fault: Fault, folder: Path) -> None:
             with phase("saving"):
                 spring("saving")
                 save(model, optimizer, folder / f"step_{step}")
-
-
-def time_steps(rank: int, num_blocks: int, num_steps: int) -> list[tuple[bool, float]]:
-    """Seconds per step of blocks of steps, with the watch and without it by turns."""
-    torch.manual_seed(0)
-    model = HetFSDP(Net(lambda place: None), Plan.even(2, microbatch_size=256))
-    optimizer = torch.optim.AdamW(model.parameters())
-    x = torch.randn(256, WIDTH)
-    blocks = []
-    for block in range(num_blocks):
-        is_watched = block % 2 == 1
-        watch = watch_ranks(hang_timeout_s=TIMEOUT_S if is_watched else None)
-        model.exchange([])
-        start_s = time.perf_counter()
-        for _ in range(num_steps):
-            model.backward(*model(x))
-            optimizer.step()
-            optimizer.zero_grad()
-        blocks.append((is_watched, (time.perf_counter() - start_s) / num_steps))
-        model.exchange([])
-        watch.stop()
-    return blocks

@@ -1,22 +1,22 @@
 """Faults put into running ranks: is the culprit named, and how soon does the run end?
 
-python -m experiments.recovery.run                   80 faults, about 15 minutes
-python -m experiments.recovery.run --seeds 0 6       some of them; keeps nothing
-python -m experiments.recovery.run --cost            what the watch costs a step; keeps nothing
+python -m experiments.recovery.run                           80 faults, about 15 minutes
+python -m experiments.recovery.run --seeds 0 6 --only-show   some of them; keeps nothing
 """
 
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 
+import torch
 from torch.distributed import TCPStore
 
-from experiments.common.launch import FORKED, HOST, answers, run_ranks, started
-from experiments.common.results import Bar, Page, Spread, parser_of
-from experiments.recovery.ranks import DEEDS, TIMEOUT_S, Fault, time_steps, train
+from experiments.common import by_seed
+from experiments.common.launch import FORKED, HOST, answers, started
+from experiments.common.results import BAR_HEADER, Bar, Spread, markdown_table
+from experiments.recovery.ranks import DEEDS, TIMEOUT_S, Fault, train
 from shardhet.comm.liveness import EXIT_STATUS
 
 HERE = Path(__file__).parent
@@ -92,69 +92,34 @@ def _verdict(
     return "named"
 
 
-def report(outcomes: Sequence[Outcome], page: Page) -> None:
-    """The tables of a campaign."""
+def as_markdown(outcomes: list[Outcome]) -> str:
+    """By deed, what went wrong, and the bars."""
     rows = []
+    bad = [each for each in outcomes if each.verdict not in ("named", "untouched")]
     for deed in DEEDS:
         of_deed = [each for each in outcomes if each.deed == deed]
-        if not of_deed:
-            continue
-        good = [each for each in of_deed if each.verdict in ("named", "untouched")]
-        seconds = [each.seconds for each in of_deed]
-        rows.append(
-            [
-                deed,
-                str(len(of_deed)),
-                str(len(good)),
-                Spread.of(seconds).cell(1),
-                f"{max(seconds):.1f}",
-            ]
-        )
-    page.table(f"hang_timeout_s={TIMEOUT_S:g}", HEADER, rows)
-    bad = [each for each in outcomes if each.verdict not in ("named", "untouched")]
-    for each in bad:
-        page.tell(f"{each}")
-    page.bars(
-        [
-            Bar(claim="faults whose end was not as it should be", measured=len(bad), at_most=0),
-            Bar(
-                claim="seconds to the end beyond the patience, the most",
-                measured=max(each.seconds - each.patience_s for each in outcomes),
-                at_most=SECONDS_BEYOND_PATIENCE,
-            ),
-        ]
-    )
+        if of_deed:
+            seconds = [each.seconds for each in of_deed]
+            good = len(of_deed) - sum(each in bad for each in of_deed)
+            cells = [deed, str(len(of_deed)), str(good), Spread.of(seconds).cell(1)]
+            rows.append([*cells, f"{max(seconds):.1f}"])
+    bars = [
+        Bar(claim="faults whose end was not as it should be", measured=len(bad), at_most=0),
+        Bar(
+            claim="seconds to the end beyond the patience, the most",
+            measured=max(each.seconds - each.patience_s for each in outcomes),
+            at_most=SECONDS_BEYOND_PATIENCE,
+        ),
+    ]
+    parts = [f"hang_timeout_s={TIMEOUT_S:g}:", markdown_table(HEADER, rows), *map(str, bad)]
+    return "\n\n".join([*parts, markdown_table(BAR_HEADER, [bar.cells for bar in bars])])
 
 
-def cost() -> float:
-    """The median of the times of watched steps over that of the others."""
-    blocks = [each for rank in run_ranks(time_steps, 2, 24, 200) for each in rank]
-    watched, plain = ([s for is_on, s in blocks if is_on is each] for each in (True, False))
-    ratio = median(watched) / median(plain)
-    times = f"{1e3 * median(plain):.2f} ms a step, watched {1e3 * median(watched):.2f} ms"
-    print(f"{times}: {ratio:.4f}")
-    return ratio
-
-
-def main() -> None:
-    """Run what the command line says."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--seeds", nargs=2, type=int, metavar=("FIRST", "STOP"))
-    parser.add_argument("--cost", action="store_true")
-    arguments = parser.parse_args()
-    if arguments.cost:
-        cost()
-        return
-    first, stop = arguments.seeds or (0, 6 if arguments.quick else NUM_FAULTS)
-    is_kept = arguments.seeds is None and not arguments.quick
-    page = Page(HERE, is_kept=is_kept)
-    outcomes = []
-    for seed in range(first, stop):
-        outcomes.append(inject(Fault.of(seed)))
-        print(outcomes[-1], flush=True)
-    report(outcomes, page)
-    page.keep({"results.csv": outcomes})
+def row_of(seed: int) -> Outcome:
+    """Of the fault of a seed."""
+    return inject(Fault.of(seed))
 
 
 if __name__ == "__main__":
-    main()
+    how = f"torch {torch.__version__}, gloo over loopback, one thread a rank"
+    by_seed.run(HERE, Outcome, row_of, as_markdown, range(NUM_FAULTS), doc=__doc__, how=how)
