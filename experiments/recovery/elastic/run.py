@@ -306,31 +306,27 @@ def report(found: Sequence[Recovery], errors: Sequence[float], page: Page) -> No
         lost = max(each.steps_lost for each in of_deed)
         rows.append([deed, str(len(of_deed)), *cells, str(lost)])
     page.table(f"{len(SPEEDS)} nodes of one device each", HEADER, rows)
-    after_a_loss = [each.restart_s for each in found if each.deed == LOST]
-    page.bars(
-        [
-            Bar(
-                claim="s from torchrun's restart to the next step, a node lost, the most",
-                measured=max(after_a_loss),
-                at_most=RESTART_LIMIT_S,
-            ),
-            Bar(
-                claim="steps lost of those recorded, a node lost, the most",
-                measured=max(each.steps_lost for each in found if each.deed == LOST),
-                at_most=STEPS_ON_THEIR_WAY,
-            ),
-            Bar(
-                claim="steps lost when a node joins or is told to leave, the most",
-                measured=max(each.steps_lost for each in found if each.deed != LOST),
-                at_most=0,
-            ),
-            Bar(
-                claim="relative difference of losses from one undisturbed device, the most",
-                measured=max(errors),
-                at_most=ROUNDING,
-            ),
-        ]
+    lost = [each for each in found if each.deed == LOST]
+    others = [each.steps_lost for each in found if each.deed != LOST]
+    claims = (
+        (
+            "s from torchrun's restart to the next step, a node lost, the most",
+            max(each.restart_s for each in lost),
+            RESTART_LIMIT_S,
+        ),
+        (
+            "steps lost of those recorded, a node lost, the most",
+            max(each.steps_lost for each in lost),
+            STEPS_ON_THEIR_WAY,
+        ),
+        ("steps lost when a node joins or is told to leave, the most", max(others), 0),
+        (
+            "relative difference of losses from one undisturbed device, the most",
+            max(errors),
+            ROUNDING,
+        ),
     )
+    page.bars([Bar(claim=claim, measured=value, at_most=most) for claim, value, most in claims])
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -198,54 +199,38 @@ def _error(course: Course, expected: Course, *, is_same_plan: bool) -> tuple[flo
 def report(outcomes: Sequence[Outcome], page: Page) -> None:
     """The tables of a campaign."""
     rows = []
-    for deed, place in [
-        *((KILL, each) for each in PLACES),
-        (NOTICE, ANYTIME),
-        *((LOST, each) for each in PLACES),
-    ]:
-        of_place = [e for e in outcomes if (e.deed, e.place) == (deed, place)]
-        if not of_place:
-            continue
-        lost = [each.step - 1 - each.went_on_after for each in of_place]
-        rows.append(
-            [
-                deed,
-                place,
-                str(len(of_place)),
-                str(sum(each.is_well for each in of_place)),
-                str(max(0, *lost)),
-                Spread.of([each.seconds for each in of_place]).cell(1),
-            ]
-        )
+    places = [*product((KILL,), PLACES), (NOTICE, ANYTIME), *product((LOST,), PLACES)]
+    for deed, place in places:
+        own = [each for each in outcomes if (each.deed, each.place) == (deed, place)]
+        if own:
+            lost = [each.step - 1 - each.went_on_after for each in own]
+            numbers = (len(own), sum(each.is_well for each in own), max(0, *lost))
+            seconds = Spread.of([each.seconds for each in own]).cell(1)
+            rows.append([deed, place, *map(str, numbers), seconds])
     page.table(f"runs of {NUM_STEPS} steps", HEADER, rows)
-    for each in outcomes:
-        if not each.is_well:
-            page.tell(f"{each}")
-    same = [each for each in outcomes if each.plan == each.next_plan]
+    bad = [each for each in outcomes if not each.is_well]
+    for each in bad:
+        page.tell(f"{each}")
+    same = sum(each.plan == each.next_plan for each in outcomes)
     page.tell(
-        f"{len(same)} went on under the same plan, {len(outcomes) - len(same)} under another; "
+        f"{same} went on under the same plan, {len(outcomes) - same} under another; "
         f"{sum(each.in_background and each.deed != LOST for each in outcomes)} wrote their "
         "checkpoints in a thread."
     )
-    page.bars(
-        [
-            Bar(
-                claim="runs that did not go on as they should",
-                measured=sum(not each.is_well for each in outcomes),
-                at_most=0,
-            ),
-            Bar(
-                claim="relative difference from the undisturbed run, the most",
-                measured=max(each.error for each in outcomes),
-                at_most=ROUNDING,
-            ),
-            Bar(
-                claim="seconds to the end of the other ranks, the most",
-                measured=max(each.seconds for each in outcomes),
-                at_most=MAX_SECONDS_TO_END,
-            ),
-        ]
+    claims = (
+        ("runs that did not go on as they should", len(bad), 0),
+        (
+            "relative difference from the undisturbed run, the most",
+            max(each.error for each in outcomes),
+            ROUNDING,
+        ),
+        (
+            "seconds to the end of the other ranks, the most",
+            max(each.seconds for each in outcomes),
+            MAX_SECONDS_TO_END,
+        ),
     )
+    page.bars([Bar(claim=claim, measured=value, at_most=most) for claim, value, most in claims])
 
 
 def main() -> None:

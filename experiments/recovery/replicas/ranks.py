@@ -55,7 +55,7 @@ class Net(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class Cost:
     """Seconds of one step, and that it waited for each way to keep the state."""
 
     step_s: float
@@ -111,7 +111,7 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - started_s
 
 
-def keep(rank: int, num_layers: int, num_rounds: int, memory: Path, disk: Path) -> list[Costs]:
+def keep(rank: int, num_layers: int, num_rounds: int, memory: Path, disk: Path) -> list[Cost]:
     """What keeping costs; the state of the last step stays, in replicas and on disk."""
     run = Run(num_layers, 4)
     model, optimizer = run.model, run.optimizer
@@ -127,7 +127,7 @@ def keep(rank: int, num_layers: int, num_rounds: int, memory: Path, disk: Path) 
         times.append(timed(lambda: checkpoints.save_async(model, optimizer)))
         times.append(times[-1] + timed(lambda: checkpoints.wait(model)))
         if i:  # the first one makes states, folders and channels
-            found.append(Costs(*times))
+            found.append(Cost(*(round(each, 4) for each in times)))
     return found
 
 

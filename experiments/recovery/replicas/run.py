@@ -7,12 +7,13 @@ python -m experiments.recovery.replicas.run --quick    one of 0.1 GB; keeps noth
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from experiments.common.launch import FORKED, run_ranks
 from experiments.common.results import Bar, Page, Spread, parser_of
-from experiments.recovery.replicas.ranks import STORE_BYTES_PER_S, Restored, keep, restore
+from experiments.recovery.replicas.ranks import STORE_BYTES_PER_S, Cost, Restored, keep, restore
 
 HERE = Path(__file__).parent
 IN_MEMORY = Path("/dev/shm")
@@ -25,15 +26,8 @@ WAYS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """Which nodes are there after one is lost, by rank."""
-
-    name: str
-    nodes: tuple[int, ...]
-
-
-CLUSTERS = (Cluster("a new node in its place", (0, 1, 4, 3)), Cluster("three go on", (0, 1, 3)))
+# Which nodes are there after one is lost, by rank.
+CLUSTERS = {"a new node in its place": (0, 1, 4, 3), "three go on": (0, 1, 3)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,18 +40,6 @@ class Restoration:
     came_from: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """One round of keeping the state."""
-
-    step_s: float
-    replica_s: float
-    replica_complete_s: float
-    checkpoint_s: float
-    async_s: float
-    async_complete_s: float
-
-
 def restorations(
     num_layers: int, num_rounds: int, memory: Path, disk: Path
 ) -> list[Restoration]:
@@ -65,25 +47,16 @@ def restorations(
     found = []
     digests: dict[str, set[str]] = {}
     for _ in range(num_rounds):
-        for cluster in CLUSTERS:
-            for way in WAYS:
-                clock = FORKED.Value("d", 0.0)  # type: ignore[attr-defined]
-                args = (num_layers, list(cluster.nodes), way, memory, disk, clock)
-                rows: list[Restored] = run_ranks(
-                    restore, len(cluster.nodes), *args, context=FORKED
-                )
-                shutil.rmtree(memory / "node4", ignore_errors=True)
-                digest = " ".join(row.digest for row in rows)
-                digests.setdefault(cluster.name, set()).add(digest)
-                found.append(
-                    Restoration(
-                        cluster=cluster.name,
-                        way=way,
-                        seconds=round(max(row.seconds for row in rows), 3),
-                        came_from=rows[0].came_from,
-                    )
-                )
-                print(found[-1], flush=True)
+        for (name, nodes), way in product(CLUSTERS.items(), WAYS):
+            clock = FORKED.Value("d", 0.0)  # type: ignore[attr-defined]
+            args = (num_layers, list(nodes), way, memory, disk, clock)
+            rows: list[Restored] = run_ranks(restore, len(nodes), *args, context=FORKED)
+            shutil.rmtree(memory / "node4", ignore_errors=True)
+            digests.setdefault(name, set()).add(" ".join(row.digest for row in rows))
+            seconds = round(max(row.seconds for row in rows), 3)
+            told = rows[0].came_from
+            found.append(Restoration(cluster=name, way=way, seconds=seconds, came_from=told))
+            print(found[-1], flush=True)
     if any(len(each) > 1 for each in digests.values()):
         raise RuntimeError(f"not the same rows came back: {digests}")
     return found
@@ -108,15 +81,15 @@ def report(costs: Sequence[Cost], found: Sequence[Restoration], page: Page) -> N
     speedups = []
     for cluster in CLUSTERS:
         seconds = {
-            way: [e.seconds for e in found if (e.cluster, e.way) == (cluster.name, way)]
+            way: [e.seconds for e in found if (e.cluster, e.way) == (cluster, way)]
             for way in WAYS
         }
         pairs = zip(seconds["checkpoint"], seconds["replicas"], strict=True)
         speedups.append(Spread.of([stored / local for stored, local in pairs]).median)
         for way, label in WAYS.items():
-            told = next(e.came_from for e in found if (e.cluster, e.way) == (cluster.name, way))
+            told = next(e.came_from for e in found if (e.cluster, e.way) == (cluster, way))
             cells = [label, Spread.of(seconds[way]).cell(2), told.removeprefix("replicas: ")]
-            rows.append([cluster.name, *cells])
+            rows.append([cluster, *cells])
     page.table("getting it back", ["after a node is lost", "from", "s", "of it"], rows)
     page.bars(
         [
@@ -137,11 +110,7 @@ def main() -> None:
     root = IN_MEMORY if IN_MEMORY.is_dir() else None
     with TemporaryDirectory(dir=root) as memory, TemporaryDirectory() as disk:
         args = (num_layers, num_rounds, Path(memory), Path(disk))
-        of_ranks = run_ranks(keep, 4, *args, context=FORKED)
-        costs = [
-            Cost(**{name: round(getattr(each, name), 4) for name in Cost.__dataclass_fields__})
-            for each in of_ranks[0]
-        ]
+        costs = run_ranks(keep, 4, *args, context=FORKED)[0]
         shutil.rmtree(Path(memory) / "node2")  # it stays lost
         found = restorations(num_layers, num_rounds, Path(memory), Path(disk))
     page.tell(
