@@ -63,7 +63,7 @@ class Case:
     @property
     def num_weighed(self) -> int:
         """Launches in which memory is read; there is a bar on it in one case only."""
-        return 3 if self.cluster is STRONG and self.work is COMPUTE_BOUND else 1
+        return 3 if self.has_bars and self.cluster is STRONG else 1
 
     @property
     def name(self) -> str:

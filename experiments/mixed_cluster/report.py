@@ -7,7 +7,7 @@ from typing import Any
 from experiments.common.machine import Environment
 from experiments.common.results import BAR_HEADER, Bar, Spread, markdown_table, print_table
 from experiments.common.systems import FSDP2
-from experiments.mixed_cluster.clusters import CASES, FAST_BUT_SMALL, STRONG, Case
+from experiments.mixed_cluster.clusters import CASES, STRONG, Case
 from experiments.mixed_cluster.contest import TOGETHER, Turn, plain_name
 from experiments.mixed_cluster.plans import EVEN, PLANNED, SPARED, Planned
 from experiments.mixed_cluster.systems import FSDP2_UNEVEN
@@ -41,8 +41,7 @@ class Results:
 
     def __init__(self, case: Case, environment: Environment, plans: Sequence[Planned]) -> None:
         self.rows: list[Row] = []
-        self._case = case
-        self._stamp = environment.stamp
+        self._about = {"case": case.name, **environment.stamp}
         for planned in plans:
             if planned.predicted_step_time_s is None:
                 self.add_lack(planned.system)
@@ -72,8 +71,7 @@ class Results:
         self._add(turn.system, WEIGHED, round=turn.round, peak_mib=_joined(turn.peak_mib))
 
     def _add(self, system: str, what: str, **measured: Any) -> None:
-        case = self._case.name
-        self.rows.append(Row(case=case, system=system, what=what, **measured, **self._stamp))
+        self.rows.append(Row(system=system, what=what, **measured, **self._about))
 
 
 def _joined(numbers: Sequence[float]) -> str:
@@ -164,12 +162,6 @@ class CaseRows:
         )
 
 
-def show(case: Case, rows: Sequence[Row]) -> None:
-    """Print the table of one case."""
-    of_case = CaseRows.of(case, rows)
-    print_table(of_case.title, HEADER, of_case.table())
-
-
 def show_plans(plans: Sequence[Planned]) -> None:
     """Print who computes and stores what."""
     rows = []
@@ -192,11 +184,6 @@ def show_plans(plans: Sequence[Planned]) -> None:
     print_table("Plans", PLAN_HEADER, rows)
 
 
-def show_bars(rows: Sequence[Row]) -> None:
-    """Print those whose cases were measured."""
-    print_table("Bars", BAR_HEADER, [bar.cells for bar in bars(rows)])
-
-
 def bars(rows: Sequence[Row]) -> list[Bar]:
     """The claims made before the measurement."""
     found = []
@@ -204,10 +191,8 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
         of_case = CaseRows.of(case, rows)
         if not of_case.has(PLANNED):
             continue
-        if case.cluster is STRONG and case.work.name == "compute-bound":
-            found += _strong_bars(of_case)
-        if case.cluster is FAST_BUT_SMALL:
-            found += _small_bars(of_case)
+        if case.has_bars:
+            found += (_strong_bars if case.cluster is STRONG else _small_bars)(of_case)
     return found
 
 

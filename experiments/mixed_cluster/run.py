@@ -14,9 +14,11 @@ from typing import Any
 from experiments.common.launch import run_ranks
 from experiments.common.machine import Environment
 from experiments.common.results import (
+    BAR_HEADER,
     console,
     parse_cases,
     parser_of,
+    print_table,
     replace_cases,
     write_results_block,
 )
@@ -66,13 +68,14 @@ def main() -> None:
         console.rule(case.name)
         extent = QUICK if options.quick else FULL if case.has_bars else BRIEF
         found = measure(case, extent, environment, reason is None)
-        report.show(case, found)
+        of_case = report.CaseRows.of(case, found)
+        print_table(of_case.title, report.HEADER, of_case.table())
         rows += found
         if not options.quick:  # at once: what comes next may fail
             kept = replace_cases(results, found, report.Row, [case.name for case in CASES])
             write_results_block(HERE / "README.md", report.as_markdown(kept))
             draw(results, HERE / "figure.png")
-    report.show_bars(rows)
+    print_table("Bars", BAR_HEADER, [bar.cells for bar in report.bars(rows)])
     if options.quick:
         console.print("Only a little was measured: nothing was written.")
 
