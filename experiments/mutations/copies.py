@@ -1,6 +1,7 @@
 """Copies of the tree in which a line says something else, and how their tests are run."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -72,3 +73,30 @@ def run_tests(
 def has_passed(done: subprocess.CompletedProcess[str]) -> bool:
     """Whether no test of a run had anything to say."""
     return done.returncode in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
+
+
+def first_objection(tree: Path, tests: Sequence[str], *, limit_s: float) -> tuple[str, str]:
+    """The first of ``tests`` that fails, alone too, and passes without the fault; what it says.
+
+    Under load a test may run out of time.
+    """
+    of_no_use: list[str] = []
+    while tests:
+        done = run_tests(tree, tests, without=of_no_use, limit_s=limit_s)
+        if done is None:
+            return (said := f"does not end within {limit_s:g} s"), said
+        if has_passed(done):
+            break
+        failed = re.findall(
+            r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, flags=re.MULTILINE
+        )
+        if not failed:
+            return "pytest itself", "failed"
+        again = run_tests(tree, failed[:1], limit_s=limit_s)
+        objects = again is None or not has_passed(again)
+        if objects and passes_unchanged(failed[0], limit_s=limit_s):
+            lines = done.stdout.splitlines()
+            said = [line.strip() for line in lines if line.startswith("E  ")]
+            return failed[0], (said or ["failed"])[0]
+        of_no_use.append(failed[0])
+    return "", ""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from experiments.common.machine import REPOSITORY, Environment
 from experiments.common.results import console, read_csv, write_csv
-from experiments.mutations.copies import changed, has_passed, passes_unchanged, run_tests
+from experiments.mutations.copies import changed, first_objection
 from experiments.mutations.faults import Fault, draw
 
 HERE = Path(__file__).parent
@@ -134,7 +134,8 @@ def judge(number: int, fault: Fault, tests: list[str], more: list[str]) -> Verdi
     """Run ``tests``, then ``more``, on a copy of the tree, until one has failed twice."""
     started_at_s = time.monotonic()
     with changed(fault.path, fault.line, fault.before, fault.after) as tree:
-        found_by = first_objection(tree, tests) or first_objection(tree, more)
+        found_by, _ = first_objection(tree, tests, limit_s=SECONDS)
+        found_by = found_by or first_objection(tree, more, limit_s=SECONDS)[0]
     return Verdict(
         number=number,
         **asdict(fault),
@@ -142,31 +143,6 @@ def judge(number: int, fault: Fault, tests: list[str], more: list[str]) -> Verdi
         found_by=found_by,
         seconds=time.monotonic() - started_at_s,
     )
-
-
-def first_objection(tree: Path, tests: list[str]) -> str:
-    """The first of ``tests`` that fails, alone too, and passes without the fault.
-
-    Under load a test may run out of time.
-    """
-    of_no_use: list[str] = []
-    while tests:
-        done = run_tests(tree, tests, without=of_no_use, limit_s=SECONDS)
-        if done is None:
-            return f"does not end within {SECONDS:g} s"
-        if has_passed(done):
-            return ""
-        failed = re.findall(
-            r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, flags=re.MULTILINE
-        )
-        if not failed:
-            return "pytest itself"
-        again = run_tests(tree, failed[:1], limit_s=SECONDS)
-        objects = again is None or not has_passed(again)
-        if objects and passes_unchanged(failed[0], limit_s=SECONDS):
-            return failed[0]
-        of_no_use.append(failed[0])
-    return ""
 
 
 if __name__ == "__main__":

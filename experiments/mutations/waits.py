@@ -7,7 +7,7 @@ python -m experiments.mutations.waits --on-hosts --only wait_sent
 
 With --on-hosts the detector is not asked again, and only tests over transports of the host run;
 with --by only some of the groups of tests, with --tests only these.  The newest verdict of each
-place is kept.  A test that fails without the change too, as on a busy machine, does not count.
+place is kept.  A test that fails without the change too, or not alone, does not count.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from experiments.common.machine import REPOSITORY, Environment, commit_of
 from experiments.common.results import console, read_csv, write_csv
-from experiments.mutations.copies import changed, has_passed, run_tests
+from experiments.mutations.copies import changed, first_objection
 
 HERE = Path(__file__).parent
 FOLDERS = (
@@ -159,11 +159,9 @@ def judge(place: Place, tests: Mapping[str, Sequence[str]]) -> Verdict:
     started_at_s = time.monotonic()
     with changed(place.path, place.line, place.before, place.after) as tree:
         for who, names in tests.items():
-            objection, test = _objection(tree, names)
-            if objection and not _passes_unchanged(place, [test] if test else names):
-                objection, test = "", f"{test} fails as it is"
-            objected = who if objection else ""
-            if objection:
+            test, objection = first_objection(tree, names, limit_s=SECONDS)
+            objected = who if test else ""
+            if test:
                 break
     return Verdict(
         path=place.path,
@@ -178,29 +176,6 @@ def judge(place: Place, tests: Mapping[str, Sequence[str]]) -> Verdict:
         objection=objection,
         seconds=time.monotonic() - started_at_s,
     )
-
-
-def _objection(tree: Path, names: Sequence[str]) -> tuple[str, str]:
-    """What the first test that fails says, and its name; two empty strings if none does."""
-    done = run_tests(tree, names, limit_s=SECONDS)
-    if done is None:
-        return f"does not end within {SECONDS:g} s", ""
-    if has_passed(done):
-        return "", ""
-    lines = done.stdout.splitlines()
-    said = [line.strip() for line in lines if line.startswith("E  ") or "Error" in line]
-    failed = [
-        line.partition(" ")[2].partition(" - ")[0]  # a name may have spaces
-        for line in lines
-        if line.startswith(("FAILED ", "ERROR "))
-    ]
-    return (said or ["failed"])[0], (failed or [""])[0]
-
-
-def _passes_unchanged(place: Place, names: Sequence[str]) -> bool:
-    with changed(place.path, place.line, place.before, place.before) as tree:
-        done = run_tests(tree, names, limit_s=SECONDS)
-        return done is not None and has_passed(done)
 
 
 def merged(before: Sequence[Verdict], found: Sequence[Verdict]) -> list[Verdict]:
