@@ -25,13 +25,13 @@ from experiments.common.results import (
     write_results_block,
 )
 
-Row = TypeVar("Row")  # a frozen dataclass with a ``seed``
+Row = TypeVar("Row")  # a frozen dataclass with its seed
 
 
 def run(
     folder: Path,
     record: type[Row],
-    row_of: Callable[[int], Row],
+    row_of: Callable[[int], Row | None],
     as_markdown: Callable[[list[Row]], str],
     seeds: range,
     *,
@@ -39,10 +39,12 @@ def run(
     told: Callable[[Row], str] = str,
     how: str = "predictions, no ranks",
     file: str = "results.csv",
+    key: str = "seed",
 ) -> None:
     """Add the rows that are missing to ``file``, and their table to README.md.
 
-    A README without the marks of a block is left as it is.
+    A seed may have no row, and is tried again.  A README without the marks of a block is left
+    as it is; ``key`` is the field with the seed.
 
     ``seeds`` are those of the file; others are looked at only where nothing is written.
     """
@@ -58,22 +60,21 @@ def run(
     path, environment = folder / file, Environment.here()
     rows: list[Row] = []
     for seed in asked:
-        if not given.only_show and _is_known(path, record, seed):
+        if not given.only_show and _is_known(path, record, seed, key):
             continue
-        rows.append(row_of(seed))
+        if (row := row_of(seed)) is None:
+            continue
+        rows.append(row)
         console.print(told(rows[-1]), markup=False, soft_wrap=True)
         if not given.only_show:
             _append(path, rows[-1])
     if not given.only_show:
-        rows = _sorted(path, record)
+        rows = _sorted(path, record, key)
     text = as_markdown(rows)
     console.print(text, markup=False, soft_wrap=True)
     readme = folder / "README.md"
     if not given.only_show and BLOCK_BEGINS in readme.read_text():
         write_results_block(readme, f"{environment.as_markdown(how)}\n\n{text}")
-
-
-seed_of: Callable[[Any], int] = attrgetter("seed")
 
 
 @contextmanager
@@ -85,9 +86,9 @@ def _held(path: Path) -> Iterator[TextIO]:
         yield file
 
 
-def _is_known(path: Path, record: type[Row], seed: int) -> bool:
+def _is_known(path: Path, record: type[Row], seed: int, key: str) -> bool:
     with _held(path) as file:
-        return bool(file.tell()) and seed in map(seed_of, read_csv(path, record))
+        return bool(file.tell()) and seed in map(attrgetter(key), read_csv(path, record))
 
 
 def _append(path: Path, row: Any) -> None:
@@ -98,9 +99,9 @@ def _append(path: Path, row: Any) -> None:
         writer.writerow(asdict(row))
 
 
-def _sorted(path: Path, record: type[Row]) -> list[Row]:
+def _sorted(path: Path, record: type[Row], key: str) -> list[Row]:
     """All rows of the file, which has them by seed from now on."""
     with _held(path):
-        rows = sorted(read_csv(path, record), key=seed_of)
+        rows = sorted(read_csv(path, record), key=attrgetter(key))
         write_csv(path, rows)
     return rows

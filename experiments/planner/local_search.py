@@ -1,7 +1,7 @@
 """Does a local search over everything that a plan can express beat the planner?
 
-    OMP_NUM_THREADS=1 python -m experiments.planner.local_search           60 cases
-    OMP_NUM_THREADS=1 python -m experiments.planner.local_search --first 6
+    OMP_NUM_THREADS=1 python -m experiments.planner.local_search
+    OMP_NUM_THREADS=1 python -m experiments.planner.local_search --seeds 0 6 --only-show
 
 What is in local_search.csv already is not run again; remove the file to begin anew.
 
@@ -14,16 +14,12 @@ class of plans that ``shardhet plan`` names; the others may cut a batch in any w
 any units.  It also asks of every device that recomputes whether it had to.
 """
 
-import argparse
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 
-from experiments.common.machine import Environment
-from experiments.common.results import console, read_csv, write_csv
+from experiments.common import by_seed
 from shardhet.apps.plan import DOOR
 from shardhet.apps.planning.inputs import load, read_request
 from shardhet.config.planning import PlannerConf
@@ -38,7 +34,7 @@ HERE = Path(__file__).parent
 CLUSTERS = ("rtx4090_2x3090", "l4_a6000_p40_p100", "h100_a100_20")
 MODELS = ("gpt_125m", "bert_large", "llama_1b", "vit_g", "gpt_1_3b", "gpt_2_7b", "llama_3b")
 BATCHES = (8, 24, 64, 128)
-NUM_CASES, NUM_STEPS = 60, 1500
+NUM_CASES, NUM_STEPS = 61, 1500  # of cases one has no plan
 RESTART_STEPS = 250  # without a better plan, the walk returns to the best one
 UNEVENNESS = 0.15  # of a curve's points
 SAME = 1 + 1e-9
@@ -245,33 +241,18 @@ def judge(case: int) -> Result | None:
     )
 
 
-def main() -> None:
-    """One row a case; the worst to the screen."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--first", type=int, default=NUM_CASES, help="how many of the cases")
-    parser.add_argument("--jobs", type=int, default=2, help="cases that are tried at a time")
-    options = parser.parse_args()
-    console.print(Environment.here().as_markdown())
-    path = HERE / "local_search.csv"
-    results = read_csv(path, Result) if path.exists() else []
-    known = {each.case for each in results}
-    is_done = len(results) >= options.first
-    todo = [i for i in range(2 * options.first) if i not in known and not is_done]
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        for found in pool.map(judge, todo):
-            if found is None or len(results) >= options.first:
-                continue
-            results.append(found)
-            write_csv(path, results)
-            console.print(
-                f"{found.case} {found.cluster} {found.model} {found.batch}: "
-                f"inside {found.gain_inside:.3%}, outside {found.gain_outside:.3%}, "
-                f"needless {found.num_needless} of {found.num_recomputing}"
-            )
-            if len(results) >= options.first:
-                pool.shutdown(wait=False, cancel_futures=True)
-                break
-    console.print(
+def told(found: Result) -> str:
+    """One case, in a line."""
+    return (
+        f"{found.case} {found.cluster} {found.model} {found.batch}: "
+        f"inside {found.gain_inside:.3%}, outside {found.gain_outside:.3%}, "
+        f"needless {found.num_needless} of {found.num_recomputing}"
+    )
+
+
+def as_markdown(results: list[Result]) -> str:
+    """The worst."""
+    return (
         f"{len(results)} cases; at most {max(each.gain_inside for each in results):.3%} faster "
         f"inside the class, {max(each.gain_outside for each in results):.3%} outside; "
         f"{sum(not each.reshards for each in results)} plans keep units gathered; "
@@ -280,4 +261,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cases, file = range(NUM_CASES), "local_search.csv"
+    by_seed.run(
+        HERE, Result, judge, as_markdown, cases, doc=__doc__, told=told, file=file, key="case"
+    )
