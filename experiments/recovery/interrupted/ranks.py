@@ -151,7 +151,7 @@ def live(sender: Connection, rank: int, port: int, life: Life, folder: str) -> N
     torch.set_num_threads(1)
     join(port, plan.world_size, rank)
     course: Course | str
-    with watch_ranks(hang_timeout_s=HANG_TIMEOUT_S, on_verdict=lambda verdict: None):
+    with watch_ranks(hang_timeout_s=HANG_TIMEOUT_S, on_failure=lambda failure: None):
         try:
             course = _Run(rank, life, Path(folder)).train()
             dist.barrier()
