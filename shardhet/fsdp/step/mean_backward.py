@@ -116,7 +116,7 @@ class MeanBackward:
             of_round = rows_on_host.read()
             own = float(of_round[self._control.position, 1])
             self._laws.append(self._returned.laws)
-            self._told += [num_samples, own, *self._returned.factors(loss_sum)]
+            self._told += [num_samples, own, *self._returned.factors()]
             has_grad = self.agree_on_grads() if is_last else {}
             if divisor is None:
                 check_no_tokens(of_round[:, 1].tolist(), [row[2] for row in rows])

@@ -35,6 +35,7 @@ class Output:
         self._leaves = {at: ref(e) if isinstance(e, Tensor) else e for at, e in pairs}
         self._eps = 0.0  # of the narrowest dtype of what gets a gradient
         self._scale: Tensor | None = None  # of the loss; None: gradients are not noted
+        self._loss_at: str | None = None  # if the loss is one of these as it is
         self._factors: dict[str, HostCopy] = {}
 
     @classmethod
@@ -57,7 +58,8 @@ class Output:
 
     def begin_backward(self, loss_sum: Tensor, scale: Tensor) -> None:
         """Note the gradients of leaves with a law, unless the loss is one as it is."""
-        self._scale = scale if self._place_of(loss_sum) is None else None
+        self._loss_at = self._place_of(loss_sum)
+        self._scale = scale if self._loss_at is None else None
 
     def _note(self, place: str, grad: Tensor) -> None:
         if self._scale is not None:
@@ -66,11 +68,10 @@ class Output:
             weighted = grad.detach().flatten().double() * weights.sqrt()
             self._factors[place] = HostCopy(weighted.sum() / self._scale)
 
-    def factors(self, loss_sum: Tensor) -> list[float]:
+    def factors(self) -> list[float]:
         """What ``check_factors`` compares of leaves with a law, by which the loss has them."""
-        at = self._place_of(loss_sum)
-        if at is not None:
-            return [0.0, *(float(place == at) for place in self.laws)]
+        if self._loss_at is not None:
+            return [0.0, *(float(place == self._loss_at) for place in self.laws)]
         copies = (self._factors.get(place) for place in self.laws)
         return [self._eps, *(0.0 if each is None else float(each.read()) for each in copies)]
 
