@@ -251,9 +251,18 @@ def test_every_choice_comes_back_from_its_run_folder(choice: str, tmp_path: Path
     [
         ([], Precision.BF16),
         (["optim=sgd", "data.seq_len=100", "precision=BF16"], Precision.BF16),
-        (["precision=FP32"], "precision: float32 but the plan was made for bfloat16. Train"),
-        (["data.seq_len=129"], "data.seq_len: 129 but the plan was made for 128"),
-        (["+optim.arguments.amsgrad=true"], "optim: 3 tensors kept .* was made for 2"),
+        (
+            ["precision=FP32"],
+            "param_dtype is float32 but the plan was made for bfloat16. Train",
+        ),
+        (
+            ["data.seq_len=129"],
+            "tokens_per_sample is 129 but the plan was made for 128. .*data.seq_len=",
+        ),
+        (
+            ["+optim.arguments.amsgrad=true"],
+            "num_moments is 3 but the plan was made for 2",
+        ),
     ],
 )
 def test_a_plan_says_what_it_holds_for(keys: list[str], found: Any, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """transformers' Trainer under a plan is transformers' Trainer on one process."""
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardhet import HetFSDP, Plan, Stage
+from shardhet.records.plan import HoldsFor
 from tests.selection import for_campaign, one_in
 from tests.small_models import TRANSFORMERS_SHAPE
 from tests.worlds import TRANSFORMERS, preload, run_ranks
@@ -332,6 +334,21 @@ def test_a_plan_for_other_ranks_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="1 processes but the plan has 3 devices"):
         HetTrainer(llama(), arguments(tmp_path), plan=PLAN, train_dataset=texts(8, seed=1))
+
+
+def test_a_plan_for_another_optimizer_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    from shardhet.hf import HetTrainer
+
+    said = HoldsFor(param_dtype="float64", tokens_per_sample=99, num_moments=1)
+    plan = replace(ONE, holds_for=said)
+    trainer = HetTrainer(
+        llama(), arguments(tmp_path), plan=plan, train_dataset=texts(8, seed=1)
+    )
+    with pytest.raises(
+        ValueError, match=r"AdamW keeps .*num_moments is 2 but the plan was made for 1"
+    ):
+        trainer.train()
+    assert trainer.state.global_step == trainer.het.step == 0
 
 
 def test_an_optimizer_of_the_whole_model_is_refused(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """What HetFSDP is given that it cannot use is refused by the argument's name."""
 
 import copy
+import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 
 from shardhet import Cluster, ExampleBatch, HetFSDP, Plan, describe, mean_of_samples, plan_for
 from shardhet.records.plan import HoldsFor
-from tests.worlds import run_ranks
+from tests.worlds import run_ranks, run_ranks_expecting_failure
 
 ALONE = Plan.even(1, microbatch_size=2)
 
@@ -54,7 +56,7 @@ def test_options_of_a_wrong_type_are_refused(options: dict[str, Any], words: str
         (
             "bfloat16",
             None,
-            "is for a model that computes in torch.bfloat16 but .*float32",
+            "param_dtype is float32 but the plan was made for bfloat16",
         ),
         (
             "float32",
@@ -74,6 +76,43 @@ def test_a_plan_for_another_precision_is_refused(
         return
     with pytest.raises(ValueError, match=words):
         HetFSDP(net(), plan, param_dtype=param_dtype)
+
+
+class Texts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, int]:
+        return self.head(self.embed(tokens)).square().sum(), tokens.numel()
+
+
+def _step_as_planned_or_not(rank: int) -> None:
+    said = HoldsFor(param_dtype="float32", tokens_per_sample=6, num_moments=1)
+    plan = replace(Plan.even(2, microbatch_size=1), holds_for=said)
+    model = HetFSDP(Texts(), plan, units=[nn.Embedding, nn.Linear])
+    for length, words in ((6, None), (7, "tokens_per_sample is 7 .* made for 6"), (8, None)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with torch.no_grad():
+                model(torch.ones(1, 99, dtype=torch.long))
+            model.forward_backward(torch.ones(1, length, dtype=torch.long))
+        found = [str(each.message) for each in caught]
+        assert bool(found) == bool(words), found
+        assert words is None or re.search(words, *found)
+    torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9).step()  # which keeps one
+    before = [param.detach().clone() for param in model.parameters()]
+    try:
+        torch.optim.AdamW(model.parameters()).step()
+    finally:
+        assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_plan_for_another_optimizer_or_shorter_samples_is_no_surprise() -> None:
+    for outcome in run_ranks_expecting_failure(_step_as_planned_or_not, 2):
+        assert re.search(
+            "AdamW keeps .*num_moments is 2 but .* for 1.*num_moments=2", outcome.message
+        )
 
 
 def test_an_example_without_targets_is_told_where_they_go() -> None:

@@ -238,19 +238,16 @@ class TrainConf(Checked):
         held = self._plan_holds_for
         if held is None:
             return
-        tokens = self.model.counted_tokens(self.data.seq_len)
-        num_moments = self.optim.to_record().count_moments()
-        kept = f"{num_moments} tensors kept for each parameter"
-        for key, here, there, is_fit in (
-            ("precision", self.precision.value, held.param_dtype, False),
-            ("data.seq_len", tokens, held.tokens_per_sample, tokens < held.tokens_per_sample),
-            ("optim", kept, held.num_moments, num_moments <= held.num_moments),
-        ):
-            if here != there and not is_fit:
-                raise ConfigError(
-                    f"{key}: {here} but the plan was made for {there}. Train as it says, or "
-                    "plan again for this run."
-                )
+        lack = held.lack(
+            param_dtype=self.precision.value,
+            tokens_per_sample=self.model.counted_tokens(self.data.seq_len),
+            num_moments=self.optim.to_record().count_moments(),
+        )
+        if lack is not None:
+            raise ConfigError(
+                f"{lack}. Train as it says (precision=, data.seq_len=, optim=), or plan again "
+                "for this run."
+            )
 
     def check_resume(self) -> None:
         """Raise if there is nothing at the path to resume from."""

@@ -114,13 +114,16 @@ def checked(
     computed = precision.param_dtype or next(
         (each.dtype for each in module.parameters() if each.is_floating_point()), None
     )
-    held = None if plan.holds_for is None else getattr(torch, plan.holds_for.param_dtype)
-    if held not in (None, computed):
-        raise ValueError(
-            f"plan: it is for a model that computes in {held} but HetFSDP gathers {computed}. "
-            f'Pass param_dtype={held} (to HetTrainer options={{"param_dtype": {held}}}), or '
-            f"plan for {computed} (shardhet plan precision=FP32, BF16 or FP16)."
-        )
+    held = plan.holds_for
+    if held is not None and computed is not None:
+        lack = held.lack(param_dtype=str(computed).removeprefix("torch."))
+        there = f"torch.{held.param_dtype}"
+        if lack is not None:
+            raise ValueError(
+                f"{lack}. Pass param_dtype={there} (to HetTrainer "
+                f'options={{"param_dtype": {there}}}), or plan for {computed} (shardhet plan '
+                "precision=FP32, BF16 or FP16)."
+            )
     if loss_fn is not None and not callable(loss_fn):
         raise ValueError(f"HetFSDP: loss_fn is {loss_fn!r} but must be a function.")
     try:

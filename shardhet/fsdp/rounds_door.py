@@ -1,5 +1,6 @@
 """The steps of a HetFSDP: backward, and the rounds of a step."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from shardhet.fsdp.microbatch.loss import FusedLoss, loss_pair
 from shardhet.fsdp.microbatch.ragged import CountRows
-from shardhet.fsdp.microbatch.signature import Arguments, BatchDims, ModelCall
+from shardhet.fsdp.microbatch.signature import Arguments, BatchDims, ModelCall, tokens_of
 from shardhet.fsdp.probing.module_state import choices_of
 from shardhet.fsdp.sharding.build import MixedPrecision
+from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.stages.runtime import StageRuntime
 from shardhet.fsdp.stages.step import Pipeline
 from shardhet.fsdp.state_door import ModuleWithState
@@ -176,6 +178,8 @@ class ModuleInRounds(ModuleWithState):
                 f"({', '.join(self._ragged)}) are as many in each round as its samples have, "
                 "and stages hand over tensors of one shape. Give a plan without stages."
             )
+        if torch.is_grad_enabled():
+            _warn_of_long(self._comm, tokens_of(call.leaves))
         cut_from = whole if self.plan.num_rounds > 1 else None
         call = call.brought(self._comm.device, self._precision.param_dtype)
         return replace(call, cut_from=cut_from, of_loss=choices_of(self._loss.loss_fn))
@@ -267,3 +271,17 @@ class ModuleInRounds(ModuleWithState):
     def is_asked_to_end(self) -> bool:
         """Whether any rank called ``ask_to_end`` before the last backward; same on all."""
         return self._runtime.is_asked_to_end
+
+
+def _warn_of_long(comm: CommContext, tokens: int) -> None:
+    """Warn, once, of samples of more ``tokens`` than the plan has memory for."""
+    held = comm.holds_for
+    if held is None or held.tokens_per_sample == 1:  # no text, or it was said
+        return
+    if (lack := held.lack(tokens_per_sample=tokens)) is not None:
+        comm.holds_for = replace(held, tokens_per_sample=1)
+        warnings.warn(
+            f"model(...): {lack}, so that memory and times are not those that it says. "
+            "Truncate samples, or plan with an example of the longest.",
+            stacklevel=2,
+        )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shardhet.comm.members import rehearsed
 from shardhet.comm.store import from_first_rank
 from shardhet.fsdp.microbatch.loss import loss_pair
+from shardhet.fsdp.microbatch.signature import tokens_of
 from shardhet.fsdp.options import check_dtype
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
@@ -106,6 +107,7 @@ def plan_for(
     units: Sequence[type[nn.Module] | str] | None = None,
     loss_fn: LossFn | None = None,
     param_dtype: torch.dtype | None = None,
+    num_moments: int = ADAM_MOMENTS,
     profile: Profile | None = None,
 ) -> Plan:
     """The plan to prefer for training ``model`` on ``cluster``, which need not be at hand.
@@ -120,7 +122,8 @@ def plan_for(
 
     ``batch`` is an example of the model's inputs: a tuple of positional arguments, a mapping of
     keyword arguments, or an ``ExampleBatch``, which also holds what ``loss_fn`` needs.
-    ``units``, ``loss_fn`` and ``param_dtype`` are those of HetFSDP.  Times follow from the
+    ``units``, ``loss_fn`` and ``param_dtype`` are those of HetFSDP.  The optimizer keeps
+    ``num_moments`` tensors per parameter, as for ``describe``.  Times follow from the
     devices' specifications unless a measured ``profile`` is given.  The plan is that of
     ``find_plan``: of those within 0.5 % of the fastest, the one that a person would choose.
     Raises ``PlanError`` with the nearest miss if nothing fits.
@@ -139,7 +142,14 @@ def plan_for(
         cluster = Cluster.named(described_cluster(cluster))
     if profile is None:
         cluster.check_described()
-    workload = describe(model, batch, units=units, loss_fn=loss_fn, param_dtype=param_dtype)
+    workload = describe(
+        model,
+        batch,
+        units=units,
+        loss_fn=loss_fn,
+        param_dtype=param_dtype,
+        num_moments=num_moments,
+    )
     _check_can_be_planned(model, workload)
     setting = Setting(cluster, workload, profile or derive_profile(cluster, workload))
 
@@ -248,7 +258,7 @@ def describe_sketch(
     return Workload(
         kinds=tuple(sorted(kinds, key=lambda kind: order.index(kind.name))),
         units=tuple(Unit(fqn=unit.fqn, kind=unit.kind) for unit in sketch.units),
-        tokens_per_sample=tokens_per_sample or _tokens_per_sample(model.batch),
+        tokens_per_sample=tokens_per_sample or tokens_of(model.batch.tensors),
         param_dtype=_name(in_flight),
         reduce_dtype=_name(model.reduce_dtype or trained_dtype(model.module)),
         state_bytes_per_element=_state_bytes_per_element(sketch, num_moments),
@@ -333,12 +343,6 @@ def _kind(name: str, unit: UnitSketch, smaller: Counts, larger: Counts) -> UnitK
             i for i, slot in enumerate(unit.draft.slots) if not slot.is_trainable
         ),
     )
-
-
-def _tokens_per_sample(batch: ExampleBatch) -> int:
-    first = batch.tensors[0]
-    is_text = not first.is_floating_point() and first.dim() > 1
-    return first.shape[1] if is_text else 1
 
 
 def _name(dtype: torch.dtype) -> str:

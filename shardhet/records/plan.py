@@ -116,6 +116,14 @@ class HoldsFor:
     tokens_per_sample: int
     num_moments: int  # that the optimizer keeps per parameter
 
+    def lack(self, **found: str | int) -> str | None:
+        """What of a run, by field, is another or more than the plan was made for; or None."""
+        for name, here in found.items():
+            there = getattr(self, name)
+            if here > there if isinstance(here, int) else here != there:
+                return f"{name} is {here} but the plan was made for {there}"
+        return None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan(ShownPlan, Document):

@@ -314,6 +314,13 @@ def lists_of_entries(call: ModelCall) -> list[str]:
     ]
 
 
+def tokens_of(leaves: Sequence[Any]) -> int:
+    """The tokens of a sample, if the first tensor holds indices of them; else 1."""
+    first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+    is_text = first is not None and first.dim() > 1 and not first.is_floating_point()
+    return first.shape[1] if first is not None and is_text else 1
+
+
 def _part(tensor: Tensor, dim: int, start: int, stop: int) -> Tensor:
     """Its rows with a version of their own: what writes to them in place, in another round than
     theirs, is no write to what their backward reads.

@@ -60,15 +60,18 @@ def host_threads(comm: CommContext) -> Iterator[None]:
 def before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Prepare a step on rows of the host."""
     comm, _ = _owner_of(optimizer)
-    if comm is None or comm.num_host_threads is None:
+    if comm is None:
+        return
+    if is_new := optimizer not in _advised:
+        _advised[optimizer] = True
+        check_room(optimizer)
+    if comm.num_host_threads is None:
         return
     for name in OF_GRAD_SCALER:
         # They are on the device.  The optimizer would have them copied and not wait for it.
         if isinstance(value := getattr(optimizer, name, None), Tensor):
             setattr(optimizer, name, value.cpu())
-    if optimizer not in _advised:
-        _advised[optimizer] = True
-        check_room(optimizer)
+    if is_new:
         _advise(optimizer, comm)
     _threads_before[optimizer] = torch.get_num_threads()
     torch.set_num_threads(comm.num_host_threads)
@@ -138,13 +141,26 @@ def can_fuse(optimizer: optim.Optimizer) -> bool:
 
 
 def check_room(optimizer: optim.Optimizer) -> None:
-    """Raise ``ValueError`` on every rank if its states do not fit in the host's memory."""
+    """Raise ``ValueError`` on every rank if its states do not fit in the host's memory, or the
+    plan was made for fewer.
+    """
     comm, peers = _owner_of(optimizer)
-    if comm is None or peers is None or comm.num_host_threads is None:
+    if comm is None or peers is None:
         return
-    assert comm.host_room is not None
-    lack = comm.host_room.lack(count_moments(optimizer))
-    if lack is not None:
+    room = None if comm.num_host_threads is None else comm.host_room
+    if comm.holds_for is None and room is None:
+        return
+    num_moments = count_moments(optimizer)
+    lack = comm.holds_for and comm.holds_for.lack(num_moments=num_moments)
+    if lack:
+        lack = (
+            f"optimizer {type(optimizer).__name__} keeps more tensors for each parameter than "
+            f"the plan has memory for: {lack}. Plan for it (num_moments={num_moments} for "
+            "plan_for and shardhet plan), or take one that keeps fewer."
+        )
+    elif room is not None:
+        lack = room.lack(num_moments)
+    if lack:
         with peers.guard("optimizer.step"):
             raise ValueError(lack)
 

@@ -20,7 +20,7 @@ from shardhet.comm.on_host.lanes import CopyLane
 from shardhet.comm.on_host.memory import HostAllocator, processors, share_of_processors
 from shardhet.fsdp.sharding.host_room import HostRoom
 from shardhet.records.nodes import Nodes, TwoLevels, carriers
-from shardhet.records.plan import Plan, is_matched
+from shardhet.records.plan import HoldsFor, Plan, is_matched
 from shardhet.records.stages import Stage
 
 MAX_UNSENT_GATHERS = 4
@@ -84,10 +84,12 @@ class CommContext:
         self.num_host_threads: int | None = None  # for rows on the host; None: on the device
         self.is_first_on_host = False  # of the ranks whose rows are there
         self.host_room: HostRoom | None = None  # None if no rank has rows there
+        self.holds_for: HoldsFor | None = None  # what the plan was made for, if it says it
 
     def follow(self, plan: Plan, control: Channel) -> None:
         """Communicate among the ranks that compute by ``plan``.  Collective."""
         self._share_host(plan, control)
+        self.holds_for = plan.holds_for
         computes = [rank.rank_batch_size > 0 for rank in plan.ranks]
         self.computing = tuple(i for i, each in enumerate(computes) if each)
         self._groups = [*zip(plan.stages or (), plan.groups, strict=False)]
