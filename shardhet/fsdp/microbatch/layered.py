@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from shardhet.fsdp.microbatch.batching import BatchAxis, VisitRules, flatten, unflatten
 from shardhet.fsdp.microbatch.host_inputs import InputsOnHost, KeptInputs
@@ -153,13 +153,7 @@ class _Graph:
 
     def backward(self, grads: Sequence[Tensor | None]) -> None:
         """Accumulate into parameters and ``inputs``; ``grads`` are gradients of the outputs."""
-        pairs = [
-            (edge, grad)
-            for edge, grad in zip(self._edges, grads, strict=True)
-            if edge is not None and grad is not None
-        ]
-        if pairs:
-            torch.autograd.backward([e for e, _ in pairs], [g for _, g in pairs])
+        run_backward(self._edges, grads)
         self._edges = []
 
 
@@ -243,6 +237,24 @@ def cut(
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors among the leaves of ``tree``."""
     return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def run_backward(
+    ends: Sequence[Tensor | GradientEdge | None], grads: Sequence[Tensor | None]
+) -> None:
+    """``torch.autograd.backward`` from those that have a gradient, without its checks of their
+    shapes, for which it imports sympy.
+    """
+    pairs = [
+        (end, grad)
+        for end, grad in zip(ends, grads, strict=False)
+        if end is not None and grad is not None
+    ]
+    if pairs:
+        found, given = zip(*pairs, strict=True)
+        _engine_run_backward(
+            found, given, False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
 
 
 def leaves_of(tensor: Tensor) -> Iterator[Tensor]:

@@ -18,6 +18,7 @@ round after the other.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.autograd.graph import GradientEdge
 
 from shardhet.comm.host_copy import HostCopy
 from shardhet.comm.progress import progress
+from shardhet.fsdp.microbatch.layered import run_backward
 from shardhet.fsdp.microbatch.loss import loss_pair
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.attempt import RunModule
@@ -284,17 +286,7 @@ class Pipeline:
         made = self._made.pop(now.round, [])
         begins = each.batch.num_samples and self._is_last
         grads = [self._seeds.pop(now.round)] if begins else self._exchange.take(now)
-        pairs = [
-            (edge, grad)
-            for edge, grad in zip(made, grads, strict=False)
-            if edge is not None and grad is not None
-        ]
-
-        def run_autograd() -> None:
-            if pairs:
-                torch.autograd.backward([e for e, _ in pairs], [g for _, g in pairs])
-
-        runtime.backward_round(each, run_autograd)
+        runtime.backward_round(each, partial(run_backward, made, grads))
         if (arrived := self._arrived.pop(now.round, None)) is not None:
             self._exchange.give(now, arrived.grads)
 

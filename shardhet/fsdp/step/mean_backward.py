@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from shardhet.comm import devices
 from shardhet.comm.host_copy import HostCopy
 from shardhet.comm.progress import progress
-from shardhet.fsdp.microbatch.layered import leaves_of
+from shardhet.fsdp.microbatch.layered import leaves_of, run_backward
 from shardhet.fsdp.microbatch.loss import check_no_tokens
 from shardhet.fsdp.params.param_hooks import ParamHooks, check_hooks_agree, set_grads_with_hooks
 from shardhet.fsdp.params.row_group import RowGroup
@@ -105,7 +105,7 @@ class MeanBackward:
 
             def run_autograd() -> None:
                 if loss_sum.requires_grad:
-                    torch.autograd.backward(loss_sum, seed_grad)
+                    run_backward([loss_sum], [seed_grad])
 
             self._is_in_backward = True
             self._returned.begin_backward(loss_sum, seed_grad)
