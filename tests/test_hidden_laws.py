@@ -14,7 +14,15 @@ from shardhet import HetFSDP, Plan, Stage
 from shardhet.fsdp.probing.comparing import Cut
 from tests.edge_plans import APART, UNEVEN, every_plan
 from tests.ordinary import Pair, says
-from tests.test_probe import WIDTH, Net, compare_grads, draw, plan_for
+from tests.test_probe import (
+    IN_ROUNDS,
+    WIDTH,
+    Net,
+    backward_in_rounds,
+    compare_grads,
+    draw,
+    plan_for,
+)
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
 ALONE = plan_for(recomputes=False)
@@ -54,9 +62,9 @@ class Labelled(Net):
 
 @pytest.mark.parametrize("loss", [summed, averaged, per_label])
 def test_a_loss_by_how_often_the_batch_has_a_label_is_refused(loss: OfLabels) -> None:
-    model = HetFSDP(Labelled(loss), ALONE, units=UNITS)
-    with pytest.raises(ValueError, match="scalar output 0, computed outside of units, is no"):
-        model(draw(5, WIDTH), LABELS)
+    model, x = HetFSDP(Labelled(loss), IN_ROUNDS, units=UNITS), draw(5, WIDTH)
+    with pytest.raises(ValueError, match="what the model returns, which is no sum or mean"):
+        backward_in_rounds(model, lambda: model(x, LABELS)[0])
 
 
 @pytest.mark.parametrize("loss", [summed, averaged])
@@ -65,13 +73,13 @@ def test_a_loss_of_a_unit_by_how_often_the_batch_has_a_label_is_refused(
 ) -> None:
     model = HetFSDP(
         Net(linear),
-        ALONE,
+        IN_ROUNDS,
         units=[*UNITS, "head"],
         loss_fn=lambda output, labels: (loss(output, labels), torch.tensor(len(labels))),
     )
-    for _ in range(2):
-        with pytest.raises(ValueError, match="unit 'head': output 0"):
-            model(draw(5, WIDTH), loss_inputs=LABELS)
+    with pytest.raises(ValueError, match="what the model returns, which is no sum or mean"):
+        model.forward_backward(draw(10, WIDTH), loss_inputs=LABELS.repeat(2))
+    assert all(param.grad is None for param in model.parameters())
 
 
 def by_the_largest(x: Tensor) -> Tensor:
@@ -97,9 +105,9 @@ class Bounded(Net):
 def test_what_only_large_or_zero_samples_show_is_refused(
     bound: Callable[[Tensor], Tensor], is_summed: bool
 ) -> None:
-    model = HetFSDP(Bounded(bound, is_summed), ALONE, units=UNITS)
+    model, x = HetFSDP(Bounded(bound, is_summed), IN_ROUNDS, units=UNITS), draw(5, WIDTH)
     with pytest.raises(ValueError, match=r"no sum or mean|depends for one sample on the oth"):
-        model(draw(5, WIDTH))
+        backward_in_rounds(model, model, x)
 
 
 class Longest(nn.Module):

@@ -351,6 +351,31 @@ def test_backwards_that_mix_samples_are_refused(backward: Backward) -> None:
         refuses(module, ValueError, "gradients of two parts of a batch do not add up")
 
 
+def by_length(x: Tensor, mixes: bool) -> Tensor:
+    if x.requires_grad:
+        x.register_hook(lambda grad: grad / len(grad))
+    return x
+
+
+class Losing(Between):
+    """Returns its loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().sum()
+
+
+def test_backwards_outside_of_units_that_know_how_many_samples_there_are_are_refused() -> None:
+    for is_last in (False, True):
+        module = Between(by_length, mixes=True, is_last=is_last)
+        refuses(module, ValueError, "gradients of two parts of a batch do not add up")
+
+
+@every_backward
+def test_backwards_of_a_loss_that_mix_samples_are_refused(backward: Backward) -> None:
+    module = Losing(backward, mixes=True, is_last=True)
+    refuses(module, ValueError, "gradients of two parts of a batch do not add up")
+
+
 @every_backward
 @both_ways
 def test_backwards_of_each_sample_are_exact(backward: Backward, recomputes: bool) -> None:

@@ -130,6 +130,16 @@ def squared(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().sum()
 
 
+IN_ROUNDS = Plan.by_hand(microbatch_sizes=[2], rank_batch_sizes=[NUM_SAMPLES], num_rounds=2)
+
+
+def backward_in_rounds(model: HetFSDP, call: Callable[..., Any], *args: Any) -> None:
+    """A step of two rounds of what the call returns."""
+    scaler = torch.amp.GradScaler("cpu", enabled=model._backward.is_float16)
+    for _ in range(2):
+        model.backward(scaler.scale(call(*args)), NUM_SAMPLES)
+
+
 def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
@@ -278,6 +288,37 @@ class TiledNet(Net):
 def test_batches_times_heads(make: Callable[[], nn.Module], recomputes: bool) -> None:
     samples = [draw(NUM_SAMPLES, length, WIDTH) for length in (4, 5)]
     check(plan_for(recomputes), make(), samples, squared)
+
+
+class Folded(nn.Module):
+    """Takes two rows of a mask for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x_BTD: Tensor, keep_ST: Tensor) -> Tensor:
+        return x_BTD + self.linear(x_BTD) * keep_ST.unflatten(0, (-1, 2)).all(1)[..., None]
+
+
+class FoldedNet(Net):
+    """Keeps what is small."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        keep = x[..., 0] < 5
+        for unit in self.units:
+            x = unit(x, keep.repeat_interleave(2, 0))
+        return self.head(x)
+
+
+def test_rows_of_a_mask_that_are_all_alike_at_first() -> None:
+    masked, at_last = draw(2, NUM_SAMPLES, 3, WIDTH)
+    masked[1, 2, 0] = at_last[4, 1, 0] = 9.0
+    samples = [draw(NUM_SAMPLES, 3, WIDTH), masked, draw(NUM_SAMPLES, 3, WIDTH), at_last]
+    check(plan_for(recomputes=True), FoldedNet(Folded), samples, squared)
+    model = HetFSDP(FoldedNet(Folded), plan_for(recomputes=False))
+    with pytest.raises(ValueError, match="must be 10 long for 5 samples, with like rows"):
+        model(at_last)
 
 
 class Recurrent(nn.Module):
@@ -690,9 +731,20 @@ class Centred(Net):
 def test_mixing_samples_outside_of_units_is_refused(
     make: type[Net], words: str, precision: Precision
 ) -> None:
-    model = precision.wrap(make(Mixer), plan_for(recomputes=False))
+    model = precision.wrap(make(Mixer), IN_ROUNDS)
+    x = draw(NUM_SAMPLES, 3, WIDTH)
     with pytest.raises(ValueError, match=words):
-        precision.call(model, draw(NUM_SAMPLES, 3, WIDTH))
+        backward_in_rounds(model, precision.call, model, x)
+    assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("make", [BalancedOutside, Spread, WithoutTheFirst, EveryOther])
+def test_code_outside_of_units_may_mix_what_one_rank_has_in_one_round(make: type[Net]) -> None:
+    reference, x = make(Mixer), draw(NUM_SAMPLES, 3, WIDTH)
+    model = HetFSDP(copy.deepcopy(reference), plan_for(recomputes=False))
+    model.backward(model(x), NUM_SAMPLES)
+    (reference(x) / NUM_SAMPLES).backward()
+    compare_grads(model, reference)
 
 
 class AtLeastOne(nn.Module):
@@ -782,12 +834,12 @@ def test_rounding_is_told_from_a_thousandth_of_mixing(name: str) -> None:
         torch.manual_seed(seed)
         x = torch.randn(NUM_SAMPLES, 3, 32)
         fine, mixed = (
-            precision.wrap(SplitKNet(balance), plan_for(recomputes=False), units=[SplitK])
+            precision.wrap(SplitKNet(balance), IN_ROUNDS, units=[SplitK])
             for balance in (0.0, 1e-3)
         )
-        precision.call(fine, x)
+        backward_in_rounds(fine, precision.call, fine, x)
         with pytest.raises(ValueError, match="no sum or mean over samples"):
-            precision.call(mixed, x)
+            backward_in_rounds(mixed, precision.call, mixed, x)
 
 
 @pytest.mark.parametrize(("largest", "is_a_result"), [(HUGE, True), (1.01 * HUGE, False)])
@@ -811,28 +863,45 @@ def test_samples_that_are_all_the_same_are_warned_of_once(
     )
 
 
+class OfValid(nn.Module):
+    """The mean loss of valid tokens, with a little load balancing if ``balance``."""
+
+    def __init__(self, net: nn.Module, balance: float = 0.0) -> None:
+        super().__init__()
+        self.net, self.balance = net, balance
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = self.net(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return loss + self.balance * logits.softmax(-1).mean((0, 1)).square().sum()
+
+
 @pytest.mark.parametrize("first", [[0, 1, 2], [0, 1, -100], [-100] * 3])
 def test_a_mean_over_valid_tokens_is_no_mixture(first: list[int]) -> None:
     reference = Net(Mixer)
-    model = HetFSDP(copy.deepcopy(reference), plan_for(recomputes=False))
     targets = torch.tensor([first, [-100, 1, -100], [2, 2, -100], [-100] * 3, [0, 1, 1]])
-
-    class WithLoss(nn.Module):
-        def __init__(self, net: nn.Module) -> None:
-            super().__init__()
-            self.net = net
-
-        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-            return F.cross_entropy(self.net(x).flatten(0, 1), labels.flatten())
-
-    model = HetFSDP(WithLoss(copy.deepcopy(reference)), plan_for(recomputes=False))
+    model = HetFSDP(OfValid(copy.deepcopy(reference)), plan_for(recomputes=False))
     x = draw(NUM_SAMPLES, 3, WIDTH)
     num_valid = int((targets != -100).sum())
     model.backward(model(x, labels=targets) * num_valid, num_valid)
-    WithLoss(reference)(x, targets).backward()
+    OfValid(reference)(x, targets).backward()
     grads = {f"net.{fqn}": param.grad for fqn, param in reference.named_parameters()}
     for fqn, param in model.named_parameters():
         torch.testing.assert_close(param.grad, grads[fqn], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("third", [[0, 1, 1], [-100] * 3])
+def test_a_little_load_balancing_beside_a_mean_over_valid_tokens_is_refused(
+    third: list[int],
+) -> None:
+    targets = torch.tensor([[0, -100, -100], [2, 1, -100], third, [0, 1, 2], [1, 1, 1]])
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x, net = draw(NUM_SAMPLES, 3, WIDTH), Net(Mixer)
+        fine, mixed = (HetFSDP(OfValid(copy.deepcopy(net), b), IN_ROUNDS) for b in (0.0, 1e-3))
+        backward_in_rounds(fine, lambda m, x: m(x, targets) * NUM_SAMPLES, fine, x)
+        with pytest.raises(ValueError, match="no sum or mean over samples"):
+            backward_in_rounds(mixed, lambda m, x: m(x, targets) * NUM_SAMPLES, mixed, x)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])

@@ -8,7 +8,7 @@ from lengths that happen to be equal.
 import re
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
@@ -38,6 +38,8 @@ class BatchAxis:
     dim: int
     outer: int = 1
     inner: int = 1
+    # Its rows were all alike when it was found, so nobody knows which are whose.
+    is_alike: bool = field(default=False, compare=False)
 
     def length(self, num_samples: int) -> int:
         """The length of the dimension for ``num_samples`` samples."""
@@ -93,8 +95,16 @@ class BatchAxis:
         return (*shape[: self.dim], self.length(num_samples), *shape[self.dim + 1 :])
 
     def fits(self, tensor: Tensor, num_samples: int) -> bool:
-        """Whether the tensor has ``num_samples`` samples."""
-        return tensor.dim() > self.dim and tensor.shape[self.dim] == self.length(num_samples)
+        """Whether the tensor has ``num_samples`` samples, and rows as it has to."""
+        if tensor.dim() <= self.dim or tensor.shape[self.dim] != self.length(num_samples):
+            return False
+        return not self.is_alike or are_alike(tensor, self.dim)
+
+
+def are_alike(tensor: Tensor, dim: int) -> bool:
+    """Whether rows of the dimension are all the same, and get no gradients that may differ."""
+    same = tensor.narrow(dim, 0, 1).expand_as(tensor)
+    return not tensor.requires_grad and torch.equal(tensor, same)
 
 
 def _order(strides: Sequence[int]) -> list[int]:

@@ -21,34 +21,21 @@ def with_samples(
     call: ModelCall,
     axes: Axes,
     places: Sequence[int],
-    main: Sequence[int] | None = None,
     factor: float = 1.0,
 ) -> Arguments:
     """The arguments with the samples at ``places``; floating values of that at 0 are multiplied
     by ``factor``.
-
-    If ``main`` is given, the first batched argument takes these instead; if there are ragged
-    ones, they take other rows where it differs.
     """
-    order = _order(call)
-    changed: Sequence[int] = places if main is None else main
-    if main is not None and call.has_rows:
-        pairs = zip(places, main, strict=True)
-        changed = [place + (place != other) * len(order) for place, other in pairs]
-    first = next((i for i, axis in enumerate(axes) if axis is not None), -1)
-    leaves = []
-    for i, (leaf, axis, rows) in enumerate(zip(call.leaves, axes, call.rows, strict=True)):
-        is_changed = bool(rows) if call.has_rows else i == first
-        chosen = changed if is_changed else places
-        is_whole = axis is None and rows is None
-        if is_whole:
+    order, leaves = _order(call), []
+    for leaf, axis, rows in zip(call.leaves, axes, call.rows, strict=True):
+        if axis is None and rows is None:
             leaves.append(leaf)
             continue
-        pieces = _pieces(call, leaf, axis, rows, chosen, order)
+        pieces = _pieces(call, leaf, axis, rows, places, order)
         if factor != 1.0 and leaf.is_floating_point():
             pieces = [
                 piece if place else piece * factor
-                for piece, place in zip(pieces, chosen, strict=True)
+                for piece, place in zip(pieces, places, strict=True)
             ]
         joined = torch.cat(pieces, 0 if axis is None else axis.dim)
         leaves.append(joined.requires_grad_(leaf.requires_grad))

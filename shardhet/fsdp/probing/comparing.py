@@ -1,6 +1,6 @@
 """Compares what a model computes for some samples with what it computes for others."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -141,7 +141,7 @@ def _children(node: Any) -> list[Any]:
     return held + [getattr(node, name, None) for name in slots if isinstance(name, str)]
 
 
-def are_numbers_equal(one: Tensor, other: Tensor, eps: float, amplified: float = 1.0) -> bool:
+def are_numbers_equal(one: Tensor, other: Tensor, eps: float) -> bool:
     """Equality up to rounding; a loss term of one thousandth must not pass as rounding."""
     if one.shape != other.shape:
         return False
@@ -149,44 +149,10 @@ def are_numbers_equal(one: Tensor, other: Tensor, eps: float, amplified: float =
     if not all(are_finite):
         return not any(are_finite)
     scale = max(float(one.abs().max()), float(other.abs().max()))
-    return float((one - other).abs().max()) <= min(64 * eps * amplified, 1e-2) * scale
+    return float((one - other).abs().max()) <= min(64 * eps, 1e-2) * scale
 
 
-def is_mean_over_some(
-    runs: Sequence[Tensor],
-    of_small: Sequence[Tensor],
-    of_large: Sequence[Tensor],
-    eps: float,
-) -> bool:
-    """Whether a loss is a mean over what counts in each sample, such as its valid tokens.
-
-    That is no mean over samples.  But as long as the labels are unchanged, the other samples
-    affect what one sample adds only by a factor, the number of tokens.  If the loss is S/N, a
-    sum over N tokens, the S of both parts must add up to that of all samples.
-
-    Args:
-        runs: the loss of two samples, of a third, and of all three.
-        of_small: that of the two with neither, the first, the second, and both changed.
-        of_large: that of all three with the first, and with the second changed.
-        eps: epsilon of the narrowest dtype of a loss.
-    """
-    ab, c, abc = runs
-    c = c.nan_to_num()  # nothing counts in it
-    neither, first, second, both = of_small
-    changes = [(first - neither, of_large[0] - abc), (second - neither, of_large[1] - abc)]
-    # Of the first sample, unless it does not count, as one without valid tokens
-    change_of_small, change = changes[0] if any(changes[0]) else changes[1]
-    if not change_of_small and not change:
-        return True
-    factor = change_of_small / change  # N of large divided by N of small
-    scale = max(float(each.abs()) for each in of_small)
-    amplified = 1 + scale / max(float(change.abs()), 1e-30)  # rounding in the factor
-    return are_numbers_equal(neither + both, first + second, eps) and are_numbers_equal(
-        ab + c * (factor - 1), abc * factor, eps, amplified
-    )
-
-
-def check_params(module: nn.Module, storages: Container[int]) -> None:
+def check_params(module: nn.Module, storages: Set[int]) -> None:
     """Raise ``Refusal`` if a parameter is not in one of the ``storages`` that hold them."""
     for fqn, param in module.named_parameters():
         if param.untyped_storage()._cdata not in storages:

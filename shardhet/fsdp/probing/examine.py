@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, product
 from typing import Any
@@ -22,14 +22,15 @@ from shardhet.fsdp.microbatch.batching import (
     unflatten,
 )
 from shardhet.fsdp.microbatch.layered import cut, tensors_in, writes_on_input
-from shardhet.fsdp.probing.apart import (
+from shardhet.fsdp.probing.comparing import Cut, joined_like
+from shardhet.fsdp.probing.gradients import (
     BENT,
     MIXED,
+    GradientCut,
     gradients_of,
     is_linear,
     join_by_gradients,
 )
-from shardhet.fsdp.probing.comparing import Cut, joined_like
 from shardhet.fsdp.probing.law import Law, Refusal
 from shardhet.fsdp.probing.probed_call import (
     CallRunner,
@@ -59,34 +60,25 @@ from shardhet.records.layout import Span
 MAX_READINGS = 32  # combinations of rules that are tried for a call's arguments
 
 
+@dataclass(eq=False, kw_only=True)
 class Examiner:
-    """Finds rules of calls.
+    """Finds rules of calls."""
 
-    ``splits`` says whether any rank has several microbatches, ``divides_late`` whether losses
-    are divided by their tokens after backward.
-    """
+    runner: CallRunner
+    watcher: Watcher
+    splits: bool  # whether any rank has several microbatches
+    divides_late: bool  # whether losses are divided by their tokens after backward
+    is_certain: bool = True  # False if other values may tell more
+    aliased: frozenset[int] = frozenset()  # outputs of the last call, see _aliased
 
-    def __init__(
-        self,
-        runner: CallRunner,
-        watcher: Watcher,
-        *,
-        splits: bool,
-        divides_late: bool,
-    ) -> None:
-        self.is_certain = True  # False if a zero output may be a sum or a mean
-        self.aliased: frozenset[int] = frozenset()  # outputs of the last call, see _aliased
-        self._divides_late = divides_late
-        self._runner, self._watcher = runner, watcher
-        self._splits = splits
-        self._decide = RuleFinder(splits=splits)
+    def __post_init__(self) -> None:
+        self._decide = RuleFinder(self.watcher, splits=self.splits)
 
     def rules_of(self, seen: Seen, large: ProbedCall) -> tuple[VisitRules, Any]:
         """The rules of a call that was seen with fewer samples, and the output of ``large``."""
-        if self._watcher.made_rows.has_ragged(large.tensors):
+        if self.watcher.made_rows.has_ragged(large.tensors):
             run = partial(self._run_whole, large, seen)
-            return _at_once(seen, self._runner, self._watcher, run)
-        self._decide.eps = self._watcher.eps
+            return _at_once(seen, self.runner, self.watcher, run)
         pairs = zip(large.tensor_by_name.items(), seen.call.tensors, strict=True)
         find = partial(self._decide.of_input, large.fqn)
         inputs = tuple(find(name, small, tensor) for (name, tensor), small in pairs)
@@ -110,7 +102,10 @@ class Examiner:
         call on one sample is never cut, so that all that fit give the same, for this call.
         """
         tensors = call.tensor_by_name
-        options = [readings(t, known.get(name), num_samples) for name, t in tensors.items()]
+        options = [
+            readings(t, known.get(name), num_samples, known.values())
+            for name, t in tensors.items()
+        ]
         fitting: list[tuple[VisitRules, Any]] = []
         for rules in islice(product(*options), MAX_READINGS):
             small, large = [
@@ -125,10 +120,10 @@ class Examiner:
                 for size in SIZES
             ]
             try:
-                fitting.append(self._examine(self._runner.look(small)[0], large, rules))
+                fitting.append(self._examine(self.runner.look(small)[0], large, rules))
             except (Exception, Refusal):
                 continue  # these rules do not fit
-        if len(fitting) == 1 or (fitting and not self._splits):
+        if len(fitting) == 1 or (fitting and not self.splits):
             return fitting[0]
         if fitting and num_samples == 1:  # the first splits most arguments
             return replace(fitting[0][0], is_for_one_sample=True), fitting[0][1]
@@ -144,8 +139,11 @@ class Examiner:
     def _examine(
         self, seen: Seen, large: ProbedCall, inputs: tuple[Rule, ...]
     ) -> tuple[VisitRules, Any]:
-        self._decide.is_unpredictable = self._watcher.is_unpredictable = False
+        self.watcher.is_unpredictable = False
         self._decide.undecided.clear()
+        self.is_certain &= not any(
+            isinstance(rule, BatchAxis) and rule.is_alike for rule in inputs
+        )
         rules = VisitRules(
             arguments=seen.call.arguments,
             inputs=inputs,
@@ -154,7 +152,7 @@ class Examiner:
             is_differentiable=seen.is_differentiable,
             counts=bool(seen.counted),
         )
-        with self._runner.counting_once(seen):
+        with self.runner.counting_once(seen):
             return self._compare(seen, large, rules)
 
     def _compare(
@@ -162,24 +160,24 @@ class Examiner:
     ) -> tuple[VisitRules, Any]:
         kept = large.on(list(map(copied, large.tensors)))  # the call may write to its inputs
         output = self._run_whole(large, seen, rules.inputs)
-        is_cut = self._splits and rules.is_batched
+        is_cut = self.splits and rules.is_batched
         pieces = _pieces(kept, rules, (*PARTS, *OTHER_PARTS)) if is_cut else []
         parts = []
         for i, piece in enumerate(pieces):
             if i == 0 and kept.is_like(seen.call):
                 found, numbers = seen.outputs, seen.numbers
             else:
-                of_piece = self._runner.run(piece)
+                of_piece = self.runner.run(piece)
                 found, numbers = list(map(copied, tensors_in(of_piece))), numbers_in(of_piece)
             if numbers != numbers_in(output):
                 rules = replace(rules, returns_numbers_of_samples=True)
             parts.append(found)
         rules = replace(rules, outputs=self._outputs(seen, kept, output, parts, pieces))
         if joins := _joins(rules.outputs, parts):
-            _check_joins(self._runner, kept, rules, joins, eps=self._watcher.eps)
-        module = self._runner.module_of(kept)
+            _check_joins(self.runner, kept, rules, joins, eps=self.watcher.eps)
+        module = self.runner.module_of(kept)
         has_own = seen.has_own_backward or module._backward_hooks or module._backward_pre_hooks
-        if has_own and (pieces or self._divides_late) and torch.is_grad_enabled():
+        if has_own and (pieces or self.divides_late) and torch.is_grad_enabled():
             self._check_backward(kept, pieces[: len(PARTS)], rules)
         if pieces:
             output = joined_outputs(output, parts[: len(PARTS)], rules.outputs)
@@ -194,8 +192,6 @@ class Examiner:
         pieces: Sequence[ProbedCall],
     ) -> tuple[Rule, ...]:
         """The rules of the results of a call, given those of its parts, cut in both ways."""
-        self._decide.is_unpredictable = self._watcher.is_unpredictable
-        self._decide.eps = self._watcher.eps
         found = []
         for i, whole in enumerate(tensors_in(output)):
             of_parts = [part[i] for part in parts]
@@ -204,7 +200,7 @@ class Examiner:
             found.append(self._decide.of_output(call.fqn, i, seen.outputs[i], whole, cuts))
         for i in self._decide.undecided:
             runs = (call, *pieces[: len(PARTS)])
-            results = [tensors_in(self._runner.run(each, with_graph=True))[i] for each in runs]
+            results = [tensors_in(self.runner.run(each, with_graph=True))[i] for each in runs]
             is_told = results[0].requires_grad
             decided = join_by_gradients(results[0], results[1:]) if is_told else None
             found[i] = decided or Join.SUM
@@ -218,15 +214,16 @@ class Examiner:
         progress.mark(f"backward of unit {whole.fqn!r}")
         expected, *parts = [self._gradients(each, rules) for each in (whole, *pieces)]
         progress.mark(f"forward of unit {whole.fqn!r}")
-        for key, grad in expected.items() if pieces else ():
-            rule = rules.inputs[key] if isinstance(key, int) else Join.SUM
-            rule = rule if isinstance(rule, BatchAxis) else Join.SUM
-            found = [part[key] for part in parts if key in part]
-            is_whole = len(found) == len(parts)
-            if not is_whole or not Cut(grad, found, PARTS).follows(rule, self._watcher.eps):
-                raise Law.GRADIENTS.refusal(f"unit {whole.fqn!r}{MIXED}")
-        if self._divides_late and not is_linear(
-            lambda scale: self._gradients(whole, rules, scale), self._watcher.eps
+
+        def rule_of(key: Any) -> Rule:
+            rule = rules.inputs[key] if isinstance(key, int) else Join.SHARED
+            return rule if isinstance(rule, BatchAxis) else Join.SHARED
+
+        cut = GradientCut(expected, parts, PARTS, rule_of, max(self.watcher.eps, 1e-12) ** 0.5)
+        if pieces and not cut.add_up():
+            raise Law.GRADIENTS.refusal(f"unit {whole.fqn!r}{MIXED}")
+        if self.divides_late and not is_linear(
+            lambda scale: self._gradients(whole, rules, scale), self.watcher.eps
         ):
             raise Law.GRADIENTS.refusal(f"unit {whole.fqn!r}{BENT}")
 
@@ -241,8 +238,8 @@ class Examiner:
         leaves = [
             t.detach().clone().requires_grad_(t.is_floating_point()) for t in call.tensors
         ]
-        output = self._runner.run(call, with_graph=True, leaves=leaves)
-        module = self._runner.module_of(call)
+        output = self.runner.run(call, with_graph=True, leaves=leaves)
+        module = self.runner.module_of(call)
         outputs = tensors_in(output)
         grads: Any = tuple(
             scale * each.detach()
@@ -267,10 +264,10 @@ class Examiner:
         """A copy of the call's output, which may contain its inputs."""
         given = call.tensors
         versions = [each._version for each in given]
-        output = self._runner.run(call)
+        output = self.runner.run(call)
         for each, version, rule in zip(given, versions, inputs, strict=True):
             is_view = isinstance(rule, BatchAxis) and rule.outer == 1
-            if self._splits and each._version != version and not is_view:
+            if self.splits and each._version != version and not is_view:
                 raise Refusal(RuntimeError(writes_on_input(call.fqn)))
         self.aliased = _aliased(tensors_in(output), given)
         outputs, spec = flatten(output)

@@ -197,8 +197,9 @@ class KnownCalls:
                 raise ValueError(
                     f"unit {module.fqn!r}: an argument has shape {tuple(tensor.shape)} but "
                     f"dimension {rule.dim} must be {rule.length(self._num_samples)} long for "
-                    f"{self._num_samples} samples, as it was when the model was first called "
-                    "in this way. Let it depend on the batch in the same way at every step."
+                    f"{self._num_samples} samples{', with like rows' * rule.is_alike}, as it "
+                    "was when the model was first called in this way. Let it depend on the "
+                    "batch in the same way at every step."
                 )
         return leaves, rules
 

@@ -58,11 +58,7 @@ class Law(Enum):
         "for param in model.parameters(): ...)",
     )
 
-    def says(self, found: str) -> str:
-        """The message of a refusal of what was ``found``."""
-        needed, advice = self.value
-        return f"{found}, but {needed}. {advice}."
-
     def refusal(self, found: str, kind: Any = ValueError) -> Refusal:
-        """To be raised."""
-        return Refusal(kind(self.says(found)))
+        """To be raised, of what was ``found``."""
+        needed, advice = self.value
+        return Refusal(kind(f"{found}, but {needed}. {advice}."))

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,25 @@ MAX_KEPT_NUMEL = 10_000  # of a tensor that a forward may keep for the next one
 CHOICES = bool | str | Enum | int | float | FunctionType | BuiltinFunctionType | None
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_MODULES = vars(nn.Module()).keys() - {"training"}  # parameters, buffers, hooks
+
+
+Number = tuple[str, str]  # fqn of a module, name of an attribute
+
+
+class Attribute(NamedTuple):
+    """One that a module, or one inside it, has been given: no parameter, buffer or hook."""
+
+    key: Number
+    held: dict[str, Any]  # what has it by name
+    value: Any
+
+
+def attributes_of(module: nn.Module) -> Iterator[Attribute]:
+    """Those of a module, and of all inside it."""
+    for fqn, each in module.named_modules():
+        held = vars(each)
+        for name in [name for name in held if name not in _OF_MODULES]:
+            yield Attribute((fqn, name), held, held[name])
 
 
 @contextmanager
@@ -94,7 +113,9 @@ def _put_back(container: Any, content: list[Any] | dict[Any, Any] | None) -> Non
     """Let a container hold ``content`` again.  One that nobody has changed is not written, as
     the frozen configuration of a model.
     """
-    if content is None or _items_of(container) == _items_of(content):
+    if content is None or not (content or container):  # most are empty
+        return
+    if _items_of(container) == _items_of(content):
         return
     container.clear()
     if isinstance(container, list | deque):
@@ -115,9 +136,8 @@ class Writes:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._numbers = [
-            (".".join(filter(None, (fqn, name))), vars(each), name)
-            for fqn, each in module.named_modules()
-            for name, value in vars(each).items()
+            (".".join(filter(None, key)), held, key[1])
+            for key, held, value in attributes_of(module)
             if isinstance(value, int | float)
         ]
         self._before = self._look()
@@ -189,13 +209,11 @@ def digest_of(module: nn.Module, fqns: Set[str]) -> float:
     return float(digest)
 
 
-def marks_of(module: nn.Module) -> list[tuple[str, Any]]:
+def marks_of(module: nn.Module) -> list[Any]:
     """What is another list once an attribute of a module, or of one inside it, is another."""
     return [
-        (name, value if isinstance(value, CHOICES) else (id(value), _items_of(value)))
-        for each in module.modules()
-        for name, value in vars(each).items()
-        if name not in _OF_MODULES
+        (key, value if isinstance(value, CHOICES) else (id(value), _items_of(value)))
+        for key, _, value in attributes_of(module)
     ]
 
 
@@ -204,16 +222,11 @@ def choosing_attributes(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
     choose what they do: flags, names, absent parts, functions, and numbers, of which some
     switch a part off while they are 0.
     """
-    own = _OF_MODULES
-    held = [{k: v for k, v in vars(each).items() if k not in own} for each in module.modules()]
-    values = [value for each in held for value in each.values()]
-    inner = {id(each): each for each in map(_names_in, values) if each is not None}
-    return [
-        (each, name)
-        for each in (*map(vars, module.modules()), *inner.values())
-        for name, value in each.items()
-        if name not in own and isinstance(value, CHOICES)
-    ]
+    own = list(attributes_of(module))
+    inner = {id(each): each for each in (_names_in(a.value) for a in own) if each is not None}
+    pairs = [(a.held, a.key[1]) for a in own]
+    pairs += [(each, name) for each in inner.values() for name in each]
+    return [(held, name) for held, name in pairs if isinstance(held[name], CHOICES)]
 
 
 def choices_of(function: Any) -> tuple[Hashable, ...]:
@@ -298,21 +311,13 @@ class Filled:
             each.zero_()
 
 
-def counters(module: nn.Module) -> dict[tuple[str, str], Any]:
-    """All numbers and one-element tensors among the attributes of a module and its submodules.
-
-    A tensor is represented by its version counter.
-    """
-    found: dict[tuple[str, str], Any] = {}
-    for fqn, each in module.named_modules():
-        for name, value in vars(each).items():
-            is_number = isinstance(value, int | float)
-            if is_number or (isinstance(value, Tensor) and value.numel() == 1):
-                found[fqn, name] = value if is_number else value._version
-    return found
-
-
-Number = tuple[str, str]  # fqn of a module, name of an attribute
+def counters(module: nn.Module) -> dict[Number, Any]:
+    """The same, and versions of tensors with one element."""
+    return numbers(module) | {
+        key: value._version
+        for key, _, value in attributes_of(module)
+        if isinstance(value, Tensor) and value.numel() == 1
+    }
 
 
 def set_numbers(module: nn.Module, values: Mapping[Number, Any]) -> None:
@@ -321,40 +326,24 @@ def set_numbers(module: nn.Module, values: Mapping[Number, Any]) -> None:
         vars(module.get_submodule(fqn))[name] = value
 
 
-class CountedOnce(Surrounding):
-    """Numbers among a module's attributes change once per visit, as in one call of the module:
-    each microbatch and each recomputation begins with what they were before the visit.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._before = numbers(module)
-        self._is_counted = False
-
-    @contextmanager
-    def in_function(self, start: int, is_repeated: bool) -> Iterator[None]:
-        """Only the first run of the visit is counted."""
-        now = numbers(self._module)
-        set_numbers(self._module, self._before)
-        yield
-        if self._is_counted or is_repeated:
-            set_numbers(self._module, now)
-        self._is_counted = True
-
-
 class AsItWas(Surrounding):
     """A recomputation finds the attributes of a module as its forward did: flags and functions
     that the model sets before a call, and sets back before backward.
+
+    If the module ``counts`` its calls, every microbatch finds them so, and the first one's
+    count remains.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._modules = list(module.modules())
+    def __init__(self, module: nn.Module, *, counts: bool = False) -> None:
+        self._module, self._counts = module, counts
+        self._has_run = False
         self._before = self._look()
 
     @contextmanager
     def in_function(self, start: int, is_repeated: bool) -> Iterator[None]:
-        """What the recomputation itself sets is dropped."""
-        if not is_repeated:
+        """What a recomputation sets is dropped, and what a later microbatch counts."""
+        if not is_repeated and not (self._counts and self._has_run):
+            self._has_run = True
             yield
             return
         now = self._look()
@@ -364,42 +353,30 @@ class AsItWas(Surrounding):
         finally:
             self._put(now)
 
-    def _look(self) -> list[dict[str, tuple[Any, Any]]]:
-        return [
-            {
-                name: (value, _content_of(value))
-                for name, value in vars(each).items()
-                if name not in _OF_MODULES
-            }
-            for each in self._modules
-        ]
+    def _look(self) -> list[tuple[Attribute, Any]]:
+        return [(each, _content_of(each.value)) for each in attributes_of(self._module)]
 
-    def _put(self, attributes: Sequence[dict[str, tuple[Any, Any]]]) -> None:
-        for each, saved in zip(self._modules, attributes, strict=True):
-            held = vars(each)
-            for name in held.keys() - saved.keys() - _OF_MODULES:
-                del held[name]
-            for name, (value, content) in saved.items():
-                held[name] = value
-                _put_back(value, content)
+    def _put(self, attributes: Sequence[tuple[Attribute, Any]]) -> None:
+        kept = {each.key for each, _ in attributes}
+        for each in [each for each in attributes_of(self._module) if each.key not in kept]:
+            del each.held[each.key[1]]
+        for each, content in attributes:
+            each.held[each.key[1]] = each.value
+            _put_back(each.value, content)
 
 
-def numbers(module: nn.Module) -> dict[Number, float]:
+def numbers(module: nn.Module) -> dict[Number, Any]:
     """The plain numbers among the attributes of a module and its submodules."""
     return {
-        (fqn, name): value
-        for fqn, each in module.named_modules()
-        for name, value in vars(each).items()
-        if isinstance(value, int | float)
+        key: value for key, _, value in attributes_of(module) if isinstance(value, int | float)
     }
 
 
 def values_of(module: nn.Module) -> dict[Number, Any]:
     """The numbers and small tensors among the attributes of all modules; tensors as copies."""
     return {
-        (fqn, name): value.detach().clone() if isinstance(value, Tensor) else value
-        for fqn, each in module.named_modules()
-        for name, value in vars(each).items()
+        key: value.detach().clone() if isinstance(value, Tensor) else value
+        for key, _, value in attributes_of(module)
         if (isinstance(value, int | float) and not isinstance(value, bool))
         or (isinstance(value, Tensor) and value.numel() <= MAX_KEPT_NUMEL)
     }

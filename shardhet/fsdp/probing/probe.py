@@ -10,7 +10,8 @@ Generators of the host draw what ``host_draws`` says.
                       microbatches (a b) and (c), and (a) and (b c), as whole; after it, whether
                       units that are recomputed give for (a b) what they gave in the small run
     rest   c, a, ...  whether what the model returns is, for (a b c) and for (a b a), that of
-                      its parts; units return what they have for these samples in the large run
+                      its parts, once more with gradients where values do not tell; units
+                      return what they have for these samples in the large run
 
 What cannot be shown to be right is refused by name.  During a probe dropout is off and batch
 norm uses its running statistics, so that a sample's values do not depend on the other samples.
@@ -18,10 +19,11 @@ norm uses its running statistics, so that a sample's values do not depend on the
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from itertools import zip_longest
+from copy import copy
+from dataclasses import InitVar, dataclass
+from functools import partial
 from typing import Any, NamedTuple, Self
 from weakref import ref
 
@@ -36,22 +38,24 @@ from shardhet.fsdp.microbatch.batching import (
     Rule,
     VisitRules,
     flatten,
+    named_leaves,
     unflatten,
 )
 from shardhet.fsdp.microbatch.caches import CacheSwitch
 from shardhet.fsdp.microbatch.layered import tensors_in
 from shardhet.fsdp.microbatch.loss import FusedLoss
-from shardhet.fsdp.probing.apart import (
-    BENT,
-    MIXED,
-    TensorHooks,
-    attached,
-    has_own_backward,
-    is_apart,
-    is_linear_outside,
-)
 from shardhet.fsdp.probing.comparing import check_params
 from shardhet.fsdp.probing.examine import Examiner
+from shardhet.fsdp.probing.gradients import (
+    BENT,
+    OUTSIDE,
+    Gradients,
+    TensorHooks,
+    attached,
+    gradients_outside,
+    has_own_backward,
+    is_linear,
+)
 from shardhet.fsdp.probing.law import Law
 from shardhet.fsdp.probing.module_state import (
     Number,
@@ -79,6 +83,10 @@ class CallKey(NamedTuple):
     call: int  # number of earlier calls
 
 
+# An output of the model, or a tensor among the arguments of a call.
+Place = str | tuple[CallKey, int]
+
+
 class SeenInput(NamedTuple):
     """A tensor with samples that needs a gradient, as an input of a unit."""
 
@@ -87,81 +95,51 @@ class SeenInput(NamedTuple):
     bytes_per_sample: float
 
 
-class ParamStorages(Container[int]):
+def _storages_of(flats: Sequence[FlatTensor], among: Set[int] | None = None) -> set[int]:
     """The storages that hold parameters now: rows of frozen ones move (``residence``)."""
-
-    def __init__(self, flats: Sequence[FlatTensor]) -> None:
-        self._flats = flats
-        self._ever = frozenset(self._held())
-
-    def _held(self) -> Iterator[int]:
-        for flat in self._flats:
-            for each in (flat.flat_shard, *flat.unsharded_params[:1]):
-                yield each.untyped_storage()._cdata
-
-    def __contains__(self, storage: object) -> bool:
-        return storage in self._ever and storage in self._held()
+    found = {
+        each.untyped_storage()._cdata
+        for flat in flats
+        for each in (flat.flat_shard, *flat.unsharded_params[:1])
+    }
+    return found if among is None else found & among
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class ProbedModel:
-    """A model as its probes see it."""
+    """A model as its probes see it: its units, and the root for all other parameters."""
 
     module: nn.Module
+    units: tuple[FSDPUnit, ...]
     root: FSDPUnit
     norms: BatchNorms
     caches: CacheSwitch
     loss: FusedLoss
     control: Channel
     device: torch.device
-    anchor: Tensor  # requires a gradient
-    params: frozenset[int]  # ids of unsharded parameters
-    rows: Mapping[int, int]  # indices of units, by id of a sharded parameter
-    gathered: Mapping[int, int]  # the same, by id of an unsharded parameter
-    storages: Container[int]  # those that hold parameters
-    is_followed: bool  # whether results of units are followed to where they are used
-    divides_late: bool  # whether losses are divided by their tokens after backward
-    recomputed: frozenset[str]  # fqns of units' modules that any rank recomputes
+    plan: InitVar[Plan]
 
-    @classmethod
-    def of(
-        cls,
-        module: nn.Module,
-        units: Sequence[FSDPUnit],
-        root: FSDPUnit,
-        norms: BatchNorms,
-        caches: CacheSwitch,
-        loss: FusedLoss,
-        *,
-        control: Channel,
-        device: torch.device,
-        plan: Plan,
-    ) -> Self:
-        """The model with its units, and the root for all other parameters."""
-        of_units = [(i, flat) for i, unit in enumerate(units) for flat in unit.flats]
-        flats = [*(flat for _, flat in of_units), *root.flats]
-        return cls(
-            module=module,
-            root=root,
-            norms=norms,
-            caches=caches,
-            loss=loss,
-            control=control,
-            device=device,
-            anchor=torch.zeros((), device=device, requires_grad=True),
-            params=frozenset(id(each) for flat in flats for each in flat.unsharded_params),
-            rows={id(each): i for i, flat in of_units for each in flat.sharded_params},
-            gathered={id(each): i for i, flat in of_units for each in flat.unsharded_params},
-            storages=ParamStorages(flats),
-            is_followed=plan.stages is not None,
-            divides_late=plan.stages is not None or plan.num_rounds > 1,
-            recomputed=frozenset(
-                each.fqn
-                for unit in units
-                for each in unit.modules
-                if any(rank.recomputes(each.fqn) for rank in plan.ranks)
-            ),
-        )
+    def __post_init__(self, plan: Plan) -> None:
+        of_units = [(i, flat) for i, unit in enumerate(self.units) for flat in unit.flats]
+        flats = [*(flat for _, flat in of_units), *self.root.flats]
+        self.anchor = torch.zeros((), device=self.device, requires_grad=True)
+        # Ids of unsharded parameters, and indices of units by id of a parameter of theirs.
+        self.params = frozenset(id(each) for flat in flats for each in flat.unsharded_params)
+        self.rows = {id(each): i for i, flat in of_units for each in flat.sharded_params}
+        self.gathered = {id(each): i for i, flat in of_units for each in flat.unsharded_params}
+        self.storages = partial(_storages_of, flats, _storages_of(flats))
+        # Results of units are followed to where they are used; losses are divided by their
+        # tokens after backward.
+        self.is_followed = plan.stages is not None
+        self.divides_late = self.is_followed or plan.num_rounds > 1
+        modules = [each.fqn for unit in self.units for each in unit.modules]
+        self.recomputed = {fqn for fqn in modules if any(r.recomputes(fqn) for r in plan.ranks)}
+
+    def with_gathered(self, gathered: Mapping[int, int], rows: Mapping[int, int]) -> Self:
+        """This model, of whose units other parameters must not be used outside of them."""
+        other = copy(self)
+        other.gathered, other.rows = dict(gathered), dict(rows)
+        return other
 
 
 class Probe:
@@ -180,19 +158,23 @@ class Probe:
         self._model, self.is_behind = model, False  # for the second see ``ModelCall``
         self.is_unlike = False  # a call of the present run has arguments of other kinds
         self.flow: Flow | None = None  # of the large run
-        self._has_gradients = has_gradients
-        self._splits = splits
+        self._has_gradients, self._splits = has_gradients, splits
         self._hooks = TensorHooks()
-        self.watcher = Watcher(is_cut=has_gradients and splits)
+        self.own: list[Place] = []  # where code outside of units has a backward of its own
+        self.gradients: dict[Place, Gradients] = {}  # kept in the present run
+        # One rank that computes all samples at once draws once, as one process does.
+        self.watcher = Watcher(is_cut=has_gradients and splits, refuses_random=splits)
         self.watcher.rows, self.watcher.params = model.rows, model.params
         self.watcher.storages, self.watcher.gathered = model.storages, model.gathered
-        self.watcher.on_random_outside = _refuse_random if splits else _accept
         self._runner = CallRunner(
-            model.module, self.watcher, device=model.device, has_gradients=has_gradients
+            module=model.module,
+            watcher=self.watcher,
+            device=model.device,
+            has_gradients=has_gradients,
         )
-        self._examiner = Examiner(
-            self._runner,
-            self.watcher,
+        self.examiner = Examiner(
+            runner=self._runner,
+            watcher=self.watcher,
             splits=splits,
             divides_late=model.divides_late,
         )
@@ -200,16 +182,6 @@ class Probe:
         self._run: Callable[[Probe, CallKey, ProbedCall], Any] = Probe._run_small
         self._num_calls: Counter[str] = Counter()  # by module, in the present run
         self._samples: Sequence[int] = ()  # of the present run
-
-    @property
-    def is_certain(self) -> bool:
-        """Whether no output was zero and might therefore be a sum or a mean."""
-        return self._examiner.is_certain
-
-    @property
-    def eps(self) -> float:
-        """Epsilon of the narrowest dtype in which anything was computed."""
-        return self.watcher.eps
 
     @contextmanager
     def running(
@@ -221,6 +193,7 @@ class Probe:
         self._run = getattr(Probe, f"_run_{name}")
         self._samples, self.is_unlike = samples, False
         self._num_calls.clear()
+        self.gradients = {}
         with _isolated(self._model):
             set_numbers(self._model.module, self.begins_with)
             writes, before = Writes(self._model.module), numbers(self._model.module)
@@ -234,16 +207,19 @@ class Probe:
             self.watcher.aliased.clear()
             with self._hooks if name == "large" else nullcontext(), reads, self.watcher:
                 yield
-            changed = dict(numbers(self._model.module).items() - before.items())
-            self.counted |= changed.keys()
+            self.counted |= dict(numbers(self._model.module).items() - before.items()).keys()
             self.values[name] = values_of(self._model.module)
             writes.check()
             self.rewritten |= writes.take()
-            check_params(self._model.module, self.watcher.storages)
+            check_params(self._model.module, self.watcher.storages())
 
     def check_output(self, output: Any) -> None:
         """Raise if the model returns a tensor that a unit has made but not returned."""
         self.watcher.check_returned(tensors_in(output))
+        if self._run is Probe._run_large:
+            for at, leaf in named_leaves(output).items():
+                if isinstance(leaf, Tensor):
+                    self._check_backward(at, leaf, "an output of model(...)")
         if self.watcher.flow is not None:
             self.watcher.flow.reach(tensors_in(output))
 
@@ -278,8 +254,12 @@ class Probe:
         flow = self.watcher.flow
         if flow is not None and not is_piece:
             flow.reach(tensors_in(leaves))
+        call = ProbedCall(fqn, function, leaves, Layout.of(leaves, spec))
+        if self._run is Probe._run_rest and call.arguments == self.rules[key].arguments:
+            for i, tensor in enumerate(call.tensors):
+                if (key, i) in self.own:
+                    self.keep_gradients((key, i), tensor)
         with self.watcher.paused():
-            call = ProbedCall(fqn, function, leaves, Layout.of(leaves, spec))
             output = self._run(self, key, call)
         self.watcher.made_rows.pass_through(tensors_in(leaves), tensors_in(output))
         if flow is not None and is_piece:
@@ -291,16 +271,9 @@ class Probe:
     def infer(
         self, call: ProbedCall, num_samples: int, known: Mapping[str, Rule]
     ) -> VisitRules:
-        """The rules of a call within a step, of a kind that no probe has seen.
-
-        ``known`` are rules of some of its arguments, by name.
-        """
-        with (
-            _isolated(self._model),
-            self.watcher,
-            self.watcher.paused(),
-        ):
-            return self._examiner.infer(call, num_samples, known)[0]
+        """The rules of a call of a kind that no probe has seen, given some of them by name."""
+        with _isolated(self._model), self.watcher, self.watcher.paused():
+            return self.examiner.infer(call, num_samples, known)[0]
 
     # One call in each run
 
@@ -308,42 +281,54 @@ class Probe:
         seen, output = self._runner.look(call)
         self.watcher.check_counts(f"unit {call.fqn!r}", tensors_in(output))
         self._seen[key] = seen
-        return self._returned(output, list(map(copied, seen.outputs)), seen.is_differentiable)
+        return self._returned(
+            key, output, list(map(copied, seen.outputs)), seen.is_differentiable
+        )
 
     def _run_large(self, key: CallKey, call: ProbedCall) -> Any:
         seen = self._seen[key]
         module = self._runner.module_of(call)
         marks, kept = marks_of(module), call.on(list(map(copied, call.tensors)))
         if seen.call.arguments == call.arguments:
-            rules, output = self._examiner.rules_of(seen, call)
+            rules, output = self.examiner.rules_of(seen, call)
         else:  # perhaps a mask that only one sample needs
-            known = self._examiner.known_from(seen, call)
-            rules, output = self._examiner.infer(call, LARGE, known)
+            known = self.examiner.known_from(seen, call)
+            rules, output = self.examiner.infer(call, LARGE, known)
         self.rules[key] = rules
         marks = marks if marks == marks_of(module) else []
         self._recorded[key] = Recorded(kept, output, rules, marks, self._splits)
         self._note_inputs(call, rules)
-        for tensor, rule in zip(call.tensors, rules.inputs, strict=True):
-            self.check_backward(f"an argument of unit {call.fqn!r}", tensor, [rule])
+        for i, (tensor, rule) in enumerate(zip(call.tensors, rules.inputs, strict=True)):
+            if isinstance(rule, BatchAxis):
+                self._check_backward((key, i), tensor, f"an argument of unit {call.fqn!r}")
         copies = list(map(copied, tensors_in(output)))
-        returned = self._returned(output, copies, rules.is_differentiable, rules.outputs)
+        returned = self._returned(key, output, copies, rules.is_differentiable)
         for i, tensor in enumerate(tensors_in(returned)):
-            if i in self._examiner.aliased:
+            if i in self.examiner.aliased:
                 self.watcher.aliased[storage_of(tensor)] = (call.fqn, tensor)
         return returned
 
-    def check_backward(self, what: str, tensor: Tensor, rules: Sequence[Rule]) -> None:
-        """Raise if code outside of units mixes samples in the backward of a tensor of the large
-        run, whose samples are where one of ``rules`` says.
+    def _check_backward(self, place: Place, tensor: Tensor, what: str) -> None:
+        """Note that code outside of units has a backward of its own for a tensor of the large
+        run, if it has; raise if that is not linear.
         """
         is_own = self._hooks.are_found or has_own_backward(tensor)
-        if not (is_own and tensor.requires_grad):
+        if not (is_own and tensor.requires_grad and tensor.is_floating_point()):
             return
-        axes = [rule for rule in rules if isinstance(rule, BatchAxis)] if self._splits else []
-        if self._model.divides_late and not is_linear_outside(tensor, self.eps):
-            raise Law.GRADIENTS.refusal(f"{what}, computed outside of units{BENT}")
-        if axes and not any(is_apart(tensor, axis, self.eps) for axis in axes):
-            raise Law.GRADIENTS.refusal(f"{what}, computed outside of units{MIXED}")
+        if self._splits:
+            self.own.append(place)
+        with self.watcher.paused():
+            is_bent = self._model.divides_late and not is_linear(
+                lambda scale: gradients_outside(tensor, scale), self.watcher.eps
+            )
+        if is_bent:
+            raise Law.GRADIENTS.refusal(f"{what}{OUTSIDE}{BENT}")
+
+    def keep_gradients(self, place: Place, tensor: Tensor) -> None:
+        """Keep gradients of what code outside of units has computed, in this run."""
+        with self.watcher.paused():
+            grads = gradients_outside(tensor) if tensor.requires_grad else {}
+        self.gradients[place] = grads
 
     def _note_inputs(self, call: ProbedCall, rules: VisitRules) -> None:
         for tensor, rule in zip(call.tensors, rules.inputs, strict=True):
@@ -361,14 +346,12 @@ class Probe:
         if changed is None:
             return self._run_afresh(key, call)
         output, results = known.results(call, self._samples, changed, self._runner.run)
-        return self._returned(
-            output, results, known.rules.is_differentiable, known.rules.outputs
-        )
+        return self._returned(key, output, results, known.rules.is_differentiable)
 
     def _run_afresh(self, key: CallKey, call: ProbedCall) -> Any:
         output, rules = self._runner.run(call), self._recorded[key].rules
         copies = list(map(copied, tensors_in(output)))
-        return self._returned(output, copies, rules.is_differentiable, rules.outputs)
+        return self._returned(key, output, copies, rules.is_differentiable)
 
     def has_to_run(self, fqn: str, arguments: Any) -> bool:
         """Whether the next call of a unit's module computes anything in this run."""
@@ -377,7 +360,7 @@ class Probe:
             return True
         with self.watcher.paused():
             leaves, spec = flatten(arguments)
-            call = ProbedCall(fqn, _accept, leaves, Layout.of(leaves, spec))
+            call = ProbedCall(fqn, flatten, leaves, Layout.of(leaves, spec))
             changed = known.changed(call, self._samples, self._runner.module_of(call))
         return bool(changed) or known.has_to_run(changed)
 
@@ -389,7 +372,7 @@ class Probe:
             output = call.function(*args, **kwargs)
         self.watcher.give(call.tensors)  # they were made outside, and may be used there
         tensors = tensors_in(output)
-        return self._returned(output, tensors, [False] * len(tensors))
+        return self._returned(key, output, tensors, [False] * len(tensors))
 
     def _run_again(self, key: CallKey, _call: ProbedCall) -> Any:
         seen = self._seen[key]
@@ -398,17 +381,13 @@ class Probe:
         return seen.outputs
 
     def _returned(
-        self,
-        output: Any,
-        tensors: Sequence[Tensor],
-        flags: Sequence[bool],
-        rules: Sequence[Rule] = (),
+        self, key: CallKey, output: Any, tensors: Sequence[Tensor], flags: Sequence[bool]
     ) -> Any:
         """The output given to the model: it counts as made outside of units, with gradients."""
         outputs, spec = flatten(output)
         given = [
-            attached(self._model.anchor, t, rule) if flag and self._has_gradients else t
-            for t, flag, rule in zip_longest(tensors, flags, rules)
+            attached(self._model.anchor, t, (key, i)) if flag and self._has_gradients else t
+            for i, (t, flag) in enumerate(zip(tensors, flags, strict=True))
         ]
         self.watcher.give(given)
         return unflatten(filled(outputs, given), spec)
@@ -421,17 +400,6 @@ def _isolated(model: ProbedModel) -> Iterator[None]:
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
-
-
-def _refuse_random(operation: str) -> None:
-    raise Law.REPEATS.refusal(
-        f"the model draws random numbers outside of units ({operation}), once for all samples "
-        "of a rank"
-    )
-
-
-def _accept(_operation: str) -> None:
-    """Accept it: one rank computes all samples at once, and draws once, as one process does."""
 
 
 _CALLED_OTHERWISE = (

@@ -22,8 +22,8 @@ from shardhet.fsdp.microbatch.layered import (
 )
 from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
 from shardhet.fsdp.microbatch.signature import is_plain
-from shardhet.fsdp.probing.apart import TensorHooks, has_own_backward
 from shardhet.fsdp.probing.comparing import are_close, fingerprint
+from shardhet.fsdp.probing.gradients import TensorHooks, has_own_backward
 from shardhet.fsdp.probing.law import Law, Refusal
 from shardhet.fsdp.probing.module_state import (
     AsItWas,
@@ -78,7 +78,6 @@ class Seen:
     results: Layout
     is_differentiable: tuple[bool, ...]
     counted: Mapping[Number, Any]  # numbers that every call changes, after this one
-    began_with: Mapping[Number, Any]  # those numbers before it
     has_own_backward: bool  # a hook on a tensor or a Function in Python
     as_it_was: AsItWas  # its module's attributes before this call
     autocast_dtype: torch.dtype | None
@@ -90,19 +89,15 @@ def filled(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
     return [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
+@dataclass(eq=False, kw_only=True)
 class CallRunner:
     """Runs calls under the watcher and refuses those that cannot be repeated."""
 
-    def __init__(
-        self, module: nn.Module, watcher: Watcher, *, device: torch.device, has_gradients: bool
-    ) -> None:
-        self._module = module
-        self._watcher = watcher
-        self._device = device
-        self._has_gradients = has_gradients
-        # Of the call in progress, if it changes numbers: before every run, and after it.
-        self._began_with: Mapping[Number, Any] = {}
-        self._counted: Mapping[Number, Any] = {}
+    module: nn.Module
+    watcher: Watcher
+    device: torch.device
+    has_gradients: bool
+    counting: Seen | None = None  # the call in progress, if it changes numbers
 
     def run(
         self, call: ProbedCall, *, with_graph: bool = False, leaves: Sequence[Tensor] = ()
@@ -119,19 +114,17 @@ class CallRunner:
         before = [fingerprint(each) for each in objects]
         versions = [t._version for t in given]
         args, kwargs = unflatten(values, call.arguments.spec)
-        if self._began_with:
-            set_numbers(self.module_of(call), self._began_with)
         grad_mode = torch.enable_grad() if with_graph else torch.no_grad()
         try:
             # Without autocast's cache, which would keep casts of parameters between calls.
-            autocast = autocast_as(self._device.type, autocast_dtype_now(self._device.type))
-            with self._watcher.call(call.fqn, given), grad_mode, autocast:
+            autocast = autocast_as(self.device.type, autocast_dtype_now(self.device.type))
+            with self.watcher.call(call.fqn, given), grad_mode, autocast, self._counted(call):
                 output = call.function(*args, **kwargs)
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
                 raise Refusal(RuntimeError(writes_on_input(call.fqn))) from error
             raise
-        if self._has_gradients and [t._version for t in given] != versions:
+        if self.has_gradients and [t._version for t in given] != versions:
             raise Refusal(RuntimeError(writes_on_input(call.fqn)))
         for each, known in zip(objects, before, strict=True):
             if fingerprint(each) != known:
@@ -144,20 +137,26 @@ class CallRunner:
         ):
             raise Refusal(ValueError(changes_arguments(call.fqn, "a list or dict")))
         _check_plain(call.fqn, output)
-        self._check_counted(call)
         return output
 
-    def _check_counted(self, call: ProbedCall) -> None:
-        now = numbers(self.module_of(call)) if self._counted else {}
-        for key, value in self._counted.items():
-            if now.get(key) != value:
-                raise _counts(call.fqn, key[1])
+    @contextmanager
+    def _counted(self, call: ProbedCall) -> Iterator[None]:
+        seen = self.counting
+        if seen is None:
+            yield
+            return
+        with seen.as_it_was.in_function(0, is_repeated=True):
+            yield
+            now = numbers(self.module_of(call))
+            for key, value in seen.counted.items():
+                if now.get(key) != value:
+                    raise _counts(call.fqn, key[1])
 
     def module_of(self, call: ProbedCall) -> nn.Module:
         """The module that is called."""
         # A function is no module of the model and has no attributes that count.
         is_function = call.fqn == DROPOUT_CALLS
-        return nn.Module() if is_function else self._module.get_submodule(call.fqn)
+        return nn.Module() if is_function else self.module.get_submodule(call.fqn)
 
     @contextmanager
     def counting_once(self, seen: "Seen | None") -> Iterator[None]:
@@ -165,14 +164,11 @@ class CallRunner:
 
         Runs raise ``Refusal`` if one that counts depends on the samples.
         """
-        if seen is None or not seen.counted:
-            yield
-            return
-        self._began_with, self._counted = seen.began_with, seen.counted
+        self.counting = seen if seen is not None and seen.counted else None
         try:
             yield
         finally:
-            self._began_with, self._counted = {}, {}
+            self.counting = None
 
     def look(self, call: ProbedCall) -> tuple[Seen, Any]:
         """The call's result, as a record of copies and as it is.
@@ -181,14 +177,14 @@ class CallRunner:
         """
         module = self.module_of(call)
         before, as_it_was = counters(module), AsItWas(module)
-        with_graph = self._has_gradients and torch.is_grad_enabled()
+        with_graph = self.has_gradients and torch.is_grad_enabled()
         with TensorHooks() as hooks:
             output = self.run(call, with_graph=with_graph)
         once = counters(module)
         counted: dict[Number, Any] = {}
         if once != before:
             pairs = zip(tensors_in(self.run(call)), tensors_in(output), strict=False)
-            is_used = not all(are_close(*pair, self._watcher.eps) for pair in pairs)
+            is_used = not all(are_close(*pair, self.watcher.eps) for pair in pairs)
             twice = counters(module)
             counted = {key: once[key] for key in once if twice.get(key) != once[key]}
             for _, name in counted if is_used else counted.keys() - numbers(module).keys():
@@ -203,25 +199,24 @@ class CallRunner:
             results=Layout.of(outputs, spec),
             is_differentiable=tuple(each.requires_grad for each in tensors),
             counted=counted,
-            began_with={key: before[key] for key in counted if key in before},
             has_own_backward=hooks.are_found or any(map(has_own_backward, tensors)),
             as_it_was=as_it_was,
-            autocast_dtype=autocast_dtype_now(self._device.type),
+            autocast_dtype=autocast_dtype_now(self.device.type),
         )
         return seen, output
 
     def check_repeated(self, seen: Seen) -> None:
         """Raise ``Refusal`` if the call, as backward repeats it, gives something else now."""
-        autocast = autocast_as(self._device.type, seen.autocast_dtype)
-        self._watcher.is_unpredictable = False
+        autocast = autocast_as(self.device.type, seen.autocast_dtype)
+        self.watcher.is_unpredictable = False
         try:
             with seen.as_it_was.in_function(0, is_repeated=True), autocast:
                 again = tensors_in(self.run(seen.call, with_graph=True))
         except Exception as error:
             raise _differs(seen.call.fqn, f"raises {error!r}") from error
         pairs = zip(again, seen.outputs, strict=False)
-        is_same = all(are_close(*pair, self._watcher.eps) for pair in pairs)
-        if not (is_same or self._watcher.is_unpredictable):
+        is_same = all(are_close(*pair, self.watcher.eps) for pair in pairs)
+        if not (is_same or self.watcher.is_unpredictable):
             raise _differs(seen.call.fqn, "gives something else")
 
 

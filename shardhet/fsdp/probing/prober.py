@@ -9,7 +9,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -38,7 +38,7 @@ from shardhet.fsdp.probing.probed_call import ProbedCall
 from shardhet.fsdp.probing.rules import LARGE, ArgumentsSeen, Axes, possible_axes
 from shardhet.fsdp.probing.watch import StaysUnsharded
 from shardhet.fsdp.sharding.seeds import restored_random_state
-from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule, UnitState
+from shardhet.fsdp.sharding.unit import UnitModule, UnitState
 from shardhet.fsdp.stages.flow import Result, Returned
 from shardhet.records.schedule import Schedule, StepForm, make_schedule
 
@@ -88,14 +88,12 @@ class Findings:
 class Prober:
     """Runs probes of one model, with the same findings on every rank."""
 
-    def __init__(
-        self, model: ProbedModel, units: Sequence[FSDPUnit], *, form: StepForm
-    ) -> None:
+    def __init__(self, model: ProbedModel, *, form: StepForm) -> None:
         self.module = model.module
         # Units that the model needs unsharded throughout.
         self.staying: frozenset[int] = frozenset()
         self._model = model
-        self.units = tuple(units)
+        self.units = model.units
         self._control = model.control
         self._form = form
         self.probe: Probe | None = None  # while it runs
@@ -138,15 +136,21 @@ class Prober:
         problem = first
         num_computing = sum(row[0] for row in self._control.exchange([float(call is not None)]))
         gathered = {p: i for p, i in self._model.gathered.items() if i not in self.staying}
-        model = replace(self._model, gathered=gathered)
+        model = self._model.with_gathered(gathered, self._model.rows)
         for i, axes in enumerate(attempts):
             attempt = Attempt(
-                model, self.run_once, call, axes, run_module, has_gradients, splits
+                model=model,
+                run_once=self.run_once,
+                call=call,
+                axes=axes,
+                run_module=run_module,
+                has_gradients=has_gradients,
+                splits=splits,
+                is_alone=num_computing == 1,
             )
-            attempt.is_alone = num_computing == 1
             found = attempt.run()
-            staying = -1 if attempt.staying is None else attempt.staying
-            if i == 0 and found is not None and first is None:
+            staying = found.unit if isinstance(found, StaysUnsharded) else -1
+            if i == 0 and isinstance(found, Exception) and first is None:
                 problem = _explained(found, call, attempts, is_refused=attempt.is_refused)
             is_used = isinstance(found, LossUsedError)
             rows = self._control.exchange([float(found is not None), staying, float(is_used)])
@@ -196,36 +200,35 @@ class Prober:
         probe = attempt.probe
         rules = {} if probe is None else probe.rules
         self._check_agreement(rules)
-        is_certain = probe is None or probe.is_certain
-        are_unlike = has_unlike_samples(attempt.call, attempt.axes, LARGE)
-        rows = self._control.exchange([float(is_certain), float(are_unlike)])
-        is_certain = all(row[0] for row in rows) and _are_unlike(rows)
         flow = None if probe is None else probe.flow
-        told = self._control.exchange_objects(
-            (
-                attempt.empty_output(),
-                () if probe is None else probe.counted,
-                [] if flow is None else flow.reached,
-                None if probe is None else attempt.laws,
-                None if probe is None else probe.rewritten,
-            )
+        mine = probe and (
+            attempt.empty_output(),
+            probe.counted,
+            [] if flow is None else flow.reached,
+            attempt.laws,
+            probe.rewritten,
+            probe.examiner.is_certain,
+            has_unlike_samples(attempt.call, attempt.axes, LARGE),
         )
-        form = next((each for each, *_ in told if each is not None), None)
+        told = [each for each in self._control.exchange_objects(mine) if each is not None]
+        forms, counted, reached, laws, rewritten, certain, unlike = zip(*told, strict=True)
+        if not any(unlike):
+            _tell_of_alike_samples()
         return Findings(
             rules={key: [found] for key, found in rules.items()},
             schedule=schedule,
             staying=self.staying,
             splits=attempt.splits,
-            is_certain=is_certain,
-            counted=tuple(sorted(set().union(*(each[1] for each in told)))),
+            is_certain=all(certain) and any(unlike),
+            counted=tuple(sorted(set().union(*counted))),
             has_root_dropout=any(key.fqn == DROPOUT_CALLS for key in rules),
             inputs=() if probe is None else tuple(probe.inputs),
-            empty_output=None if form is None else pickle.loads(form),
+            empty_output=pickle.loads(forms[0]),
             are_batched=tuple(axis is not None for axis in attempt.axes),
             results=() if flow is None else tuple(flow.results),
-            reached=_together([each[2] for each in told if each[2]]),
-            laws=_laws_of_all([each[3] for each in told if each[3] is not None]),
-            rewritten=frozenset(set.intersection(*(e[4] for e in told if e[4] is not None))),
+            reached=_together([each for each in reached if each]),
+            laws=_laws_of_all(laws),
+            rewritten=frozenset(set.intersection(*rewritten)),
             altered=frozenset() if flow is None else frozenset(flow.altered),
         )
 
@@ -259,7 +262,7 @@ class Prober:
 
         Raises ``ValueError`` if they cannot be found.
         """
-        model = replace(self._model, rows={}, gathered={})
+        model = self._model.with_gathered({}, {})
         probe = Probe(model, has_gradients=torch.is_grad_enabled(), splits=splits)
         try:
             with restored_random_state(self._model.device):
@@ -338,14 +341,6 @@ def _while_others_wait() -> Iterator[None]:
         raise GatherFailed(error) from error
 
 
-def _are_unlike(rows: Sequence[Sequence[float]]) -> bool:
-    """Whether any rank has samples that are not all the same; says so if none has."""
-    found = any(row[1] for row in rows)
-    if not found:
-        _tell_of_alike_samples()
-    return found
-
-
 @cache
 def _tell_of_alike_samples() -> None:
     logger.warning(
@@ -366,9 +361,7 @@ def _laws_of_all(
     found: Sequence[Mapping[str, frozenset[Join] | None]],
 ) -> dict[str, frozenset[Join] | None]:
     """What numbers are on every rank that has samples."""
-    by_place = {
-        at: [each[at] for each in found] for at in set.intersection(*map(set, found or [{}]))
-    }
+    by_place = {at: [each[at] for each in found] for at in set.intersection(*map(set, found))}
     return {
         at: None if None in laws else frozenset.intersection(*laws)  # type: ignore[arg-type]
         for at, laws in by_place.items()

@@ -3,7 +3,9 @@ for three samples; refuses what they do not determine.
 """
 
 import pickle
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from itertools import combinations
 from typing import Any, NamedTuple, Self
 
@@ -14,6 +16,7 @@ from shardhet.fsdp.microbatch.batching import (
     BatchAxis,
     Join,
     Rule,
+    are_alike,
     find_axis,
     flatten,
     unflatten,
@@ -22,6 +25,7 @@ from shardhet.fsdp.microbatch.loss import Unmade
 from shardhet.fsdp.microbatch.signature import ModelCall, is_plain
 from shardhet.fsdp.probing.comparing import Cut, are_close
 from shardhet.fsdp.probing.law import Law
+from shardhet.fsdp.probing.watch import Watcher
 from shardhet.records.layout import Span
 
 SMALL, LARGE = 2, 3
@@ -32,6 +36,7 @@ OTHER_PARTS = (Span(0, 1), Span(1, LARGE))
 MAX_ATTEMPTS = 8
 
 Axes = tuple[BatchAxis | None, ...]
+Leaves = Mapping[str, Any]  # of an output, by place
 
 
 class ArgumentsSeen(NamedTuple):
@@ -100,10 +105,9 @@ class RuleFinder:
     If ``splits`` is False, no rank has several microbatches and no rule can be wrong.
     """
 
-    def __init__(self, *, splits: bool) -> None:
-        self.is_unpredictable = False  # the call draws random numbers that cannot be fixed
-        self.eps = 0.0  # of the narrowest dtype that the compared tensors were computed in
+    def __init__(self, watcher: Watcher, *, splits: bool) -> None:
         self.undecided: list[int] = []  # indices of outputs of the call that are zero
+        self._watcher = watcher
         self._splits = splits
 
     def of_input(self, fqn: str, name: str, small: Tensor, large: Tensor) -> Rule:
@@ -128,6 +132,8 @@ class RuleFinder:
         ]
         if len(fitting) == 1 or (fitting and len(axes) == 1):
             return fitting[0]
+        if fitting and are_alike(large, axes[0].dim):
+            return replace(fitting[0], is_alike=True)
         if fitting:
             return self._undecidable(
                 f"{what} of shape {tuple(large.shape)} holds {axes[-1].outer} rows per sample, "
@@ -175,12 +181,12 @@ class RuleFinder:
         )
 
     def _fits(self, rule: Rule, cuts: Sequence[Cut]) -> bool:
-        if self.is_unpredictable:
+        if self._watcher.is_unpredictable:
             return isinstance(rule, BatchAxis) and rule.outer == 1
-        return all(each.follows(rule, self.eps) for each in cuts)
+        return all(each.follows(rule, self._watcher.eps) for each in cuts)
 
     def _are_equal(self, one: Tensor, other: Tensor) -> bool:
-        return self.is_unpredictable or are_close(one, other, self.eps)
+        return self._watcher.is_unpredictable or are_close(one, other, self._watcher.eps)
 
     def _undecidable(self, found: str, law: Law = Law.APART) -> Rule:
         if self._splits:
@@ -211,14 +217,25 @@ def is_same(parts: Sequence[Tensor]) -> bool:
     return all(are_close(part, parts[0]) for part in parts)
 
 
-def readings(tensor: Tensor, known: Rule | None, num_samples: int) -> list[Rule]:
-    """The rules that the tensor may have for ``num_samples``; only ``known`` if that fits."""
+def readings(
+    tensor: Tensor, known: Rule | None, num_samples: int, others: Iterable[Rule]
+) -> list[Rule]:
+    """The rules that the tensor may have for ``num_samples``; only ``known`` if that fits.  It
+    may have several rows a sample as ``others`` have, those of other arguments.
+    """
     if known is Join.SHARED or (
         isinstance(known, BatchAxis) and known.fits(tensor, num_samples)
     ):
         return [known]
+    rows = {
+        (1, 1),
+        *((each.outer, each.inner) for each in others if isinstance(each, BatchAxis)),
+    }
     axes: list[Rule] = [
-        BatchAxis(dim) for dim, length in enumerate(tensor.shape) if length == num_samples
+        axis
+        for dim in range(tensor.dim())
+        for axis in (BatchAxis(dim, *each) for each in sorted(rows))
+        if axis.fits(tensor, num_samples)
     ]
     return [*axes, Join.SHARED]
 
@@ -254,3 +271,63 @@ def _for_no_samples(plain: Any) -> Any:
     if type(plain) in (int, float):
         return type(plain)(0)
     return plain if is_plain(plain) else Unmade(type(plain).__name__)
+
+
+# Outputs of a model
+
+
+def rows_of(small: Leaves, large: Leaves, *, is_alone: bool) -> dict[str, list[BatchAxis]]:
+    """Outputs that have a gradient, and where they may have rows for each sample.
+
+    Raises if one has two dimensions for samples, unless no other rank computes.
+    """
+    found = {}
+    for i, (at, one) in enumerate(small.items()):
+        other = large.get(at)
+        if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+            continue
+        growing = _growing(one, other)
+        if len(growing) > 1 and not is_alone:
+            raise Law.APART.refusal(
+                f"model(...): output {i} of shape {tuple(one.shape)} for {SMALL} samples and "
+                f"{tuple(other.shape)} for {LARGE} compares the samples of a rank's batch with "
+                "each other, as contrastive losses do, which take features of all ranks "
+                "(shardhet.gather_features)"
+            )
+        if one.requires_grad and len(growing) == 1:
+            with suppress(ValueError):  # its length depends on which samples there are
+                found[at] = find_axis(one, other, SIZES)
+    return found
+
+
+def _growing(small: Tensor, large: Tensor) -> list[tuple[int, int]]:
+    return [
+        sizes
+        for sizes in zip(small.shape, large.shape, strict=False)
+        if sizes[0] * LARGE == sizes[1] * SMALL and all(sizes)
+    ]
+
+
+def without_samples(outputs: Sequence[Leaves]) -> list[str]:
+    """Where outputs have numbers, or what has a gradient and no row for each sample."""
+    first, *others = outputs
+    columns = {
+        place: [leaf, *(each.get(place) for each in others)] for place, leaf in first.items()
+    }
+    return [place for place, c in columns.items() if all(map(_is_number, c)) or _are_alike(c)]
+
+
+def _is_number(leaf: Any) -> bool:
+    return type(leaf) in (int, float) or (isinstance(leaf, Tensor) and not leaf.dim())
+
+
+def _are_alike(column: Sequence[Any]) -> bool:
+    """Whether all are tensors of one shape that have a gradient."""
+    return all(
+        isinstance(each, Tensor)
+        and each.requires_grad
+        and each.is_floating_point()
+        and each.numel()
+        and each.shape == column[0].shape
+        for each in column
+    )

@@ -12,7 +12,7 @@ An operation that uses a tensor of another place would see only one microbatch o
 the whole batch, or would lose its gradient; it is refused.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -69,8 +69,11 @@ class MadeRows:
         self._of_samples = WeakIdKeyDictionary()  # tensor -> whether from any of the former
 
     def begin(self, inputs: Sequence[tuple[Tensor, bool | None]]) -> None:
-        """Begin a forward with these, as ``give`` says of each."""
-        for tensor, of_samples in inputs:
+        """Begin a forward with these, as ``give`` says of each; unless any rows are ragged
+        nothing has to be known.
+        """
+        self._of_samples.clear()
+        for tensor, of_samples in inputs if any(of is False for _, of in inputs) else ():
             self.give([tensor], of_samples=of_samples)
 
     def give(self, tensors: Iterable[Tensor], *, of_samples: bool | None) -> None:
@@ -86,6 +89,8 @@ class MadeRows:
 
     def pass_on(self, given: Any, made: Any) -> None:
         """Note that an operation made these from what it was given."""
+        if not len(self._of_samples):
+            return
         found = [self._of_samples[x] for x in tensors_among(given) if x in self._of_samples]
         if found:
             self.give(tensors_among(made), of_samples=any(found))
@@ -101,10 +106,10 @@ class MadeRows:
 class Watcher(EagerMode):
     """Tracks where tensors are made while it is active; replaces random numbers."""
 
-    def __init__(self, *, is_cut: bool) -> None:
+    def __init__(self, *, is_cut: bool, refuses_random: bool = True) -> None:
         super().__init__()
         self._is_cut = is_cut  # whether a batch with gradients is cut at all
-        self.on_random_outside: Callable[[str], None] = lambda op: None
+        self._refuses_random = refuses_random  # outside of units
         self.is_unpredictable = False  # random numbers were drawn that cannot be fixed
         self.draws = False  # whether a call has drawn random numbers, or dropped any
         self.drawn = ""  # where and how, whenever it was
@@ -112,7 +117,7 @@ class Watcher(EagerMode):
         self.rows: Mapping[int, int] = {}  # indices of units, by id of a sharded parameter
         self.gathered: Mapping[int, int] = {}  # those that do not stay, by unsharded parameter
         self.params: frozenset[int] = frozenset()  # ids of the model's unsharded parameters
-        self.storages: Container[int] = frozenset()  # those that hold parameters
+        self.storages: Callable[[], set[int]] = set  # those that hold parameters
         self.flow: Flow | None = None  # of the results of units, if it is asked for
         # Results of units that share memory with their other results or arguments: units by id.
         self.aliased: dict[int, tuple[str, Tensor]] = {}
@@ -122,7 +127,10 @@ class Watcher(EagerMode):
         self._is_paused = False
         self._made_at = WeakIdKeyDictionary()  # tensor -> place
         self.made_rows = MadeRows()
-        self._dice = WeakIdKeyDictionary()  # single random numbers drawn outside of units
+        self.drawn_one, self.has_drawn_one = (
+            0.5,
+            False,
+        )  # a number that is drawn outside of them
         self._bounded = WeakIdKeyDictionary()  # single numbers with a least or largest value
         self._fqn_by_place = {OUTSIDE: ""}
         self._allowed: set[int] = set()  # addresses of storages that the call was given
@@ -202,8 +210,6 @@ class Watcher(EagerMode):
             for each in tensors_among((args, kwargs)):
                 place = self._check(each, name)
                 depends |= place is not None or isinstance(each, nn.Parameter)
-                if self._dice and each in self._dice:
-                    self._check_die(name, args)
         result = self._predictably(func, name, args, kwargs)
         self.made_rows.pass_on((args, kwargs), result)
         if self.flow is not None and self._place == OUTSIDE and name not in FACTORIES:
@@ -223,12 +229,6 @@ class Watcher(EagerMode):
         if tensor._base is not None:  # may have been written through a view
             self._made_at.setdefault(tensor._base, self._place)
 
-    def _check_die(self, name: str, args: tuple[Any, ...]) -> None:
-        """Refuse decisions by a random number, but not those of probability 0."""
-        is_never = name == "lt" and not isinstance(args[1], Tensor) and args[1] <= 0
-        if not is_never:
-            self.on_random_outside("perhaps layers skipped at random")
-
     def _check_rows(self, tensor: Tensor) -> None:
         if id(tensor) in self.rows:
             raise StaysUnsharded(self.rows[id(tensor)])
@@ -247,7 +247,7 @@ class Watcher(EagerMode):
                 if self._place == OUTSIDE:
                     self._check_result(name, each)
                 if each.layout is torch.strided and (
-                    each.untyped_storage()._cdata in self.storages
+                    each.untyped_storage()._cdata in self.storages()
                 ):
                     raise Law.READ.refusal(
                         f"{self._where()} writes to a parameter ({name} of a tensor of shape "
@@ -314,11 +314,9 @@ class Watcher(EagerMode):
             return self._without_dropout(func, schema, args, kwargs)
         self.draws = True
         if self._place == OUTSIDE and name == "rand" and not args[0]:
-            die = torch.full((), 0.5)
-            self._dice[die] = True
-            return die
-        if self._place == OUTSIDE:
-            self.on_random_outside(name)
+            self.has_drawn_one = True
+            return torch.full((), self.drawn_one)
+        self._check_random(name)
         if name == "native_dropout":
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         if name in _CONSTANTS:
@@ -331,6 +329,13 @@ class Watcher(EagerMode):
         self.drawn = f"{self._where()} draws random numbers ({name})"
         return func(*args, **kwargs)
 
+    def _check_random(self, operation: str) -> None:
+        if self._place == OUTSIDE and self._refuses_random:
+            raise Law.REPEATS.refusal(
+                f"the model draws random numbers outside of units ({operation}), once for all "
+                "samples of a rank"
+            )
+
     def _without_dropout(
         self,
         func: Callable[..., Any],
@@ -341,8 +346,8 @@ class Watcher(EagerMode):
         index = next(schema.index(name) for name in _DROPPING if name in schema)
         given = args[index] if index < len(args) else kwargs.get(schema[index], 0.0)
         self.draws |= bool(given)
-        if given and self._place == OUTSIDE:
-            self.on_random_outside(func.__name__)
+        if given:
+            self._check_random(func.__name__)
         if index < len(args):
             return func(*args[:index], type(given)(0), *args[index + 1 :], **kwargs)
         return func(*args, **(kwargs | ({schema[index]: 0.0} if given else {})))

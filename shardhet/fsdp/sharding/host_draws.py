@@ -20,6 +20,7 @@ NUM_WORDS = 624
 NUM_CHOSEN = 500  # 250 numbers; the words that follow are arbitrary, so that loops end
 # Words that are tempered into 0, into 2**31 (numbers of 0.5), and into 2**32 - 1.
 LOW, MIDDLE, HIGH = 0x0, 0x80102204, 0x12DD9BB3
+NUMBERS = {LOW: 0.0, MIDDLE: 0.5, HIGH: 1 - 2.0**-24}
 NAMES = ("Python's random", "NumPy's random")
 
 

@@ -9,7 +9,7 @@ from shardhet.fsdp.microbatch.batching import VisitRules
 from shardhet.fsdp.microbatch.host_inputs import InputsOnHost
 from shardhet.fsdp.microbatch.layered import Visit
 from shardhet.fsdp.microbatch.surroundings import Context, Seeded, Surrounding
-from shardhet.fsdp.probing.module_state import AsItWas, CountedOnce
+from shardhet.fsdp.probing.module_state import AsItWas
 from shardhet.fsdp.sharding.seeds import RandomStates
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
 from shardhet.fsdp.step.observer import Activity, Observers
@@ -180,11 +180,8 @@ def _observers(visits: Visits, one: OneVisit) -> Surrounding | None:
 
 def _attributes(visits: Visits, one: OneVisit) -> Surrounding | None:
     recomputes = one.unit is not None and visits.rank_plan.recomputes(one.module.fqn)
-    return AsItWas(one.module.module) if recomputes else None
-
-
-def _counters(visits: Visits, one: OneVisit) -> Surrounding | None:
-    return CountedOnce(one.module.module) if one.rules.counts else None
+    counts = one.rules.counts
+    return AsItWas(one.module.module, counts=counts) if recomputes or counts else None
 
 
 # Entered in this order; a turn begins before anything else of its backward.
@@ -194,6 +191,5 @@ SURROUNDINGS: list[Callable[[Visits, OneVisit], Surrounding | None]] = [
     _seeds,
     _norms,
     _attributes,
-    _counters,
     _observers,
 ]

@@ -94,10 +94,12 @@ class Output:
             place for place, law in self.laws.items() if law is None or Join.SUM not in law
         ]
         if at in not_sums:
+            kind = "no sum or mean" if self.laws[at] is None else "no sum, but a mean,"
             raise ValueError(
-                f"{caller}: the loss is what the model returns, which is no sum over samples "
-                "but a mean, perhaps. So ranks and rounds do not add up to one process with "
-                "all samples. Give the sum: loss * num_tokens, num_tokens."
+                f"{caller}: the loss is what the model returns, which is {kind} over samples. "
+                "So ranks and rounds do not add up to one process with all samples. Give the "
+                "sum (loss * num_tokens of a mean), leave out what mixes samples "
+                "(output_router_logits=False), or let one rank compute all samples at once."
             )
         following = dict(pairwise(self._leaves)).get(at)
         if any(
@@ -162,7 +164,7 @@ _ALLOWED = {
     _MEAN: (slice(1, 3), "a mean over samples"),
     _SUM | _MEAN: (slice(0, 3), "a sum or a mean over samples"),
     frozenset[Join](): (slice(2, 3), "a mean over what counts in samples"),
-    None: (slice(0, 0), "neither a sum nor a mean over samples (a maximum, perhaps)"),
+    None: (slice(0, 0), "no sum or mean over samples (a maximum, perhaps)"),
 }
 _BY_OTHER_FACTORS = (
     "model.backward: the loss depends on output {} of model(...), which is {}, by factors that "

@@ -106,18 +106,18 @@ class Runtime:
             device_type=self._comm.device.type,
             inputs=self._inputs,
         )
-        probed = ProbedModel.of(
-            self._module,
-            self.units,
-            self.root,
-            self.norms,
-            self._caches,
-            self._loss,
+        probed = ProbedModel(
+            module=self._module,
+            units=self.units,
+            root=self.root,
+            norms=self.norms,
+            caches=self._caches,
+            loss=self._loss,
             control=self._control,
             device=self._comm.device,
             plan=plan,
         )
-        self._prober = Prober(probed, self.units, form=self.rounds.form)
+        self._prober = Prober(probed, form=self.rounds.form)
         self._known = KnownCalls(self._prober, self._control)
         self.calls.follow(visits, self._prober, self._known)
 
