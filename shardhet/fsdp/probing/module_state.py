@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,20 +29,14 @@ _OF_MODULES = vars(nn.Module()).keys() - {"training"}  # parameters, buffers, ho
 Number = tuple[str, str]  # fqn of a module, name of an attribute
 
 
-class Attribute(NamedTuple):
-    """One that a module, or one inside it, has been given: no parameter, buffer or hook."""
-
-    key: Number
-    held: dict[str, Any]  # what has it by name
-    value: Any
-
-
-def attributes_of(module: nn.Module) -> Iterator[Attribute]:
-    """Those of a module, and of all inside it."""
+def attributes_of(module: nn.Module) -> Iterator[tuple[Number, dict[str, Any], Any]]:
+    """Those that a module, or one inside it, has been given, where they are held: no parameter,
+    buffer or hook.
+    """
     for fqn, each in module.named_modules():
         held = vars(each)
         for name in [name for name in held if name not in _OF_MODULES]:
-            yield Attribute((fqn, name), held, held[name])
+            yield (fqn, name), held, held[name]
 
 
 @contextmanager
@@ -90,7 +84,7 @@ def restored_names(functions: Sequence[Any], more: Sequence[Any] = ()) -> Iterat
             _put_back(container, content)
         with torch.no_grad():
             for tensor, before in copies:
-                if not _equal(tensor, before):
+                if not torch.equal(tensor, before):
                     tensor.copy_(before)
 
 
@@ -122,10 +116,6 @@ def _put_back(container: Any, content: list[Any] | dict[Any, Any] | None) -> Non
         container.extend(content)
     else:
         container.update(content)
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one, other)
 
 
 class Writes:
@@ -223,8 +213,8 @@ def choosing_attributes(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
     switch a part off while they are 0.
     """
     own = list(attributes_of(module))
-    inner = {id(each): each for each in (_names_in(a.value) for a in own) if each is not None}
-    pairs = [(a.held, a.key[1]) for a in own]
+    inner = {id(each): each for _, _, value in own if (each := _names_in(value)) is not None}
+    pairs = [(held, name) for (_, name), held, _ in own]
     pairs += [(each, name) for each in inner.values() for name in each]
     return [(held, name) for held, name in pairs if isinstance(held[name], CHOICES)]
 
@@ -335,7 +325,7 @@ class AsItWas(Surrounding):
     """
 
     def __init__(self, module: nn.Module, *, counts: bool = False) -> None:
-        self._module, self._counts = module, counts
+        self._modules, self._counts = list(module.modules()), counts
         self._has_run = False
         self._before = self._look()
 
@@ -353,16 +343,20 @@ class AsItWas(Surrounding):
         finally:
             self._put(now)
 
-    def _look(self) -> list[tuple[Attribute, Any]]:
-        return [(each, _content_of(each.value)) for each in attributes_of(self._module)]
+    def _look(self) -> list[dict[str, tuple[Any, Any]]]:
+        return [
+            {n: (v, _content_of(v)) for n, v in vars(each).items() if n not in _OF_MODULES}
+            for each in self._modules
+        ]
 
-    def _put(self, attributes: Sequence[tuple[Attribute, Any]]) -> None:
-        kept = {each.key for each, _ in attributes}
-        for each in [each for each in attributes_of(self._module) if each.key not in kept]:
-            del each.held[each.key[1]]
-        for each, content in attributes:
-            each.held[each.key[1]] = each.value
-            _put_back(each.value, content)
+    def _put(self, attributes: Sequence[dict[str, tuple[Any, Any]]]) -> None:
+        for each, saved in zip(self._modules, attributes, strict=True):
+            held = vars(each)
+            for name in held.keys() - saved.keys() - _OF_MODULES:
+                del held[name]
+            for name, (value, content) in saved.items():
+                held[name] = value
+                _put_back(value, content)
 
 
 def numbers(module: nn.Module) -> dict[Number, Any]:
