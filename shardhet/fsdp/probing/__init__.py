@@ -4,8 +4,8 @@ Where it is refused that
 
     a unit mixes samples                 rules: RuleFinder.of_output; in backward, or in hooks,
                                          examine: _check_backward, _gradients
-    code outside of units mixes them     attempt: _check_rows; in backward _check_gradients, with
-                                         gradients: GradientCut
+    code outside of units mixes them     attempt: _check_rows; in backward _check_gradients,
+                                         with gradients: GradientCut
     a loss is no sum, once it is used    step.output: Output.check_adds_up, check_factors
     the model draws random numbers       watch: Watcher.run; attempt: _check_draws
     a tensor leaves or enters a unit     watch
