@@ -9,7 +9,10 @@ from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import (
     FRAMES,
     HOST_BYTES_PER_S,
+    KERNELS_PER_MATRIX,
+    LAUNCH_S,
     LINK_FRACTION,
+    OLD_LAUNCH_S,
     STRAGGLING,
     derive_profile,
     slowest_of,
@@ -31,8 +34,8 @@ from shardhet.pricing.efficiency import (
 from shardhet.pricing.roofline import (
     GRAD_BYTES,
     HALF_WAVE_NUMEL,
+    KERNEL_S,
     KERNELS_PER_UNIT,
-    LAUNCH_S,
     MAX_SLOWDOWN,
     MEMORY_FRACTION,
     Roofline,
@@ -96,12 +99,38 @@ def test_what_is_kept_for_backward_moves_through_memory() -> None:
     assert extra_s == pytest.approx(2 * 2 * 2 * 50e6 / 1e9)
 
 
-def test_nothing_is_faster_than_the_launch_of_its_kernels() -> None:
+def test_no_visit_is_shorter_than_its_kernels() -> None:
     empty = replace(UNIT, param_shapes=((4,),), forward_flops=0, backward_flops=0)
     roofline = Roofline.of(KIND, "float32")
-    launches_s = KERNELS_PER_UNIT * LAUNCH_S
-    assert roofline.forward_s(empty, 1, HALF) == launches_s
-    assert roofline.backward_s(empty, 1, HALF) == 2 * launches_s
+    kernels_s = KERNELS_PER_UNIT * KERNEL_S
+    assert roofline.forward_s(empty, 1, HALF) == kernels_s
+    assert roofline.backward_s(empty, 1, HALF) == 2 * kernels_s
+
+
+@pytest.mark.parametrize(
+    ("cards", "launch_s"),
+    [
+        ("H200", LAUNCH_S),
+        ("RX 6800", LAUNCH_S),
+        ("T4", OLD_LAUNCH_S),
+        ("1080 Ti", OLD_LAUNCH_S),
+    ],
+)
+def test_nothing_is_faster_than_the_launch_of_its_kernels(cards: str, launch_s: float) -> None:
+    """A norm is few kernels, and a matrix has others around its product."""
+    norm = replace(UNIT, name="norm", param_shapes=((4,),), forward_flops=0, backward_flops=0)
+    names = ("block", "norm", "block")
+    workload = Workload(
+        kinds=(replace(UNIT, forward_flops=16, backward_flops=32), norm),
+        units=tuple(Unit(fqn=str(i), kind=name) for i, name in enumerate(names)),
+    )
+    units = derive_profile(Cluster.of_cards(cards), workload).devices[0].unit_by_kind
+    for name, least_s in (
+        ("block", KERNELS_PER_MATRIX * launch_s),
+        ("norm", KERNELS_PER_UNIT * KERNEL_S),
+    ):
+        assert units[name].forward_s.at(1) == pytest.approx(least_s)
+        assert units[name].backward_s.at(1) >= 2 * least_s
 
 
 def test_a_device_that_does_not_hold_its_clock_is_slower_the_longer_a_visit_takes() -> None:
@@ -219,15 +248,16 @@ def test_the_note_says_how_far_the_times_were_off() -> None:
     assert f"a factor of {SPREAD_FITTED:g} for nine" in known.note
     # The fit has not seen how long the host takes to launch kernels as short as these.
     short = derive_profile(Cluster.of_cards("H100 PCIe"), WORKLOAD)
-    assert "blocks (longer in microbatches of up to 16 samples, where launches" in short.note
+    assert "blocks (not in microbatches of up to 16 samples, which take as" in short.note
     stated = derive_profile(cluster(2), WORKLOAD, compute_fraction=0.5)
     assert stated.note == "derived: 0.50 of peak FLOP/s, links at 0.37 of their bandwidth"
 
 
 def test_a_stated_part_of_the_peak_replaces_the_fitted_ones() -> None:
-    profile = derive_profile(cluster(1, kind="NVIDIA L4"), WORKLOAD, compute_fraction=0.5)
+    block = replace(UNIT, forward_flops=10**7 * UNIT.forward_flops)
+    workload = Workload(kinds=(block,), units=(Unit(fqn="a", kind="block"),))
+    profile = derive_profile(cluster(1, kind="NVIDIA L4"), workload, compute_fraction=0.5)
     stated = Efficiency(forward=0.5, backward=0.5, spread=inf)
-    block = WORKLOAD.kind_by_name["block"]
     expected_s = Roofline.of(KIND, "float32").forward_s(block, 16, stated)
     assert profile.unit("NVIDIA L4", "block").forward_s.at(16) == expected_s
 

@@ -17,6 +17,8 @@ from experiments.derived.blocks import (
     unit_of,
 )
 from experiments.derived.checks import OWN, SHIPPED, covered, factor, judged, relatives
+from experiments.derived.elsewhere import blocks as blocks_elsewhere
+from experiments.derived.elsewhere import steps as steps_elsewhere
 from experiments.derived.fit import (
     USUAL_SLOWDOWN,
     fitted,
@@ -176,3 +178,12 @@ def test_every_gpu_of_the_tables_has_a_specification_and_a_row() -> None:
         kind = kinds_by_name()[name]
         assert kind.board_power_w
         assert any(efficiency_of(kind, dtype) is row for dtype, row in FITTED[name].items())
+
+
+def test_what_was_timed_elsewhere_is_derived_as_near_as_is_said() -> None:
+    """Blocks in small microbatches by the clock, and steps of FSDP on eight cards."""
+    for block in blocks_elsewhere():
+        assert 1 / SPREAD_BY_POWER < block.derived / block.printed < 1.05
+        assert block.of_kernels < block.derived
+    for step in steps_elsewhere():
+        assert 0.8 < step.derived / step.printed < 1.2

@@ -34,6 +34,9 @@ from experiments.derived.checks import (
     judged,
     relatives,
 )
+from experiments.derived.elsewhere import ROUNDPIPE
+from experiments.derived.elsewhere import blocks as blocks_elsewhere
+from experiments.derived.elsewhere import steps as steps_elsewhere
 from experiments.derived.fit import fitted_by_group, watts_per_tflop_per_s
 from experiments.derived.memory import Demand, demands
 from shardhet.pricing.efficiency import (
@@ -173,6 +176,38 @@ def tables(ratios: Sequence[Ratio], needs: Sequence[Demand]) -> Iterator[Table]:
                 f"{need.part:.2f}",
             ]
             for need in (*trained, *fullest)
+        ],
+    )
+    yield Table(
+        "Small microbatches timed elsewhere, by the clock of the host, ms of a block",
+        ["kind", "samples", "timed", "printed", "its kernels alone", "derived", "source"],
+        [
+            [
+                each.kind,
+                str(each.samples),
+                each.timed,
+                f"{each.printed:.2f}",
+                f"{each.of_kernels:.2f}",
+                f"{each.derived:.2f}",
+                each.source,
+            ]
+            for each in blocks_elsewhere()
+        ],
+    )
+    yield Table(
+        f"Steps of FSDP on eight cards, tokens/s ({ROUNDPIPE})",
+        ["kind", "model", "samples", "microbatches", "printed", "derived", "derived / printed"],
+        [
+            [
+                each.kind,
+                each.model,
+                str(each.samples),
+                str(each.microbatches),
+                f"{each.printed:.0f}",
+                f"{each.derived:.0f}",
+                f"{each.derived / each.printed:.2f}",
+            ]
+            for each in steps_elsewhere()
         ],
     )
 

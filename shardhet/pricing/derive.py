@@ -27,6 +27,9 @@ carries.  This is not measured.
 Devices meet in every collective, so a unit takes as long as on the slowest of R that are alike.
 If their times are normal with a relative deviation s, the slowest of R is expected to take
 about 1 + s sqrt(2 ln R) times the mean.  s is STRAGGLING.
+
+The host launches kernels while the device computes, so a visit takes no less than launching all
+of its kernels.  It takes longer on hosts of NVIDIA's cards without bfloat16, from before 2020.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +37,12 @@ from dataclasses import replace
 from math import inf, log, sqrt
 
 from shardhet.pricing.efficiency import Efficiency, efficiency_of
-from shardhet.pricing.roofline import MEMORY_FRACTION, Roofline
+from shardhet.pricing.roofline import (
+    BACKWARD_FACTOR,
+    MEMORY_FRACTION,
+    Roofline,
+    matrices_of,
+)
 from shardhet.records.cluster import Cluster, Link, Node
 from shardhet.records.kinds import FP16_ACCUMULATION, DeviceKind
 from shardhet.records.profiles import (
@@ -69,9 +77,12 @@ RESERVED_BYTES = 2**29  # a CUDA context with the libraries of torch
 STRAGGLING = 0.025
 NVIDIA, AMD = ("NVIDIA ", "Tesla ", "Quadro "), ("AMD ",)  # how the names of kinds begin
 MICROBATCH_SIZES = (1, 2, 4, 8, 16)
-# Of a block's forward: a third of both passes on an H200 where launches decide, 358 ms for 96
-# (experiments/gpu).  The fit is of kernels without the gaps between them.
-LAUNCHES_S = 1.2e-3
+# Of a kernel, with all that the host does between two.  A block of 20 kernels took 1.2 ms in
+# forward beside an H200, a third of both passes where launches decide (358 ms for 96 of them;
+# experiments/gpu).  Beside a V100 it took 3.9 ms, however many cards shared its products, and
+# beside a T4 5.5 (DachengLi1/AMP, src/known_cost; experiments/derived).
+LAUNCH_S, OLD_LAUNCH_S = 6e-5, 2e-4
+KERNELS_PER_MATRIX = 5  # in forward: a block of four has about 20
 COLLECTIVE_NBYTES = (2**20, 2**24, 2**28)
 
 
@@ -109,21 +120,39 @@ def derive_profile(
         collectives=derive_collectives(cluster, link_fraction),
         two_levels=derive_two_levels(cluster, link_fraction),
         link_fraction=link_fraction,
-        note=f"derived: {said}{_said_of_launches(devices, workload)}, "
+        note=f"derived: {said}{_said_of_launches(kinds, devices, workload, slowest)}, "
         f"{_said_of_links(cluster, link_fraction)}",
     )
 
 
-def _said_of_launches(devices: Sequence[DeviceProfile], workload: Workload) -> str:
+def _said_of_launches(
+    kinds: Sequence[DeviceKind],
+    devices: Sequence[DeviceProfile],
+    workload: Workload,
+    slowest: float,
+) -> str:
     """In which microbatches launches take longer than the kernels, if in any."""
     numbers = workload.num_units_by_kind
     block = max(workload.kinds, key=lambda kind: numbers[kind.name] * kind.forward_flops)
-    points = [point for each in devices for point in each.unit_by_kind[block.name].points]
-    sizes = [e.microbatch_size for e in points if e.forward.mean_s < LAUNCHES_S]
+    sizes = [
+        point.microbatch_size
+        for kind, device in zip(kinds, devices, strict=True)
+        for point in device.unit_by_kind[block.name].points
+        if point.forward.mean_s <= slowest * _launches_s(kind, block)
+    ]
     if not sizes:
         return ""
     number = f"up to {max(sizes)} samples" if max(sizes) > 1 else "one sample"
-    return f" (longer in microbatches of {number}, where launches decide)"
+    return f" (not in microbatches of {number}, which take as long as launching their kernels)"
+
+
+def _launches_s(kind: DeviceKind, unit: UnitKind) -> float:
+    """Seconds in which a host with devices of a kind launches the unit's forward."""
+    peaks = dict(kind.peak_flops_per_s)
+    is_old = peaks.get("float16") and not peaks.get("bfloat16")
+    is_slow = is_old and kind.kind.startswith(NVIDIA)
+    launch_s = OLD_LAUNCH_S if is_slow else LAUNCH_S
+    return KERNELS_PER_MATRIX * len(matrices_of(unit)) * launch_s
 
 
 def summing_in_float16(kind: DeviceKind) -> DeviceKind:
@@ -149,7 +178,7 @@ def _device_profile(
         device_kind=kind.kind,
         source=Source.DERIVED,
         units=tuple(
-            _unit_profile(unit, roofline, efficiency, slowest)
+            _unit_profile(unit, roofline, efficiency, slowest, _launches_s(kind, unit))
             for unit in workload.kinds
             if workload.num_units_by_kind[unit.name]
         ),
@@ -161,15 +190,22 @@ def _device_profile(
 
 
 def _unit_profile(
-    unit: UnitKind, roofline: Roofline, efficiency: Efficiency, slowest: float
+    unit: UnitKind,
+    roofline: Roofline,
+    efficiency: Efficiency,
+    slowest: float,
+    launches_s: float,
 ) -> UnitProfile:
+    def timing(kernels_s: float, factor: int) -> Timing:
+        return Timing.single(slowest * max(kernels_s, factor * launches_s))
+
     return UnitProfile(
         unit_kind=unit.name,
         points=tuple(
             ComputePoint(
                 microbatch_size=size,
-                forward=Timing.single(slowest * roofline.forward_s(unit, size, efficiency)),
-                backward=Timing.single(slowest * roofline.backward_s(unit, size, efficiency)),
+                forward=timing(roofline.forward_s(unit, size, efficiency), 1),
+                backward=timing(roofline.backward_s(unit, size, efficiency), BACKWARD_FACTOR),
             )
             for size in MICROBATCH_SIZES
         ),

@@ -126,7 +126,8 @@ UNKNOWN: Mapping[Arithmetic, Efficiency] = {
 }
 
 
-SAME_CHIP = {  # with more memory
+SAME_CHIP = {  # with more memory, or slower links
+    "NVIDIA A800-SXM4-80GB": "NVIDIA A100-SXM4-80GB",
     "NVIDIA A100-SXM4-80GB": "NVIDIA A100-SXM4-40GB",
     "Tesla V100-SXM2-32GB": "Tesla V100-SXM2-16GB",
 }
@@ -142,10 +143,12 @@ def arithmetic_of(kind: DeviceKind, dtype: str) -> Arithmetic:
 
 def efficiency_of(kind: DeviceKind, dtype: str) -> Efficiency:
     """The fitted efficiency, or that by the power of the board, or the median of all."""
-    for name in (kind.kind, SAME_CHIP.get(kind.kind, "")):
+    name = kind.kind
+    while name:
         row = FITTED.get(name, {}).get("float16" if dtype in HALVES else dtype)
         if row is not None:
             return row
+        name = SAME_CHIP.get(name, "")
     arithmetic = arithmetic_of(kind, dtype)
     if kind.board_power_w is None:
         return UNKNOWN[arithmetic]

@@ -22,8 +22,9 @@ bandwidth of its memory:
   parameter to a sum in float32.
 - On a device that does not hold its clock, a visit that would take t seconds takes
   t (1 + min(s t, MAX_SLOWDOWN - 1)).
-- The host launches kernels while the device computes, so a visit takes at least as long as
-  launching them all.
+- No kernel takes less than KERNEL_S, and a visit has KERNELS_PER_UNIT or more.
+
+How long the host takes to launch them is not in here, but in ``shardhet.pricing.derive``.
 """
 
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ BACKWARD_FACTOR = 2  # of what backward moves over what forward does
 # Of a parameter: the gradient is read, and the sum in float32 is read and written.  A gradient
 # in 16 bits is first converted to float32.
 GRAD_BYTES, GRAD_BYTES_16_BITS = 12, 18
-LAUNCH_S = 1e-5  # per kernel
+KERNEL_S = 1e-5
 KERNELS_PER_UNIT = 20  # of a transformer block, forward
 
 
@@ -70,7 +71,7 @@ class Roofline:
 
     def forward_s(self, unit: UnitKind, size: int, efficiency: Efficiency) -> float:
         """Seconds of the unit's forward on a microbatch of this size."""
-        rows, matrices = _rows(unit, size), _matrices(unit)
+        rows, matrices = _rows(unit, size), matrices_of(unit)
         products_s = sum(
             self._product_s(rows, depth=depth, width=width, part=efficiency.forward)
             for width, depth, _ in matrices
@@ -79,7 +80,7 @@ class Roofline:
 
     def backward_s(self, unit: UnitKind, size: int, efficiency: Efficiency) -> float:
         """Seconds of the unit's backward on a microbatch of this size."""
-        rows, matrices = _rows(unit, size), _matrices(unit)
+        rows, matrices = _rows(unit, size), matrices_of(unit)
         part = efficiency.backward
         products_s = sum(
             self._product_s(rows, depth=width, width=depth, part=part)
@@ -105,10 +106,10 @@ class Roofline:
 
     def _visit_s(self, seconds: float, factor: int, efficiency: Efficiency) -> float:
         slowed_s = seconds * (1 + min(efficiency.slowdown_per_s * seconds, MAX_SLOWDOWN - 1))
-        return max(slowed_s, factor * KERNELS_PER_UNIT * LAUNCH_S)
+        return max(slowed_s, factor * KERNELS_PER_UNIT * KERNEL_S)
 
 
-def _matrices(unit: UnitKind) -> list[tuple[int, int, bool]]:
+def matrices_of(unit: UnitKind) -> list[tuple[int, int, bool]]:
     """Width and depth of every product with a parameter, and whether the parameter is trained.
 
     Empty if the unit does not multiply at all.
@@ -124,5 +125,5 @@ def _matrices(unit: UnitKind) -> list[tuple[int, int, bool]]:
 
 
 def _rows(unit: UnitKind, size: int) -> float:
-    numel = sum(width * depth for width, depth, _ in _matrices(unit))
+    numel = sum(width * depth for width, depth, _ in matrices_of(unit))
     return size * unit.forward_flops / (2 * numel) if numel else 0.0
