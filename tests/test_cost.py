@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from math import inf
 
 import numpy as np
 import pytest
@@ -227,7 +228,7 @@ def test_the_room_that_is_planned_with_is_what_the_parts_of_memory_leave(
             model.memory(rank, 700).total_bytes,
             batches=np.array([batch]),
             sizes=np.array([size]),
-            host=None,
+            host_bytes=inf,
         )
         assert room == pytest.approx(700, abs=1)
 

@@ -84,13 +84,13 @@ class Case:
             for device in cluster.devices[:3]
         )
         self.cluster = Cluster(nodes=(Node(host="a", devices=devices),))
-        self.hosts: list[HostPart | None] = [None] * 3
+        self.hosts: list[tuple[HostPart, float]] = []  # and bytes in equal parts
         if optimizer_on_host:
             self.cluster = on_hosts(np.random.default_rng([seed, 2]), devices)
             self.hosts = [
-                HostPart.of(node, len(node.devices))
+                (HostPart.of(node, number), (node.host_memory_bytes or inf) / number)
                 for node in self.cluster.nodes
-                for _ in node.devices
+                for number in [len(node.devices)] * len(node.devices)
             ]
         self.setting = Setting(self.cluster, WORKLOAD, profile)
         self.model = CostModel(self.setting).in_form(form)
@@ -153,13 +153,12 @@ class Case:
             own, per_numel = self.model.lines_of(option.rank)
             room = float(((budget_bytes - own) / per_numel).min())
             return [Storing(room, self.per_numel_s[position])]
-        host = self.hosts[position]
-        assert host is not None
+        host, host_bytes = self.hosts[position]
         low, high = 0, 4 * WORKLOAD.numel
         while high - low > 1:
             middle = (low + high) // 2
             memory = self.model.memory(option.rank, middle)
-            fits = memory.total_bytes <= budget_bytes and memory.host_bytes <= host.memory_bytes
+            fits = memory.total_bytes <= budget_bytes and memory.host_bytes <= host_bytes
             low, high = (middle, high) if fits else (low, middle)
         to_device_s = 4 / host.copied_bytes_per_s
         reductions = self.reductions

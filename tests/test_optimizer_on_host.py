@@ -22,7 +22,7 @@ from shardhet.fsdp.params.row_group import RowGroup
 from shardhet.fsdp.sharding import comm, host_room
 from shardhet.fsdp.sharding.placement import GradientOnHost, RowsOnHost
 from shardhet.models.decoder import Decoder, DecoderConfig
-from shardhet.planner import Demands, solve
+from shardhet.planner import Demands, PlanError, solve
 from shardhet.planner.candidates.candidates import TableBuilder
 from shardhet.planner.candidates.recompute import treatments
 from shardhet.planner.forms import BatchRounds
@@ -610,6 +610,19 @@ def drawn_setting(seed: int) -> tuple[Setting, float]:
     return setting_of(tuple(nodes), profiles), 10 ** draw.uniform(6, 10.08)
 
 
+def drawn_host(seed: int) -> tuple[Setting, float]:
+    """The two devices on one host, with memory for a part of what they hold."""
+    setting, link = drawn_setting(seed)
+    draw = random.Random(f"one host {seed}")
+    devices = tuple(
+        replace(each, memory_capacity_bytes=int(COPIED.numel * draw.uniform(5, 14)))
+        for each in setting.cluster.devices
+    )
+    memory = int(COPIED.numel * COPIED.state_bytes_per_element * draw.uniform(0.2, 0.9))
+    node = Node(host="a", devices=devices, host_bytes_per_s=1e12, host_memory_bytes=memory)
+    return setting_of((node,), setting.profile.devices), link
+
+
 def on_host_s(link: float, node: Node, cost: RankCost, stored: Floats) -> Floats:
     """Seconds of an optimizer on the host, as the price says it of these stored elements."""
     assert node.host_bytes_per_s is not None
@@ -628,6 +641,8 @@ def least_step_s(
     """Of the plans of two devices in a form: all of them, with 400 of the shares that fit."""
     cluster = model.cluster
     budgets = Demands().budgets(cluster)
+    nodes = [node for node in cluster.nodes for _ in node.devices]
+    memory = nodes[0].host_memory_bytes or np.inf  # shared, or of no limit
     found = np.inf
     for first in range(batch + 1):
         both = (first, batch - first)
@@ -653,7 +668,12 @@ def least_step_s(
                 ((each - own) / s).min() for each, (own, s) in zip(budgets, lines, strict=True)
             ]
             least, most = max(0.0, COPIED.numel - rooms[1]), min(COPIED.numel, rooms[0])
-            if least > most:
+            held = memory / COPIED.state_bytes_per_element
+            if places == (True, False):
+                most = min(most, held)
+            elif places == (False, True):
+                least = max(least, COPIED.numel - held)
+            if least > most or (all(places) and held < COPIED.numel):
                 continue
             first_stored = np.linspace(least, most, 400)
             cost, seconds = model.predict(plan), []
@@ -661,7 +681,7 @@ def least_step_s(
                 device = model.profile.device(ranks[i].device.kind)
                 seconds.append(device.optimizer_seconds_per_element * stored)
                 if ranks[i].optimizer_on_host:
-                    seconds[-1] = on_host_s(link, cluster.nodes[i], cost.ranks[i], stored)
+                    seconds[-1] = on_host_s(link, nodes[i], cost.ranks[i], stored)
             least_s = float(np.maximum(*seconds).min())
             found = min(found, cost.step_time_s - cost.optimizer_s + least_s)
     return found
@@ -677,6 +697,25 @@ def test_no_plan_is_faster_than_the_bound(monkeypatch: pytest.MonkeyPatch, seed:
     steps = DEFAULT_EFFORT.recompute_steps
     least_s = min(least_step_s(each, treatments(each, steps), 2, link) for each in models)
     assert found.lower_bound_s * (1 - 1e-9) <= least_s <= found.lower_bound_s * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("seed", only([0, 1, 4, 11], range(40)))
+def test_devices_of_a_host_take_the_parts_of_its_memory_that_are_best(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """As all ways to share it, but for rounding to rows; where none fits it is refused."""
+    setting, link = drawn_host(seed)
+    monkeypatch.setattr("shardhet.pricing.hosts.DEVICE_LINK_BYTES_PER_S", link)
+    models = [CostModel(setting).in_form(form) for form in BatchRounds(1, 2).forms()]
+    steps = DEFAULT_EFFORT.recompute_steps
+    least_s = min(least_step_s(each, treatments(each, steps), 2, link) for each in models)
+    if least_s == np.inf:
+        with pytest.raises(PlanError, match="does not fit"):
+            solve(setting, global_batch_size=2, demands=ON_HOST)
+        return
+    found = solve(setting, global_batch_size=2, demands=ON_HOST)
+    assert all(rank.fits for rank in found.predicted.ranks)
+    assert found.predicted.step_time_s <= 1.01 * least_s
 
 
 @pytest.mark.parametrize("num_rounds", [1, 2])

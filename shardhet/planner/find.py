@@ -177,8 +177,7 @@ def _of_all_or_fewer(asked: "_Asked", tolerance: float | None) -> PlanSolution:
 def _of_all(asked: "_Asked", tolerance: float | None) -> "_Found":
     """``solve``, where devices are idle only by chance, and nothing is preferred.
 
-    What is allowed on hosts is also left out: the search does not know how much memory hosts
-    have (plans beyond it are dropped), and leaves other devices idle without it.
+    What is allowed on hosts is also left out: the search leaves other devices idle without it.
     """
     found: list[_Found] = []
     missed: PlanError | None = None
@@ -200,16 +199,7 @@ def _with_less_on_hosts(asked: "_Asked") -> list[Demands]:
     """What is asked, and the same with less on hosts; equally fast plans: the first."""
     demands = asked.demands
     least, *_ = demands.with_less_on_hosts()
-    tried = [demands] if least == demands else [demands, least]
-    if demands.may_keep_inputs_on_host and _states_memory(asked.setting):
-        without = replace(demands, may_keep_inputs_on_host=False)
-        tried.insert(0, without)
-    return tried
-
-
-def _states_memory(setting: Setting) -> bool:
-    """Whether a host says how much memory it has."""
-    return any(node.host_memory_bytes is not None for node in setting.cluster.nodes)
+    return [demands] if least == demands else [demands, least]
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,8 @@ def nearest_miss(problem: Problem, builder: TableBuilder, *, stride: int = 1) ->
     per_numel = model.bytes_per_stored_numel
     room = sum(group.count * float(group.room.max()) for group in problem.groups)
     if room >= problem.state_numel:
+        if min(builder.demands.host_bytes(model.cluster)) < inf:
+            return hosts_too_small(model)
         return _no_sample_fits(model, builder.demands, problem.state_numel, room * per_numel)
     is_rest = problem.state_numel < model.workload.numel * (1 - 1e-6)
     state, who = (
@@ -54,6 +56,17 @@ def nearest_miss(problem: Problem, builder: TableBuilder, *, stride: int = 1) ->
         f"together have room for {_gib(room * per_numel)} while they compute nothing, "
         "and less beside one sample. Add devices, raise memory budgets, or train a smaller "
         "model."
+    )
+
+
+def hosts_too_small(model: CostModel) -> str:
+    """Why nothing fits that would if devices need not share the memory of their hosts."""
+    memory = [(node.host_memory_bytes, node.host) for node in model.cluster.nodes]
+    stated = " and ".join(f"{_gib(nbytes)} on {host}" for nbytes, host in memory if nbytes)
+    return (
+        f"plan: the state of {_state(model, model.workload.numel)} does not fit beside a "
+        f"sample: the memory of hosts is the limit, {stated} (host_memory_bytes). Raise it or "
+        "memory budgets, or add devices."
     )
 
 

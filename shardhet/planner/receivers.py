@@ -178,7 +178,7 @@ def _room(builder: TableBuilder, role: Role, batch: int) -> float:
         role.budget_bytes,
         batches=np.array([batch]),
         sizes=np.array([1]),
-        host=role.host,
+        host_bytes=role.host_bytes,
     )
     return float(room.max())
 

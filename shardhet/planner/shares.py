@@ -9,8 +9,9 @@ import numpy as np
 
 from shardhet.planner.candidates.table import Candidate, CandidateTable
 from shardhet.planner.forms import BatchRounds
+from shardhet.planner.hosts import as_evenly, within_hosts
 from shardhet.planner.problem.demands import Demands
-from shardhet.planner.problem.problem import Choice, Floats, fill_level
+from shardhet.planner.problem.problem import Choice, Floats
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.planner.receivers import depends_on_shares, least_uneven_shares
 from shardhet.pricing.cost import CostModel
@@ -116,10 +117,13 @@ def plans_of_choices(
     ways = [(optimizer_s, True)] * to_one_level + [(optimizer_s, False), (inf, False)]
     for within_s, is_level in ways:
         taken, room = _taken(model, table, choices, within_s)
+        if any(each.optimizer_on_host for each in taken):
+            ranks = tuple(map(_rank_plan, taken, [0.0] * number, model.cluster.devices))
+            room = within_hosts(model, demands, ranks, room, table.problem.row_numel)
         stored = (
             _to_one_level(model, demands, taken, room, wanted)
             if is_level
-            else _as_evenly(room, wanted)
+            else as_evenly(room, wanted)
         )
         shares = stored / stored.sum() if stored.any() else stored
         shares *= 1 - sum(demanded.values())
@@ -132,13 +136,6 @@ def plans_of_choices(
         spread = least_uneven_shares(computes, room * part, demanded)
         if spread is not None:
             yield _plan(model, table.rounds, taken, spread)
-
-
-def _as_evenly(room: Floats, wanted: float) -> Floats:
-    """Elements on each device, the same where there is room."""
-    ones = np.ones(len(room))
-    level = fill_level(room, ones, ones, min(wanted, float(room.sum())))  # equal up to rounding
-    return np.minimum(room, level)
 
 
 def _to_one_level(

@@ -12,7 +12,8 @@ import numpy as np
 from shardhet.planner.candidates.candidates import LeastCompute, TableBuilder
 from shardhet.planner.candidates.table import CandidateTable
 from shardhet.planner.forms import BatchRounds
-from shardhet.planner.misses import nearest_miss
+from shardhet.planner.hosts import divisions, step_s
+from shardhet.planner.misses import hosts_too_small, nearest_miss
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.problem import Limits, Problem
 from shardhet.planner.problem.solution import NoRoomForRowsError, PlanError, PlanSolution
@@ -27,6 +28,7 @@ CUT_GROWTH = 4.0  # factor on the longest compute considered, while the cut may 
 # Where collectives depend on shares: searches at most, and the gap that ends them.
 MAX_SEARCHES, SHARES_GAP = 48, 1e-3
 COARSE = Effort(relative_gap=1e-3)
+HOSTS_GAP = 1e-5  # that ends the search for parts of the memory of hosts
 ROUNDING = 1e-9
 TOO_SLOW = "nothing is as fast as demanded"
 # Parts of the room that rounding to rows may take, and what the first may cost.
@@ -180,6 +182,31 @@ def _lenient_bound_s(task: FormTask, computing: Computing) -> float:
 def _best_plan(task: FormTask, computing: Computing) -> PlanSolution:
     """The best plan of these, with a bound on all of them.
 
+    Where devices share the memory of hosts, divisions of it are tried until none is faster.
+    """
+    fitting, missed = _fitting(task, computing)
+    demands, parts = computing.demands, None
+    for parts in divisions(demands, task.model.cluster, fitting):
+        best_s = min(map(step_s, fitting), default=inf)
+        if best_s <= missed.lower_bound_s * (1 + HOSTS_GAP):
+            break
+        within = replace(computing, demands=demands.with_budgets(parts, "host_bytes"))
+        faster = replace(task, at_most_s=min(task.at_most_s, best_s))
+        with suppress(PlanError):
+            fitting += _fitting(faster, within)[0]
+    if not fitting and parts is not None:
+        message = hosts_too_small(task.model)
+        raise PlanError(message, lower_bound_s=missed.lower_bound_s)
+    if not fitting:
+        raise missed
+    best = min(fitting, key=step_s)
+    return replace(best, lower_bound_s=missed.lower_bound_s)
+
+
+def _fitting(task: FormTask, computing: Computing) -> tuple[list[PlanSolution], PlanError]:
+    """Plans among which is the best of these, and what is missed if there are none, with a
+    bound on all.
+
     Where leaving room for rounding to rows costs time, plans with less of it are tried.
     """
     fitting: list[PlanSolution] = []
@@ -203,10 +230,7 @@ def _best_plan(task: FormTask, computing: Computing) -> PlanSolution:
         if fitting and not is_tight:
             break
     assert missed is not None
-    if not fitting:
-        raise missed
-    best = min(fitting, key=lambda each: each.predicted.step_time_s)
-    return replace(best, lower_bound_s=missed.lower_bound_s)
+    return fitting, missed
 
 
 def _close_cut_s(builder: TableBuilder, cut_s: float, at_most_s: float = inf) -> float:

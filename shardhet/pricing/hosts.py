@@ -23,7 +23,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from math import inf
 from typing import Self
 
 import numpy as np
@@ -51,23 +50,18 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class HostPart:
-    """One of several equal parts of a host."""
+    """The speed of one of several equal parts of a host."""
 
-    memory_bytes: float
     bytes_per_s: float  # that its processors read and write
     copied_bytes_per_s: float  # between it and a device
 
     @classmethod
     def of(cls, node: Node, number: int) -> Self:
-        """One of ``number`` parts; what the node does not state is not limited."""
+        """One of ``number`` parts."""
         copied = DEVICE_LINK_BYTES_PER_S
         if node.link is not None:
             copied = min(copied, node.link.bandwidth_bytes_per_s)
-        return cls(
-            (node.host_memory_bytes or inf) / number,
-            (node.host_bytes_per_s or HOST_BYTES_PER_S) / number,
-            copied,
-        )
+        return cls((node.host_bytes_per_s or HOST_BYTES_PER_S) / number, copied)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from math import inf, prod
 import numpy as np
 from numpy.typing import NDArray
 
-from shardhet.pricing.hosts import COPIES_HELD, HostInputPrices, HostPart
+from shardhet.pricing.hosts import COPIES_HELD, HostInputPrices
 from shardhet.pricing.priced import at_sizes
 from shardhet.pricing.step_cost import MemoryParts, Moments
 from shardhet.records.plan import RankPlan
@@ -341,10 +341,10 @@ class MemoryPrices(MomentPrices):
         *,
         batches: Ints,
         sizes: Ints,
-        host: HostPart | None,
+        host_bytes: float,
     ) -> Floats:
         """[ranks, ..., sizes] elements of state that fit besides these batches [..., 1], on the
-        device or on a part of its host; negative if not even the batch fits.
+        device or in ``host_bytes`` of its host; negative if not even the batch fits.
 
         Each rank says which, and what is recomputed.
         """
@@ -359,11 +359,11 @@ class MemoryPrices(MomentPrices):
         for i, rank in enumerate(ranks):
             idle = (budget_bytes - reserved) / self.bytes_per_numel_of(rank)
             rooms[i] = np.where(batches > 0, rooms[i], idle)
-            if rank.optimizer_on_host:
-                assert host is not None
+            if host_bytes < inf:
                 inputs = batches * float(self.host_bytes_per_sample(rank))
-                left = (host.memory_bytes - inputs) / self.workload.state_bytes_per_element
-                rooms[i] = np.minimum(rooms[i], left)
+                left = (host_bytes - inputs) / self.workload.state_bytes_per_element
+                is_limit = rank.optimizer_on_host or left < 0
+                rooms[i] = np.where(is_limit, np.minimum(rooms[i], left), rooms[i])
         return rooms
 
     def bytes_per_numel_of(self, rank: RankPlan) -> float:

@@ -314,7 +314,7 @@ class RoleTimes:
                 role.budget_bytes,
                 batches=batches[:, None],
                 sizes=sizes,
-                host=role.host,
+                host_bytes=role.host_bytes,
             ),
             0,
             1,

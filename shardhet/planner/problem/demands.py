@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from math import inf
 from typing import Any
 
 from shardhet.planner.forms import BatchRounds
@@ -22,6 +23,7 @@ class DeviceLimits:
     max_state_share: float | None = None  # of the whole state; 0: it stores nothing
     state_share: float | None = None  # exactly this part, up to rounding to rows
     recomputes: bool | None = None  # everything or nothing; None leaves it open
+    host_bytes: float = inf  # at most so much of its host's memory
 
 
 NO_LIMITS = DeviceLimits()
@@ -36,6 +38,7 @@ class Role:
     budget_bytes: int
     limits: DeviceLimits  # without the budget
     host: HostPart | None = None  # where its optimizer may step; None: on the device only
+    host_bytes: float = inf  # that it may take of the host's memory, if the others take none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +52,8 @@ class Demands:
     has_even_state: bool = False  # all devices store the same
     has_even_batches: bool = False  # all compute as many samples, or the first one more
     may_keep_inputs_on_host: bool = False  # of recomputed units, in the memory of their hosts
-    # Of devices without an exact share: the optimizer steps there, in an equal part for each
-    # device of a host.
+    # Of devices without an exact share: the optimizer steps there, at an equal part of a host's
+    # speed, in any part of its memory.
     may_keep_optimizer_on_host: bool = False
     may_keep_frozen_weights: bool = True  # unsharded over steps, where they are computed with
     max_rounds: int | None = None  # of a step; None leaves it open
@@ -237,12 +240,12 @@ class Demands:
     def roles(self, cluster: Cluster) -> list[Role]:
         """The role of every device, in the order of the cluster; equal roles are one object."""
         shares = self.state_shares(cluster.world_size)
-        usual: dict[tuple[str | None, int | None, HostPart | None], Role] = {}
+        usual: dict[tuple[str | None, int | None, HostPart | None, float], Role] = {}
         known: dict[Role, Role] = {}
         roles = []
-        hosts = self._host_parts(cluster)
+        hosts, memory = self._host_parts(cluster), self.host_bytes(cluster)
         for i, device in enumerate(cluster.devices):
-            key = (device.kind, cluster.memory_budget_bytes(i), hosts[i])
+            key = (device.kind, cluster.memory_budget_bytes(i), hosts[i], memory[i])
             is_usual = i not in self.limits and i not in shares
             if not is_usual or key not in usual:
                 role = Role(
@@ -252,8 +255,10 @@ class Demands:
                         self.limits.get(i, NO_LIMITS),
                         memory_budget_bytes=None,
                         state_share=shares.get(i),
+                        host_bytes=inf,
                     ),
                     None if i in shares else hosts[i],
+                    memory[i],
                 )
                 role = known.setdefault(role, role)
                 if is_usual:
@@ -268,13 +273,23 @@ class Demands:
         numbers = [(node, len(node.devices)) for node in cluster.nodes]
         return [HostPart.of(node, number) for node, number in numbers for _ in range(number)]
 
-    def with_budgets(self, nbytes_by_position: Mapping[int, int]) -> "Demands":
-        """The same demands with these memory budgets for some devices."""
-        limits = {
-            position: replace(self.limits.get(position, NO_LIMITS), memory_budget_bytes=nbytes)
-            for position, nbytes in nbytes_by_position.items()
-        }
-        return replace(self, limits={**self.limits, **limits})
+    def host_bytes(self, cluster: Cluster) -> list[float]:
+        """How much each device may take of its host's memory, if it may keep anything there."""
+        if not (self.may_keep_optimizer_on_host or self.may_keep_inputs_on_host):
+            return [inf] * cluster.world_size
+        stated = [node.host_memory_bytes or inf for node in cluster.nodes for _ in node.devices]
+        limited = [self.limits.get(i, NO_LIMITS).host_bytes for i in range(cluster.world_size)]
+        return list(map(min, stated, limited))
+
+    def with_budgets(
+        self, nbytes_by_position: Mapping[int, float], what: str = "memory_budget_bytes"
+    ) -> "Demands":
+        """The same demands with these memory budgets, or ``host_bytes``, for some devices."""
+        limits = dict(self.limits)
+        for position, nbytes in nbytes_by_position.items():
+            changed: dict[str, Any] = {what: nbytes}
+            limits[position] = replace(limits.get(position, NO_LIMITS), **changed)
+        return replace(self, limits=limits)
 
     def budget_bytes(self, cluster: Cluster, position: int) -> int:
         """The smaller of the cluster's budget and the demanded one."""

@@ -83,13 +83,14 @@ class StagePlans:
         return tuple(unit.kind for unit in self.units[first:stop]), first > 0, after
 
     def _is_proven(self, positions: Positions) -> bool:
-        """Whether no plan is better than the one found: not where hosts may be too small.
-
-        Plans with inputs beyond their memory are dropped, and others not looked for.
+        """Whether no plan is better than the one found: not where devices share the memory of
+        hosts, of which few divisions are tried.
         """
         nodes = self.setting_of(positions).cluster.nodes
         states_memory = any(node.host_memory_bytes is not None for node in nodes)
-        return not (self.demands.may_keep_inputs_on_host and states_memory)
+        demands = self.demands
+        on_hosts = demands.may_keep_inputs_on_host or demands.may_keep_optimizer_on_host
+        return not (on_hosts and states_memory)
 
     def _least_round_s(
         self, found: StageSolution, first: int, stop: int, form: StepForm
