@@ -12,7 +12,7 @@ from math import inf
 
 import numpy as np
 
-from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.demands import Demands, host_bytes
 from shardhet.planner.problem.problem import Floats, fill_level
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.pricing.cost import CostModel
@@ -61,7 +61,7 @@ def divisions(
 
     None if no host says how much it has, or nothing may be kept there.
     """
-    if min(demands.host_bytes(cluster)) == inf:
+    if min(host_bytes(demands, cluster)) == inf:
         return
     budgets, known = demands.budgets(cluster), list[Parts]()
     most = max(map(len, cluster.positions_by_node))

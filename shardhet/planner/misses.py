@@ -7,7 +7,7 @@ import numpy as np
 
 from shardhet.planner.candidates.candidates import TableBuilder
 from shardhet.planner.forms import rounds_of
-from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.demands import Demands, host_bytes
 from shardhet.planner.problem.problem import Limits, Problem
 from shardhet.planner.search.oracle import Oracle
 from shardhet.pricing.cost import CostModel
@@ -42,7 +42,7 @@ def nearest_miss(problem: Problem, builder: TableBuilder, *, stride: int = 1) ->
     per_numel = model.bytes_per_stored_numel
     room = sum(group.count * float(group.room.max()) for group in problem.groups)
     if room >= problem.state_numel:
-        if min(builder.demands.host_bytes(model.cluster)) < inf:
+        if min(host_bytes(builder.demands, model.cluster)) < inf:
             return hosts_too_small(model)
         return _no_sample_fits(model, builder.demands, problem.state_numel, room * per_numel)
     is_rest = problem.state_numel < model.workload.numel * (1 - 1e-6)

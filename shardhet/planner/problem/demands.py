@@ -243,7 +243,7 @@ class Demands:
         usual: dict[tuple[str | None, int | None, HostPart | None, float], Role] = {}
         known: dict[Role, Role] = {}
         roles = []
-        hosts, memory = self._host_parts(cluster), self.host_bytes(cluster)
+        hosts, memory = self._host_parts(cluster), host_bytes(self, cluster)
         for i, device in enumerate(cluster.devices):
             key = (device.kind, cluster.memory_budget_bytes(i), hosts[i], memory[i])
             is_usual = i not in self.limits and i not in shares
@@ -273,14 +273,6 @@ class Demands:
         numbers = [(node, len(node.devices)) for node in cluster.nodes]
         return [HostPart.of(node, number) for node, number in numbers for _ in range(number)]
 
-    def host_bytes(self, cluster: Cluster) -> list[float]:
-        """How much each device may take of its host's memory, if it may keep anything there."""
-        if not (self.may_keep_optimizer_on_host or self.may_keep_inputs_on_host):
-            return [inf] * cluster.world_size
-        stated = [node.host_memory_bytes or inf for node in cluster.nodes for _ in node.devices]
-        limited = [self.limits.get(i, NO_LIMITS).host_bytes for i in range(cluster.world_size)]
-        return list(map(min, stated, limited))
-
     def with_budgets(
         self, nbytes_by_position: Mapping[int, float], what: str = "memory_budget_bytes"
     ) -> "Demands":
@@ -300,6 +292,15 @@ class Demands:
     def budgets(self, cluster: Cluster) -> list[int]:
         """``budget_bytes`` of every device, in the order of the cluster."""
         return [self.budget_bytes(cluster, i) for i in range(cluster.world_size)]
+
+
+def host_bytes(demands: Demands, cluster: Cluster) -> list[float]:
+    """How much each device may take of its host's memory, if it may keep anything there."""
+    if not (demands.may_keep_optimizer_on_host or demands.may_keep_inputs_on_host):
+        return [inf] * cluster.world_size
+    stated = [node.host_memory_bytes or inf for node in cluster.nodes for _ in node.devices]
+    limited = [demands.limits.get(i, NO_LIMITS).host_bytes for i in range(cluster.world_size)]
+    return list(map(min, stated, limited))
 
 
 def check_position(what: str, position: int, world_size: int) -> None:
