@@ -17,7 +17,7 @@ from shardhet.apps.planning.sentences import form_lines
 from shardhet.apps.planning.what_if import Asked, forms
 from shardhet.apps.simulate import main as simulate_main
 from shardhet.config.compose import conf_dir
-from shardhet.config.models import DecoderConf
+from shardhet.config.models import DecoderConf, SampleShape
 from shardhet.config.planning import PlannerConf, SimulateConf
 from shardhet.planner.stages.bound import together_s
 from shardhet.pricing.derive import derive_profile
@@ -812,3 +812,18 @@ def test_units_are_named_by_the_last_part_of_their_names() -> None:
     adapted = ["base.model.layers.0", "base.model.layers.1", "base.model.head"]
     assert recomputed(rank, adapted) == "1 of 2 layers, head"
     assert recomputed(rank, ["en.layers.0", "de.layers.0"]) == "en.layers, de.layers"
+
+
+def test_a_model_is_described_once_for_all_that_is_tried(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described: list[str] = []
+    whole = DecoderConf.to_workload
+
+    def counted(conf: DecoderConf, samples: SampleShape, *, param_dtype: str) -> Workload:
+        described.append(param_dtype)
+        return whole(conf, samples, param_dtype=param_dtype)
+
+    monkeypatch.setattr(DecoderConf, "to_workload", counted)
+    said(capsys, *QUICK, "max_stages=2", "global_batch_size=8")
+    assert described == ["bfloat16"]

@@ -5,6 +5,7 @@ torch is imported only when a record is created, so that help stays fast.
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,6 +71,17 @@ class ModelConf(Checked, prefix="model."):
     def counted_tokens(self, seq_len: int) -> int:
         """The tokens of a sample that a workload counts with."""
         return seq_len
+
+    @cached_property
+    def _described(self) -> dict[tuple[SampleShape, str], Workload]:
+        return {}
+
+    def described(self, samples: SampleShape, *, param_dtype: str) -> Workload:
+        """``to_workload``, once for all clusters: counting a real model takes seconds."""
+        key = samples, param_dtype
+        if key not in self._described:
+            self._described[key] = self.to_workload(samples, param_dtype=param_dtype)
+        return self._described[key]
 
     def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
         """The model as counts and bytes; ConfigError if its shape is impossible."""

@@ -133,7 +133,7 @@ class InputsConf(Checked):
         staged = self.has_stages if has_stages is None else has_stages
         with config_errors():
             cluster.check_described()  # the model may take long to read
-        workload = self.model.to_workload(
+        workload = self.model.described(
             SampleShape(vocab_size=self.vocab_size, seq_len=self.seq_len),
             param_dtype=self._dtype(cluster),
         )
