@@ -8,21 +8,22 @@ import pytest
 from shardhet.apps.plan import DOOR
 from shardhet.apps.plan import main as plan_main
 from shardhet.apps.planning.inputs import load, read_request
-from shardhet.apps.planning.report import limit_lines
-from shardhet.apps.planning.sentences import form_lines
+from shardhet.apps.planning.report import limit_lines, pace_line
 from shardhet.config.planning import PlannerConf
 from shardhet.planner import Demands, DeviceLimits, PlanSolution, solve
-from shardhet.planner.advice import explain
 from shardhet.planner.advice.explain import (
-    Explanation,
+    OFF,
+    Gain,
     Resource,
     Situation,
-    full_kind,
-    gain_of,
+    at_other_speed,
     larger_situations,
+    lost_at_other_speeds,
     more_of_each,
+    tried,
     with_another,
 )
+from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
@@ -30,6 +31,8 @@ from shardhet.records.margin import with_libraries
 from shardhet.records.profiles import Profile, Source
 from shardhet.records.workload import Workload
 from tests.made_up import collectives, device_profile
+from tests.test_planner import WORKLOAD as CASES_WORKLOAD
+from tests.test_planner import random_case
 
 WORKLOAD = Workload.transformer(
     num_layers=4, width=64, num_heads=2, seq_len=32, vocab_size=128, hidden_width=128
@@ -66,38 +69,42 @@ def situation(
     return Situation(setting=setting, demands=demands or Demands())
 
 
-def solved(of: Situation) -> PlanSolution:
-    return solve(of.setting, global_batch_size=BATCH, demands=of.demands)
+def solved(of: Situation, batch: int = BATCH) -> PlanSolution:
+    return solve(of.setting, global_batch_size=batch, demands=of.demands)
 
 
-def explained(of: Situation) -> Explanation:
-    solution = solved(of)
-    more = more_of_each(of, lambda each: solved(each).samples_per_s)
-    gains = [gain_of(each, solution.samples_per_s) for each in more]
-    return explain.explained(solution, of, gains)
+def reached(of: Situation, _least: float) -> float:
+    return solved(of).samples_per_s
+
+
+def gains_of(of: Situation) -> list[Gain]:
+    return [*tried(more_of_each(of, reached), solved(of).samples_per_s)]
+
+
+def limits(of: Situation, gains: list[Gain]) -> list[str]:
+    return [*limit_lines(solved(of), gains)]
 
 
 def test_where_devices_compute_all_the_time_compute_limits() -> None:
-    explanation = explained(situation())
-    assert explanation.limit is not None
-    assert explanation.limit.variant.resource is Resource.COMPUTE
-    assert explanation.limit.relative == pytest.approx(0.1, rel=0.05)
-    assert explanation.compute_s > 100 * explanation.links_s
-    assert explanation.endless_memory is not None
-    assert explanation.endless_memory.relative < 1e-3
-    memory = [g for g in explanation.gains if g.variant.resource is Resource.MEMORY]
+    of = situation()
+    gains = gains_of(of)
+    [compute] = [gain.relative for gain in gains if gain.variant.of == "all compute"]
+    assert compute == pytest.approx(0.1, rel=0.05)
+    assert limits(of, gains) == ["What limits it: compute, which takes longest on fast."]
+    memory = [gain for gain in gains if gain.variant.resource is Resource.MEMORY]
     assert all(gain.relative < 1e-3 for gain in memory)
+    assert pace_line(solved(of)).startswith("Compute sets the pace for 100% of the step")
 
 
 def test_where_links_are_slow_links_limit() -> None:
     # None of them can be left idle.
-    explanation = explained(situation(bytes_per_s=1e5, capacity=0.9))
-    assert explanation.limit is not None
-    assert explanation.limit.variant.resource is Resource.LINKS
-    assert explanation.limit.relative == pytest.approx(0.1, rel=0.1)
-    assert explanation.links_s > 10 * explanation.compute_s
+    of = situation(bytes_per_s=1e5, capacity=0.9)
+    gains = gains_of(of)
+    [links] = [gain.relative for gain in gains if gain.variant.resource is Resource.LINKS]
+    assert links == pytest.approx(0.1, rel=0.1)
     # With less recomputed, or in fewer rounds, there may be no room for it.
-    said = next(limit_lines(explanation))
+    said = limits(of, gains)[0]
+    assert said.startswith("What limits it: links; ")
     assert said.endswith("a larger global batch would cost little if memory has room for it.")
 
 
@@ -108,11 +115,51 @@ def test_where_the_fast_devices_are_full_their_memory_limits() -> None:
     )
     whole, tight = situation(), situation(demands=capped)
     assert solved(tight).samples_per_s < 0.99 * solved(whole).samples_per_s
-    explanation = explained(tight)
-    assert explanation.endless_memory is not None
-    assert explanation.endless_memory.relative > 0.1
-    gain = {(g.variant.resource, g.variant.device_kind): g.relative for g in explanation.gains}
+    gains = gains_of(tight)
+    [endless] = [gain.relative for gain in gains if gain.variant.is_endless]
+    assert endless > 0.1
+    gain = {(g.variant.resource, g.variant.device_kind): g.relative for g in gains}
     assert gain[Resource.MEMORY, "fast"] > 10 * gain[Resource.MEMORY, "slow"]
+
+
+def test_what_is_no_better_than_the_best_is_not_asked_how_much_it_gives() -> None:
+    of = situation()
+    value, asked = solved(of).samples_per_s, list[float]()
+
+    def noted(there: Situation, least: float) -> float:
+        asked.append(least)
+        return reached(there, least)
+
+    every = gains_of(of)
+    best = sorted((gain.value for gain in every), reverse=True)[:2]
+    few = [*tried(more_of_each(of, noted), value, num_best=2)]
+    assert sorted((gain.value for gain in few), reverse=True)[:2] == best
+    assert asked == sorted(asked)
+    assert asked[-1] > 1.05 * asked[0]
+    assert len([*tried(more_of_each(of, reached), value, within_s=0)]) == 1
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_what_is_lost_at_other_speeds_is_against_the_best_plan_there(seed: int) -> None:
+    cluster, profile, batch = random_case(seed)
+    of = Situation(setting=Setting(cluster, CASES_WORKLOAD, profile), demands=Demands())
+    here = solved(of, batch)
+    loss = lost_at_other_speeds(here, of, lambda there, _: solved(there, batch).samples_per_s)
+    lost = []
+    for kind in of.kinds:
+        for speed in (1 - OFF, 1 + OFF):
+            there = at_other_speed(of, frozenset({kind}), speed)
+            step_s = CostModel(there.setting).predict(here.plan).step_time_s
+            lost.append(step_s / solved(there, batch).predicted.step_time_s - 1)
+    assert len(lost) > 2
+    assert loss is not None
+    assert loss.relative == pytest.approx(max(0.0, *lost), abs=3e-3)
+    assert lost_at_other_speeds(here, alone(situation()), reached) is None
+
+
+def test_the_loss_at_other_speeds_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    plan_main([TWO_KINDS, "model=gpt_125m", "explain=true", "leave_out=never"])
+    assert "With each kind's speed 20% off, this plan" in capsys.readouterr().out
 
 
 def test_more_memory_is_for_devices_of_the_kind_alone() -> None:
@@ -129,7 +176,7 @@ def test_more_memory_is_for_devices_of_the_kind_alone() -> None:
 def test_another_device_helps_by_what_it_can_do() -> None:
     gain = {
         g.variant.device_kind: g.relative
-        for g in explained(situation()).gains
+        for g in gains_of(situation())
         if g.variant.resource is Resource.DEVICES
     }
     # The three devices are as fast as two and a half.
@@ -264,26 +311,3 @@ def test_what_more_would_give_is_what_the_command_plans_with_more(
     more.setting.save(tmp_path)
     plan_main([f"measured={tmp_path}", *keys, "what_if_s=0"])
     assert f": {told[1]} samples/s" in capsys.readouterr().out
-
-
-def test_rounds_are_for_the_device_whose_memory_is_full_not_for_that_with_most_samples() -> (
-    None
-):
-    of = situation(bytes_per_s=1e9)
-    tight = Demands(limits={2: DeviceLimits(memory_budget_bytes=int(0.4 * STATE_BYTES))})
-    of = of.with_cluster(of.cluster, tight)
-    solution = solve(of.setting, global_batch_size=240, demands=of.demands)
-    batches = [rank.rank_batch_size for rank in solution.plan.ranks]
-    assert solution.plan.num_rounds > 1
-    assert batches[2] < min(batches[:2])
-
-    def samples_per_s(each: Situation) -> float:
-        return solve(each.setting, global_batch_size=240, demands=each.demands).samples_per_s
-
-    value = solution.samples_per_s
-    full = full_kind(solution, of, value=value, objective=samples_per_s)
-    assert full == "slow"
-    said = next(form_lines(solution.plan, WORKLOAD, full))
-    assert "because slow would otherwise hold" in said
-    assert said.endswith(f"it holds those of {batches[2]}.")
-    assert "because" not in next(form_lines(solution.plan, WORKLOAD))

@@ -19,8 +19,8 @@ from shardhet.apps.planning.fewer_devices import (
 from shardhet.apps.planning.inputs import load, read_request
 from shardhet.config.planning import PlannerConf
 from shardhet.planner import Demands, DeviceLimits, PlanSolution, solve
-from shardhet.planner.advice.fewer import Fewer, faster_on_fewer
-from shardhet.planner.idle import MAX_KINDS, PartSearch, Positions, active_positions
+from shardhet.planner.advice.fewer import faster_on_fewer
+from shardhet.planner.idle import MAX_KINDS, PartPlan, PartSearch, Positions, active_positions
 from shardhet.planner.search.search import Effort
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.part import MeasuredGroups, part_of
@@ -187,24 +187,19 @@ def test_a_pattern_of_hosts_fits_none_of_those_left_out() -> None:
         replace(node, host=name) for node, name in zip(of.cluster.nodes, names, strict=True)
     ]
     whole = replace(of.cluster, nodes=tuple(nodes))
-    fewer = Fewer(
-        kept=(0, 1),
-        left_out=(2, 3),
-        setting=of,
-        demands=Demands(),
-        solution=solve(of, global_batch_size=4),
-    )
+    part = PartPlan((0, 1), of, solve(of, global_batch_size=4))
     better = BetterWithout(
         whole=whole,
-        fewer=fewer,
+        part=part,
         param_dtype="float32",
         samples_per_s_with_all=1.0,
         is_described=True,
         estimate="",
     )
     assert better.hosts_key == "hosts=[g-0,g-1]"
-    kept = replace(fewer, kept=(2, 3), left_out=(0, 1))
-    assert replace(better, fewer=kept).hosts_key == "hosts=[g-x-*]"
+    assert better.left_out == [2, 3]
+    other = replace(part, positions=(2, 3))
+    assert replace(better, part=other).hosts_key == "hosts=[g-x-*]"
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -88,7 +88,7 @@ def test_a_plan_is_shown_with_its_reasons_and_its_rivals(
     assert "What limits it: compute, which takes longest on NVIDIA GeForce RTX 4090." in text
     assert "memory of NVIDIA GeForce RTX 3090 | 1 GiB more each" in text
     assert "NVIDIA GeForce RTX 4090 | one more" in text
-    assert "No plan of this form is predicted to be 0.01% faster" in text
+    assert "No plan that was looked at is predicted to be 0.01% faster" in text
     assert "A step has 8 rounds of 8 samples" in text
     assert "| one round |" in text
 
@@ -118,18 +118,18 @@ between_nodes: {latency_s: 5.0e-05, bandwidth_bytes_per_s: 1.25e+9}
 @pytest.mark.parametrize(
     ("key", "expected", "unexpected"),
     [
-        ("max_rounds=1", "one round, whose units are gathered for every use, or once", "1 to"),
-        ("max_rounds=3", "1 to 3 equal rounds, of at most 8,192", "divide"),
-        ("max_rounds=9", "1 to 8 equal rounds and up to 9 that divide the batch", "more that"),
+        ("max_rounds=1", "in quarters; one round", "1 to"),
+        ("max_rounds=3", "1 to 3 equal rounds", "divide"),
+        ("max_rounds=9", "1 to 8 equal rounds, or more (up to 9) that divide", "more that"),
         ("max_microbatch_size=4", "microbatches of up to 4 samples", "2,048 samples"),
-        ("limits.0.batch=32", "form that meets the demands is", "form is"),
+        ("limits.0.batch=32", " and meets the demands is", "looked at is"),
     ],
 )
 def test_what_was_shown_is_said_of_the_plans_that_were_asked_for(
     key: str, expected: str, unexpected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = (key, "leave_out=never", "explain=true", "model=gpt_125m")
-    shown = said(capsys, *line).partition("No plan of this ")[2]
+    line = (key, "leave_out=never", "explain=true", *QUICK)
+    shown = said(capsys, *line).partition("No plan")[2]
     assert expected in shown.partition(". ")[0]
     assert unexpected not in shown.partition(". ")[0]
 
@@ -138,11 +138,6 @@ def test_where_an_even_plan_does_not_fit_is_said(capsys: pytest.CaptureFixture[s
     keys = ("limits.0.memory_gib=8", "max_rounds=1", "baselines=true", "what_if_s=0")
     text = said(capsys, *keys)
     assert "| even sharding (stock FSDP) | does not fit |" in text
-    said_of_it = (
-        r"even sharding \(stock FSDP\) does not fit device 0: it needs [\d,]+ of 8,192 MiB, "
-        r"one sample at a time and with everything recomputed\."
-    )
-    assert re.search(said_of_it, text)
 
 
 @pytest.mark.parametrize("name", one_in(12, sorted(p.stem for p in DESCRIBED.glob("*.yaml"))))
@@ -468,7 +463,7 @@ def test_hosts_whose_stated_memory_is_the_limit_are_told_what_they_lack(tmp_path
     [larger] = [each for each in forms(asked) if each.change.startswith("more memory of hosts")]
     told = re.fullmatch(
         r"which keeps (\S+) GiB on a \(16.0 stated\) and (\S+) GiB on b \(8.0 stated\).",
-        larger.reach()[1],
+        larger.reach(0.0)[1],
     )
     assert told is not None
     assert float(told[1]) > 16
@@ -496,7 +491,6 @@ def test_what_the_memory_of_hosts_would_give_is_said_where_nothing_fits(
         capsys, *line, "explain=true", "optimizer_on_host=true", f"out={tmp_path}/plan.json"
     )
     assert all(rank.optimizer_on_host for rank in Plan.load(tmp_path / "plan.json").ranks)
-    assert "the optimizer on the host for any of the devices without an exact share" in text
     assert "the optimizer steps in the memory of the host (optimizer_on_host), because" in text
     assert "how much it has is not stated (host_memory_bytes)" in text
 

@@ -12,7 +12,6 @@ from shardhet.planner import Demands, DeviceLimits, PlanError, find_plan, solve
 from shardhet.planner.baselines import compute_only, even, memory_only
 from shardhet.planner.candidates.recompute import recompute_choices
 from shardhet.planner.forms import BatchRounds
-from shardhet.planner.misses import even_shortfall
 from shardhet.planner.preference import TOLERANCE, preferred
 from shardhet.planner.problem.problem import Group, Problem
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort, search
@@ -20,7 +19,6 @@ from shardhet.planner.task import FormTask
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
-from shardhet.records.plan import EVERY_UNIT, Plan, RankPlan
 from shardhet.records.profiles import DeviceProfile, Profile, Timing
 from shardhet.records.schedule import StepForm
 from shardhet.records.workload import Workload
@@ -287,56 +285,6 @@ def test_a_state_that_does_not_fit_is_refused_in_gib() -> None:
     _, profile, _ = random_case(0)
     with pytest.raises(PlanError, match=r"the state of 0\.0188 GiB does not fit"):
         find_plan(Setting(cluster, WORKLOAD, profile), global_batch_size=1)
-
-
-def test_an_even_plan_that_does_not_fit_is_told_with_the_device_that_lacks_most() -> None:
-    cluster, profile, _ = random_case(4)
-    setting = Setting(cluster, WORKLOAD, profile)
-    size = cluster.world_size
-    ranks = [
-        RankPlan(
-            device=device,
-            microbatch_sizes=(1, 1),
-            state_share=1 / size,
-            recomputed_units=EVERY_UNIT,
-        )
-        for device in cluster.devices
-    ]
-    plan = Plan(ranks=tuple(ranks))
-    needed = CostModel(setting).predict(plan).ranks[1].memory.total_bytes
-    found = even_shortfall(
-        setting,
-        global_batch_size=2 * size,
-        demands=replace(
-            IN_ONE_ROUND, limits={1: DeviceLimits(memory_budget_bytes=needed - 1000)}
-        ),
-    )
-    assert found is not None
-    assert found.position == 1
-    assert found.budget_bytes == needed - 1000
-    assert found.needed_bytes == pytest.approx(needed, rel=0.01)  # an even share has no rows
-    assert even_shortfall(setting, global_batch_size=2 * size, demands=Demands()) is None
-
-
-@pytest.mark.parametrize("batch", one_in(2, [40, 41]))
-def test_an_even_plan_fits_with_what_it_is_told_to_need_and_not_with_less(batch: int) -> None:
-    """In many rounds, or with a first device that computes one sample more."""
-    cluster, profile, _ = random_case(4)
-    setting = Setting(cluster, WORKLOAD, profile)
-    small = dict.fromkeys(range(cluster.world_size), int(0.3 * STATE_BYTES))
-    demands = Demands().with_budgets(small)
-    with pytest.raises(PlanError):
-        even(setting, global_batch_size=batch, demands=demands)
-    found = even_shortfall(setting, global_batch_size=batch, demands=demands)
-    assert found is not None
-    for part, fits in ((1.03, True), (0.97, False)):
-        budgets = dict.fromkeys(small, int(part * found.needed_bytes))
-        try:
-            even(setting, global_batch_size=batch, demands=demands.with_budgets(budgets))
-        except PlanError:
-            assert not fits
-        else:
-            assert fits
 
 
 # Published figures

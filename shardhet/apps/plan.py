@@ -1,36 +1,36 @@
 """``shardhet plan``: finds the best plan for a cluster and a model, and what limits it."""
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 
 from rich.console import Console
 
 from shardhet.apps.cli.outputs import check_folder_output, check_outputs
-from shardhet.apps.cli.quantities import of_budget
 from shardhet.apps.cli.streamed import Waiting, WideConsole, refusing, say
 from shardhet.apps.planning.fewer_devices import ranges, without_idle
 from shardhet.apps.planning.inputs import Door, load, read_request
 from shardhet.apps.planning.keeping import keep_plan
 from shardhet.apps.planning.report import (
-    Alternative,
     PlanReport,
     limit_lines,
     pace_line,
     proof_lines,
-    show_alternatives,
     show_plan,
 )
 from shardhet.apps.planning.stages import faster_pipeline, show_pipeline
 from shardhet.apps.planning.what_if import (
+    MAX_SHOWN,
     Asked,
     forms,
     in_float16,
     show_best,
     show_gains,
+    show_simpler,
     that_fit,
-    tried_within,
     without_some,
 )
 from shardhet.config.checks import number_of
@@ -38,27 +38,22 @@ from shardhet.config.planning import LEAST_THROUGHPUT, Inputs, PlannerConf
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
 from shardhet.planner.advice.explain import (
     MANY_KINDS,
+    NEGLIGIBLE,
+    OFF,
     Gain,
     Objective,
+    Resource,
     Situation,
-    explained,
-    full_kind,
-    gain_of,
+    Variant,
+    lost_at_other_speeds,
     more_of_each,
+    tried,
 )
 from shardhet.planner.advice.fewer import LEAST_GAIN
-from shardhet.planner.advice.steady import (
-    OFF,
-    disturbances,
-    loss_of,
-)
-from shardhet.planner.baselines import compute_only, even, memory_only, one_round
-from shardhet.planner.misses import even_shortfall
 from shardhet.planner.objectives import largest_batch, largest_batch_size, least_memory
 from shardhet.planner.search.search import Effort
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
-from shardhet.records.plan import Plan
 from shardhet.simulator.simulation import simulate
 
 DOOR = Door(
@@ -77,7 +72,6 @@ shardhet plan key=value ...
   shardhet plan leave_out=auto         without the devices that only slow it down
   shardhet plan max_stages=3           a pipeline of groups of devices, where that is faster""",
 )
-LEAST_LOSS = 5e-4  # that is stated
 # Sufficient for comparisons; the plan itself is searched until it is proven optimal.
 COMPARED = Effort(relative_gap=1e-4)
 COMPARED_IF_UNLIKE = Effort(relative_gap=1e-3, max_exact_additions=1e7)
@@ -122,42 +116,34 @@ def show(
     conf: PlannerConf, inputs: Inputs, demands: Demands, console: Console, waiting: Waiting
 ) -> None:
     """Plan, show and write the plan at once, then what takes more planning as it comes."""
-    asked, whole = conf, inputs
+    whole = conf, inputs
     conf, inputs = conf.without_stages(inputs)
     answer, without = None, None
-    if asked.max_stages > 1:
+    if whole[0].max_stages > 1:
         with waiting.for_("planning"), suppress(PlanError):
             answer = _answer(conf, inputs, demands)
         flat = None if answer is None else answer.solution
-        if _show_faster_pipeline(asked, whole, demands, flat, console, waiting):
+        if _show_faster_pipeline(*whole, demands, flat, console, waiting):
             return
     with waiting.for_("planning"):
         answer = answer or _answer(conf, inputs, demands)
         if conf.leave_out == "auto":
             best, part = answer.solution, None if conf.measured else conf.part_of(inputs)
             without = without_some(_asked(conf, inputs, demands, best)) or without_idle(
-                inputs, best, demands=demands, smaller=part
+                inputs, best, smaller=part
             )
         if without is not None:
-            inputs = replace(inputs, setting=without.fewer.setting)
-            demands = without.fewer.demands
+            inputs = replace(inputs, setting=without.part.setting)
+            demands = demands.only(without.part.positions)
             answer = _answer(conf, inputs, demands)
-        solution, situation = (
-            answer.solution,
-            Situation(setting=inputs.setting, demands=demands),
-        )
-        full = None
-        if conf.explain and solution.plan.num_rounds > 1 and answer.objective is not None:
-            full = full_kind(
-                solution, situation, value=answer.value, objective=answer.objective
-            )
+        solution = answer.solution
+        asked = _asked(conf, inputs, demands, solution)
         report = PlanReport(
             inputs=inputs,
             demands=demands,
             solution=solution,
             times=simulate(solution.plan, inputs.setting),
             note=answer.note,
-            full_kind=full,
             without=without,
         )
     show_plan(report, console)
@@ -166,43 +152,58 @@ def show(
     if conf.explain:
         say(console, *proof_lines(report))
     if conf.baselines:
-        alternatives = _alternatives(inputs, demands, solution.plan, waiting)
         note = _comparison_note(demands, inputs.setting.cluster.world_size)
-        show_alternatives(report, alternatives, console, note=note)
+        show_simpler(asked, console, waiting, note=note)
     if answer.objective is not None and conf.what_if_s:
-        of_all = _asked(conf, inputs, demands, solution)
-        _show_what_would_help(answer, of_all, situation, console, waiting)
+        _show_what_would_help(answer, asked, console, waiting)
     if conf.explain and conf.what_if_s and conf.objective == "throughput":
         with waiting.for_("planning for other speeds"):
-            line = _steadiness(solution.plan, inputs.setting, demands)
+            line = _steadiness(asked)
         say(console, line)
 
 
 def _show_what_would_help(
-    answer: _Answer, asked: Asked, situation: Situation, console: Console, waiting: Waiting
+    answer: _Answer, asked: Asked, console: Console, waiting: Waiting
 ) -> None:
     """What limits the plan, and what would help: the best of it, or everything."""
-    objective, conf = answer.objective, asked.conf
+    objective, conf, begin_s = answer.objective, asked.conf, time.monotonic()
     assert objective is not None
     unit = "samples" if conf.objective == "largest_batch" else "samples/s"
-    more = sorted(more_of_each(situation, objective), key=lambda each: not each.is_advice)
+    more = more_of_each(asked.here(asked.demands), objective)
+    more.sort(key=lambda each: not each.is_advice)
     variants = [*forms(asked), *more]
 
-    def gains() -> Iterator[Gain]:
-        for each in variants:
-            with waiting.for_(f"trying {each.change}"):
-                gain = gain_of(each, answer.value)
-            yield gain
+    def gains(some: Sequence[Variant], num_best: int | None = None) -> Iterator[Gain]:
+        left_s = inf if conf.explain else conf.what_if_s - (time.monotonic() - begin_s)
+        return tried(
+            some,
+            answer.value,
+            num_best=num_best,
+            within_s=left_s,
+            beside=lambda each: waiting.for_(f"trying {each.change}"),
+        )
 
     if conf.explain:
-        found = show_gains(variants, gains(), console, unit=unit)
-    else:
-        found = tried_within(gains(), conf.what_if_s)
-    explanation = explained(answer.solution, situation, found)
-    limits = limit_lines(explanation) if len(found) == len(variants) else ()
-    say(console, pace_line(explanation), *limits)
-    if not conf.explain:
-        show_best(found, len(variants), console, unit=unit)
+        found = show_gains(variants, gains(variants), console, unit=unit)
+        say(console, pace_line(answer.solution), *limit_lines(answer.solution, found))
+        return
+    tenths = [each for each in variants if each.is_limit]
+    endless = [each for each in variants if each.is_endless]
+    found = [*gains(tenths, 1), *gains(endless)]
+    is_known = len(found) == len(tenths) + len(endless)
+    limits = limit_lines(answer.solution, found) if is_known else ()
+    say(console, pace_line(answer.solution), *limits)
+    # No memory of one kind gives more than eight times as much of all.  Cards help most, as a
+    # rule: of what follows, what is seen to help less is not searched.
+    most = max((gain.value for gain in found if gain.variant.is_endless), default=inf)
+    bounds = {Resource.DEVICES: inf, Resource.MEMORY: most, None: inf}
+    advice = [
+        replace(each, most=min(each.most, bound))
+        for resource, bound in bounds.items()
+        for each in variants
+        if each.is_advice and each.resource is resource
+    ]
+    show_best([*gains(advice, MAX_SHOWN)], len(advice), console, unit=unit)
 
 
 def _show_faster_pipeline(
@@ -221,7 +222,7 @@ def _show_faster_pipeline(
     alone, of_alone = conf.without_stages(inputs)
     with waiting.for_("planning stages"):
         better = None if flat is None else without_some(_asked(alone, of_alone, demands, flat))
-        fewer = None if better is None else better.fewer
+        fewer = None if better is None else better.part
         report = faster_pipeline(conf, inputs, flat, fewer, demands=demands, effort=effort)
     if report is None:
         say(console, f"No faster pipeline of up to {conf.max_stages} stages was found.")
@@ -229,7 +230,7 @@ def _show_faster_pipeline(
     show_pipeline(report, console, explains=conf.explain)
     _tell_time(conf, inputs, report.solution.samples_per_s, console)
     reached = report.solution.samples_per_s
-    if better is not None and better.fewer.solution.samples_per_s > LEAST_GAIN * reached:
+    if better is not None and better.part.solution.samples_per_s > LEAST_GAIN * reached:
         better = replace(better, samples_per_s_with_all=reached)
         say(console, better.gain_line)
     with waiting.for_("planning stages in float16"):
@@ -264,20 +265,25 @@ def _compared(setting: Setting) -> Effort:
     return COMPARED if len(kinds) <= MANY_KINDS else COMPARED_IF_UNLIKE
 
 
-def _steadiness(plan: Plan, setting: Setting, demands: Demands) -> str:
+def _steadiness(asked: Asked) -> str:
     """What the plan loses if one kind of device is not as fast as the profile says."""
-    disturbed = disturbances(setting)
-    if not disturbed:
-        kinds = len({device.kind for device in setting.cluster.devices})
-        why = "one kind" if kinds == 1 else f"{kinds} kinds are too many to ask"
+    assert asked.best is not None
+    here = asked.here(asked.demands)
+    fastest = replace(asked, conf=replace(asked.conf, tolerance=0.0))
+    loss = lost_at_other_speeds(asked.best, here, fastest.reached)
+    if loss is None:
+        why = (
+            "one kind"
+            if len(here.kinds) == 1
+            else f"{len(here.kinds)} kinds are too many to ask"
+        )
         return f"What it loses at other speeds was not asked: {why}."
-    loss = loss_of(plan, disturbed, demands=demands, effort=_compared(setting))
-    if loss.relative < LEAST_LOSS:
-        return f"With each kind's speed {OFF:.0%} off, this plan is still the best."
-    direction = "slower" if loss.speed < 1 else "faster"
+    said = f"With each kind's speed {OFF:.0%} off, this plan"
+    if loss.is_none:
+        return f"{said} is still the best, to within {NEGLIGIBLE:.1%}."
     return (
-        f"With each kind's speed {OFF:.0%} off, this plan loses at most {loss.relative:.1%} of "
-        f"the best ({loss.device_kind} {direction})."
+        f"{said} loses at most {loss.relative:.1%} of the best ({loss.variant.of} "
+        f"{loss.variant.change})."
     )
 
 
@@ -309,7 +315,7 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
         solution = largest_batch(setting, demands=demands)
         size = solution.plan.global_batch_size
 
-        def batch_size(situation: Situation) -> float:
+        def batch_size(situation: Situation, _: float) -> float:
             model = CostModel(situation.setting)
             return float(largest_batch_size(model, situation.demands))
 
@@ -322,13 +328,8 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
     spared = conf.to_spared(setting.cluster.devices)
     best = solve(setting, global_batch_size=batch, demands=demands, tolerance=conf.tolerance)
     if conf.objective == "throughput":
-
-        def samples_per_s(situation: Situation) -> float:
-            """What the plan of a situation reaches; ``PlanError`` if that is no more."""
-            asked = _asked(conf, inputs, demands, best)
-            return asked.solved(situation.setting, situation.demands).samples_per_s
-
-        return _Answer(best, best.samples_per_s, samples_per_s)
+        asked = _asked(conf, inputs, demands, best)
+        return _Answer(best, best.samples_per_s, asked.reached)
     wanted = conf.min_samples_per_s or LEAST_THROUGHPUT * best.samples_per_s
     least = least_memory(
         setting,
@@ -347,45 +348,6 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
         f"{least.lower_bound:.1%})"
     )
     return _Answer(least.solution, wanted, None, note)
-
-
-def _alternatives(
-    inputs: Inputs, demands: Demands, plan: Plan, waiting: Waiting
-) -> Iterator[Alternative]:
-    """Simpler plans than this one for the same batch and limits."""
-    batch = plan.global_batch_size
-    simpler: list[tuple[str, Callable[..., PlanSolution]]] = [
-        ("even sharding (stock FSDP)", even),
-        ("compute only: even state", compute_only),
-        ("memory only: even batches", memory_only),
-    ]
-    if plan.num_rounds > 1:
-        simpler.append(("one round", one_round))
-    for name, baseline in simpler:
-        seconds, note = None, ""
-        with waiting.for_(name):
-            try:
-                seconds = baseline(
-                    inputs.setting,
-                    global_batch_size=batch,
-                    demands=demands,
-                    effort=_compared(inputs.setting),
-                    near=plan.form,
-                ).predicted.step_time_s
-            except PlanError:
-                note = _shortfall(inputs, demands, batch) if baseline is even else ""
-        yield Alternative(name=name, step_time_s=seconds, reason="does not fit", note=note)
-
-
-def _shortfall(inputs: Inputs, demands: Demands, batch: int) -> str:
-    """Where an even plan does not fit, and what is missing there."""
-    found = even_shortfall(inputs.setting, global_batch_size=batch, demands=demands)
-    if found is None:
-        return ""
-    return (
-        f"device {found.position}: it needs {of_budget(found.needed_bytes, found.budget_bytes)}"
-        ", one sample at a time and with everything recomputed."
-    )
 
 
 def _write(conf: PlannerConf, report: PlanReport, console: Console) -> None:

@@ -1,19 +1,16 @@
 """Explain why no plan fits, and what would fit."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 
 import numpy as np
 
 from shardhet.planner.candidates.candidates import TableBuilder
-from shardhet.planner.forms import rounds_of
 from shardhet.planner.problem.demands import Demands, host_bytes
 from shardhet.planner.problem.problem import Limits, Problem
 from shardhet.planner.search.oracle import Oracle
 from shardhet.pricing.cost import CostModel
-from shardhet.pricing.setting import Setting
 from shardhet.records.plan import EVERY_UNIT, RankPlan
-from shardhet.records.schedule import StepForm
 
 GIB = 2**30
 
@@ -110,52 +107,6 @@ def _state(model: CostModel, numel: float) -> str:
 
 def _gib(nbytes: float) -> str:
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / GIB:.3g} GiB"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shortfall:
-    """A device on which a plan does not fit."""
-
-    position: int
-    needed_bytes: float
-    budget_bytes: float
-
-
-def even_shortfall(
-    setting: Setting, *, global_batch_size: int, demands: Demands
-) -> Shortfall | None:
-    """The device that lacks most where all compute and store the same; None if all fit.
-
-    Each computes one sample at a time and recomputes everything, in one round or in as many as
-    are looked at, whichever lacks less: that needs the least memory.
-    """
-    model, demands = CostModel(setting), replace(demands, has_even_batches=True)
-    dealt = [
-        (rounds, demands.of_round(rounds, setting.cluster.world_size))
-        for rounds in rounds_of(global_batch_size, demands.max_rounds)
-    ]
-    possible = [(rounds, each) for rounds, each in dealt if each is not None]
-    worst = [
-        _worst_of_even(model.in_form(StepForm(num_rounds=rounds.number)), each)
-        for rounds, each in (possible[0], possible[-1])
-    ]
-    least = min(worst, key=lambda each: each.needed_bytes - each.budget_bytes)
-    return least if least.needed_bytes > least.budget_bytes else None
-
-
-def _worst_of_even(model: CostModel, demands: Demands) -> Shortfall:
-    """The device that lacks most in rounds of these batches."""
-    every = RankPlan(microbatch_sizes=(1,), state_share=0.0, recomputed_units=EVERY_UNIT)
-    stored = model.workload.numel / model.cluster.world_size
-    one, budgets = np.array([1]), demands.budgets(model.cluster)
-    found = []
-    for i, device in enumerate(model.cluster.devices):
-        batch = np.array([demands.rank_batch_size(i)])
-        needed = model.used_bytes(device.kind, every, batch, one, stored_numel=stored)
-        found.append(
-            Shortfall(position=i, needed_bytes=float(needed[0]), budget_bytes=budgets[i])
-        )
-    return max(found, key=lambda each: each.needed_bytes - each.budget_bytes)
 
 
 def _fits(problem: Problem) -> bool:

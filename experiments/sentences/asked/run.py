@@ -65,7 +65,6 @@ KINDS = [
 SENTENCES = (
     "what would help",
     "what limits",
-    "because",
     "better without",
     "at other speeds",
     "one round",
@@ -338,17 +337,6 @@ class Judge:
 
     def _of_rounds(self, said: Said) -> None:
         for line in said.lines:
-            if found := re.match(
-                r"A step has (\d+) rounds.*because (.*) would otherwise", line
-            ):
-                rounds = int(found[1])
-                more = self._roomier(found[2])
-                conf = replace(self.quiet, max_stages=1)
-                there = self.said(conf, conf.derived(more, self.name))
-                again = re.search(r"^A step has (\d+) rounds", there.text, re.M)
-                now = int(again[1]) if again else 1
-                told = f"{line[:60]} {found[2]}: {now} rounds with its memory"
-                self.is_so("because", now < rounds, told)
             if line.startswith("| one round"):
                 cell = line.strip("|").split("|")[2].strip()
                 rate = self.rate(max_rounds=1, max_stages=1, tolerance=0.0)
@@ -356,14 +344,6 @@ class Judge:
                     rate is None if cell == "-" else _near(rate, float(cell.replace(",", "")))
                 )
                 self.is_so("one round", is_so, f"{line}: {rate}")
-
-    def _roomier(self, kind: str) -> Cluster:
-        return self.cluster.with_devices(
-            replace(each, memory_capacity_bytes=8 * (each.memory_capacity_bytes or 0))
-            if each.kind == kind
-            else each
-            for each in self.cluster.devices
-        )
 
     # Other speeds
 

@@ -14,8 +14,8 @@ from itertools import groupby
 
 from shardhet.config.planning import Inputs
 from shardhet.planner import solve
-from shardhet.planner.advice.fewer import LEAST_GAIN, Fewer, faster_on_fewer
-from shardhet.planner.idle import Positions, active_positions, node_type
+from shardhet.planner.advice.fewer import LEAST_GAIN
+from shardhet.planner.idle import PartPlan, Positions, active_positions, node_type
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.planner.search.search import Effort
@@ -35,32 +35,38 @@ class BetterWithout:
     """Devices that are better left out, and what the job gains."""
 
     whole: Cluster
-    fewer: Fewer
+    part: PartPlan  # the devices that stay
     param_dtype: str  # with all devices
     samples_per_s_with_all: float | None  # None: the plan of all leaves the same ones idle
     is_described: bool  # the cluster can be planned for by names of hosts
     estimate: str  # where its collectives come from, if they were not measured
 
     @property
+    def left_out(self) -> list[int]:
+        """The positions of these devices."""
+        kept = set(self.part.positions)
+        return [i for i in range(self.whole.world_size) if i not in kept]
+
+    @property
     def gain_line(self) -> str:
         """Which devices, and what is gained."""
-        rate, before = self.fewer.solution.samples_per_s, self.samples_per_s_with_all
+        rate, before = self.part.solution.samples_per_s, self.samples_per_s_with_all
         gained = "they would only slow down the others"
         if before is not None:
             gained = f"{rate:,.4g} samples/s instead of {before:,.4g}{self._formats}"
-        which = named(self.whole, self.fewer.left_out)
+        which = named(self.whole, self.left_out)
         return f"Better without {which}: {gained}.{self.estimate}"
 
     @property
     def note(self) -> str:
         """Which devices, how to plan without them, and what the figures are."""
-        which = f"without {named(self.whole, self.fewer.left_out)}{self._formats}"
+        which = f"without {named(self.whole, self.left_out)}{self._formats}"
         key = f"; {self.hosts_key} plans for the others" if self.hosts_key else ""
         return f"{which}{key}.{self.estimate}"
 
     @property
     def _formats(self) -> str:
-        dtype = self.fewer.setting.workload.param_dtype
+        dtype = self.part.setting.workload.param_dtype
         return f", {dtype} instead of {self.param_dtype}" * (dtype != self.param_dtype)
 
     @property
@@ -74,12 +80,12 @@ class BetterWithout:
             key = f" ({self.hosts_key} describes them)" if self.hosts_key else ""
             yield f"To launch without them: start ranks on hosts {self._patterns} only{key}."
             return
-        yield from _per_host(self.whole, self.fewer.kept)
+        yield from _per_host(self.whole, self.part.positions)
 
     @property
     def _patterns(self) -> str:
         """The hosts that stay; empty if only a part of the devices of one does."""
-        kept = set(whole_hosts(self.whole, self.fewer.kept) or ())
+        kept = set(whole_hosts(self.whole, self.part.positions) or ())
         of_type: dict[str, list[str]] = {}
         for node in self.whole.nodes:
             of_type.setdefault(node_type(node), []).append(node.host)
@@ -93,61 +99,21 @@ class BetterWithout:
         return ",".join(patterns)
 
 
-def better_without(
-    inputs: Inputs,
-    whole: PlanSolution,
-    *,
-    demands: Demands,
-    derived: Callable[[Positions], Setting | None] | None,
-    effort: Effort,
-    tolerance: float | None = None,
-) -> BetterWithout | None:
-    """The devices without which the others are faster; None if there are none.
-
-    ``derived`` creates the setting of some devices from specifications, or None where it is
-    planned for in the whole already; if it is None itself, that is so of all.
-    """
-    if derived is None:
-        return None
-    setting = inputs.setting
-    fewer = faster_on_fewer(
-        setting, whole, demands=demands, smaller=derived, effort=effort, tolerance=tolerance
-    )
-    if fewer is None:
-        return None
-    return BetterWithout(
-        whole=setting.cluster,
-        fewer=fewer,
-        param_dtype=setting.workload.param_dtype,
-        samples_per_s_with_all=whole.samples_per_s,
-        is_described=True,
-        estimate="",
-    )
-
-
 def without_idle(
     inputs: Inputs,
     solution: PlanSolution,
     *,
-    demands: Demands,
     samples_per_s_with_all: float | None = None,
     smaller: Callable[[Positions], Setting] | None = None,
 ) -> BetterWithout | None:
     """The devices that a plan of all leaves idle; None if there are none."""
     setting, kept = inputs.setting, active_positions(solution)
-    left_out = tuple(i for i in range(setting.cluster.world_size) if i not in kept)
-    if not left_out:
+    if len(kept) == setting.cluster.world_size:
         return None
     there = (smaller or partial(part_of, setting))(kept)
     return BetterWithout(
         whole=setting.cluster,
-        fewer=Fewer(
-            kept=kept,
-            left_out=left_out,
-            setting=there,
-            demands=demands.only(kept),
-            solution=solution,
-        ),
+        part=PartPlan(kept, there, solution),
         param_dtype=there.workload.param_dtype,
         samples_per_s_with_all=samples_per_s_with_all,
         is_described=smaller is not None,
@@ -175,9 +141,8 @@ def told_in_run(plan: Plan, setting: Setting, demands: Demands) -> list[str]:
             at_most_s=best.predicted.step_time_s / LEAST_GAIN,
         )
         best, rate = better, best.samples_per_s
-    found = without_idle(
-        Inputs(setting=setting, name=""), best, demands=demands, samples_per_s_with_all=rate
-    )
+    inputs = Inputs(setting=setting, name="")
+    found = without_idle(inputs, best, samples_per_s_with_all=rate)
     return [] if found is None else [found.gain_line, *found.launch_lines()]
 
 

@@ -28,7 +28,7 @@ from shardhet.apps.planning.sentences import (
 )
 from shardhet.config.planning import Inputs
 from shardhet.planner import Demands, PlanSolution
-from shardhet.planner.advice.explain import Explanation, Resource
+from shardhet.planner.advice.explain import Gain, Resource, fullest_kinds, slowest_kinds
 from shardhet.planner.idle import active_positions
 from shardhet.planner.stages.bound import together_s
 from shardhet.pricing.derive import meets_over_gloo
@@ -50,16 +50,6 @@ from shardhet.simulator.timeline import Timeline
 MANY_ROWS = 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alternative:
-    """Another way to plan for the same batch."""
-
-    name: str
-    step_time_s: float | None  # None if it has no plan
-    reason: str = ""  # why it has no plan, in a few words
-    note: str = ""  # the rest of that sentence
-
-
 MOSTLY_HIDDEN = 0.1  # compute that sets the pace for so little of the step is hidden by links
 
 
@@ -72,7 +62,6 @@ class PlanReport:
     solution: PlanSolution
     times: Timeline  # simulated
     note: str  # on the objective
-    full_kind: str | None  # whose memory a step has several rounds for
     without: BetterWithout | None = None  # devices that the plan leaves out
 
 
@@ -226,7 +215,7 @@ def _result(report: PlanReport) -> Iterator[str]:
     part = speed_part(report.inputs.setting, solution)
     step_s = solution.predicted.step_time_s
     yield predicted_line(step_s, solution.samples_per_s, part, workload)
-    yield from form_lines(solution.plan, workload, report.full_kind)
+    yield from form_lines(solution.plan, workload)
     if meets_over_gloo(report.inputs.setting.cluster):
         yield OVER_GLOO
     yield from _on_host_lines(report)
@@ -258,7 +247,7 @@ def proof_lines(report: PlanReport) -> Iterator[str]:
         yield free
     yield f"The simulated step takes {duration(report.times.step_time_s)}."
     if not report.note:
-        yield proven_line(solution, report.demands, setting.workload)
+        yield proven_line(solution, report.demands)
         yield from preferred_lines(solution)
 
 
@@ -303,69 +292,54 @@ def on_host_lines(labelled: Iterable[tuple[str, Row]], inputs: Inputs) -> Iterat
             )
 
 
-def show_alternatives(
-    report: PlanReport, alternatives: Iterable[Alternative], console: Console, *, note: str
-) -> None:
-    """Print simpler plans as they come; ``note`` says what they cannot meet."""
-    ours = report.solution.predicted.step_time_s
-    batch = report.solution.plan.global_batch_size
-    columns = (("plan", 26), ("step", 20), ("samples/s", 9), ("this plan is", 15))
-    table = StreamedTable(console, columns, title=f"Compared with{note}")
-    notes: list[str] = []
-    for each in alternatives:
-        if each.step_time_s is None:
-            table.add_row(each.name, each.reason, "-", "-")
-            notes += [f"{each.name} {each.reason} {each.note}"] if each.note else []
-        else:
-            seconds = each.step_time_s
-            speed = f"{batch / seconds:.4g}"
-            faster = f"{seconds / ours:.2f} x as fast"
-            table.add_row(each.name, duration(seconds), speed, faster)
-    table.end()
-    say(console, *notes)
-
-
-def pace_line(explanation: Explanation) -> str:
+def pace_line(solution: PlanSolution) -> str:
     """What the parts of the step are paced by."""
-    step_s = explanation.step_time_s
-    overhead = (
-        f" {explanation.overhead_s / step_s:.0%} is the runtime's own time."
-        if explanation.overhead_s
-        else ""
-    )
+    predicted = solution.predicted
+    step_s, overhead_s = predicted.step_time_s, predicted.overhead_s
+    overhead = f" {overhead_s / step_s:.0%} is the runtime's own time." if overhead_s else ""
     return (
-        f"Compute sets the pace for {explanation.compute_s / step_s:.0%} of the step, "
-        f"links for {explanation.links_s / step_s:.0%}, and "
-        f"the optimizer for {explanation.optimizer_s / step_s:.0%}.{overhead}"
+        f"Compute sets the pace for {_compute_part(predicted):.0%} of the step, "
+        f"links for {(_links_s(predicted) + predicted.exposed_comm_s) / step_s:.0%}, and "
+        f"the optimizer for {predicted.optimizer_s / step_s:.0%}.{overhead}"
     )
 
 
-def limit_lines(explanation: Explanation) -> Iterator[str]:
-    """What limits the plan, in words."""
-    limit, endless = explanation.limit, explanation.endless_memory
-    slowest, fullest = (
-        ", ".join(explanation.slowest_kinds),
-        ", ".join(explanation.fullest_kinds),
-    )
-    if limit is None:
-        yield "A tenth more compute, memory or bandwidth would change almost nothing."
-    else:
-        of_what = {
-            Resource.COMPUTE: f"compute, which takes longest on {slowest}",
+def _links_s(predicted: StepCost) -> float:
+    return sum(turn.seconds for turn in predicted.turns if turn.is_paced_by_links)
+
+
+def _compute_part(predicted: StepCost) -> float:
+    """The part of the step in which a device's compute sets the pace."""
+    turns_s = predicted.forward_s + predicted.backward_s
+    return (turns_s - _links_s(predicted)) / predicted.step_time_s
+
+
+def limit_lines(solution: PlanSolution, gains: Sequence[Gain]) -> Iterator[str]:
+    """What limits the plan, in words, by the gains from more of each resource."""
+    tenths = [gain for gain in gains if gain.variant.is_limit and not gain.is_none]
+    fullest = fullest_kinds(solution)
+    if tenths:
+        limit = max(tenths, key=lambda gain: gain.relative).variant.resource
+        of_what: dict[Resource | None, str] = {
+            Resource.COMPUTE: f"compute, which takes longest on {slowest_kinds(solution)}",
             Resource.MEMORY: f"memory{', which is full on ' * bool(fullest)}{fullest}",
-            Resource.LINKS: f"links{_beside_compute(explanation)}",
-            Resource.DEVICES: "the number of devices",
-        }[limit.variant.resource]
-        yield f"What limits it: {of_what}."
-    if endless is not None and not endless.is_none:
-        where = f" (full: {fullest})" if fullest else ""
-        gained = percent(endless.relative)
-        yield f"With {endless.variant.change} memory it would gain {gained}{where}."
+            Resource.LINKS: f"links{_beside_compute(solution.predicted)}",
+        }
+        yield f"What limits it: {of_what[limit]}."
+    else:
+        yield "A tenth more compute, memory or bandwidth would change almost nothing."
+    for gain in gains:
+        if gain.variant.is_endless and not gain.is_none:
+            where = f" (full: {fullest})" if fullest else ""
+            yield (
+                f"With {gain.variant.change} memory it would gain "
+                f"{percent(gain.relative)}{where}."
+            )
 
 
-def _beside_compute(explanation: Explanation) -> str:
+def _beside_compute(predicted: StepCost) -> str:
     """What more samples would cost where links limit."""
-    compute = explanation.compute_s / explanation.step_time_s
+    compute = _compute_part(predicted)
     if compute < MOSTLY_HIDDEN:
         return "; a larger global batch would cost little if memory has room for it"
     return f"; a larger global batch adds to the {compute:.0%} that compute takes"

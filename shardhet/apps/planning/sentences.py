@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 from shardhet.apps.cli.quantities import counted
 from shardhet.planner import Demands, PlanSolution
 from shardhet.planner.candidates.role_times import MAX_MICROBATCH_SIZE
-from shardhet.planner.candidates.splits import LEAST_MIXED_SIZE, MAX_BATCH
-from shardhet.planner.forms import FIRST_ROUNDS, MOST_SAMPLES
+from shardhet.planner.forms import FIRST_ROUNDS
 from shardhet.planner.idle import active_positions
 from shardhet.planner.preference import FULL
 from shardhet.pricing.setting import Setting
@@ -24,22 +23,14 @@ OVER_GLOO = (
 )
 
 
-def form_lines(plan: Plan, workload: Workload, full_kind: str | None = None) -> Iterator[str]:
-    """Why there are so many rounds, and how often units are gathered and reduced.
-
-    ``full_kind`` is the kind of device whose memory they are for, if one is.
-    """
+def form_lines(plan: Plan, workload: Workload) -> Iterator[str]:
+    """How many rounds there are, and how often units are gathered and reduced."""
     kept = "each is gathered once instead of twice"
     if plan.num_rounds > 1:
-        full = [rank.rank_batch_size for rank in plan.ranks if rank.device.kind == full_kind]
-        most = max(full, default=0)
-        whole = most * plan.global_batch_size / plan.round_size
         last = "" if plan.last_round_size is None else f", the last of {plan.last_round_size:,}"
         yield (
             f"A step has {plan.num_rounds} rounds of {counted(plan.round_size, 'sample')}{last}"
-            f" (num_rounds={plan.num_rounds}; the table shows one)"
-            + f", because {full_kind} would otherwise hold the activations of {whole:,.0f} "
-            f"samples at once; it holds those of {most:,}" * bool(most) + "."
+            f" (num_rounds={plan.num_rounds}; the table shows one)."
         )
         kept = "each is gathered once a round instead of twice"
     if not plan.reshard_after_backward:
@@ -136,47 +127,24 @@ def resident_lines(plan: Plan, workload: Workload) -> Iterator[str]:
     )
 
 
-def proven_line(solution: PlanSolution, demands: Demands, workload: Workload) -> str:
-    """What the search has shown, and of which plans."""
+def proven_line(solution: PlanSolution, demands: Demands) -> str:
+    """What the search has shown, and of which plans (docs/architecture.md)."""
     relative_gap = solution.relative_gap
     limit = f"more than {relative_gap:.2%}" if relative_gap >= SHOWN_GAP else f"{SHOWN_GAP:.2%}"
-    has_demands = bool(demands.limits or demands.equal)
-    world_size = solution.plan.world_size
+    has_demands, world_size = bool(demands.limits or demands.equal), solution.plan.world_size
     idle = world_size - len(active_positions(solution))
     busy = " that leave no device idle" * (world_size > 1)
     if idle:
         busy += f", or only the {idle} that {'is' if idle == 1 else 'are'} idle here"
-    on_host = ", the inputs of all of these or of none on the host"
-    optimizer = (
-        "; the optimizer on the host for any of the devices without an exact share, each in an "
-        "equal part of its host's memory and speed"
-    )
-    frozen = "; frozen weights of all units, of none, or of one to three quarters stay whole"
+    most, first = demands.max_rounds, min(FIRST_ROUNDS, demands.max_rounds or FIRST_ROUNDS)
+    rounds = "one round" if most == 1 else f"1 to {first} equal rounds"
+    if most is None or most > FIRST_ROUNDS:
+        rounds += f", or more{f' (up to {most or 0:,})' * bool(most)} that divide the batch"
     return (
-        f"No plan of this form{' that meets the demands' * has_demands} is predicted to be "
-        f"{limit} faster: any batches and shares{busy}; microbatches of up to "
+        f"No plan that was looked at{' and meets the demands' * has_demands} is predicted to "
+        f"be {limit} faster: any batches and shares{busy}; microbatches of up to "
         f"{min(MAX_MICROBATCH_SIZE, demands.max_microbatch_size or MAX_MICROBATCH_SIZE):,} "
-        "samples where memory allows, alike but the last, or cut as is fastest (those of up "
-        f"to {LEAST_MIXED_SIZE}, or twice what was measured, in batches of up to "
-        f"{MAX_BATCH:,}); recomputation kind by kind, in quarters"
-        f"{on_host * demands.may_keep_inputs_on_host}"
-        f"{optimizer * demands.may_keep_optimizer_on_host}; {_rounds_looked_at(demands)}"
-        f"{frozen * bool(demands.may_keep_frozen_weights and workload.frozen_units)}."
-    )
-
-
-def _rounds_looked_at(demands: Demands) -> str:
-    """Of which rounds plans were looked at, and how often they gather and reduce."""
-    most = demands.max_rounds
-    if most == 1:
-        return "one round, whose units are gathered for every use, or once"
-    first, more = FIRST_ROUNDS, " and more that divide the batch"
-    if most is not None:
-        first = min(FIRST_ROUNDS, most)
-        more = f" and up to {most:,} that divide the batch" * (most > FIRST_ROUNDS)
-    return (
-        "units gathered for every use, once a round or once a step, and reduced every round "
-        f"or once; 1 to {first} equal rounds{more}, of at most {MOST_SAMPLES:,} samples each"
+        f"samples; recomputation kind by kind, in quarters; {rounds}."
     )
 
 

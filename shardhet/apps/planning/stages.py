@@ -24,7 +24,7 @@ from shardhet.apps.planning.report import (
 from shardhet.apps.planning.sentences import margin_line
 from shardhet.config.planning import Inputs, PlannerConf
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
-from shardhet.planner.advice.fewer import Fewer
+from shardhet.planner.idle import PartPlan
 from shardhet.planner.search.search import Effort
 from shardhet.planner.stages.find import find_pipeline
 from shardhet.planner.stages.groups import Positions
@@ -51,7 +51,7 @@ def faster_pipeline(
     conf: PlannerConf,
     inputs: Inputs,
     flat: PlanSolution | None,
-    fewer: Fewer | None,
+    fewer: PartPlan | None,
     *,
     demands: Demands,
     effort: Effort,
@@ -67,7 +67,7 @@ def faster_pipeline(
         return None
     alone = []
     if fewer is not None:
-        alone.append((fewer.kept, fewer.solution, fewer.setting.workload.param_dtype))
+        alone.append((fewer.positions, fewer.solution, fewer.setting.workload.param_dtype))
     alone_in = replace(conf, max_stages=1).part_of(inputs, keeps_precision=False)
     for positions in found.groups:
         with suppress(PlanError):

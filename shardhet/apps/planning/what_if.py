@@ -1,25 +1,28 @@
 """What would help: the changes to a plan that ``shardhet plan`` tries, and their table."""
 
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 
 from rich.console import Console
 
-from shardhet.apps.cli.quantities import GIB, counted
-from shardhet.apps.cli.streamed import StreamedTable, say
-from shardhet.apps.planning.fewer_devices import BetterWithout, better_without, named
+from shardhet.apps.cli.quantities import GIB, counted, duration
+from shardhet.apps.cli.streamed import StreamedTable, Waiting, say
+from shardhet.apps.planning.fewer_devices import BetterWithout, named
 from shardhet.apps.planning.report import speed_part
 from shardhet.apps.planning.stages import pipeline_below, unused_in
 from shardhet.config.planning import Inputs, PlannedPrecision, PlannerConf
 from shardhet.config.pretrained import HfConf, LoraConf
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
-from shardhet.planner.advice.explain import NEGLIGIBLE, Gain, Reach, Resource, Variant
+from shardhet.planner.advice.explain import Gain, Situation, Variant
+from shardhet.planner.advice.fewer import faster_on_fewer
+from shardhet.planner.baselines import compute_only, even, memory_only, one_round
+from shardhet.planner.idle import Positions, active_positions
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
 from shardhet.planner.task import TOO_SLOW
-from shardhet.pricing.derive import meets_over_gloo
+from shardhet.pricing.derive import meets_over_gloo, slowest_of
 from shardhet.pricing.setting import Setting
 
 MUCH_OF_SPEEDS = 0.8  # of what devices compute together: with more, stages have little to gain
@@ -39,41 +42,78 @@ class Asked:
     effort: Effort = DEFAULT_EFFORT
 
     @property
-    def at_most_s(self) -> float:
-        """Seconds of a step that would be a gain."""
-        return inf if self.best is None else self.best.predicted.step_time_s / (1 + NEGLIGIBLE)
+    def likely(self) -> Positions:
+        """The devices that take part in the plan."""
+        return () if self.best is None else active_positions(self.best)
 
-    def solved(self, setting: Setting, demands: Demands) -> PlanSolution:
-        """The plan for another setting; ``PlanError`` if it is seen that no step is shorter.
+    @property
+    def most(self) -> float:
+        """No plan is faster on these devices, however much memory there is.
 
-        Where some compute nothing, a plan that leaves them idle may follow from a slower one.
+        Fewer devices wait less for the slowest of them.
         """
-        all_compute = self.best and all(r.rank_batch_size for r in self.best.plan.ranks)
+        if self.best is None:
+            return inf
+        setting = self.inputs.setting
+        whole = self.best.samples_per_s / speed_part(setting, self.best)
+        return whole * slowest_of(setting.cluster.world_size)
+
+    def step_s(self, samples_per_s: float) -> float:
+        """Seconds of a step at this speed."""
+        return self.conf.global_batch_size / samples_per_s if samples_per_s else inf
+
+    def solved(self, there: Situation, least: float) -> PlanSolution:
+        """The plan for another situation; ``PlanError`` if it is seen that none is as fast.
+
+        Where some only store, a plan that leaves them idle may follow from a slower one.
+        """
+        best = self.best
+        all_compute = best and all(best.plan.ranks[i].rank_batch_size for i in self.likely)
         return solve(
-            setting,
+            there.setting,
             global_batch_size=self.conf.global_batch_size,
-            demands=demands,
+            demands=there.demands,
             effort=self.effort,
             tolerance=self.conf.tolerance,
             is_bounded=False,
-            near=None if self.best is None else self.best.plan.form,
-            at_most_s=self.at_most_s if all_compute else inf,
+            near=None if best is None else best.plan.form,
+            likely=there.likely,
+            at_most_s=self.step_s(least) if all_compute else inf,
         )
+
+    def reached(self, there: Situation, least: float) -> float:
+        """Its samples per second."""
+        return self.solved(there, least).samples_per_s
+
+    def here(self, demands: Demands) -> Situation:
+        """The same devices with other demands."""
+        return Situation(setting=self.inputs.setting, demands=demands, likely=self.likely)
 
 
 def without_some(asked: Asked) -> BetterWithout | None:
     """The devices that are better left out; None if there are none, or it is not asked for."""
-    conf = asked.conf
+    conf, setting = asked.conf, asked.inputs.setting
     assert asked.best is not None
-    if conf.objective != "throughput" or conf.leave_out == "never":
-        return None
-    return better_without(
-        asked.inputs,
+    derived = conf.in_other_precision(asked.inputs)
+    if derived is None or conf.objective != "throughput" or conf.leave_out == "never":
+        return None  # the plan leaves others idle that are in the precision of the whole
+    part = faster_on_fewer(
+        setting,
         asked.best,
         demands=asked.demands,
-        derived=conf.in_other_precision(asked.inputs),
+        smaller=derived,
         effort=asked.effort,
         tolerance=conf.tolerance,
+    )
+    if part is None:
+        return None
+    return BetterWithout(
+        whole=setting.cluster,
+        part=part,
+        param_dtype=setting.workload.param_dtype,
+        samples_per_s_with_all=asked.best.samples_per_s,
+        is_described=True,
+        estimate="",
     )
 
 
@@ -83,49 +123,43 @@ def forms(asked: Asked) -> Iterator[Variant]:
     if conf.objective != "throughput":
         return
     if asked.best is not None and conf.leave_out == "ask":
-        yield _form("fewer devices", "leave_out=auto", lambda: _without(asked))
+        yield Variant("fewer devices", "leave_out=auto", partial(_without, asked))
     if could_be_float16(conf, setting):
-        yield _form("float16", "precision=FP16", lambda: _in_float16(asked))
+        yield Variant("float16", "precision=FP16", partial(_in_float16, asked))
     num_units = sum(bool(unit.fqn) for unit in setting.workload.units)
     is_one = setting.cluster.world_size == 1 or meets_over_gloo(setting.cluster)
     can_have_stages = not is_one and num_units > 1
     is_slow = asked.best is None or speed_part(setting, asked.best) < MUCH_OF_SPEEDS
     if can_have_stages and is_slow and not conf.refused_beside_stages():
-        yield _form("stages", f"max_stages={MAX_STAGES}", lambda: _in_stages(asked))
+        yield Variant("stages", f"max_stages={MAX_STAGES}", partial(_in_stages, asked))
     inputs, optimizer = demands.may_keep_inputs_on_host, demands.may_keep_optimizer_on_host
     for more in ((True, False), (False, True), (True, True)):
         if not ((more[0] and inputs) or (more[1] and optimizer)):
             keys = zip(more, ("inputs_on_host=true", "optimizer_on_host=true"), strict=True)
             key = " ".join(key for is_on, key in keys if is_on)
-            yield _form(
-                "host memory", key, _host(asked, more[0] or inputs, more[1] or optimizer)
+            kept = replace(
+                demands,
+                may_keep_inputs_on_host=more[0] or inputs,
+                may_keep_optimizer_on_host=more[1] or optimizer,
             )
+            yield Variant("host memory", key, partial(_with, asked, kept), most=asked.most)
     states_memory = any(node.host_memory_bytes is not None for node in setting.cluster.nodes)
     if asked.best is None and states_memory:
         key = "more memory of hosts, with inputs_on_host=true optimizer_on_host=true,"
-        yield _form("host memory", key, lambda: _in_larger_hosts(asked))
+        yield Variant("host memory", key, partial(_in_larger_hosts, asked))
     model = conf.model
     if asked.best is None and isinstance(model, HfConf) and not model.lora.rank:
         lora = LoraConf(rank=LORA_RANK, targets=list(LORA_TARGETS))
         key = f"model.lora.rank={LORA_RANK} model.lora.targets=[{','.join(LORA_TARGETS)}]"
         with_lora = replace(conf, model=replace(model, lora=lora))
-        yield _form("LoRA", key, lambda: _described(asked, with_lora))
+        yield Variant("LoRA", key, partial(_described, asked, with_lora))
 
 
-def _form(of: str, key: str, reach: Reach) -> Variant:
-    return Variant(resource=Resource.FORM, device_kind=None, of=of, change=key, reach=reach)
+def _with(asked: Asked, demands: Demands, least: float) -> tuple[float, str]:
+    return asked.reached(asked.here(demands), least), ""
 
 
-def _host(asked: Asked, keeps_inputs: bool, keeps_optimizer: bool) -> Reach:
-    demands = replace(
-        asked.demands,
-        may_keep_inputs_on_host=keeps_inputs,
-        may_keep_optimizer_on_host=keeps_optimizer,
-    )
-    return lambda: (asked.solved(asked.inputs.setting, demands).samples_per_s, "")
-
-
-def _in_larger_hosts(asked: Asked) -> tuple[float, str]:
+def _in_larger_hosts(asked: Asked, _: float) -> tuple[float, str]:
     """What plans reach if hosts have as much memory as they take, and what that is."""
     setting = asked.inputs.setting
     cluster = setting.cluster
@@ -134,7 +168,7 @@ def _in_larger_hosts(asked: Asked) -> tuple[float, str]:
         asked.demands, may_keep_inputs_on_host=True, may_keep_optimizer_on_host=True
     )
     larger = replace(setting, cluster=replace(cluster, nodes=nodes))
-    found = asked.solved(larger, demands)
+    found = asked.solved(Situation(setting=larger, demands=demands), 0.0)
     told = []
     for node, here in zip(cluster.nodes, cluster.positions_by_node, strict=True):
         taken = sum(found.predicted.ranks[i].memory.host_bytes for i in here)
@@ -144,22 +178,22 @@ def _in_larger_hosts(asked: Asked) -> tuple[float, str]:
     return found.samples_per_s, f"which keeps {' and '.join(told)}."
 
 
-def _described(asked: Asked, conf: PlannerConf) -> tuple[float, str]:
+def _described(asked: Asked, conf: PlannerConf, least: float) -> tuple[float, str]:
     """What plans reach under another configuration of the same devices."""
     setting = conf.derived(asked.inputs.setting.cluster, asked.inputs.name).setting
-    return asked.solved(setting, asked.demands).samples_per_s, ""
+    return asked.reached(replace(asked.here(asked.demands), setting=setting), least), ""
 
 
-def _in_float16(asked: Asked) -> tuple[float, str]:
-    rate, _ = _described(asked, replace(asked.conf, precision=PlannedPrecision.FP16))
-    return rate, "it trains with a scaled loss."
+def _in_float16(asked: Asked, least: float) -> tuple[float, str]:
+    half = replace(asked.conf, precision=PlannedPrecision.FP16)
+    return _described(asked, half, least)[0], "it trains with a scaled loss."
 
 
-def _in_stages(asked: Asked) -> tuple[float, str]:
+def _in_stages(asked: Asked, least: float) -> tuple[float, str]:
     conf, inputs = replace(asked.conf, max_stages=MAX_STAGES), asked.inputs
     if conf.measured is None:
         inputs = conf.derived(inputs.setting.cluster, inputs.name)
-    found = pipeline_below(conf, inputs, asked.demands, asked.at_most_s)
+    found = pipeline_below(conf, inputs, asked.demands, asked.step_s(least))
     if found is None:
         raise PlanError(TOO_SLOW)
     groups = (named(inputs.setting.cluster, group) for group in found.groups)
@@ -167,11 +201,11 @@ def _in_stages(asked: Asked) -> tuple[float, str]:
     return found.samples_per_s, f"a pipeline of {stages}: {'; then '.join(groups)}."
 
 
-def _without(asked: Asked) -> tuple[float, str]:
+def _without(asked: Asked, _: float) -> tuple[float, str]:
     found = without_some(asked)
     if found is None:
         raise PlanError(TOO_SLOW)
-    return found.fewer.solution.samples_per_s, found.note
+    return found.part.solution.samples_per_s, found.note
 
 
 def could_be_float16(conf: PlannerConf, setting: Setting) -> bool:
@@ -199,7 +233,7 @@ def in_float16(
     flat = Asked(conf=alone, inputs=of_alone, demands=demands, best=None)
     rate, how = 0.0, "without stages"
     with suppress(PlanError):
-        best = flat.solved(of_alone.setting, demands)
+        best = flat.solved(Situation(setting=of_alone.setting, demands=demands), 0.0)
         if best.predicted.step_time_s < at_most_s:
             rate, at_most_s = best.samples_per_s, best.predicted.step_time_s
     found = pipeline_below(half, in_half, demands, at_most_s)
@@ -215,72 +249,80 @@ def that_fit(asked: Asked) -> Iterator[str]:
     """With which changes a plan fits, where none does."""
     for each in forms(asked):
         try:
-            rate, note = each.reach()
+            rate, note = each.reach(0.0)
         except ValueError:
             continue
         yield f"{each.change} has a plan: {rate:,.4g} samples/s{f', {note}' * bool(note)}"
+
+
+def show_simpler(asked: Asked, console: Console, waiting: Waiting, *, note: str) -> None:
+    """Print what simpler plans reach; ``note`` says which demands they cannot meet."""
+    assert asked.best is not None
+    plan, ours_s = asked.best.plan, asked.best.predicted.step_time_s
+    simpler: dict[str, Callable[..., PlanSolution]] = {
+        "even sharding (stock FSDP)": even,
+        "compute only: even state": compute_only,
+        "memory only: even batches": memory_only,
+    }
+    if plan.num_rounds > 1:
+        simpler["one round"] = one_round
+    columns = (("plan", 26), ("step", 20), ("samples/s", 9), ("this plan is", 15))
+    table = StreamedTable(console, columns, title=f"Compared with{note}")
+    for name, baseline in simpler.items():
+        cells = ("does not fit", "-", "-")
+        with waiting.for_(name), suppress(PlanError):
+            found = baseline(
+                asked.inputs.setting,
+                global_batch_size=plan.global_batch_size,
+                demands=asked.demands,
+                effort=asked.effort,
+                near=plan.form,
+            )
+            step_s = found.predicted.step_time_s
+            faster = f"{step_s / ours_s:.2f} x as fast"
+            cells = (duration(step_s), f"{found.samples_per_s:.4g}", faster)
+        table.add_row(name, *cells)
+    table.end()
 
 
 def show_gains(
     variants: Sequence[Variant], gains: Iterable[Gain], console: Console, *, unit: str
 ) -> list[Gain]:
     """Print every change as it is tried; returns what they give."""
-    table = _table(variants, console, unit, "What would help")
-    shown = []
-    for gain in gains:
-        _add(table, gain)
-        shown.append(gain)
-    table.end()
-    _show_notes(shown, console)
-    return shown
+    return _shown(variants, gains, console, unit, "What would help")
 
 
-def tried_within(gains: Iterable[Gain], seconds: float) -> list[Gain]:
-    """What changes give, tried one after the other for so many seconds."""
-    begin_s, tried = time.monotonic(), []
-    for gain in gains:
-        tried.append(gain)
-        if time.monotonic() - begin_s > seconds:
-            break
-    return tried
-
-
-def show_best(tried: Sequence[Gain], num_variants: int, console: Console, *, unit: str) -> None:
+def show_best(gains: Sequence[Gain], num_variants: int, console: Console, *, unit: str) -> None:
     """Print the changes that help most of those that were tried."""
-    helping = [gain for gain in tried if gain.variant.is_advice and not gain.is_none]
+    helping = [gain for gain in gains if not gain.is_none]
     best = sorted(helping, key=lambda gain: -gain.relative)[:MAX_SHOWN]
     of = f"of {counted(num_variants, 'change')}"
-    if len(tried) < num_variants:
-        of = f"of the first {len(tried)} {of}, as what_if_s allows,"
+    if len(gains) < num_variants:
+        of = f"of the first {len(gains)} {of}, as what_if_s allows,"
     if not best:
         say(console, f"Nothing {of} would help (explain=true shows all).")
         return
     title = f"What would help most {of} (explain=true shows all)"
-    table = _table([gain.variant for gain in best], console, unit, title)
-    for gain in best:
-        _add(table, gain)
-    table.end()
-    _show_notes(best, console)
+    _shown([gain.variant for gain in best], best, console, unit, title)
 
 
-def _table(
-    variants: Sequence[Variant], console: Console, unit: str, title: str
-) -> StreamedTable:
+def _shown(
+    variants: Sequence[Variant], gains: Iterable[Gain], console: Console, unit: str, title: str
+) -> list[Gain]:
+    """Print gains in a table as they come, then what is said of them."""
     columns = (
         ("of", max(len(each.of) for each in variants)),
         ("change", max(len(each.change) for each in variants)),
         (unit, 9),
         ("gain", 7),
     )
-    return StreamedTable(console, columns, title=title, num_left=2)
-
-
-def _add(table: StreamedTable, gain: Gain) -> None:
-    cells = ("-", "-") if gain.is_none else (f"{gain.value:,.4g}", f"{gain.relative:+.1%}")
-    table.add_row(gain.variant.of, gain.variant.change, *cells)
-
-
-def _show_notes(gains: Iterable[Gain], console: Console) -> None:
+    table, shown = StreamedTable(console, columns, title=title, num_left=2), list[Gain]()
     for gain in gains:
+        cells = ("-", "-") if gain.is_none else (f"{gain.value:,.4g}", f"{gain.relative:+.1%}")
+        table.add_row(gain.variant.of, gain.variant.change, *cells)
+        shown.append(gain)
+    table.end()
+    for gain in shown:
         if gain.note and not gain.is_none:
             say(console, f"{gain.variant.change}: {gain.note}")
+    return shown

@@ -2,18 +2,22 @@
 
 A gain is the improvement of the best plan after one change: more of a resource, or plans that
 were not allowed.  It includes everything that a plan may change, and it is 0 for a resource
-that does not limit the plan.
+that does not limit the plan.  What a plan loses where devices are not as fast as the profile
+says is such a gain, too: that of the best plan at the other speed over this one.
 """
 
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
+from math import inf
 
+from shardhet.planner.idle import Positions
 from shardhet.planner.problem.demands import Demands
-from shardhet.planner.problem.solution import PlanError, PlanSolution
+from shardhet.planner.problem.solution import PlanSolution
+from shardhet.pricing.cost import CostModel
 from shardhet.pricing.part import with_one_more
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec
@@ -29,8 +33,8 @@ MORE = 0.1  # of compute, memory or links
 # Memory helps in jumps (a larger microbatch, less recomputation), so a tenth more may do
 # nothing although much more would help a lot.
 EIGHTFOLD, EIGHTFOLD_NAME = 8.0, "8 times as much"
+OFF = 0.2  # of a speed that is not as the profile says
 MAX_KINDS = 8  # that are asked about one by one
-MAX_FULL_KINDS = 3  # that are asked which of them is full
 MANY_KINDS = 32
 NEGLIGIBLE = 3e-3  # a relative gain below this counts as none
 SLOWEST_MARGIN = 0.02  # devices this close to the slowest also count as slowest
@@ -44,9 +48,6 @@ class Resource(Enum):
     MEMORY = "memory"
     LINKS = "links"
     DEVICES = "devices"
-    FORM = (
-        "form"  # of plans: what they may keep on hosts, stages, number formats, who takes part
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +56,17 @@ class Situation:
 
     setting: Setting
     demands: Demands
+    likely: Positions = ()  # that take part in the best plan, probably
 
     @property
     def cluster(self) -> Cluster:
         """The cluster of the setting."""
         return self.setting.cluster
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of its devices, as far as they have names."""
+        return [*dict.fromkeys(each.kind for each in self.cluster.devices if each.kind)]
 
     @property
     def profile(self) -> Profile:
@@ -72,31 +79,41 @@ class Situation:
 
     def with_cluster(self, cluster: Cluster, demands: Demands) -> "Situation":
         """The same workload and profile on another cluster."""
-        return Situation(setting=replace(self.setting, cluster=cluster), demands=demands)
+        setting = replace(self.setting, cluster=cluster)
+        return replace(self, setting=setting, demands=demands)
 
 
-Objective = Callable[[Situation], float]  # larger is better; PlanError if nothing is better
-Reach = Callable[
-    [], tuple[float, str]
-]  # the objective, and what is said of it; PlanError likewise
+# The most that a plan reaches, if it is more than the second; PlanError if none is seen to be.
+Objective = Callable[[Situation, float], float]
+Reach = Callable[[float], tuple[float, str]]  # likewise, and what is said of the plan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Variant:
     """One change to what is planned for."""
 
-    resource: Resource
-    device_kind: str | None  # None: of all devices, or of the links
     of: str  # "compute of NVIDIA A100", "host memory"
     change: str  # "10 % faster", "1 GiB more each", or the key that makes it
     reach: Reach
+    resource: Resource | None = None  # None: other plans, which a key allows
+    device_kind: str | None = None  # None: of all devices, or of the links
+    most: float = inf  # no plan reaches more
 
     @property
     def is_advice(self) -> bool:
         """Whether somebody may do it; otherwise it only shows what limits the plan."""
-        if self.resource is Resource.MEMORY:
-            return self.device_kind is not None
-        return self.resource in (Resource.FORM, Resource.DEVICES)
+        is_bought = self.resource is Resource.MEMORY and self.device_kind is not None
+        return self.resource in (None, Resource.DEVICES) or is_bought
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether it is practically unlimited memory on all devices."""
+        return self.change == EIGHTFOLD_NAME
+
+    @property
+    def is_limit(self) -> bool:
+        """Whether it limits the plan if it helps most: a tenth more of one resource on all."""
+        return self.device_kind is None and not (self.resource is None or self.is_endless)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,58 +131,36 @@ class Gain:
         return self.relative <= NEGLIGIBLE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """What limits a plan."""
-
-    gains: tuple[Gain, ...]
-    slowest_kinds: tuple[str, ...]  # whose compute is longest
-    fullest_kinds: tuple[str, ...]  # that have next to no memory left
-    links_s: float  # the part of the step in which communication sets the pace
-    compute_s: float  # the part of the step in which a device's compute sets the pace
-    optimizer_s: float
-    overhead_s: float  # the runtime's own
-
-    @property
-    def step_time_s(self) -> float:
-        """Seconds of the whole step."""
-        return self.links_s + self.compute_s + self.optimizer_s + self.overhead_s
-
-    @property
-    def limit(self) -> Gain | None:
-        """The largest gain from a tenth more of one resource on all devices, if any."""
-        tenths = [
-            gain
-            for gain in self.gains
-            if gain.variant.device_kind is None
-            and gain.variant.resource is not Resource.FORM
-            and gain.variant.change != EIGHTFOLD_NAME
-        ]
-        helpful = [gain for gain in tenths if not gain.is_none]
-        return max(helpful, key=lambda gain: gain.relative, default=None)
-
-    @property
-    def endless_memory(self) -> Gain | None:
-        """The gain from practically unlimited memory on all devices, if it was asked."""
-        each = (gain for gain in self.gains if gain.variant.change == EIGHTFOLD_NAME)
-        return next(each, None)
+def gain_of(variant: Variant, value: float, at_least: float = 0.0) -> Gain:
+    """What a change would give over ``value``; nothing if no plan reaches ``at_least``."""
+    least, reached, note = max(at_least, value * (1 + NEGLIGIBLE)), value, ""
+    if variant.most > least:
+        with suppress(ValueError):  # a PlanError, or what is asked for excludes it
+            reached, note = variant.reach(least)
+    relative = max(0.0, reached / value - 1)
+    return Gain(variant=variant, value=max(value, reached), note=note, relative=relative)
 
 
-def explained(
-    solution: PlanSolution, situation: Situation, gains: Sequence[Gain]
-) -> Explanation:
-    """The explanation with these gains."""
-    predicted = solution.predicted
-    paced_by_links_s = sum(turn.seconds for turn in predicted.turns if turn.is_paced_by_links)
-    return Explanation(
-        gains=tuple(gains),
-        slowest_kinds=_slowest_kinds(solution, situation.cluster),
-        fullest_kinds=_fullest_kinds(solution, situation.cluster),
-        links_s=paced_by_links_s + predicted.exposed_comm_s,
-        compute_s=predicted.forward_s + predicted.backward_s - paced_by_links_s,
-        optimizer_s=predicted.optimizer_s,
-        overhead_s=predicted.overhead_s,
-    )
+def tried(
+    variants: Iterable[Variant],
+    value: float,
+    *,
+    num_best: int | None = None,
+    within_s: float = inf,
+    beside: Callable[[Variant], AbstractContextManager[None]] = lambda _: nullcontext(),
+) -> Iterator[Gain]:
+    """What changes give, one after the other in ``beside``, for about ``within_s`` seconds.
+
+    If only the ``num_best`` best of them matter, what is seen to be worse gives nothing.
+    """
+    begin_s, best = time.monotonic(), list[float]()
+    for each in variants:
+        with beside(each):
+            gain = gain_of(each, value, best[-1] if len(best) == num_best else 0.0)
+        yield gain
+        if time.monotonic() - begin_s > within_s:
+            return
+        best = sorted((*best, gain.value), reverse=True)[:num_best]
 
 
 def more_of_each(situation: Situation, objective: Objective) -> list[Variant]:
@@ -176,52 +171,37 @@ def more_of_each(situation: Situation, objective: Objective) -> list[Variant]:
             return f"all {resource.value}"
         return kind if resource is Resource.DEVICES else f"{resource.value} of {kind}"
 
-    def reached(more: Situation) -> tuple[float, str]:
-        return objective(more), ""
-
     return [
-        Variant(
-            resource=resource,
-            device_kind=kind,
-            of=named(resource, kind),
-            change=change,
-            reach=partial(reached, more),
-        )
+        Variant(named(resource, kind), change, _reach(objective, more), resource, kind)
         for resource, kind, change, more in larger_situations(situation)
     ]
 
 
-def gain_of(variant: Variant, value: float) -> Gain:
-    """What a change would give over ``value``; nothing if no plan with it is better."""
-    try:
-        reached, note = variant.reach()
-    except ValueError:  # a PlanError, or what is asked for excludes it
-        reached, note = value, ""
-    relative = max(0.0, reached / value - 1)
-    return Gain(variant=variant, value=max(value, reached), note=note, relative=relative)
+def _reach(objective: Objective, situation: Situation) -> Reach:
+    return lambda least: (objective(situation, least), "")
 
 
-def full_kind(
-    solution: PlanSolution, situation: Situation, *, value: float, objective: Objective
-) -> str | None:
-    """The kind of device whose memory a step has several rounds for.
+def lost_at_other_speeds(
+    solution: PlanSolution, situation: Situation, objective: Objective
+) -> Gain | None:
+    """The most that a plan loses with one kind of device slower or faster by ``OFF``.
 
-    Of those that are fullest, the first of which more memory would help; None if it would of
-    none alone.
+    None if the kinds are too many, or only one: its speed hardly changes the best plan.  Memory
+    does not depend on speed, so what fits still fits.
     """
-    ranks = zip(solution.plan.ranks, solution.predicted.ranks, strict=True)
-    filled = [
-        (cost.memory.total_bytes / max(1, cost.memory_budget_bytes), str(rank.device.kind))
-        for rank, cost in ranks
-        if rank.rank_batch_size
-    ]
-    kinds = list(dict.fromkeys(kind for _, kind in sorted(filled, reverse=True)))
-    for kind in kinds[:MAX_FULL_KINDS]:
-        more = _roomier(situation, frozenset({kind}), EIGHTFOLD)
-        with suppress(PlanError):
-            if objective(more) > value * (1 + NEGLIGIBLE):
-                return kind
-    return None
+    kinds, worst = situation.kinds, None
+    if not 1 < len(kinds) <= MAX_KINDS:
+        return None
+    for kind in kinds:
+        for speed, change in ((1 - OFF, "slower"), (1 + OFF, "faster")):
+            other = at_other_speed(situation, frozenset({kind}), speed)
+            predicted = CostModel(other.setting).predict(solution.plan)
+            value = solution.plan.global_batch_size / predicted.step_time_s
+            variant = Variant(kind, change, _reach(objective, other))
+            loss = gain_of(variant, value, value * (1 + worst.relative) if worst else 0.0)
+            if worst is None or loss.relative > worst.relative:
+                worst = loss
+    return worst
 
 
 Larger = tuple[Resource, str | None, str, Situation]
@@ -233,8 +213,7 @@ def larger_situations(situation: Situation) -> list[Larger]:
     Of many kinds only the most frequent are asked about, and of more than ``MANY_KINDS`` none,
     because every situation takes a search.
     """
-    cluster, profile = situation.cluster, situation.profile
-    kinds = [kind for kind in dict.fromkeys(device.kind for device in cluster.devices) if kind]
+    cluster, profile, kinds = situation.cluster, situation.profile, situation.kinds
     tenth = f"{MORE:.0%}".replace("%", " %")
     everyone, of_all = tuple(kinds), frozenset(kinds)
     larger: list[Larger] = [
@@ -340,23 +319,32 @@ def with_another(situation: Situation, kind: str) -> Situation | None:
         limits={moved(position): each for position, each in demands.limits.items()},
         equal=tuple(tuple(map(moved, each)) for each in demands.equal),
     )
-    return Situation(setting=larger, demands=demands)
+    likely = tuple(map(moved, situation.likely))
+    if last in situation.likely:
+        likely = tuple(sorted((*likely, last + 1)))
+    return Situation(setting=larger, demands=demands, likely=likely)
 
 
-def _slowest_kinds(solution: PlanSolution, cluster: Cluster) -> tuple[str, ...]:
+def slowest_kinds(solution: PlanSolution) -> str:
+    """The kinds of devices whose compute is longest."""
     compute_s = [rank.forward_s + rank.backward_s for rank in solution.predicted.ranks]
     slowest_s = max(compute_s) * (1 - SLOWEST_MARGIN)
-    return _kinds(cluster, [i for i, seconds in enumerate(compute_s) if seconds >= slowest_s])
+    return _kinds(solution, [seconds >= slowest_s for seconds in compute_s])
 
 
-def _fullest_kinds(solution: PlanSolution, cluster: Cluster) -> tuple[str, ...]:
-    full = [
-        i
-        for i, rank in enumerate(solution.predicted.ranks)
-        if rank.memory.total_bytes >= (1 - SLOWEST_MARGIN) * rank.memory_budget_bytes
-    ]
-    return _kinds(cluster, full)
+def fullest_kinds(solution: PlanSolution) -> str:
+    """The kinds of devices that have next to no memory left."""
+    return _kinds(
+        solution,
+        [
+            rank.memory.total_bytes >= (1 - SLOWEST_MARGIN) * rank.memory_budget_bytes
+            for rank in solution.predicted.ranks
+        ],
+    )
 
 
-def _kinds(cluster: Cluster, positions: list[int]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(cluster.devices[i].kind or "device" for i in positions))
+def _kinds(solution: PlanSolution, are_meant: Iterable[bool]) -> str:
+    ranks = zip(solution.plan.ranks, are_meant, strict=True)
+    return ", ".join(
+        dict.fromkeys(rank.device.kind or "device" for rank, is_meant in ranks if is_meant)
+    )

@@ -6,28 +6,16 @@ may leave idle (``shardhet.planner.idle``) are left out of the cluster here.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import inf
 
 from shardhet.planner.find import solve
-from shardhet.planner.idle import PartSearch, Positions
+from shardhet.planner.idle import PartPlan, PartSearch, Positions
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.planner.search.search import Effort
 from shardhet.pricing.setting import Setting
 
 LEAST_GAIN = 1.02  # smaller gains are within the error of any prediction
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fewer:
-    """A part of a cluster on which the step is shorter than on the whole."""
-
-    kept: Positions
-    left_out: Positions
-    setting: Setting  # of the devices that stay
-    demands: Demands  # likewise
-    solution: PlanSolution
 
 
 def faster_on_fewer(
@@ -38,7 +26,7 @@ def faster_on_fewer(
     smaller: Callable[[Positions], Setting | None],
     effort: Effort,
     tolerance: float | None = None,
-) -> Fewer | None:
+) -> PartPlan | None:
     """The fastest part of the cluster that was found; None if no part beats the whole.
 
     ``whole`` is the plan for all devices, and ``smaller`` creates the setting of the devices
@@ -57,7 +45,7 @@ def faster_on_fewer(
             at_most_s=at_most_s,
         )
 
-    best = PartSearch(
+    return PartSearch(
         setting=setting,
         global_batch_size=whole.plan.global_batch_size,
         demands=demands,
@@ -69,13 +57,3 @@ def faster_on_fewer(
         solved=solved,
         keeps_times=False,
     ).run()
-    if best is None:
-        return None
-    every, kept = range(setting.cluster.world_size), set(best.positions)
-    return Fewer(
-        kept=best.positions,
-        left_out=tuple(i for i in every if i not in kept),
-        setting=best.setting,
-        demands=demands.only(best.positions),
-        solution=best.solution,
-    )
