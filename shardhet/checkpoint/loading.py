@@ -45,6 +45,7 @@ from shardhet.checkpoint.state.optimizer_state import (
     trained_params,
 )
 from shardhet.checkpoint.state.parts import ModelPart, parts_of
+from shardhet.checkpoint.state.pieces import is_inner
 from shardhet.checkpoint.state.ranks import Ranks, check_order
 from shardhet.checkpoint.state.sources import CheckpointSource, FolderSource
 from shardhet.comm.progress import phase
@@ -142,12 +143,19 @@ class _Loading:
         if self._optimizers:
             parts = self._trained()
             wanted += [
-                (name, parts[fqn].rows if tensors[name].shape else ONE_ROW)
+                (name, self._rows_of(name, parts[fqn]))
                 for fqn, states in states_by_fqn(self.saved, STATE).items()
                 for name in states.values()
                 if name in tensors
             ]
         return [c.place for name, rows in wanted for c in tensors[name].chunks_with(rows)]
+
+    def _rows_of(self, name: str, part: ModelPart) -> Span:
+        """The rows that this rank reads of a state: a piece is of who has the parameter."""
+        shape = self.saved.stored.tensors[name].shape
+        if shape == part.global_shape:
+            return part.rows
+        return Span(0, shape[0] * bool(part.rows.numel)) if shape else ONE_ROW
 
     def compare(self) -> None:
         """Raise unless everything that will be read is there and fits."""
@@ -181,10 +189,14 @@ class _Loading:
             if fqn not in parts:
                 problems.append(f"state of {fqn}, which is not trained")
                 continue
-            for name in states.values():
-                shape = tensors[name].shape if name in tensors else ()
-                if shape not in ((), parts[fqn].global_shape):
-                    problems.append(f"{name} {shape} instead of {parts[fqn].global_shape}")
+            for state, name in states.items():
+                part, shape = parts[fqn], tensors[name].shape if name in tensors else ()
+                is_piece = shape not in ((), part.global_shape) or is_inner(state, states)
+                if is_piece and part.rows.numel and not part.is_whole:
+                    problems.append(
+                        f"{name} {shape} is of the whole parameter {part.global_shape}, which "
+                        "is cut into rows (whole_matrices=True stores it whole)"
+                    )
         if problems:
             raise CheckpointError(
                 f"{self.saved.folder}: its optimizer does not fit: {some(problems)}. Train the "
@@ -222,6 +234,15 @@ class _Loading:
             for state, name in states.items():
                 if name not in tensors:
                     value, follows_param = reader.value(name), False
+                    if isinstance(value, str) and not part.is_whole:
+                        continue
+                elif is_inner(state, states) and not part.rows.numel:
+                    continue
+                elif tensors[name].shape not in ((), part.global_shape):
+                    if not part.rows.numel:
+                        continue
+                    value = reader.tensor(name)
+                    follows_param = tensors[name].dtype == saved_param.dtype
                 elif state in scalars:
                     value, follows_param = reader.tensor(name), False
                 else:

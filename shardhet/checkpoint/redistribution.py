@@ -2,14 +2,16 @@
 
 For each flat tensor of each unit, for its parameters and then for each state of the optimizer:
 
-    every rank     gathers the whole tensor (numel elements of it)
+    every rank     gathers the whole tensor (numel elements of it; states of other shapes from
+                   the rank that has the whole parameter)
                    copies the rows that it stores from now on, and frees the rest
 
 So a rank holds at most one whole tensor of one unit, and its old and new rows of that tensor,
 beyond what it holds before or after.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from math import prod
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from shardhet.checkpoint.state.optimizer_state import (
     states_of,
 )
 from shardhet.checkpoint.state.parts import as_rows, parts_of
+from shardhet.checkpoint.state.pieces import flattened, nested
 from shardhet.checkpoint.state.ranks import Ranks
 from shardhet.comm.progress import phase, progress
 from shardhet.fsdp import HetFSDP
@@ -73,7 +76,7 @@ def redistribute(model: HetFSDP, optimizer: Optimizers, plan: Plan) -> None:
     room: HostRoom | None = None
     optimizers = listed(optimizer)
 
-    def examine() -> tuple[str, list[_States]]:
+    def examine() -> tuple[str, list[_States], set[str]]:
         nonlocal room
         reason = why_not(model, plan)
         if reason is not None:
@@ -87,18 +90,20 @@ def redistribute(model: HetFSDP, optimizer: Optimizers, plan: Plan) -> None:
         room = room_under(model, plan, num_moments)
         if room is not None and (lack := room.lack(num_moments)) is not None:
             raise CheckpointError(lack)
-        return plan.digest, held
+        return plan.digest, held, {part.fqn for part in parts if part.rows.numel}
 
     found = ranks.agree(examine, call=CALL)
-    digests = [digest for digest, _ in found]
+    digests = [digest for digest, *_ in found]
     if len(set(digests)) > 1:
         raise CheckpointError(f"plan: ranks pass different ones: {digests} in plan order.")
-    numbers = [len(each) for _, each in found]
+    numbers = [len(each) for _, each, _ in found]
     if len(set(numbers)) > 1:
         raise CheckpointError(f"optimizer: ranks pass {numbers} of them, in plan order.")
     trained = [
-        (each, _merged([states[i] for _, states in found])) for i, each in enumerate(optimizers)
+        (each, _merged([(states[i], fqns) for _, states, fqns in found]))
+        for i, each in enumerate(optimizers)
     ]
+    _check_pieces(model, plan, trained)
     with torch.no_grad(), model.guard(CALL):
         of_units = comm_of_units(plan, model._comm, model._control)
         for move in moves(model, plan, of_units):
@@ -111,17 +116,39 @@ def redistribute(model: HetFSDP, optimizer: Optimizers, plan: Plan) -> None:
 
 def _num_moments(states: Mapping[str, HeldState]) -> int:
     """How many of a parameter's states have rows."""
-    return sum(state.scalar is None for state in states.values())
+    return sum(state.has_rows for state in states.values())
 
 
-def _merged(everyones: Sequence[_States]) -> dict[str, dict[str, HeldState]]:
-    """The states that any rank has: one without rows of a parameter may have none."""
+def _merged(everyones: Sequence[tuple[_States, Set[str]]]) -> dict[str, dict[str, HeldState]]:
+    """The states of each parameter; one without rows of it may have none, or old numbers.
+
+    ``everyones`` has of each rank its states, and the parameters of which it has rows.
+    """
     merged: dict[str, dict[str, HeldState]] = {}
-    for states in everyones:
+    for states, with_rows in everyones:
+        for fqn in filter(with_rows.__contains__, states):
+            merged[fqn] = {**states[fqn], **merged.get(fqn, {})}
+    for states, _ in everyones:
         for fqn, by_name in states.items():
-            for name, state in by_name.items():
-                merged.setdefault(fqn, {}).setdefault(name, state)
+            merged.setdefault(fqn, dict(by_name))
     return merged
+
+
+def _check_pieces(model: HetFSDP, plan: Plan, trained: _Trained) -> None:
+    """Raise if ``plan`` cuts a parameter that has states of other shapes."""
+    for move in moves(model, plan, model._comm):
+        for slot, cut in zip(move.flat.slots, move.layout.cuts(), strict=True):
+            states = [state for _, of in trained for state in of.get(slot.fqn, {}).items()]
+            pieces = [
+                name
+                for name, state in states
+                if state.shape is not None or isinstance(state.scalar, str)
+            ]
+            if pieces and sum(rows.numel > 0 for rows in cut) > 1:
+                raise CheckpointError(
+                    f"optimizer: state {pieces[0]!r} is of the whole of {slot.fqn}, which "
+                    "the plan cuts into rows. Store it whole (whole_matrices=True)."
+                )
 
 
 def _move(move: FlatMove, model: HetFSDP, trained: _Trained) -> None:
@@ -147,6 +174,19 @@ def _moved_states(
         for i in own[name]:  # the rows before make room for the next state's
             optimizer.state[flat.sharded_params[i]].pop(name, None)
         del whole
+    for i, (slot, param) in enumerate(zip(flat.slots, flat.sharded_params, strict=True)):
+        by_name = states.get(slot.fqn, {})
+        pieces = {name: state for name, state in by_name.items() if state.shape is not None}
+        mine = flattened(optimizer.state.get(param, {}), "") if pieces else {}
+        for name, state in pieces.items():
+            empty = torch.empty(0, dtype=DTYPES[str(state.dtype)])
+            shape = state.shape or ()
+            piece = move.piece(i, mine.get(name, empty), prod(shape), model)
+            if move.layout.rows(i, model.position).numel:
+                place = torch.device("cpu") if move.on_host else model.device
+                own.setdefault(name, {})[i] = piece.to(place).view(shape)
+        if by_name and (pieces or not flat.rows[i].numel):  # numbers may be old ones
+            optimizer.state.pop(param, None)
     return own
 
 
@@ -159,13 +199,19 @@ def _give(
     """Let the optimizer have these rows of states, and the numbers of other ranks."""
     for i, (slot, param) in enumerate(zip(flat.slots, flat.sharded_params, strict=True)):
         for name, state in states.get(slot.fqn, {}).items():
-            if state.scalar is None:
+            if state.shape is not None or isinstance(state.scalar, str):
+                if param.numel():
+                    piece = state.scalar if state.shape is None else own[name].pop(i)
+                    optimizer.state[param][name] = piece
+            elif state.scalar is None:
                 optimizer.state[param][name] = own[name].pop(i).view(param.shape)
             elif name not in optimizer.state[param]:
                 optimizer.state[param][name] = _scalar(state, optimizer, param)
             elif state.dtype is not None and _follows_param(optimizer, param):
                 there = optimizer.state[param][name].to(param.device)
                 optimizer.state[param][name] = there
+        if any(isinstance(state.scalar, str) for state in states.get(slot.fqn, {}).values()):
+            optimizer.state[param] = nested(optimizer.state[param])
 
 
 def _row_states(slots: Sequence[Any], states: _States) -> list[tuple[str, str]]:
@@ -174,7 +220,7 @@ def _row_states(slots: Sequence[Any], states: _States) -> list[tuple[str, str]]:
         (name, state.dtype): None
         for slot in slots
         for name, state in states.get(slot.fqn, {}).items()
-        if state.scalar is None and state.dtype is not None
+        if state.has_rows and state.dtype is not None
     }
     return list(found)
 
@@ -201,7 +247,7 @@ def _keep_rows(
     name, dtype = kind
     for i, slot in enumerate(move.flat.slots):
         state = states.get(slot.fqn, {}).get(name)
-        if state is None or state.scalar is not None or state.dtype != dtype:
+        if state is None or not state.has_rows or state.dtype != dtype:
             continue
         part = move.layout.param_spans[i].intersect(move.layout.shard_spans[model.position])
         place = torch.device("cpu") if move.on_host else model.device

@@ -31,8 +31,21 @@ class FlatMove:
     on_host: bool  # this rank's rows, under the new plan
 
     def whole(self, shard: Tensor, model: HetFSDP) -> Tensor:
-        """All ranks' ``shard``s in the present layout, end to end: [numel].  Collective."""
-        return whole_of(shard, self.flat.layout.shard_numels, model._comm.gather_channel)
+        """All ranks' ``shard``s, [numel], in the order of the new layout.  Collective."""
+        before = self.flat.layout
+        whole = whole_of(shard, before.shard_numels, model._comm.gather_channel)
+        if before.param_spans == self.layout.param_spans:
+            return whole
+        moved = whole.new_zeros(self.layout.numel)
+        for old, new in zip(before.param_spans, self.layout.param_spans, strict=True):
+            moved[new.start : new.stop] = whole[old.start : old.stop]
+        return moved
+
+    def piece(self, param: int, value: Tensor, numel: int, model: HetFSDP) -> Tensor:
+        """``value``, [numel], of who has the parameter, on every rank.  Collective."""
+        numels = [numel * (rows.numel > 0) for rows in self.flat.cuts[param]]
+        mine = value.to(model.device).reshape(-1)
+        return whole_of(mine, numels, model._comm.gather_channel)
 
 
 def why_not(model: HetFSDP, plan: Plan) -> str | None:

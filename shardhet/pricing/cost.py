@@ -21,6 +21,7 @@ cluster without these devices.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from shardhet.pricing.matrices import matrices_s
 from shardhet.pricing.memory import MemoryPrices
 from shardhet.pricing.step_cost import RankCost, StepCost, TurnCost
 from shardhet.pricing.turns import TurnClass, TurnPrices, Turns, taking_part
@@ -46,7 +47,8 @@ class CostModel(TurnPrices, MemoryPrices):
             return self.for_plan(plan).predict(plan)
         self._check_devices(plan)
         self._check_units(plan)
-        stored = self.stored_numels(plan.state_shares)
+        stored_by = self.stored_by(plan)
+        stored = stored_by.numels
         ranks = [
             rank if rank.device is device else replace(rank, device=device)
             for rank, device in zip(plan.ranks, self.cluster.devices, strict=True)
@@ -84,7 +86,17 @@ class CostModel(TurnPrices, MemoryPrices):
             of_rank = (key, stored[i], rank.device.memory_capacity_bytes)
             if of_rank not in known:
                 known[of_rank] = self._rank_cost(i, rank, stored[i], compute[key])
-            costs.append(known[of_rank])
+            cost = known[of_rank]
+            if stored_by.matrices:
+                of_matrices_s = matrices_s(
+                    self.profile, self.workload, rank.device.kind, stored_by.matrices[i]
+                )
+                cost = replace(
+                    cost,
+                    optimizer_s=cost.optimizer_s + of_matrices_s,
+                    memory=self.memory(rank, stored[i] + stored_by.uneven[i]),
+                )
+            costs.append(cost)
         of_ranks = self.with_hosts(costs, ranks)
         return StepCost(
             turns=tuple(among._turn_costs(turns, parts_by_kind)),

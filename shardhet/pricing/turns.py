@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardhet.pricing.launches import PRICES
+from shardhet.pricing.matrices import Stored, stored_whole
 from shardhet.pricing.priced import FewRounds, Floats, Priced
 from shardhet.records.layout import stored_numels
 from shardhet.records.plan import Plan, RankPlan
@@ -166,7 +167,7 @@ class TurnPrices(Priced):
 
     def launch_seconds(self, plan: Plan) -> dict[LaunchKind, list[float]]:
         """Seconds of every kind of launch for each visited unit under a plan."""
-        stored = self.stored_numels(plan.state_shares)
+        stored = self.stored_by(plan).numels
         active = taking_part(plan.ranks, stored)
         among = self.among(active)
         return among._launch_seconds(among.unevenness_of(plan.ranks, stored, active))
@@ -313,6 +314,12 @@ class TurnPrices(Priced):
                 if kind.numel
             ),
         )
+
+    def stored_by(self, plan: Plan) -> Stored:
+        """What each device stores under a plan."""
+        if not plan.whole_matrices:
+            return Stored(self.stored_numels(plan.state_shares))
+        return stored_whole(plan, self.workload)
 
     def stored_numels(self, state_shares: Sequence[float]) -> list[int]:
         """Elements that each device stores, with every border between rows."""

@@ -10,6 +10,9 @@ contiguous, may be empty, and cover the flat tensor exactly.  Their borders lie 
 (of ``WIDE_NUMEL`` in large parameters): NCCL is several times slower on pieces that begin off
 16 bytes (under 2 against over 7 ms for 6.3 MB in Horovod's pull request 3727).
 
+Where parameters are stored whole, each by one device, those of a device lie together
+(``owned``), so that borders lie between parameters and all else is as it is with rows.
+
     flat       |------- weight -------|-- other --|- bias -|gap|
     device 0   |-------|
     device 1           |------------------|
@@ -17,7 +20,7 @@ contiguous, may be empty, and cover the flat tensor exactly.  Their borders lie 
     device 3                              |--------------------|
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import lcm, prod
@@ -52,6 +55,14 @@ class Span:
         return Span(start, max(start, min(self.stop, other.stop)))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owned:
+    """How many parameters of one shape a device stores whole."""
+
+    shape: tuple[int, ...]
+    number: int
+
+
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
     """Where each parameter sits in the flat tensor and which device stores what."""
@@ -65,16 +76,36 @@ class FlatLayout:
     def of_shapes(cls, param_shapes: Sequence[Sequence[int]]) -> Self:
         """The layout of parameters with these shapes, stored on a single device."""
         shapes = tuple(tuple(shape) for shape in param_shapes)
+        return cls._of_owners(shapes, [0] * len(shapes))
+
+    @classmethod
+    def _of_owners(
+        cls, shapes: tuple[tuple[int, ...], ...], owners: Sequence[int], num_devices: int = 1
+    ) -> Self:
         numels = [prod(shape) for shape in shapes]
         spans = [Span(0, 0)] * len(shapes)
+        starts: dict[int, int] = {}  # of what each owner has
         stop = 0
         # The powers of two that divide the lengths.
         powers = [min(WIDE_NUMEL, n & -n or WIDE_NUMEL) for n in numels]
-        for i in sorted(range(len(shapes)), key=powers.__getitem__, reverse=True):
-            start = -(-stop // ALIGNMENT_NUMEL) * ALIGNMENT_NUMEL
+        order = sorted(range(len(shapes)), key=lambda i: (numels[i] and owners[i], -powers[i]))
+        for i in order:
+            is_large = numels[i] >= STEPS_FOR_WIDE * WIDE_NUMEL
+            step = max(ALIGNMENT_NUMEL, powers[i] if is_large else 1)
+            start = -(-stop // step) * step
             stop = start + numels[i]
             spans[i] = Span(start, stop)
-        return cls(shapes, tuple(spans), (Span(0, stop),), stop)
+            if numels[i]:
+                starts.setdefault(owners[i], start)
+        borders = [0, *(stop for _ in range(num_devices))]
+        for owner in sorted(starts, reverse=True):
+            borders[1 : owner + 1] = [starts[owner]] * owner
+        shards = tuple(Span(a, b) for a, b in pairwise(borders))
+        return cls(shapes, tuple(spans), shards, stop)
+
+    def owned(self, owners: Sequence[int], num_devices: int) -> "FlatLayout":
+        """The same parameters, the ``i``th stored whole by the device at ``owners[i]``."""
+        return self._of_owners(self.param_shapes, owners, num_devices)
 
     @property
     def shard_numels(self) -> tuple[int, ...]:
@@ -171,37 +202,98 @@ def _ints(values: Sequence[int]) -> Ints:
 
 
 def cut_by_shares(
-    layouts: Sequence[FlatLayout], state_shares: Sequence[float]
+    layouts: Sequence[FlatLayout],
+    state_shares: Sequence[float],
+    are_whole: Sequence[bool] = (),
+    owned: Sequence[Sequence[Owned]] = (),
 ) -> tuple[FlatLayout, ...]:
     """Every layout cut so that device ``i`` stores ``state_shares[i]`` of all of them together.
 
-    If rounding to rows gives a device too much of one layout, it gets less of the next, so
-    over the whole model shares are met to within the largest step between borders.
+    The parameters of layouts that ``are_whole`` are each stored by one device, which ``owned``
+    may say device by device.  If rounding to rows, or to parameters, gives a device too much of
+    one layout, it gets less of the next, so over the whole model shares are met to within the
+    largest step between borders.
     """
-    all_borders = _borders_by_shares(layouts, state_shares)
+    whole = _owned_by_shares(layouts, state_shares, are_whole, owned)
+    borders = _borders_by_shares(layouts, state_shares, whole)
     return tuple(
-        layout._cut_at(borders) for layout, borders in zip(layouts, all_borders, strict=True)
+        whole[i] if i in whole else layout._cut_at(next(borders))
+        for i, layout in enumerate(layouts)
     )
 
 
 def stored_numels(layouts: Sequence[FlatLayout], state_shares: Sequence[float]) -> list[int]:
     """How many elements each device stores after the layouts are cut by these shares."""
     stored = np.zeros(len(state_shares), dtype=np.int64)
-    for borders in _borders_by_shares(layouts, state_shares):
+    for borders in _borders_by_shares(layouts, state_shares, {}):
         stored += np.diff(borders)
     numels: list[int] = stored.tolist()
     return numels
 
 
 def _borders_by_shares(
-    layouts: Sequence[FlatLayout], state_shares: Sequence[float]
+    layouts: Sequence[FlatLayout],
+    state_shares: Sequence[float],
+    whole: Mapping[int, FlatLayout],
 ) -> Iterator[Ints]:
+    """Of every layout but those that are ``whole``, whose parameters have been dealt."""
     shares = np.asarray(state_shares, dtype=np.float64)
     stored = np.zeros(len(shares), dtype=np.int64)
-    seen = 0
-    for layout in layouts:
+    for layout in whole.values():
+        stored += layout.shard_numels
+    seen = int(stored.sum())
+    for i, layout in enumerate(layouts):
+        if i in whole:
+            continue
         seen += layout.numel
         wanted = np.maximum(0.0, shares * seen - stored)
         borders = layout._borders(wanted if wanted.any() else shares)
         yield borders
         stored = stored + np.diff(borders)
+
+
+def _owned_by_shares(
+    layouts: Sequence[FlatLayout],
+    state_shares: Sequence[float],
+    are_whole: Sequence[bool],
+    owned: Sequence[Sequence[Owned]],
+) -> dict[int, FlatLayout]:
+    """By index the layouts that ``are_whole``, each parameter on one device.
+
+    The largest are dealt first, each to the device that lacks most of its shares of all these
+    layouts and of this one, so that shares are met over the model and as far as may be in each.
+    Of shapes that are ``owned``, to one that is to have more of them.
+
+    Raises ``ValueError`` if devices are to own more or fewer of a shape than there are.
+    """
+    shares = np.asarray(state_shares, dtype=np.float64)
+    whole = [i for i, is_whole in enumerate(are_whole) if is_whole]
+    numels = {i: [prod(shape) for shape in layouts[i].param_shapes] for i in whole}
+    left = {each.shape: np.zeros(len(shares)) for of in owned for each in of}
+    for device, of in enumerate(owned):
+        for each in of:
+            left[each.shape][device] += each.number
+    _check_owned(left, [shape for i in whole for shape in layouts[i].param_shapes])
+    owners = {i: [0] * len(each) for i, each in numels.items()}
+    lacking_of = {i: shares * sum(each) for i, each in numels.items()}
+    lacking = shares * sum(map(sum, numels.values()))
+    params = [(-n, i, param) for i, each in numels.items() for param, n in enumerate(each)]
+    for less, i, param in sorted(params):
+        may = left.get(layouts[i].param_shapes[param], shares)
+        owner = int(np.where(may > 0, lacking + lacking_of[i], -np.inf).argmax())
+        owners[i][param] = owner
+        lacking[owner] += less
+        lacking_of[i][owner] += less
+        if may is not shares:
+            may[owner] -= 1
+    return {i: layouts[i].owned(each, len(shares)) for i, each in owners.items()}
+
+
+def _check_owned(left: Mapping[tuple[int, ...], Floats], shapes: Sequence[object]) -> None:
+    for shape, numbers in left.items():
+        if numbers.sum() != shapes.count(shape):
+            raise ValueError(
+                f"plan: its devices own {numbers.sum():.0f} parameters of shape {shape}, but "
+                f"the units of whole_matrices have {shapes.count(shape)}. Make the plan again "
+                "for this model."
+            )

@@ -24,6 +24,7 @@ from shardhet.records.by_hand import (
 )
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.codec import OMITTABLE, Document
+from shardhet.records.layout import Owned
 from shardhet.records.schedule import StepForm
 from shardhet.records.shown import ShownPlan
 from shardhet.records.stages import (
@@ -35,6 +36,7 @@ from shardhet.records.stages import (
 )
 
 EVERY_UNIT = ("*",)
+EVERY_BLOCK = ("*[0-9]*",)  # the units that are one of several: ``blocks.3``
 SHARES_TOLERANCE = 1e-6  # hand-written thirds do not sum to exactly one
 
 
@@ -52,6 +54,7 @@ class RankPlan:
     # Whether its rows of parameters and gradients, and the optimizer's state, are in the memory
     # of the host, where the optimizer steps.
     optimizer_on_host: Annotated[bool, OMITTABLE] = False
+    owned: tuple[Owned, ...] | None = None  # of ``whole_matrices``; None: by its share
 
     @property
     def rank_batch_size(self) -> int:
@@ -146,6 +149,8 @@ class Plan(ShownPlan, Document):
     stages: tuple[Stage, ...] | None = None  # of a pipeline; None: all devices have all units
     two_level_units: Annotated[tuple[str, ...], OMITTABLE] = ()  # cross once per node
     resident_units: Annotated[tuple[str, ...], OMITTABLE] = ()  # frozen parts stay whole
+    # Patterns of units of which each parameter is stored whole, by one device.
+    whole_matrices: tuple[str, ...] | None = None
     holds_for: HoldsFor | None = None  # None: it was not said
     ranks: tuple[RankPlan, ...]
     units: tuple[PlannedUnit, ...] = ()
@@ -283,6 +288,7 @@ class Plan(ShownPlan, Document):
         reduce_each_round: bool = True,
         two_level_units: bool | Sequence[str] = False,
         resident_units: bool | Sequence[str] = False,
+        whole_matrices: bool | Sequence[str] = False,
         global_batch_size: int | None = None,
         stages: Sequence[Stage] | None = None,
     ) -> Self:
@@ -295,6 +301,8 @@ class Plan(ShownPlan, Document):
         device.  So is ``inputs_on_host``: the inputs of these recomputed units (True: of all of
         them) wait for backward on the host.  ``optimizer_on_host`` is one bool, or one per
         device; ``two_level_units`` and ``resident_units`` are one bool or a list of patterns.
+        So is ``whole_matrices``, where True are the units with a number in their name: each
+        of their parameters is stored by one device, as Muon needs it.
         With a ``global_batch_size`` the last round has what is left of it.  ``stages`` make it
         a pipeline: they take the devices in this order.
         """
@@ -329,6 +337,7 @@ class Plan(ShownPlan, Document):
             reduce_each_round=truth("reduce_each_round", reduce_each_round),
             two_level_units=_patterns(two_level_units, "two_level_units"),
             resident_units=_patterns(resident_units, "resident_units"),
+            whole_matrices=_patterns(whole_matrices, "whole_matrices", EVERY_BLOCK) or None,
             last_round_size=last_round_size(global_batch_size, num_rounds, round_size),
             stages=None if in_stages is None else tuple(in_stages),
         )
@@ -426,10 +435,10 @@ def _names_in_full(patterns: Sequence[str]) -> list[str]:
     return [each for each in patterns if not set(each) & set("*?[")]
 
 
-def _patterns(claim: Any, key: str) -> tuple[str, ...]:
+def _patterns(claim: Any, key: str, every: tuple[str, ...] = EVERY_UNIT) -> tuple[str, ...]:
     """The patterns of units that a claim stands for: all, none, or those that it lists."""
     if is_truth(claim):
-        return EVERY_UNIT if claim else ()
+        return every if claim else ()
     if isinstance(claim, str) or not isinstance(claim, Iterable):  # a str is one of letters
         mend = f" Write [{claim!r}]." if isinstance(claim, str) else ""
         raise ValueError(

@@ -31,6 +31,8 @@ def plan_table(plan: Any) -> str:
     columns = ["device", "samples", "microbatches", "recomputes", "state"]
     on_host = any(rank.inputs_on_host or rank.optimizer_on_host for rank in plan.ranks)
     columns += ["on the host"] * on_host + ["stage"] * (plan.stages is not None)
+    owns = any(rank.owned for rank in plan.ranks)
+    columns += ["matrices"] * owns
     rows, numbers = [columns], samples_of_step(plan)
     for positions in alike(plan, lambda i: plan.ranks[i].state_share):
         rank = plan.ranks[positions[0]]
@@ -47,6 +49,7 @@ def plan_table(plan: Any) -> str:
         ] * on_host
         if plan.stages is not None:
             cells.append(str(plan.groups.index(plan.group_of(positions[0]))))
+        cells += [f"{sum(each.number for each in rank.owned or ())}"] * owns
         rows.append(cells)
     return "\n".join([_heading(plan), *_drawn(rows)])
 
@@ -102,7 +105,7 @@ def alike(plan: Any, share: Callable[[int], float]) -> list[range]:
         rank = plan.ranks[i]
         on_host = rank.inputs_on_host, rank.optimizer_on_host
         same = (rank.device.kind, rank.microbatch_sizes, rank.recomputed_units, on_host)
-        return (*same, numbers[i], plan.group_of(i))
+        return (*same, numbers[i], plan.group_of(i), rank.owned)
 
     found: list[range] = []
     for i in range(plan.world_size):

@@ -159,7 +159,7 @@ def make_actors(
     """
     actors: dict[tuple[object, ...], Actor] = {}
     schedule, paces = of_stage.schedule, model.host_paces(plan)
-    active = taking_part(plan.ranks, model.stored_numels(plan.state_shares))
+    active = taking_part(plan.ranks, model.stored_by(plan).numels)
     among = model.among(active)
     for i in active:
         rank, device = plan.ranks[i], model.cluster.devices[i]

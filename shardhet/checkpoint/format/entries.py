@@ -5,7 +5,8 @@ Names are those that ``torch.distributed.checkpoint`` gives to
 read what is written here, and the reverse:
 
     model.<fqn>                      a parameter or buffer
-    optim.state.<fqn>.<name>         a state of the optimizer, like the parameter or a scalar
+    optim.state.<fqn>.<name>         a state of the optimizer, like the parameter, a scalar, or
+                                     of another shape if one rank has the whole parameter
     optim.param_groups.<i>.<option>  an option of a group; "params" are its fqns
     extra.<n>                        a tensor of ``extra``
 """
@@ -33,10 +34,18 @@ class HeldPart:
 
 @dataclass(frozen=True, slots=True)
 class HeldState:
-    """One state of the optimizer for one parameter: rows like the parameter's, or a scalar."""
+    """One state of the optimizer for one parameter: rows like the parameter's, a scalar, or a
+    piece of another shape.
+    """
 
-    dtype: str | None  # None: a Python number
-    scalar: bool | int | float | complex | None = None  # None: rows
+    dtype: str | None  # None: a Python number, or a text (``state.pieces``)
+    scalar: bool | int | float | complex | str | None = None  # None: rows or a piece
+    shape: tuple[int, ...] | None = None  # of a piece
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it is rows like the parameter's."""
+        return self.scalar is None and self.shape is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,14 +166,15 @@ def _state_entries(
     entries = []
     for name, state in known[0].items():
         keys = ("optim", "state", fqn, name)
-        if state.scalar is None:
+        if state.has_rows:
             rows = [(h.position, h.parts[index].rows) for h in with_rows]
             chunks = _chunks(part.global_shape, rows)
             entry = Entry(f"{STATE}{fqn}.{name}", keys, chunks, part.global_shape, state.dtype)
         else:
-            shape = None if state.dtype is None else ()
+            shape = state.shape or (None if state.dtype is None else ())
+            has_it = writer if state.shape is None else with_rows[0].position
             entry = whole_entry(
-                f"{STATE}{fqn}.{name}", keys, writer, shape=shape, dtype=state.dtype
+                f"{STATE}{fqn}.{name}", keys, has_it, shape=shape, dtype=state.dtype
             )
         entries.append(entry)
     for holding, states in zip(with_rows, known, strict=True):
@@ -179,7 +189,7 @@ def _state_entries(
 
 def _shown(states: Mapping[str, HeldState]) -> str:
     items = (
-        f"{name} ({'rows' if state.scalar is None else state.scalar})"
+        f"{name} ({state.shape or 'rows' if state.scalar is None else state.scalar})"
         for name, state in sorted(states.items())
     )
     return ", ".join(items) or "none"

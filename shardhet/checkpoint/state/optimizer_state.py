@@ -1,7 +1,8 @@
 """State of optimizers by the names of parameters, whatever their classes.
 
 A state is a tensor of the local parameter's shape (rows, as the parameter's), a 0-d tensor or
-a number (a scalar, as ``step``).  None counts as absent.  Anything else is refused.
+a number (a scalar, as ``step``), or anything of tensors and plain values where one rank has the
+whole parameter.  None counts as absent.  Anything else is refused.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from torch import Tensor, nn, optim
 from shardhet.checkpoint.format.entries import STATE, HeldState
 from shardhet.checkpoint.format.errors import CheckpointError
 from shardhet.checkpoint.state.parts import ModelPart, as_rows
+from shardhet.checkpoint.state.pieces import flattened, nested
 from shardhet.fsdp.params.optimizer_gate import ROWS
 
 # Options that torch's schedulers add to groups: an optimizer may be made before they are.
@@ -115,7 +117,10 @@ def states_of(
     rows: dict[str, Tensor] = {}
     each_part = part_by_param(parts).items()
     for optimizer, (param, part) in product(optimizers, each_part):
-        for name, value in optimizer.state.get(param, {}).items():
+        states = optimizer.state.get(param, {})
+        if part.is_whole:
+            states = flattened(states, type(optimizer).__name__)
+        for name, value in states.items():
             if value is None:
                 continue
             what = f"{type(optimizer).__name__}: state {name!r}"
@@ -137,21 +142,26 @@ def _held(value: Any, part: ModelPart, what: str) -> HeldState:
             return HeldState(str(value.dtype), value.item())
         if value.shape == part.tensor.shape:
             return HeldState(str(value.dtype))
+        if part.is_whole:
+            return HeldState(str(value.dtype), shape=tuple(value.shape))
         shape = f"{tuple(value.shape)} of a parameter of {tuple(part.tensor.shape)}"
-    elif type(value) in (bool, int, float, complex):
+    elif type(value) in (bool, int, float, complex) or (part.is_whole and type(value) is str):
         return HeldState(None, value)
     else:
         shape = f"of type {type(value).__name__}"
     raise CheckpointError(
         f"{what} of {part.fqn} is {shape}. A checkpoint holds states that have the shape of "
-        "their parameter, and single numbers. Use an optimizer with such states, or save "
-        "with optimizer=None."
+        "their parameter, and single numbers; others only of parameters that one rank stores "
+        "whole (whole_matrices=True). Use an optimizer with such states, or save with "
+        "optimizer=None."
     )
 
 
 @dataclass(frozen=True, slots=True)
 class StoredState:
-    """One state of one parameter as read: rows like the local parameter's, or a scalar."""
+    """One state of one parameter as read: rows like the local parameter's, a scalar, or a
+    piece.
+    """
 
     value: Any
     follows_param: bool  # its dtype was the parameter's, and is again
@@ -193,17 +203,17 @@ def _restore(
         }
         groups.append({**kept, **given, "params": [next(numbers) for _ in group["params"]]})
     state = {
-        i: {name: each.value for name, each in states[fqn].items()}
+        i: nested({name: each.value for name, each in states[fqn].items()})
         for i, fqn in enumerate(fqns)
         if states.get(fqn)
     }
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     for param, fqn in zip(params, fqns, strict=True):
+        flat = flattened(optimizer.state.get(param, {}), "") if fqn in states else {}
         for name, each in states.get(fqn, {}).items():
-            loaded = optimizer.state[param][name]
             if isinstance(each.value, Tensor) and not each.follows_param:
-                exact = each.value.to(device=loaded.device)
-                optimizer.state[param][name] = exact
+                flat[name] = each.value.to(device=flat[name].device)
+        optimizer.state[param].update(nested(flat))
 
 
 def _like(value: Any, current: Any) -> Any:

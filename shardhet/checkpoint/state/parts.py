@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -24,6 +25,11 @@ class ModelPart:
     rows: Span
     global_shape: tuple[int, ...]
     param: nn.Parameter | None = None  # as optimizers hold it; None for a buffer
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it is here."""
+        return self.tensor.numel() == prod(self.global_shape)
 
     @property
     def fqn(self) -> str:

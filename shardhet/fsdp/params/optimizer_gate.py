@@ -1,14 +1,20 @@
 """Refuses optimizers whose step on rows differs from their step on whole parameters.
 
 A rank's optimizer holds rows of each parameter, so it must work element by element, or at least
-row by row.  Torch calls ``look_at`` before every step of every optimizer.  An optimizer that
+row by row; or parameter by parameter, where each is whole on one rank (``whole_matrices`` of
+the plan).  Torch calls ``look_at`` before every step of every optimizer.  An optimizer that
 holds parameters of a HetFSDP is checked once:
 
     torch's element-wise optimizers            pass
+    torch's that need whole parameters         pass if none of theirs is cut
     torch's that are known to need more        are refused
-    any other class                            is tried on a small problem with a copy, whole
-                                               and cut into rows; refused if results differ
-                                               or if it cannot be copied
+    any other class                            is tried on a small problem with a copy, of all
+                                               parameters and of some of them, or cut into
+                                               rows; refused if results differ or if it cannot
+                                               be copied
+
+One that passes because no parameter is cut gets only those that this rank has
+(``takes_whole``).
 
 An optimizer that holds parameters from before wrapping is refused: it would train nothing.
 
@@ -18,11 +24,12 @@ refused, when it is loaded or at the first step after it.
 
 import copy
 import math
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
 from functools import cache
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn, optim
@@ -51,16 +58,22 @@ ELEMENT_WISE = frozenset(
         optim.SGD,
     }
 )
-NEEDS_MORE = {
+NEEDS_WHOLE = {
     "Adafactor": "averages over the rows and columns of whole matrices",
-    "LBFGS": "takes inner products over all parameters",
     "Muon": "orthogonalises whole matrices",
+}
+NEEDS_MORE = {
+    "LBFGS": "takes inner products over all parameters",
     "SparseAdam": "takes sparse gradients",
     "ZeroRedundancyOptimizer": "shards parameters over ranks, as HetFSDP has done already",
 }
 INSTEAD = (
     "Use one that works element by element (AdamW, SGD, ...), or train these parameters "
     "with it in a model of their own."
+)
+STORE_WHOLE = (
+    "Use one that works element by element (AdamW, SGD, ...), or give it only parameters that "
+    "are stored whole: those of blocks, under a plan with whole_matrices=True."
 )
 LOAD = (
     "shardhet.checkpoint.load(model, optimizer, path) gives each rank its rows of what "
@@ -70,6 +83,8 @@ LOAD = (
 # matrices with a small side (factored moments: below 128, as a rule).
 TRIAL_SHAPES = ((), (4290,), (260, 258), (130, 129, 3), (130, 4, 3, 3), (130, 4, 3, 3, 1))
 TRIAL_CUT = 37  # rows of the first of two parts
+# Of whole parameters, whose sizes count for less than what some compute of them.
+WHOLE_SHAPES = ((), (50,), (24, 18), (12, 9, 3), (10, 6, 3, 3), (10, 6, 3, 3, 1))
 TRIAL_STEPS = 30  # some look at whole matrices only then and when, or after a warm-up
 TRIAL_BAR = 1e3  # in epsilons of the dtype, relative to the largest element or update
 
@@ -81,6 +96,7 @@ _given_up = WeakIdKeyDictionary()  # parameters from before wrapping: their fqn 
 _memories: dict[int, StorageWeakRef] = {}  # of such that were trainable, by address
 # How many, and whether the step got a closure.
 _params_seen: "WeakKeyDictionary[optim.Optimizer, tuple[int, bool]]" = WeakKeyDictionary()
+_on_whole: "WeakSet[optim.Optimizer]" = WeakSet()
 
 
 def know(param: nn.Parameter, rows: Callable[[], Rows]) -> None:
@@ -148,6 +164,11 @@ def forget_states() -> None:
         _params_seen[optimizer] = NOT_SEEN
 
 
+def takes_whole(optimizer: optim.Optimizer) -> bool:
+    """Whether it passed because each of its parameters is whole on one rank."""
+    return optimizer in _on_whole
+
+
 def are_rows(tensor: Tensor) -> bool:
     """Whether they are rows of a HetFSDP, of which others are elsewhere."""
     return tensor in _rows_by_param
@@ -204,20 +225,36 @@ def _check(optimizer: optim.Optimizer, *, has_closure: bool) -> None:
     if type(optimizer) in ELEMENT_WISE:
         _check_state(optimizer)
         return
+    _on_whole.discard(optimizer)
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    rows = (rows_of(param) for param in params if param in _rows_by_param)
+    cut = next((each.fqn for each in rows if each.is_cut), None)
     for kind in type(optimizer).__mro__:
-        if kind.__name__ in NEEDS_MORE and kind.__module__.startswith("torch."):
-            _refuse(optimizer, NEEDS_MORE[kind.__name__])
+        is_torchs = kind.__module__.startswith("torch.")
+        if is_torchs and kind.__name__ in NEEDS_MORE:
+            _refuse(optimizer, NEEDS_MORE[kind.__name__], INSTEAD)
+        if is_torchs and kind.__name__ in NEEDS_WHOLE and cut is not None:
+            _refuse(optimizer, f"{NEEDS_WHOLE[kind.__name__]}, and {cut} is cut into rows")
+    is_known = type(optimizer) in (optim.Adafactor, optim.Muon)
+    if cut is None and (is_known or _why_not(optimizer, has_closure, by_rows=False) is None):
+        _on_whole.add(optimizer)
+    elif (why := _why_not(optimizer, has_closure, by_rows=True)) is not None:
+        _refuse(optimizer, why)
+
+
+def _why_not(optimizer: optim.Optimizer, has_closure: bool, *, by_rows: bool) -> str | None:
+    """Why a rank's part of the parameters does not suffice, as a trial shows; or None."""
     try:
         with restored_random_state(optimizer.param_groups[0]["params"][0].device):
-            error = _Trial(optimizer, has_closure=has_closure).error()
+            error = _Trial(optimizer, has_closure=has_closure, by_rows=by_rows).error()
     except Exception as problem:
-        _refuse(
-            optimizer,
+        return (
             f"could not be tried on a copy ({type(problem).__name__}: {problem}), which would "
-            "show whether it needs more than rows",
+            "show whether it needs more than rows"
         )
     if error > 1.0:
-        _refuse(optimizer, "updates rows of a parameter differently than the whole parameter")
+        return "updates rows of a parameter differently than the whole parameter"
+    return None
 
 
 def _check_state(optimizer: optim.Optimizer) -> None:
@@ -261,38 +298,58 @@ def _check_rows(optimizer: optim.Optimizer) -> None:
             )
 
 
-def _refuse(optimizer: optim.Optimizer, why: str) -> NoReturn:
+def _refuse(optimizer: optim.Optimizer, why: str, instead: str = STORE_WHOLE) -> NoReturn:
     raise ValueError(
-        f"{_name(optimizer)} {why}, but every rank of a HetFSDP has only rows of each "
-        f"parameter. {INSTEAD}"
+        f"{_name(optimizer)} {why}, but a rank of a HetFSDP has only rows of a parameter. "
+        f"{instead}"
     )
 
 
-class _Trial:
-    """A few steps of copies of an optimizer on small parameters, whole and cut into rows."""
+class _Part(Enum):
+    """Which rows, or else which of the parameters: all, or those of one of two ranks."""
 
-    def __init__(self, optimizer: optim.Optimizer, *, has_closure: bool = False) -> None:
+    ALL = slice(None)
+    FIRST = slice(TRIAL_CUT)
+    SECOND = slice(TRIAL_CUT, None)
+
+
+class _Trial:
+    """A few steps of copies of an optimizer on small parameters.
+
+    All that one process has, and what each of two ranks has: rows of each, or every other one.
+    """
+
+    def __init__(
+        self, optimizer: optim.Optimizer, *, has_closure: bool = False, by_rows: bool = True
+    ) -> None:
         self._optimizer = optimizer
         self._has_closure = has_closure
         first = optimizer.param_groups[0]["params"][0]
         is_double = first.dtype == torch.float64
         self._dtype = torch.float64 if is_double else torch.float32
         self._device = first.device
-        # By group, the distinct numbers of dimensions of its parameters.
+        self._by_rows = by_rows
+        # By group, the distinct numbers of dimensions of its parameters; each as often as its
+        # parameters are dealt out.
         self._dims = [
-            sorted({max(1, param.dim()) for param in group["params"]})
+            sorted(
+                dim
+                for dim, number in Counter(max(1, p.dim()) for p in group["params"]).items()
+                for _ in range(1 if by_rows else min(2, number))
+            )
             for group in optimizer.param_groups
         ]
 
     def error(self) -> float:
-        """The largest difference between cut and whole, relative to the tolerance."""
-        parts = (slice(None), slice(0, TRIAL_CUT), slice(TRIAL_CUT, None))
-        before = self._values(slice(None), 0)
-        error = 0.0
-        for whole, *cut in zip(*map(self._train, parts), strict=True):  # step by step
-            for now, upper, lower, start in zip(whole, *cut, before, strict=True):
+        """The largest difference between parts and whole, relative to the tolerance."""
+        before, error = self._values(_Part.ALL, 0), 0.0
+        for whole, *parts in zip(*map(self._train, _Part), strict=True):  # step by step
+            for i, (now, first, second, start) in enumerate(
+                zip(whole, *parts, before, strict=True)
+            ):
+                found = torch.cat([first, second]) if self._by_rows else (first, second)[i % 2]
                 update = (now - start).abs().max()
-                difference = (torch.cat([upper, lower]) - now).abs().max()
+                difference = (found - now).abs().max()
                 largest = torch.maximum(update, start.abs().max())
                 rounding = torch.finfo(self._dtype).eps * largest
                 ratio = float(difference / (TRIAL_BAR * rounding))
@@ -304,8 +361,8 @@ class _Trial:
     def num_moments(self) -> int:
         """How many states of the size of its parameter the first parameter has after a step."""
         self._device = torch.device("cpu")
-        params = [nn.Parameter(value) for value in self._values(slice(None), 0)]
-        optimizer = self._copy_for(params)
+        params = [nn.Parameter(value) for value in self._values(_Part.ALL, 0)]
+        optimizer = self._copy_for(params, _Part.ALL)
         for param in params:
             param.grad = torch.ones_like(param)
         optimizer.step()
@@ -316,23 +373,26 @@ class _Trial:
         shapes = {param.shape for param in params if param.dim()}
         return sum(torch.is_tensor(each) and each.shape in shapes for each in kept)
 
-    def _values(self, rows: slice, number: int) -> list[Tensor]:
+    def _values(self, part: "_Part", number: int) -> list[Tensor]:
         """Random values or gradients; later rows have larger magnitude."""
         values = []
+        shapes, rows = (
+            (TRIAL_SHAPES, part.value) if self._by_rows else (WHOLE_SHAPES, slice(None))
+        )
         for i, dim in enumerate(dim for dims in self._dims for dim in dims):
             generator = torch.Generator().manual_seed(1000 * number + i)
-            drawn = torch.randn(TRIAL_SHAPES[dim], generator=generator, dtype=torch.float64)
+            drawn = torch.randn(shapes[dim], generator=generator, dtype=torch.float64)
             magnitude = torch.linspace(0.1, 3, len(drawn), dtype=torch.float64)
             drawn *= magnitude.reshape(-1, *(1 for _ in drawn.shape[1:]))
             values.append(drawn[rows].to(device=self._device, dtype=self._dtype))
         return values
 
-    def _train(self, rows: slice) -> Iterator[list[Tensor]]:
+    def _train(self, part: "_Part") -> Iterator[list[Tensor]]:
         """The parameters after each of the steps."""
-        params = [nn.Parameter(value) for value in self._values(rows, 0)]
-        optimizer = self._copy_for(params)
+        params = [nn.Parameter(value) for value in self._values(part, 0)]
+        optimizer = self._copy_for(params, part)
         for step in range(1, TRIAL_STEPS + 1):
-            values = self._values(rows, step)
+            values = self._values(part, step)
 
             def closure(values: list[Tensor] = values) -> Tensor:
                 for param, value in zip(params, values, strict=True):
@@ -344,14 +404,18 @@ class _Trial:
             optimizer.step(closure if self._has_closure else None)  # type: ignore[arg-type]
             yield [param.detach() for param in params]
 
-    def _copy_for(self, params: Sequence[nn.Parameter]) -> optim.Optimizer:
+    def _copy_for(self, params: Sequence[nn.Parameter], part: "_Part") -> optim.Optimizer:
         """A new optimizer with the settings of the one on trial, for ``params``."""
         memo: dict[int, Any] = {}
         left: Iterator[nn.Parameter] = iter(params)
         for group, dims in zip(self._optimizer.param_groups, self._dims, strict=True):
-            param_by_dim = {dim: next(left) for dim in dims}
+            params_by_dim: dict[int, deque[nn.Parameter]] = {}
+            for dim in dims:
+                params_by_dim.setdefault(dim, deque()).append(next(left))
             for param in group["params"]:
-                memo[id(param)] = param_by_dim[max(1, param.dim())]
+                of_dim = params_by_dim[max(1, param.dim())]
+                memo[id(param)] = of_dim[0]
+                of_dim.rotate()
         for each in vars(self._optimizer).values():
             if isinstance(each, optim.Optimizer):  # around which it is; without its state too
                 memo[id(each.state)] = defaultdict(dict)
@@ -361,6 +425,9 @@ class _Trial:
             if name not in left_out and not name.endswith("_hooks"):
                 twin.__dict__[name] = copy.deepcopy(value, memo)
         twin.__setstate__({"state": defaultdict(dict)})
+        is_dealt = not self._by_rows and part is not _Part.ALL
+        here = params[part is _Part.SECOND :: 2] if is_dealt else params
         for group in twin.param_groups:
-            group["params"] = list(OrderedDict.fromkeys(group["params"]))
+            known = OrderedDict.fromkeys(group["params"])
+            group["params"] = [param for param in known if any(param is p for p in here)]
         return twin

@@ -95,6 +95,11 @@ class Rows:
         return self.cut[0][self.group.control.position]
 
     @property
+    def is_cut(self) -> bool:
+        """Whether more than one rank has some."""
+        return sum(span.numel > 0 for cut in self.cut for span in cut) > len(self.cut)
+
+    @property
     def num(self) -> int:
         """How many there are on all ranks."""
         return max(span.stop for span in self.cut[0])

@@ -2,10 +2,11 @@
 
 While an optimizer steps, its rows and their gradients are plain, which torch's fast kernels
 take and which costs no call in Python: it needs no more than rows, as optimizer_gate.py has
-found.
+found.  If it needs whole parameters, its groups have those that are here.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,14 +14,26 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardhet.fsdp.params.optimizer_gate import know, put_in_front, rows_of
+from shardhet.fsdp.params.optimizer_gate import know, put_in_front, rows_of, takes_whole
 from shardhet.fsdp.params.row_group import Rows
 from shardhet.fsdp.params.rows import RowTensor, marked, rows_in
 
 _plainly = torch._C.DisableTorchFunctionSubclass
-# Of optimizers: which hook is ours, and what is plain during the step.
-_stepping: "WeakKeyDictionary[optim.Optimizer, tuple[int, list[tuple[Tensor, type]]]]"
-_stepping = WeakKeyDictionary()
+
+
+@dataclass
+class _Stepping:
+    """Of an optimizer: which hook is ours, and what is different during the step.
+
+    Nothing is before a step, unless the last one has failed.
+    """
+
+    hook_id: int
+    plain: list[tuple[Tensor, type]] = field(default_factory=list)
+    groups: list[tuple[dict[str, Any], list[Tensor]]] = field(default_factory=list)
+
+
+_stepping: "WeakKeyDictionary[optim.Optimizer, _Stepping]" = WeakKeyDictionary()
 
 
 class RowParameter(RowTensor):
@@ -73,28 +86,34 @@ def _prepare(optimizer: Any, args: Any, kwargs: Any) -> None:
         before = optimizer.register_step_pre_hook(_make_plain)
         after = optimizer.register_step_post_hook(_make_guarded)
         optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
-        _stepping[optimizer] = before.id, []
+        _stepping[optimizer] = _Stepping(before.id)
     # Right around the step: hooks of the user's see what the user sees.
-    optimizer._optimizer_step_pre_hooks.move_to_end(_stepping[optimizer][0])
+    optimizer._optimizer_step_pre_hooks.move_to_end(_stepping[optimizer].hook_id)
 
 
 def _make_plain(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-    _, changed = _stepping[optimizer]  # not empty if the last step has failed
+    changed = _stepping[optimizer]
     for group in optimizer.param_groups:
         for param in group["params"]:
             if issubclass(kind := type(param), RowParameter):
                 param.__class__ = kind.__bases__[1]
-                changed.append((param, kind))
+                changed.plain.append((param, kind))
                 if type(param.grad) is RowTensor:
-                    changed.append((param.grad, RowTensor))
+                    changed.plain.append((param.grad, RowTensor))
                     param.grad.__class__ = Tensor  # type: ignore[assignment]
+        if takes_whole(optimizer):
+            changed.groups.append((group, group["params"]))
+            group["params"] = [param for param in group["params"] if param.numel()]
 
 
 def _make_guarded(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-    _, changed = _stepping[optimizer]
-    for tensor, kind in changed:
+    changed = _stepping[optimizer]
+    for tensor, kind in changed.plain:
         tensor.__class__ = kind
-    changed.clear()
+    for group, params in reversed(changed.groups):
+        group["params"] = params
+    changed.plain.clear()
+    changed.groups.clear()
 
 
 register_optimizer_step_pre_hook(_prepare)

@@ -153,8 +153,14 @@ def cut_by_plan(
 
     ``number_by_fqn`` says how many a unit has, in their order; the root is the last.
     """
+    whole = [
+        is_matched(fqn, plan.whole_matrices or ())
+        for fqn, n in number_by_fqn.items()
+        for _ in range(n)
+    ]
     if plan.stages is None:
-        return list(cut_by_shares(layouts, plan.state_shares))
+        owned = [rank.owned or () for rank in plan.ranks]
+        return list(cut_by_shares(layouts, plan.state_shares, whole, owned))
     group_by_fqn = stage_by_unit(plan.stages, [*number_by_fqn][:-1])
     group_by_fqn[ROOT_FQN] = len(plan.groups)
     of_layouts = [group_by_fqn[fqn] for fqn, n in number_by_fqn.items() for _ in range(n)]
@@ -164,7 +170,15 @@ def cut_by_plan(
         shares = [x if i in devices else 0.0 for i, x in enumerate(plan.state_shares)]
         mine = [i for i, its in enumerate(of_layouts) if its == group]
         parts = [share / sum(shares) for share in shares]
-        cut |= zip(mine, cut_by_shares([layouts[i] for i in mine], parts), strict=True)
+        cut_of_group = cut_by_shares(
+            [layouts[i] for i in mine],
+            parts,
+            [whole[i] for i in mine],
+            [(rank.owned or ()) if i in devices else () for i, rank in enumerate(plan.ranks)]
+            if group < len(plan.groups)
+            else (),
+        )
+        cut |= zip(mine, cut_of_group, strict=True)
     return [cut[i] for i in range(len(layouts))]
 
 
@@ -311,6 +325,7 @@ def _warn_of_patterns(plan: Plan, fqns: Sequence[str]) -> None:
         "recomputed_units": {each for rank in plan.ranks for each in rank.recomputed_units},
         "inputs_on_host": {each for rank in plan.ranks for each in rank.inputs_on_host},
         "two_level_units": set(plan.two_level_units),
+        "whole_matrices": set(plan.whole_matrices or ()),
     }
     for key, of_key in patterns.items():
         unknown = [

@@ -1,0 +1,79 @@
+"""What devices store and compute of matrices that each is whole on one of them.
+
+The optimizer is taken to be Muon, whose step on a matrix of m x n elements, m <= n, is five
+iterations of three products: 5 (4 m^2 n + 2 m^3) operations.  A device does them as fast as the
+forward of the units that have most of the model's, at the largest microbatch that is known.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from shardhet.records.layout import cut_by_shares
+from shardhet.records.plan import Plan, is_matched
+from shardhet.records.profiles import Profile
+from shardhet.records.workload import UnitKind, Workload
+
+ITERATIONS = 5
+Matrices = Counter[tuple[int, ...]]  # how many of each shape
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What each device stores, by position."""
+
+    numels: list[int]
+    matrices: list[Matrices] = field(default_factory=list)  # whole ones that are trained
+    # Elements that it has of some unit beyond its share, for which it needs room once more:
+    # buffers and gradients are counted as if it had the same share of each unit.
+    uneven: list[int] = field(default_factory=list)
+
+
+def stored_whole(plan: Plan, workload: Workload) -> Stored:
+    """What each device stores under a plan with whole matrices."""
+    devices = range(plan.world_size)
+    kinds = [workload.kind_of(unit) for unit in workload.units]
+    are_whole = [is_matched(unit.fqn, plan.whole_matrices or ()) for unit in workload.units]
+    owned = [rank.owned or () for rank in plan.ranks]
+    cut = cut_by_shares(workload.layouts(), plan.state_shares, are_whole, owned)
+    numels = [sum(layout.shard_numels[i] for layout in cut) for i in devices]
+    matrices = [Matrices() for _ in devices]
+    uneven = [0] * plan.world_size
+    for kind, layout, is_whole in zip(kinds, cut, are_whole, strict=True):
+        for i in devices if is_whole else ():
+            share = numels[i] / workload.numel
+            more = int(layout.shard_numels[i] - share * layout.numel)
+            uneven[i] = max(uneven[i], more)
+            trained = (p for p in trained_matrices(kind) if layout.rows(p, i).numel)
+            matrices[i].update(kind.param_shapes[p] for p in trained)
+    return Stored(numels, matrices, uneven)
+
+
+def trained_matrices(kind: UnitKind) -> list[int]:
+    """Indices of the parameters that Muon takes."""
+    trained = sorted(set(range(len(kind.param_shapes))) - set(kind.frozen_params))
+    return [i for i in trained if len(kind.param_shapes[i]) == 2]
+
+
+def operations(shape: tuple[int, ...]) -> float:
+    """Of Muon's step on a matrix."""
+    least, most = sorted(shape)
+    return ITERATIONS * (4.0 * least**2 * most + 2.0 * least**3)
+
+
+def seconds_per_operation(
+    profile: Profile, workload: Workload, device_kind: str | None
+) -> float:
+    """Of a device's matrix products."""
+    numbers = workload.num_units_by_kind
+    kind = max(workload.kinds, key=lambda each: numbers[each.name] * each.forward_flops)
+    points = profile.unit(device_kind, kind.name).points
+    size = points[-1].microbatch_size
+    return points[-1].forward.mean_s / max(1, kind.forward_flops * size)
+
+
+def matrices_s(
+    profile: Profile, workload: Workload, device_kind: str | None, matrices: Matrices
+) -> float:
+    """Seconds of Muon's step on these matrices."""
+    total = sum(number * operations(shape) for shape, number in matrices.items())
+    return total * seconds_per_operation(profile, workload, device_kind)

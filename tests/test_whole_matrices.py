@@ -1,0 +1,250 @@
+"""Matrices that one rank stores whole: optimizers that need them train as in one process.
+
+SHARDHET_WHOLE_CASES=200 draws more cases than the ordinary ones.
+"""
+
+import os
+import random
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+
+from shardhet import HetFSDP, Plan, Stage
+from tests.checkpoint_cases import FORMS, with_gradients
+from tests.hosts import on_different_hosts
+from tests.ordinary import WIDTH, Pair
+from tests.selection import one_in
+from tests.worlds import run_ranks, run_ranks_expecting_failure
+
+BATCH = 6  # samples of a step
+NUM_CASES = int(os.environ.get("SHARDHET_WHOLE_CASES", "40"))
+
+
+class Soap(optim.Optimizer):
+    """Adam in the eigenbasis of both sides' covariances, which lists hold."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, param in with_gradients(self):
+            grad, state = param.grad, self.state[param]
+            sides = [(0, 1), (1, 0)][: param.dim()] if param.dim() == 2 else []
+            state["step"] = state.get("step", 0) + 1
+            means = state.setdefault(  # of distinct eigenvalues, or any basis would do
+                "means", [torch.linspace(1, 2, grad.shape[i]).to(grad).diag() for i, _ in sides]
+            )
+            square = state.setdefault("square", torch.zeros_like(grad))
+            for mean, (_, j) in zip(means, sides, strict=True):
+                mean.lerp_(torch.tensordot(grad, grad, dims=([j], [j])), 0.1)
+            bases = [torch.linalg.eigh(mean)[1] for mean in means]
+            turned = bases[0].T @ grad @ bases[1] if bases else grad
+            square.lerp_(turned.square(), 0.1)
+            turned = turned / (square.sqrt() + 1e-3)
+            param -= group["lr"] * (bases[0] @ turned @ bases[1].T if bases else turned)
+
+
+class Coupled(optim.Optimizer):
+    """Divides by the norm over all its parameters."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        all_of_it = torch.nn.utils.get_total_norm([p.grad for _, p in with_gradients(self)])
+        for group, param in with_gradients(self):
+            param -= group["lr"] * param.grad / all_of_it
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Of the blocks."""
+    names = [fqn for fqn, _ in model.named_parameters()]
+    shapes = {fqn for fqn in names if fqn.startswith("blocks.") and fqn.endswith(".weight")}
+    return [param for fqn, param in model.named_parameters() if fqn in shapes]
+
+
+def two_optimizers(model: nn.Module, kind: Callable[..., Any]) -> list[optim.Optimizer]:
+    """That kind for the blocks' matrices, AdamW for the rest."""
+    chosen = {id(param): param for param in matrices(model)}
+    rest = [param for param in model.parameters() if id(param) not in chosen]
+    # An eps that differences of rounding are small to.
+    return [kind([*chosen.values()], lr=0.02), optim.AdamW(rest, lr=0.01, eps=1e-3)]
+
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "muon": optim.Muon,
+    "adafactor": optim.Adafactor,
+    "soap": Soap,
+}
+
+
+def draw_plan(draw: random.Random, world_size: int = 0, *, has_stages: bool = False) -> Plan:
+    """One to four ranks, of which some store or compute nothing, in up to three rounds."""
+    numbers = [world_size or draw.randint(1, 4)]
+    if has_stages:
+        numbers = [draw.randint(1, 2), draw.randint(1, 2)]
+    shares: list[float] = []
+    batches: list[int] = []
+    num_rounds, round_size = draw.choice([(1, BATCH), (2, 3), (2, 4), (3, 2)])
+    for number in numbers:
+        weights = [draw.choice([0, 0, 1, 2, 7]) for _ in range(number)]
+        weights[draw.randrange(number)] += 1
+        shares += [weight / sum(weights) for weight in weights]
+        places = [draw.randrange(number) for _ in range(round_size)]
+        batches += [places.count(i) for i in range(number)]
+    stages = None
+    if has_stages:
+        units = [("blocks.0",), ("blocks.1", "head")]
+        stages = [Stage(units=u, num_ranks=n) for u, n in zip(units, numbers, strict=True)]
+    return Plan.by_hand(
+        microbatch_sizes=[draw.randint(1, 3) for _ in shares],
+        rank_batch_sizes=batches,
+        state_shares=shares,
+        num_rounds=num_rounds,
+        global_batch_size=BATCH,
+        whole_matrices=True,
+        optimizer_on_host=[draw.random() < 0.2 for _ in shares],
+        stages=stages,
+        **({} if has_stages else draw.choice(FORMS)),
+    )
+
+
+class Wholes(Pair):
+    """A pair with two optimizers each."""
+
+    def __init__(self, plan: Plan, kind: str, **options: Any) -> None:
+        super().__init__(plan, options)
+        both = (self.model, self.plain)
+        self.mine, self.theirs = (two_optimizers(each, KINDS[kind]) for each in both)
+
+    def step_plain(self, step: int, clip_at: float | None = None) -> float:
+        """One step of one process; its loss."""
+        batch = batch_of(step)
+        loss_sum, num = self.plain(**batch)
+        (loss_sum / num).backward()
+        end_step(self.plain, self.theirs, clip_at)
+        return loss_sum.item() / num
+
+    def step(self, step: int, clip_at: float | None = None) -> None:
+        """One step of both, after which they are the same."""
+        own = self.plan.sample_indices(self.model.position)
+        batch = {name: each[own] for name, each in batch_of(step).items()}
+        mean = self.model.forward_backward(**batch)
+        end_step(self.model, self.mine, clip_at)
+        expected = self.step_plain(step, clip_at)
+        assert mean is not None
+        assert abs(mean - expected) <= 1e-12 * abs(mean)
+        self.same_params(1e-12)
+
+
+def batch_of(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    return {"x": draw(BATCH, WIDTH), "y": draw(BATCH, 3)}
+
+
+def end_step(
+    model: nn.Module, optimizers: list[optim.Optimizer], clip_at: float | None
+) -> None:
+    if clip_at is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip_at)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train(rank: int, plan: Plan, kind: str, clip_at: float | None) -> list[Tensor]:
+    pair = Wholes(plan, kind)
+    for step in range(5):
+        pair.step(step, clip_at)
+    for param in matrices(pair.model):
+        assert bool(param.numel()) == bool(pair.mine[0].state.get(param))
+    return [param.detach().clone() for param in pair.model.parameters()]
+
+
+@pytest.mark.parametrize("seed", one_in(8, range(NUM_CASES)))
+def test_parameters_are_those_of_one_process(seed: int) -> None:
+    draw = random.Random(f"whole {seed}")
+    plan = draw_plan(draw, has_stages=seed % 4 == 3)
+    args = plan, draw.choice([*KINDS]), draw.choice([None, 0.05])
+    first, again = (run_ranks(train, plan.world_size, *args) for _ in range(2))
+    for one, other in zip(first, again, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def count_bytes(rank: int) -> list[int]:
+    """What this rank sends in a step, with matrices cut by rows and with whole ones."""
+    found = []
+    post = dist.batch_isend_irecv
+    for whole in (False, True):
+        plan = Plan.by_hand(
+            microbatch_sizes=[1, 2, 1], state_shares=[0.5, 0.1, 0.4], whole_matrices=whole
+        )
+        sent: list[int] = []
+
+        def count(ops: list[dist.P2POp], sent: list[int] = sent) -> list[dist.Work]:
+            sent += [op.tensor.nbytes for op in ops if op.op is dist.isend]
+            return post(ops)
+
+        with on_different_hosts():
+            model = HetFSDP(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), plan)
+            x = torch.ones(plan.ranks[rank].rank_batch_size, 8)
+            for patch in (nullcontext(), mock.patch.object(dist, "batch_isend_irecv", count)):
+                with patch:
+                    model.backward(model(x).sum(), len(x))
+        owners = [box.rows for box in model.sharded_state_dict().values()]
+        assert not whole or all(rows.numel in (0, 8) for rows in owners)
+        found.append(sum(sent))
+    return found
+
+
+def test_as_many_bytes_are_sent_as_with_rows() -> None:
+    of_rows, of_whole = (sum(each) for each in zip(*run_ranks(count_bytes, 3), strict=True))
+    assert of_rows == of_whole > 0
+
+
+def refuse(rank: int, plan: Plan, make: Callable[..., Any]) -> None:
+    pair = Pair(plan)
+    pair.backward()
+    make(pair.model).step()
+
+
+def muon_of_all(model: nn.Module) -> optim.Optimizer:
+    return optim.Muon([param for param in model.parameters() if param.dim() == 2])
+
+
+def coupled(model: nn.Module) -> optim.Optimizer:
+    return Coupled(matrices(model))
+
+
+def lbfgs(model: nn.Module) -> optim.Optimizer:
+    return optim.LBFGS(matrices(model))
+
+
+TWO = {"microbatch_sizes": [2, 1], "state_shares": [0.7, 0.3]}
+
+
+@pytest.mark.parametrize(
+    ("whole", "make", "message"),
+    [
+        (False, muon_of_all, "give it only parameters that are stored whole"),
+        (["head"], muon_of_all, "weight is cut into rows, but a rank"),
+        (True, coupled, "optimizer Coupled updates rows of a parameter differently"),
+        (True, lbfgs, "optimizer LBFGS takes inner products over all parameters"),
+    ],
+)
+def test_what_needs_more_than_its_parameters_is_refused(
+    whole: bool | list[str], make: Callable[..., Any], message: str
+) -> None:
+    plan = Plan.by_hand(**TWO, whole_matrices=whole)
+    for outcome in run_ranks_expecting_failure(refuse, 2, plan, make):
+        assert message in outcome.message, outcome.traceback
