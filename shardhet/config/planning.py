@@ -303,6 +303,7 @@ class PlannerConf(InputsConf):
     inputs_on_host: bool = False  # inputs of recomputed units may wait in the hosts' memory
     optimizer_on_host: bool = False  # optimizers may step in the hosts' memory
     resident_units: bool = True  # frozen weights may stay unsharded over steps
+    whole_matrices: bool = False  # of blocks, each on one device, as Muon needs them
     # Say which devices are better left out; auto: plan without.
     leave_out: str = checked(LEAVE_OUT[0], one_of(LEAVE_OUT))
     # A plan may be this part slower than the fastest if it is simpler and fills memory less.
@@ -335,7 +336,12 @@ class PlannerConf(InputsConf):
                 f"{MAX_STAGES} stages."
             )
         if self.max_stages > 1:
-            self._check_stages()
+            self._check_beside("max_stages", self.refused_beside_stages())
+        if self.whole_matrices:
+            beside = [key for key in ("optimizer_on_host", "baselines") if getattr(self, key)]
+            others = ("picture", "setting_out", "whole_matrices")
+            beside += [key for key in self.refused_beside_stages() if key not in others]
+            self._check_beside("whole_matrices", beside)
         for key in ("min_samples_per_s", "spared"):
             value = getattr(self, key)
             if value and self.objective != "least_memory":
@@ -367,13 +373,14 @@ class PlannerConf(InputsConf):
             "equal": bool(self.equal),
             "picture": self.picture is not None,
             "setting_out": self.setting_out is not None,
+            "whole_matrices": self.whole_matrices,
         }
         return [key for key, is_set in beside.items() if is_set]
 
-    def _check_stages(self) -> None:
-        for key in self.refused_beside_stages():
+    def _check_beside(self, asked: str, beside: Sequence[str]) -> None:
+        for key in beside:
             raise ConfigError(
-                f"max_stages: {self.max_stages} together with {key} is not planned for yet. "
+                f"{asked}: {getattr(self, asked)} together with {key} is not planned for yet. "
                 "Drop one of them."
             )
 

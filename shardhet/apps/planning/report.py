@@ -165,6 +165,15 @@ def source_line(inputs: Inputs) -> str:
     return "Times were measured." if sources == {Source.MEASURED} else "Times were imported."
 
 
+def owners_note(solution: PlanSolution, bound_s: float) -> str:
+    """How long the optimizers take where each matrix of a block is whole on one device."""
+    slowest_s = solution.predicted.optimizer_s
+    return (
+        f"each matrix of a block is whole on one device: optimizers (Muon) take "
+        f"{duration(slowest_s)} on the slowest, and could take {duration(bound_s)} at best"
+    )
+
+
 def columns_in(unit: str) -> tuple[str, ...]:
     """The names of ``cells_in``."""
     return ("samples", "microbatches", "recomputes", "state", f"memory, {unit}", "busy")
@@ -191,12 +200,21 @@ def _memory_cell(row: Row, unit: str) -> str:
     return f"{text} ({card / (GIB if unit == 'GiB' else MIB):,.0f} on the card)"
 
 
+def _owns_cells(row: Row) -> tuple[str, ...]:
+    """How many matrices it has whole, and the seconds of its optimizer."""
+    number = sum(each.number for each in row.rank.owned or ())
+    return (f"{number:,}", duration(row.cost.optimizer_s))
+
+
 def _show_devices(report: PlanReport, console: Console) -> None:
     units = [unit.fqn for unit in report.inputs.setting.workload.units]
     found = rows(report)
     unit = unit_of(max(row.cost.memory_budget_bytes for row in found))
-    columns = ("device", *columns_in(unit))
-    lines = [(row.label, *cells_in(unit, row, units)) for row in found]
+    owns = bool(report.solution.plan.whole_matrices)
+    columns = ("device", *columns_in(unit), *("matrices", "optimizer") * owns)
+    lines = [
+        (row.label, *cells_in(unit, row, units), *_owns_cells(row) * owns) for row in found
+    ]
     if len(lines) > MANY_ROWS:  # laying them out takes a second where they are hundreds
         widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
         streamed = StreamedTable(console, list(zip(columns, widths, strict=True)))
