@@ -108,7 +108,7 @@ BAD = {
     "optim.kind=Adamw2": ("'Adamw2' is no optimizer of torch.optim",),
     "optim=sgd optim.momentum=-1": ("optim: SGD: Invalid momentum value: -1",),
     "optim.kind=LBFGS": ("optim: LBFGS: ",),
-    "optim=any optim.kind=Muon optim.lr=1": ("optim: Muon: Muon only supports 2D parameters",),
+    "optim=muon +optim.arguments.x=1": ("optim: Muon: Muon.__init__() got an unexpected",),
     "plan=by_hand plan.microbatch_sizes=[]": ("plan.microbatch_sizes: it is empty. Give one",),
     "max_grad_norm=0": ("max_grad_norm: 0.0", "above 0"),
     "model.dropout=1.5": ("model.dropout: 1.5",),

@@ -19,7 +19,7 @@ from shardhet.config.checks import (
     is_fraction,
 )
 from shardhet.records.cluster import DeviceSpec
-from shardhet.records.plan import Plan
+from shardhet.records.plan import EVERY_BLOCK, Plan
 from shardhet.records.stages import Stage
 
 if TYPE_CHECKING:
@@ -247,6 +247,7 @@ class EvenPlanConf(PlanConf):
     global_batch_size: int = checked(32, at_least(1))
     microbatch_size: int = checked(8, at_least(1))
     recompute: bool = False
+    whole_matrices: bool = False  # of blocks, each on one device, as Muon needs them
 
     def to_record(self, devices: Sequence[DeviceSpec]) -> Plan:
         """The plan for these devices; a remainder of samples goes to the first."""
@@ -300,6 +301,7 @@ class ByHandPlanConf(PlanConf):
     reshard_after_backward: bool = True
     reduce_each_round: bool = True
     resident_units: list[str] = field(default_factory=list)  # ["*"]: frozen weights stay whole
+    whole_matrices: bool = False  # of blocks, each on one device, as Muon needs them
     global_batch_size: int | None = None  # null: all rounds are full
     stages: list[StageConf] = field(default_factory=list)  # of a pipeline; empty: none
 
@@ -406,7 +408,11 @@ def _proportional(
             | {"speeds": speeds, "state_shares": state_shares or None}
         )
     ranks = zip(plan.ranks, devices, strict=True)
-    return replace(plan, ranks=tuple(replace(rank, device=device) for rank, device in ranks))
+    return replace(
+        plan,
+        ranks=tuple(replace(rank, device=device) for rank, device in ranks),
+        whole_matrices=EVERY_BLOCK if conf.whole_matrices else None,
+    )
 
 
 def _check_measured(folder: str) -> None:

@@ -27,6 +27,8 @@ NOT_ELEMENT_WISE = {
     "4bit": "quantizes its state in blocks, which rows would cut",
     "xla": "needs a device of XLA",
 }
+# Of these, what suits parameters that one rank has whole.
+OF_EACH_PARAMETER = ("adafactor", "galore", "apollo", "stable_adamw", "8bit", "4bit")
 
 # Arguments that are refused if set: the reason, and what to do instead.
 REFUSED = {
@@ -74,7 +76,7 @@ def checked(args: TrainingArguments, plan: Plan | None) -> TrainingArguments:
         if value not in (None, False, "", [], {}):
             raise ValueError(f"TrainingArguments: {name}={value!r}: {reason}.")
     _check_launch(args)
-    _check_choices(args)
+    _check_choices(args, has_whole=plan is not None and bool(plan.whole_matrices))
     if plan is not None and args.world_size != plan.world_size:
         raise ValueError(
             f"TrainingArguments: {args.world_size} processes but the plan has "
@@ -130,13 +132,20 @@ def _check_launch(args: TrainingArguments) -> None:
         )
 
 
-def _check_choices(args: TrainingArguments) -> None:
+def _check_choices(args: TrainingArguments, *, has_whole: bool) -> None:
     optim = getattr(args.optim, "value", args.optim)
     for name, reason in NOT_ELEMENT_WISE.items():
-        if optim.startswith(name) or optim.endswith(name):
+        suits_whole = name in OF_EACH_PARAMETER
+        if (optim.startswith(name) or optim.endswith(name)) and not (suits_whole and has_whole):
+            instead = (
+                ", or a plan that stores all whole (whole_matrices=['*'])"
+                if suits_whole
+                else ""
+            )
             raise ValueError(
                 f"TrainingArguments: optim={optim!r} {reason}. Choose one that works element "
-                "by element, such as adamw_torch_fused, lion_32bit or schedule_free_adamw."
+                "by element, such as adamw_torch_fused, lion_32bit or schedule_free_adamw"
+                f"{instead}."
             )
     if args.load_best_model_at_end and args.save_only_model:
         raise ValueError(

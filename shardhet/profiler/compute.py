@@ -241,7 +241,7 @@ class ComputeMeasurement:
     def optimizer_seconds(
         self, optimizer: OptimizerSpec, share: float, num_repeats: int
     ) -> list[float]:
-        """Seconds per element of an optimizer step; each entry is a separate step.
+        """Seconds per element of an optimizer step on rows; each entry is a separate step.
 
         The parameters are those of a rank that stores ``share`` of every unit.
         """
@@ -255,7 +255,7 @@ class ComputeMeasurement:
             torch.nn.Parameter(torch.zeros(shape, device=self._device, dtype=dtype))
             for shape in _shard_shapes(self._workload, share, max_numel)
         ]
-        stepper = optimizer.build(params)
+        stepper = optimizer.of_rows.build(params)
         for param in params:
             param.grad = torch.full_like(param, 1e-3)
         numel = sum(param.numel() for param in params)

@@ -85,7 +85,7 @@ class EmulatedDevice:
         return Stretch(self.speed).observe
 
     def slow_down(
-        self, model: HetFSDP, optimizer: Optimizer, *, changes: bool = False
+        self, model: HetFSDP, *optimizers: Optimizer, changes: bool = False
     ) -> "Stretch | None":
         """Stretch forward, backward and optimizer steps from now on.
 
@@ -97,8 +97,9 @@ class EmulatedDevice:
             return None
         stretch = Stretch(self.speed)
         model.add_observer(stretch.observe, counts_cpu=True)
-        optimizer.register_step_pre_hook(stretch.begin_optimizer_step)
-        optimizer.register_step_post_hook(stretch.end_optimizer_step)
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(stretch.begin_optimizer_step)
+            optimizer.register_step_post_hook(stretch.end_optimizer_step)
         return stretch
 
     def cap_memory(self) -> PeakMemory:

@@ -12,14 +12,17 @@ the peak.  They may end at a ``final_fraction`` instead of zero.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardhet.fsdp.params.host_step import fused
+from shardhet.records.plan import EVERY_BLOCK, is_matched
+
+OF_REST = ("betas", "eps")  # arguments of AdamW, beside Muon
 
 Schedule = Callable[[int], float]  # finished steps -> fraction of the peak
 
@@ -67,15 +70,54 @@ class OptimizerSpec:
         groups = decay_groups(params, self.weight_decay)
         return fused(kind(groups, lr=self.learning_rate, **self.arguments))
 
+    @property
+    def takes_matrices(self) -> bool:
+        """Whether it is Muon, which takes the matrices of blocks; AdamW takes the rest."""
+        return self.name.lower() == "muon"
+
+    @property
+    def of_rows(self) -> "OptimizerSpec":
+        """Of parameters that are cut by rows: beside Muon, AdamW."""
+        if not self.takes_matrices:
+            return self
+        others = {key: each for key, each in self.arguments.items() if key in OF_REST}
+        return replace(self, name="AdamW", arguments=others)
+
+    def build_each(
+        self, named: Iterable[tuple[str, nn.Parameter]]
+    ) -> list[torch.optim.Optimizer]:
+        """The optimizers of the parameters of a model; beside Muon, one of the rest."""
+        params = dict(named)
+        if not self.takes_matrices:
+            return [self.build(list(params.values()))]
+        matrices = [fqn for fqn, param in params.items() if param.ndim == 2]
+        matrices = [fqn for fqn in matrices if is_matched(fqn, EVERY_BLOCK)]
+        if not matrices:
+            raise ValueError(
+                "optim: Muon takes the matrices of blocks, parameters with a number in their "
+                "names, and there are none. Use optim=adamw."
+            )
+        mine = {key: each for key, each in self.arguments.items() if key not in OF_REST}
+        muon = torch.optim.Muon(
+            [params.pop(fqn) for fqn in matrices],
+            lr=self.learning_rate,
+            weight_decay=self.weight_decay,
+            **mine,
+        )
+        return [muon, self.of_rows.build(list(params.values()))]
+
     def count_moments(self) -> int:
-        """How many tensors as large as a parameter it keeps, counted after one step."""
-        param = nn.Parameter(torch.zeros(2, 3))
-        param.grad = torch.ones_like(param)
-        # Beside a vector, as models have them: some classes take matrices alone.
-        optimizer = self.build([param, nn.Parameter(torch.zeros(3))])
-        optimizer.step()
-        kept = optimizer.state[param].values()
-        return sum(torch.is_tensor(each) and each.shape == param.shape for each in kept)
+        """How many tensors as large as a parameter it keeps at most, counted after one step."""
+        # Matrices and vectors, as models have them: some classes take matrices alone.
+        shapes = {"head": (2, 3), "blocks.0": (2, 3), "norm": (3,)}
+        named = {fqn: nn.Parameter(torch.zeros(shape)) for fqn, shape in shapes.items()}
+        for param in named.values():
+            param.grad = torch.ones_like(param)
+        optimizers = self.build_each(named.items())
+        for optimizer in optimizers:
+            optimizer.step()
+        kept = optimizers[-1].state[named["head"]].values()
+        return sum(torch.is_tensor(each) and each.shape == (2, 3) for each in kept)
 
 
 def decay_groups(params: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ import ctypes
 import resource
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -25,11 +26,11 @@ class KeptBytes(NamedTuple):
     on_host: int = 0
 
 
-def kept_bytes(model: HetFSDP, optimizer: optim.Optimizer) -> KeptBytes:
-    """Measured after the optimizer's step, before gradients are set to None."""
+def kept_bytes(model: HetFSDP, optimizers: Sequence[optim.Optimizer]) -> KeptBytes:
+    """Measured after the optimizers' step, before gradients are set to None."""
     params = list(model.parameters())
     tensors = [*params, *(each.grad for each in params if each.grad is not None)]
-    for state in optimizer.state.values():
+    for state in (state for each in optimizers for state in each.state.values()):
         tensors += [
             value for value in state.values() if isinstance(value, Tensor) and value.dim()
         ]

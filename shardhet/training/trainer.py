@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from shardhet.checkpoint.state.optimizer_state import listed
 from shardhet.comm.host_copy import HostCopy, to_device
 from shardhet.comm.progress import phase, progress
 from shardhet.fsdp import HetFSDP
@@ -101,7 +102,7 @@ class Trainer:
     def __init__(
         self,
         model: HetFSDP,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         batches: Batches,
         *,
         schedule: Schedule,
@@ -112,7 +113,8 @@ class Trainer:
         guard: Guard | None = None,
         loss_scaler: LossScaler | None = None,
     ) -> None:
-        """Create a trainer; the optimizer's current learning rates are the peaks.
+        """Create a trainer; the current learning rates of the optimizer, or of several, are
+        the peaks.
 
         ``run`` calls the model with a batch's tensors and returns what ``Run`` says.
 
@@ -129,7 +131,7 @@ class Trainer:
                 f"deals out {model.plan.global_batch_size}. Make the two equal."
             )
         self.model = model
-        self.optimizer = optimizer
+        self.optimizers = listed(optimizer)
         self._batches = batches
         self._schedule = schedule
         self._max_grad_norm = max_grad_norm
@@ -140,7 +142,7 @@ class Trainer:
         self.loss_scaler = loss_scaler
         # Batches that were left out: the batch of a step is that of ``model.step`` plus this.
         self.num_batches_skipped = 0
-        self._peak_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self._peak_lrs = [float(group["lr"]) for group in self._groups]
         self._times = DeviceTimes(model, self._device)
         self._settled_s = 0.0  # time of waiting for a step since it ended
         self._kept = KeptBytes()  # of the last timed step
@@ -173,8 +175,9 @@ class Trainer:
         elif why_skipped is None:
             norm, why_skipped = self._update(mean_loss)
         if is_timed and why_skipped is None:
-            self._kept = kept_bytes(model, self.optimizer)
-        self.optimizer.zero_grad()
+            self._kept = kept_bytes(model, self.optimizers)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         self._is_in_step = False
         if why_skipped is not None:
             self.guard.check(model.step, why_skipped)
@@ -238,7 +241,8 @@ class Trainer:
             if why_skipped is not None:
                 return grad_norm, why_skipped
         progress.mark("the optimizer's step")
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         return (grad_norm if self.guard.looks_before_update else norm), None
 
     def _update_scaled(
@@ -248,22 +252,28 @@ class Trainer:
 
         GradScaler reads what has overflowed before the optimizer steps, so the host waits here.
         """
-        scaler.unscale(self.optimizer)
+        for optimizer in self.optimizers:
+            scaler.unscale(optimizer)
         norm = HostCopy(self.model.clip_grad_norm_(self._max_grad_norm))
         grad_norm = float(norm.read())
         is_finite = math.isfinite(grad_norm)
         why_skipped = self.guard.judge(mean_loss, grad_norm) if is_finite else None
-        if why_skipped is None:
+        if is_finite and why_skipped is None:  # one of several optimizers may have no overflow
             progress.mark("the optimizer's step")
-            scaler.step(self.optimizer)
+            for optimizer in self.optimizers:
+                scaler.step(optimizer)
         overflow = scaler.end_step(self.model.step, is_finite=is_finite)
         if not is_finite and overflow is None:
             why_skipped = self.guard.judge(mean_loss, grad_norm)
         return grad_norm, why_skipped, overflow
 
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for each in self.optimizers for group in each.param_groups]
+
     def _set_learning_rates(self) -> float:
         fraction = self._schedule(self.model.step)
-        for group, peak in zip(self.optimizer.param_groups, self._peak_lrs, strict=True):
+        for group, peak in zip(self._groups, self._peak_lrs, strict=True):
             group["lr"] = peak * fraction
         return self._peak_lrs[0] * fraction
 

@@ -117,13 +117,14 @@ def _trainer(
         seed=conf.seed,
         device_spec=spec,
     )
-    optimizer = conf.optim.to_record().build(list(model.parameters()))
-    check_room(optimizer)
+    optimizers = conf.optim.to_record().build_each(model.named_parameters())
+    for optimizer in optimizers:
+        check_room(optimizer)
     if emulated is not None:
-        emulated.slow_down(model, optimizer)
+        emulated.slow_down(model, *optimizers)
     trainer = Trainer(
         model,
-        optimizer,
+        optimizers,
         task.batches,
         schedule=conf.lr_scheduler.to_record(conf.num_steps),
         max_grad_norm=conf.max_grad_norm,

@@ -63,7 +63,7 @@ class RunCheckpoints(SaveCheckpoints):
 
         Raises ``CheckpointError`` or ``ValueError`` on every rank for one that does not fit.
         """
-        self.follow(Hooks(self._trainer.model, self._trainer.optimizer))
+        self.follow(Hooks(self._trainer.model, self._trainer.optimizers))
         found = self.load_own() if self._goes_on else None
         if found is None:
             self._check_begins_anew()
@@ -87,11 +87,11 @@ class RunCheckpoints(SaveCheckpoints):
 
     def _load_from(self, path: str) -> Resumed | None:
         """The state of another run to begin with: one checkpoint, or the latest of a folder."""
-        model, optimizer = self.model, self._trainer.optimizer
+        model, optimizers = self.model, self._trainer.optimizers
         checkpoints = Checkpoints(path)
         if any(model.exchange_objects(bool(checkpoints.steps()))):
-            return checkpoints.load_latest(model, optimizer)
-        extra = load(model, optimizer, path)
+            return checkpoints.load_latest(model, optimizers)
+        extra = load(model, optimizers, path)
         return Resumed(path=Path(path), step=model.step, extra=extra)
 
     @property

@@ -118,7 +118,7 @@ class Run(Hook):
         hooks = [self._notice, *self._chosen(), self, self._checkpoints]
         self._hooks = Hooks(
             self._model,
-            self.trainer.optimizer,
+            self.trainer.optimizers,
             hooks,
             say=self._say,
             log=self._log.log,
