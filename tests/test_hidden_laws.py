@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from shardhet import HetFSDP, Plan, Stage
 from shardhet.fsdp.probing.comparing import Cut
+from shardhet.fsdp.probing.prober import _laws_of_all
 from tests.edge_plans import APART, UNEVEN, every_plan
 from tests.ordinary import Pair, says
 from tests.test_probe import (
@@ -441,3 +442,10 @@ def _raises_beside_forwards(rank: int) -> None:
 
 def test_what_one_rank_raises_between_its_forwards_ends_all() -> None:
     says(run_ranks_expecting_failure(_raises_beside_forwards, 2), "no room")
+
+
+def test_laws_are_in_one_order_on_ranks_whose_hashes_of_texts_differ() -> None:
+    places = [f"['{i}']" for i in range(40)]
+    found = [dict.fromkeys(places), dict.fromkeys(reversed(places[1:]))]
+    assert list(_laws_of_all(found)) == places[1:]
+    assert _laws_of_all([]) == {}

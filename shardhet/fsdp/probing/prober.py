@@ -361,7 +361,11 @@ def _laws_of_all(
     found: Sequence[Mapping[str, frozenset[Join] | None]],
 ) -> dict[str, frozenset[Join] | None]:
     """What numbers are on every rank that has samples."""
-    by_place = {at: [each[at] for each in found] for at in set.intersection(*map(set, found))}
+    by_place = {  # in an order that is the same on all ranks: they exchange numbers in it
+        at: [each[at] for each in found]
+        for at in (found[0] if found else ())
+        if all(at in each for each in found)
+    }
     return {
         at: None if None in laws else frozenset.intersection(*laws)  # type: ignore[arg-type]
         for at, laws in by_place.items()
