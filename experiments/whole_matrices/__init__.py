@@ -1,0 +1,1 @@
+"""Muon on unlike devices, whose matrices are each whole on one of them."""
