@@ -1,1 +1,0 @@
-"""Muon on unlike devices, whose matrices are each whole on one of them."""
