@@ -189,3 +189,23 @@ def batches_by_speed(speeds: Sequence[float], global_batch_size: int) -> list[in
     for i in by_remainder[: global_batch_size - sum(batches)]:
         batches[i] += 1
     return batches
+
+
+def patterns_of(claim: Any, key: str, every: tuple[str, ...]) -> tuple[str, ...]:
+    """The patterns of units that a claim stands for: all, none, or those that it lists."""
+    if is_truth(claim):
+        return every if claim else ()
+    if isinstance(claim, str) or not isinstance(claim, Iterable):  # a str is one of letters
+        mend = f" Write [{claim!r}]." if isinstance(claim, str) else ""
+        raise ValueError(
+            f"plan: {key} is {claim!r} for a device but must be True, False or a list of "
+            f"patterns.{mend}"
+        )
+    listed = list(claim)
+    wrong = [each for each in listed if not isinstance(each, str)]
+    if wrong:
+        raise ValueError(
+            f"plan: {key} has {wrong[0]!r} among its patterns of units, which are names: "
+            "'blocks.0', or 'blocks.*'."
+        )
+    return tuple(map(str, listed))

@@ -12,11 +12,11 @@ from typing import Annotated, Any, ClassVar, Self
 from shardhet.records.by_hand import (
     batches_by_speed,
     check_lengths,
-    is_truth,
     last_round_size,
     microbatches_of_each,
     of_each,
     parts_of_groups,
+    patterns_of,
     records_of_each,
     shares_of_each,
     truth,
@@ -324,8 +324,8 @@ class Plan(ShownPlan, Document):
                 RankPlan(
                     microbatch_sizes=sizes[i],
                     state_share=shares[i],
-                    recomputed_units=_patterns(claims[i], "recompute"),
-                    inputs_on_host=_patterns(with_inputs[i], "inputs_on_host"),
+                    recomputed_units=patterns_of(claims[i], "recompute", EVERY_UNIT),
+                    inputs_on_host=patterns_of(with_inputs[i], "inputs_on_host", EVERY_UNIT),
                     optimizer_on_host=truth(f"optimizer_on_host[{i}]", on_host[i]),
                     device=specs[i],
                 )
@@ -335,9 +335,9 @@ class Plan(ShownPlan, Document):
             num_rounds=whole("num_rounds", num_rounds),
             reshard_after_backward=truth("reshard_after_backward", reshard_after_backward),
             reduce_each_round=truth("reduce_each_round", reduce_each_round),
-            two_level_units=_patterns(two_level_units, "two_level_units"),
-            resident_units=_patterns(resident_units, "resident_units"),
-            whole_matrices=_patterns(whole_matrices, "whole_matrices", EVERY_BLOCK) or None,
+            two_level_units=patterns_of(two_level_units, "two_level_units", EVERY_UNIT),
+            resident_units=patterns_of(resident_units, "resident_units", EVERY_UNIT),
+            whole_matrices=patterns_of(whole_matrices, "whole_matrices", EVERY_BLOCK) or None,
             last_round_size=last_round_size(global_batch_size, num_rounds, round_size),
             stages=None if in_stages is None else tuple(in_stages),
         )
@@ -433,23 +433,3 @@ def _check_units(units: Sequence[PlannedUnit]) -> None:
 
 def _names_in_full(patterns: Sequence[str]) -> list[str]:
     return [each for each in patterns if not set(each) & set("*?[")]
-
-
-def _patterns(claim: Any, key: str, every: tuple[str, ...] = EVERY_UNIT) -> tuple[str, ...]:
-    """The patterns of units that a claim stands for: all, none, or those that it lists."""
-    if is_truth(claim):
-        return every if claim else ()
-    if isinstance(claim, str) or not isinstance(claim, Iterable):  # a str is one of letters
-        mend = f" Write [{claim!r}]." if isinstance(claim, str) else ""
-        raise ValueError(
-            f"plan: {key} is {claim!r} for a device but must be True, False or a list of "
-            f"patterns.{mend}"
-        )
-    listed = list(claim)
-    wrong = [each for each in listed if not isinstance(each, str)]
-    if wrong:
-        raise ValueError(
-            f"plan: {key} has {wrong[0]!r} among its patterns of units, which are names: "
-            "'blocks.0', or 'blocks.*'."
-        )
-    return tuple(map(str, listed))
