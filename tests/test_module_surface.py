@@ -312,6 +312,10 @@ def average(pair: Pair) -> None:
     optim.swa_utils.AveragedModel(pair.model)
 
 
+def pickle_head(pair: Pair) -> None:
+    torch.save(pair.model.head, io.BytesIO())
+
+
 def pickle(pair: Pair) -> None:
     torch.save(pair.model, io.BytesIO())
 
@@ -390,6 +394,7 @@ FAULTS = [
     (copy_head, "a module inside it cannot be copied"),
     (average, "ema = [p.detach().clone() for p in model.parameters()]"),
     (pickle, "Save model.state_dict() instead"),
+    (pickle_head, "a module inside it cannot be copied or pickled"),
     (ask_for_model_state, "Instead call on every rank model.state_dict()"),
     (ask_for_optimizer_state, "shardhet.checkpoint.save(model, optimizer, folder)"),
     (read, "model.read_head: reads or writes parameters"),

@@ -17,6 +17,7 @@ from shardhet.comm.peers import Peers
 from shardhet.fsdp.door import through, with_stand_ins
 from shardhet.fsdp.sharding.flat import WAS_FROZEN, FlatTensor
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitState
+from shardhet.fsdp.step.calls import CALL_THE_MODEL
 from shardhet.records.plan import Plan
 
 EMA_BY_HAND = (
@@ -207,22 +208,23 @@ def _check_flat(flat: FlatTensor) -> None:
 
 
 def _refuse_copies(module: nn.Module, peers: Peers) -> None:
-    """Make deep copies of the wrapped modules raise, as those of HetFSDP do.
+    """Make deep copies and pickles of the wrapped modules raise, as those of HetFSDP do.
 
     A copy would have only this rank's rows, and compute with the parameters of the model.
     """
 
-    def refuse(memo: dict[int, Any]) -> NoReturn:
+    def refuse(_: Any) -> NoReturn:
         with peers.guard("the program around HetFSDP"):
             raise RuntimeError(
-                "HetFSDP: a module inside it cannot be copied, and so not by AveragedModel: "
-                "the copy would compute with the parameters of the model. Copy it before "
-                f"wrapping, or load model.state_dict() into another one. {EMA_BY_HAND}."
+                "HetFSDP: a module inside it cannot be copied or pickled, and so not by "
+                "AveragedModel or torch.save(model): the copy would have this rank's rows, "
+                "and compute with the parameters of the model. Copy it before wrapping, or "
+                f"save or load model.state_dict(). {EMA_BY_HAND}."
             )
         raise AssertionError("not reached")
 
     for inner in module.modules():
-        inner.__dict__["__deepcopy__"] = refuse
+        inner.__dict__.update(__deepcopy__=refuse, __reduce_ex__=refuse)
 
 
 def guard_root(
@@ -250,8 +252,7 @@ def _guarded(
             with peers.guard():
                 raise RuntimeError(
                     f"module {fqn!r} was called outside of HetFSDP's forward, where this rank "
-                    "has only some rows of its parameters. Call the HetFSDP model, not the "
-                    "module inside it."
+                    f"has only some rows of its parameters. {CALL_THE_MODEL}"
                 )
         return forward(*args, **kwargs)
 

@@ -29,6 +29,10 @@ from shardhet.fsdp.step.rank_batch import RankBatch
 from shardhet.fsdp.step.rounds import Moment, Rounds
 from shardhet.fsdp.step.turn_walk import TurnWalk
 
+CALL_THE_MODEL = (
+    "Call the HetFSDP model (trainer.het), not the module inside it; to generate, or to call "
+    "that module without gradients, enter model.unit_by_unit() on all ranks."
+)
 # The index of a unit, one of its modules, args and kwargs of the call; returns its output.
 CallUnit = Callable[[int, UnitModule, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -190,8 +194,8 @@ class UnitCalls:
         if self._step.batch is None or not self._step.batch.num_samples:
             with self._peers.guard():  # outside of model(...) no other guard tells peers
                 raise RuntimeError(
-                    f"unit {unit_fqn!r} was called outside of HetFSDP's forward. Call the "
-                    f"HetFSDP model, not the module inside it."
+                    f"unit {unit_fqn!r} was called outside of HetFSDP's forward. "
+                    f"{CALL_THE_MODEL}"
                 )
 
     def _enter_backward(self, segment: int, moment: Moment) -> None:
