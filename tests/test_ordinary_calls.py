@@ -584,9 +584,29 @@ def step_by_own_loss(rank: int) -> None:
         scheduler.step(float(step if rank else -step))
 
 
-def test_ranks_that_step_with_different_settings_are_told() -> None:
-    outcomes = run_ranks_expecting_failure(step_by_own_loss, 2)
-    says(outcomes, "stepped with different settings", "lr=0.0", "ReduceLROnPlateau")
+def step_by_own_rows(rank: int) -> None:
+    """Groups by how many elements of a parameter this rank has, with unlike rates."""
+    pair = Pair(Plan.by_hand(microbatch_sizes=[2, 1], state_shares=[0.4, 0.6]))
+    groups: dict[bool, list[Any]] = {True: [], False: []}
+    for param in pair.model.parameters():
+        groups[param.numel() > 30].append(param)
+    rates = zip(groups.values(), (0.1, 0.01), strict=True)
+    optimizer = torch.optim.SGD([{"params": params, "lr": lr} for params, lr in rates])
+    for _ in range(2):
+        pair.model.backward(*pair.model(**pair.mine(pair.batch())))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("step", "parts"),
+    [(step_by_own_loss, ("lr=0.0", "ReduceLROnPlateau")), (step_by_own_rows, ("p.numel()",))],
+)
+def test_ranks_that_step_with_different_settings_are_told(
+    step: Callable[..., Any], parts: tuple[str, ...]
+) -> None:
+    outcomes = run_ranks_expecting_failure(step, 2)
+    says(outcomes, "stepped with different settings or groups", *parts)
 
 
 def step_where_rows_are(rank: int) -> None:

@@ -169,6 +169,11 @@ def takes_whole(optimizer: optim.Optimizer) -> bool:
     return optimizer in _on_whole
 
 
+def rows_among(params: Sequence[Tensor]) -> list[Rows]:
+    """Of those among them that have been registered."""
+    return [rows_of(param) for param in params if param in _rows_by_param]
+
+
 def are_rows(tensor: Tensor) -> bool:
     """Whether they are rows of a HetFSDP, of which others are elsewhere."""
     return tensor in _rows_by_param
@@ -176,9 +181,8 @@ def are_rows(tensor: Tensor) -> bool:
 
 def peers_of(optimizer: optim.Optimizer) -> list[Peers]:
     """Those of the models whose rows it holds."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    groups = (rows_of(param).group for param in params if param in _rows_by_param)
-    return list(dict.fromkeys(group.peers for group in groups))
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return list(dict.fromkeys(rows.group.peers for rows in rows_among(params)))
 
 
 def is_in_memory_given_up(tensor: Tensor) -> bool:
@@ -272,8 +276,7 @@ def _check_state(optimizer: optim.Optimizer) -> None:
 
 
 def _rows_of(group: dict[str, Any]) -> list[list[int]]:
-    spans = [rows_of(param).here for param in group["params"] if param in _rows_by_param]
-    return [[span.start, span.stop] for span in spans]
+    return [[rows.here.start, rows.here.stop] for rows in rows_among(group["params"])]
 
 
 def _mark_rows(optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> None:

@@ -104,6 +104,10 @@ class Rows:
         """How many there are on all ranks."""
         return max(span.stop for span in self.cut[0])
 
+    def is_everywhere(self, peers: Peers) -> bool:
+        """Whether it is of the model of ``peers``, and each of its ranks has rows."""
+        return self.group.peers is peers and all(span.numel for span in self.cut[0])
+
     def refuse(self, what: str) -> NoReturn:
         """Raise ``RuntimeError`` here and on the other ranks at their next collective."""
         with self.group.peers.guard("a call on rows"):

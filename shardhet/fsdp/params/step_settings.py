@@ -2,7 +2,9 @@
 
 A learning rate that follows the loss of one rank's samples (``ReduceLROnPlateau``) differs
 between ranks, so that what a parameter's rows are trained with depends on who stores them.
-Torch calls ``note`` before every step of every optimizer.
+The same holds for groups that are made by a rank's rows (``p.numel() > 1000``): parameters with
+rows on all ranks are compared with the settings of their group.  Torch calls ``note`` before
+every step of every optimizer.
 """
 
 from collections.abc import Sequence
@@ -15,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardhet.comm import devices
 from shardhet.comm.peers import Peers
-from shardhet.fsdp.params.optimizer_gate import peers_of
+from shardhet.fsdp.params.optimizer_gate import rows_among
 
 NO_STEP = 0  # a rank without rows need not step
 SETTINGS, FINGERPRINTS = 2**31, 2**22  # how many are told apart
@@ -26,21 +28,24 @@ _last_text: "WeakKeyDictionary[Peers, str]" = WeakKeyDictionary()
 
 def note(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Keep the settings of a step until the next ``backward``."""
-    owners = peers_of(optimizer)
-    if not owners:
-        return
+    rows_by_group = [rows_among(group["params"]) for group in optimizer.param_groups]
+    owners = dict.fromkeys(each.group.peers for rows in rows_by_group for each in rows)
     texts = [
         ", ".join(
-            f"{name}={found}"
+            f"{name}={number}"
             for name in optimizer.defaults
-            if (found := _numbers_in(group.get(name)))
+            if (number := _numbers_in(group.get(name)))
         )
-        for group in optimizer.param_groups
+        for group in (optimizer.param_groups if owners else ())
     ]
     text = "; ".join(dict.fromkeys(texts))
     for peers in owners:
         before, _ = _steps.get(peers, (0, ""))
-        _steps[peers] = (crc32("/".join([*texts, ""]).encode(), before), text)
+        found = [
+            (settings, sorted(each.fqn for each in rows if each.is_everywhere(peers)))
+            for settings, rows in zip(texts, rows_by_group, strict=True)
+        ]
+        _steps[peers] = (crc32(repr(found).encode(), before), text)
 
 
 register_optimizer_step_pre_hook(note)
@@ -61,11 +66,12 @@ def check_settings_agree(rows: Sequence[Sequence[float]], peers: Peers) -> list[
     parts = [divmod(int(row[0]), SETTINGS) for row in rows]
     if len({settings for _, settings in parts} - {NO_STEP}) > 1:
         raise ValueError(
-            "optimizer.step: ranks have stepped with different settings, or not equally often; "
-            f"this one's last step had {_last_text[peers]}. Does the learning rate follow "
-            "the loss of a rank's own samples (ReduceLROnPlateau), or how many rows it has "
-            "(p.numel(), p.shape)? Let it follow a number of all ranks: what model.backward "
-            "returns, p.norm(), p.square().mean(), or sums by model.exchange."
+            "optimizer.step: ranks have stepped with different settings or groups, or not "
+            f"equally often; this one's last step had {_last_text[peers]}. Does the learning "
+            "rate, or the group of a parameter, follow the loss of a rank's own samples "
+            "(ReduceLROnPlateau), or how many rows it has (p.numel(), p.shape)? Let it follow "
+            "a number of all ranks: what model.backward returns, p.norm(), p.square().mean(), "
+            "sums by model.exchange, or sizes from before wrapping."
         )
     return [[float(found), *row[1:]] for (found, _), row in zip(parts, rows, strict=True)]
 
