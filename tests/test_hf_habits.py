@@ -103,6 +103,15 @@ class SummedLater(WithLoss):
         return losses.mean() if trainer.state.epoch < 1 else losses.sum()
 
 
+class SummedWithin(WithLoss):
+    """A sum in the last step of the first epoch alone."""
+
+    options: ClassVar = {}
+
+    def loss(self, trainer: Any, losses: Tensor, inputs: Any) -> Tensor:
+        return losses.sum() if trainer.state.global_step == 2 else losses.mean()
+
+
 class Centred(Seeded):
     options: ClassVar = {
         "preprocess_logits_for_metrics": lambda logits, _: logits - logits.mean(0),
@@ -162,6 +171,7 @@ def test_habits_are_those_of_a_plain_trainer(name: str, tmp_path: Path) -> None:
     [
         ("Running", "another when it is computed again"),
         ("SummedLater", "not all of it is divided by num_items_in_batch"),
+        ("SummedWithin", "not all of it is divided by num_items_in_batch"),
         ("Centred", "what it returns for a sample depends on others of its batch"),
     ],
 )

@@ -1,5 +1,6 @@
 """A rank's part of the loss: what transformers computes, as a sum over samples or tokens."""
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -66,10 +67,12 @@ class RankLoss:
                     predicts_next=self.predicts_next,
                 )
 
-    def begin_epoch(self) -> None:
-        """Let the kind be found out anew, unless it was shortly before: it may have changed."""
+    def try_again(self, after: float = STEPS_BEFORE_TRIED_AGAIN) -> None:
+        """Let the kind be found out anew after so many steps, or twice as many as before the
+        last time: it may have changed, or a term was zero as weights were (a new head's).
+        """
         step = self._trainer.state.global_step
-        if step - self._found_at >= min(self._found_at, STEPS_BEFORE_TRIED_AGAIN):
+        if step - self._found_at >= min(self._found_at, after):
             self.kind, self._found_at = None, step
 
     @torch.no_grad()
@@ -150,6 +153,7 @@ class RankLoss:
         one round, the runtime counts.
         """
         trainer = self._trainer
+        self.try_again(math.inf)
         self._num_labels.clear()
         if trainer.het.rounds_left == 1:
             return
@@ -168,9 +172,7 @@ class RankLoss:
         """
         trainer = self._trainer
         rounds = rounds_of(inputs, trainer.plan, trainer.het.position)
-        if (
-            trainer.accelerator.sync_gradients
-        ):  # an epoch may end with fewer batches than a step
+        if trainer.accelerator.sync_gradients:  # a last step may have fewer batches
             no_rows = rows_of(inputs, Span(0, 0))
             rounds += [no_rows] * (trainer.het.rounds_left - len(rounds))
         self.find_kind(rounds[0], rounds[-1])

@@ -151,7 +151,7 @@ class HetTrainer(TrainerView):
 
     def _run_epoch(self, *args: Any, **given: Any) -> None:
         check_deals(given["train_dataloader"], "get_train_dataloader")
-        self.rank_loss.begin_epoch()
+        self.rank_loss.try_again()
         if given["epoch"] == given["epochs_trained"]:
             self._whole_state.begin_epoch(given["steps_trained_in_current_epoch"])
         super()._run_epoch(*args, **given)  # type: ignore[no-untyped-call]  # transformers'

@@ -4,6 +4,7 @@ The runtime calls ``compute_loss`` where it would call the model, on all ranks; 
 the last one it ends in its middle.  So a step is one call with all rounds of all its batches.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ class StagedLoss(RankLoss):
 
     def begin_step(self, batches: Sequence[Any], num_items_in_batch: Any) -> None:
         """Begin without rounds, also after a step that was stopped in its middle."""
+        self.try_again(math.inf)
         self._rounds = []
 
     def run_batch(self, inputs: dict[str, Any], num_items_in_batch: Any) -> float:
