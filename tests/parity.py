@@ -283,10 +283,19 @@ def rows_of(full: Tensor, rows: Span) -> Tensor:
 
 
 def compare_grads(
-    model: HetFSDP, reference: nn.Module, unit_by_fqn: Mapping[str, str], *, where: str
+    model: HetFSDP,
+    reference: nn.Module,
+    unit_by_fqn: Mapping[str, str] | None = None,
+    *,
+    where: str = "",
+    bar: float = GRAD_BAR,
 ) -> None:
-    """This rank's gradients are the reference's rows, None exactly where it has None."""
+    """This rank's gradients are the reference's rows, None exactly where it has None.
+
+    They differ by ``bar`` of the largest gradient of a unit; without units, of a module.
+    """
     expected = {fqn: p.grad for fqn, p in reference.named_parameters()}
+    unit_by_fqn = unit_by_fqn or {fqn: fqn.rpartition(".")[0] for fqn in expected}
     largest = dict.fromkeys(unit_by_fqn.values(), 0.0)
     for fqn, grad in expected.items():
         if grad is not None and grad.numel():
@@ -303,9 +312,9 @@ def compare_grads(
         part = rows_of(grad, boxes[fqn].rows)
         assert own.shape == part.shape == found[fqn].shape, f"{where}: {fqn}"
         if part.numel():
-            error = float((own.as_subclass(Tensor) - part).abs().max())
-            bar = GRAD_BAR * largest[unit_by_fqn[fqn]]
-            assert error <= bar, f"{where}: {fqn}.grad differs by {error}, bar {bar}"
+            error = float((own.as_subclass(Tensor).cpu() - part).abs().max())
+            most = bar * largest[unit_by_fqn[fqn]]
+            assert error <= most, f"{where}: {fqn}.grad differs by {error}, bar {most}"
 
 
 def compare_params(model: HetFSDP, reference: nn.Module, *, bar: float, where: str) -> None:

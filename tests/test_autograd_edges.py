@@ -1,6 +1,7 @@
 """What users do around and inside units: exact, or refused with a clear error."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,174 +10,120 @@ from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
 from shardhet.records.layout import Span
+from tests.beside import Beside, is_exact
 from tests.edge_plans import PLANS, every_plan, full_batches
-from tests.parity import (
-    Course,
-    Problem,
-    check_parity,
-    compare_grads,
-    part_of,
-    train_step,
-    whole_step,
-)
+from tests.parity import Course, Problem, check_parity, compare_grads, part_of
 from tests.patchwork import ModelShape, Patchwork, masked_loss, patchwork_problem
-from tests.worlds import run_ranks
+from tests.worlds import on_ranks, run_ranks
 
 SHAPE = ModelShape(
-    width=6,
-    hidden=7,
-    num_tokens=3,
-    num_words=11,
-    order=(0, 1, 0, 2),
-    mixes=(False, True, False),
-    is_tied=True,
-    head="loss",
-    dropout=0.0,
-    mask="buffer",
-    position_in="root",
-    frozen=(),
-    has_side=False,
-    has_idle=False,
-    has_unused_param=False,
-)
+    width=6, hidden=7, num_tokens=3, num_words=11, order=(0, 1, 0, 2),
+    mixes=(False, True, False), is_tied=True, head="loss", dropout=0.0, mask="buffer",
+    position_in="root", frozen=(), has_side=False, has_idle=False, has_unused_param=False,
+)  # fmt: skip
 
 
-def _make(plan: Plan, **options: Any) -> tuple[Problem, nn.Module, HetFSDP]:
-    problem = patchwork_problem(SHAPE, **options)
-    torch.manual_seed(3)
-    reference = problem.make_module()
-    return problem, reference, HetFSDP(copy.deepcopy(reference), plan, **problem.options)
+class Drawn(Beside):
+    """The model of SHAPE, whose batches are its problem's."""
 
+    def __init__(self, plan: Plan) -> None:
+        self.problem = patchwork_problem(SHAPE)
+        torch.manual_seed(3)
+        super().__init__(
+            self.problem.make_module(), plan, loss=self.sum, **self.problem.options
+        )
+        self.size = sum(full_batches(plan))
 
-def _compare_step(
-    plan: Plan, problem: Problem, reference: nn.Module, model: HetFSDP, batch: Any
-) -> None:
-    """One exact forward and backward from no gradients."""
-    model.zero_grad()
-    reference.zero_grad()
-    part = part_of(batch, full_batches(plan), model.position)
-    mean = train_step(model, problem, part, Course.of(plan))
-    expected = whole_step(reference, problem, batch)
-    assert mean is not None
-    assert abs(mean - expected) <= 1e-12 * abs(expected)
-    compare_grads(model, reference, _one_unit(reference), where="step")
+    def sum(self, model: nn.Module, *batch: Tensor) -> Any:
+        return self.problem.loss(model, dict(zip(("tokens", "targets"), batch, strict=True)))
 
-
-def _one_unit(reference: nn.Module) -> dict[str, str]:
-    return {fqn: fqn.rpartition(".")[0] for fqn, _ in reference.named_parameters()}
+    def batch(self, num_samples: int | None = None) -> list[Tensor]:
+        return [*self.problem.make_batch(num_samples or self.size).values()]
 
 
 # Steps around the step #
 
 
-def _evaluate_between_steps(rank: int, plan: Plan, sizes: list[int]) -> None:
-    problem, reference, model = _make(plan)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, model)]
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("sizes", [[9, 1, 4], [0, 3, 0], [1, 0, 5], [5, 2, 1]])
+@every_plan
+@on_ranks()
+def test_evaluation_with_other_batches_leaves_training_exact(
+    rank: int, plan: Plan, sizes: list[int]
+) -> None:
+    both = Drawn(plan)
+    sizes = sizes[: plan.world_size]
+    sizes = sizes if any(sizes) else [4]
+    optimizers = both.optimizers(torch.optim.SGD, lr=0.1)
     for _ in range(3):
-        held_out = problem.make_batch(sum(sizes))
-        part = part_of(held_out, sizes, model.position)
+        held_out = dict(zip("xy", both.batch(sum(sizes)), strict=True))
+        part = part_of(held_out, sizes, both.model.position)
         with torch.no_grad():
-            model.eval()
-            loss_sum, num_tokens = model(*part.values())
-            model.train()
-            expected, expected_count = reference(*held_out.values())
+            both.model.eval()
+            loss_sum, num_tokens = both.model(*part.values())
+            both.model.train()
+            expected, expected_count = both.plain(*held_out.values())
         own = torch.tensor([float(loss_sum), float(num_tokens)], dtype=torch.float64)
         if plan.world_size > 1:
             torch.distributed.all_reduce(own)
         assert int(own[1]) == int(expected_count)
         torch.testing.assert_close(own[0], expected, rtol=1e-12, atol=0.0)
-        _compare_step(
-            plan, problem, reference, model, problem.make_batch(sum(full_batches(plan)))
-        )
+        both.step(*both.batch())
         for optimizer in optimizers:
             optimizer.step()
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("sizes", [[9, 1, 4], [0, 3, 0], [1, 0, 5], [5, 2, 1]])
 @every_plan
-def test_evaluation_with_other_batches_leaves_training_exact(
-    plan: Plan, sizes: list[int]
-) -> None:
-    sizes = sizes[: plan.world_size]
-    sizes = sizes if any(sizes) else [4]
-    run_ranks(_evaluate_between_steps, plan.world_size, plan, sizes)
-
-
-def _abandon_then_train(rank: int, plan: Plan) -> None:
-    problem, reference, model = _make(plan)
-    batch = problem.make_batch(sum(full_batches(plan)))
+@on_ranks()
+def test_a_step_without_backward_is_forgotten(rank: int, plan: Plan) -> None:
+    both = Drawn(plan)
+    batch = both.batch()
     for _ in range(2):  # before the order is known, and after
         for _ in range(2):
-            model(*part_of(batch, full_batches(plan), model.position).values())
-        _compare_step(plan, problem, reference, model, batch)
+            both.model(*both.part(*batch))
+        both.step(*batch)
 
 
 @every_plan
-def test_a_step_without_backward_is_forgotten(plan: Plan) -> None:
-    run_ranks(_abandon_then_train, plan.world_size, plan)
-
-
-def _backward_twice(rank: int, plan: Plan) -> None:
-    problem, _, model = _make(plan)
-    batch = problem.make_batch(sum(full_batches(plan)))
-    output = model(*part_of(batch, full_batches(plan), model.position).values())
-    model.backward(*output)
+@on_ranks(fresh_world=True)
+def test_a_second_backward_raises(rank: int, plan: Plan) -> None:
+    both = Drawn(plan)
+    output = both.model(*both.part(*both.batch()))
+    both.model.backward(*output)
     with pytest.raises(RuntimeError, match="Call the model first"):
-        model.backward(*output)
+        both.model.backward(*output)
 
 
 @every_plan
-def test_a_second_backward_raises(plan: Plan) -> None:
-    run_ranks(_backward_twice, plan.world_size, plan, fresh_world=True)
-
-
-def _accumulate(rank: int, plan: Plan) -> None:
-    problem, reference, model = _make(plan)
-    for _ in range(2):
-        batch = problem.make_batch(sum(full_batches(plan)))
-        part = part_of(batch, full_batches(plan), model.position)
-        train_step(model, problem, part, Course.of(plan))
-        whole_step(reference, problem, batch)
-    compare_grads(model, reference, _one_unit(reference), where="both")
+@on_ranks()
+def test_gradients_of_two_backwards_add_up(rank: int, plan: Plan) -> None:
+    both = Drawn(plan)
+    for adds in (False, True):
+        both.step(*both.batch(), adds=adds)
 
 
 @every_plan
-def test_gradients_of_two_backwards_add_up(plan: Plan) -> None:
-    run_ranks(_accumulate, plan.world_size, plan)
-
-
-def _no_valid_token(rank: int, plan: Plan) -> None:
-    problem, reference, model = _make(plan)
-    batch = problem.make_batch(sum(full_batches(plan)))
-    masked = {**batch, "targets": torch.full_like(batch["targets"], -100)}
-    part = part_of(masked, full_batches(plan), model.position)
-    assert train_step(model, problem, part, Course.of(plan)) is None
-    assert all(param.grad is None for param in model.parameters())
-    assert model.step == 1
-    _compare_step(plan, problem, reference, model, batch)
+@on_ranks()
+def test_a_step_without_valid_token_sets_no_gradient(rank: int, plan: Plan) -> None:
+    both = Drawn(plan)
+    tokens, targets = both.batch()
+    masked = both.part(tokens, torch.full_like(targets, -100))
+    assert both.model.backward(*both.sum(both.model, *masked)) is None
+    assert all(param.grad is None for param in both.model.parameters())
+    assert both.model.step == 1
+    both.step(tokens, targets)
 
 
 @every_plan
-def test_a_step_without_valid_token_sets_no_gradient(plan: Plan) -> None:
-    run_ranks(_no_valid_token, plan.world_size, plan)
-
-
-def _fractional_tokens(rank: int, plan: Plan) -> None:
+@on_ranks()
+def test_tokens_may_be_weighted(rank: int, plan: Plan) -> None:
     """Tokens may be weighted: their number is then any positive number, below one too."""
-    problem, reference, model = _make(plan)
-    batch = problem.make_batch(sum(full_batches(plan)))
-    loss_sum, num_tokens = model(*part_of(batch, full_batches(plan), model.position).values())
-    mean = model.backward(loss_sum * 0.001, num_tokens.double() * 0.001)
-    expected = whole_step(reference, problem, batch)
-    assert mean is not None
-    assert abs(mean - expected) <= 1e-12 * abs(expected)
-    compare_grads(model, reference, _one_unit(reference), where="weighted")
-
-
-@every_plan
-def test_tokens_may_be_weighted(plan: Plan) -> None:
-    run_ranks(_fractional_tokens, plan.world_size, plan)
+    both = Drawn(plan)
+    batch = both.batch()
+    loss_sum, num_tokens = both.model(*both.part(*batch))
+    mean = both.model.backward(loss_sum * 0.001, num_tokens.double() * 0.001)
+    is_exact(mean, both.step_of_one(*batch))
+    compare_grads(both.model, both.plain)
 
 
 # What is frozen #
@@ -190,8 +137,7 @@ FROZEN = {
 
 
 def _train_frozen(rank: int, plan: Plan, frozen: tuple[str, ...], is_tied: bool) -> None:
-    traits = {field: getattr(SHAPE, field) for field in SHAPE.__dataclass_fields__}
-    shape = ModelShape(**{**traits, "frozen": frozen, "is_tied": is_tied})
+    shape = replace(SHAPE, frozen=frozen, is_tied=is_tied)
     check_parity(rank, patchwork_problem(shape), plan, Course.of(plan, optimizer="adamw"))
 
 
@@ -257,8 +203,7 @@ def test_a_rank_that_recomputes_may_join_after_the_first_step() -> None:
 
 def _meta_values(rank: int, plan: Plan, is_tied: bool) -> dict[str, Tensor]:
     torch.manual_seed(rank)  # what the ranks' generators hold must not matter
-    traits = {field: getattr(SHAPE, field) for field in SHAPE.__dataclass_fields__}
-    shape = ModelShape(**{**traits, "is_tied": is_tied, "position_in": "blocks"})
+    shape = replace(SHAPE, is_tied=is_tied, position_in="blocks")
     with torch.device("meta"):
         module = Patchwork(shape).double()
     model = HetFSDP(module, plan, seed=8, init_fn=_init)
@@ -317,7 +262,9 @@ class WithBuffers(nn.Module):
         return self.again(self.second(self.first(x))) * self.first.scale
 
 
-def _round_trip(rank: int, plan: Plan) -> None:
+@every_plan
+@on_ranks(fresh_world=True)
+def test_states_make_round_trips(rank: int, plan: Plan) -> None:
     torch.manual_seed(2)
     reference, other = WithBuffers(), WithBuffers()
     model = HetFSDP(copy.deepcopy(reference), plan, units=("first", "second"))
@@ -344,33 +291,23 @@ def _round_trip(rank: int, plan: Plan) -> None:
         model.load_state_dict({k: v for k, v in expected.items() if k != "second.bias"})
 
 
-@every_plan
-def test_states_make_round_trips(plan: Plan) -> None:
-    run_ranks(_round_trip, plan.world_size, plan, fresh_world=True)
-
-
 # Gradients of what is not a parameter #
 
 
-def _input_gradient(rank: int, plan: Plan) -> None:
+@every_plan
+@on_ranks()
+def test_inputs_get_their_gradients(rank: int, plan: Plan) -> None:
     torch.manual_seed(4)
-    reference = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).double()
-    model = HetFSDP(copy.deepcopy(reference), plan)
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).double()
+    both = Beside(
+        layers, plan, loss=lambda model, x, targets: masked_loss(model(x)[:, None], targets)
+    )
     x = torch.randn(sum(full_batches(plan)), 4, dtype=torch.float64)
     targets = torch.randint(0, 4, (len(x), 1))
-    part = part_of({"x": x, "targets": targets}, full_batches(plan), model.position)
-    own = part["x"].clone().requires_grad_()
-    whole = x.clone().requires_grad_()
-    logits = model(own)
-    model.backward(*masked_loss(logits[:, None], part["targets"]))
-    loss_sum, num_tokens = masked_loss(reference(whole)[:, None], targets)
-    (loss_sum / num_tokens).backward()
+    own, own_targets = both.part(x, targets)
+    own.requires_grad_()
+    both.model.backward(*both.loss(both.model, own, own_targets))
+    both.step_of_one(x.requires_grad_(), targets)
     if len(own):
-        assert whole.grad is not None
-        expected = part_of({"x": whole.grad}, full_batches(plan), model.position)["x"]
+        [expected] = both.part(x.grad)
         torch.testing.assert_close(own.grad, expected, rtol=1e-12, atol=1e-15)
-
-
-@every_plan
-def test_inputs_get_their_gradients(plan: Plan) -> None:
-    run_ranks(_input_gradient, plan.world_size, plan)

@@ -1,6 +1,5 @@
 """What a program changes in a model between its steps is seen: it is right, or refused."""
 
-import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
+from tests.beside import Beside
 from tests.selection import one_in
-from tests.test_rounds import check_grads
-from tests.worlds import run_ranks
+from tests.worlds import on_ranks, run_ranks
 
 WIDTH = 4
 UNITS = ["layers.0", "layers.1", "layers.2", "side"]
@@ -53,68 +52,52 @@ class Net(nn.Module):
         return loss, len(x)
 
 
-def make(num_rounds: int = 1) -> tuple[HetFSDP, Net, Tensor]:
-    """A model that has taken a step, its module in one process, and its samples."""
+def make(num_rounds: int = 1) -> tuple[Beside, Tensor]:
+    """A model that has taken a step, beside its module in one process, and its samples."""
     plan = Plan.by_hand(microbatch_sizes=[2, 1], num_microbatches=[2, 1], num_rounds=num_rounds)
     torch.manual_seed(7)
-    module = Net().double()
-    model = HetFSDP(copy.deepcopy(module), plan, units=UNITS)
+    both = Beside(Net().double(), plan, units=UNITS)
     x = torch.randn(plan.global_batch_size, WIDTH, dtype=torch.float64)
-    model.forward_backward(x[plan.sample_indices(model.position)])
-    return model, module, x
-
-
-def step(model: HetFSDP, module: Net, x: Tensor, *args: Any) -> None:
-    """Take a step and compare it."""
-    model.zero_grad()
-    module.zero_grad()
-    model.forward_backward(x[model.plan.sample_indices(model.position)], *args)
-    loss_sum, count = module(x, *args)
-    (loss_sum / count).backward()
-    check_grads(model, module)
+    both.step(x)
+    return both, x
 
 
 def num_probes(model: HetFSDP) -> int:
     return len(model._runtime._known._findings)
 
 
-def _as_in_one_process(rank: int) -> None:
-    model, module, x = make(num_rounds=2)
-    for each in (model.module, module):
+@on_ranks(2)
+def test_hooks_and_logs_are_followed(rank: int) -> None:
+    both, x = make(num_rounds=2)
+    for each in (both.model.module, both.plain):
         each.layers[1].register_forward_hook(lambda _module, _args, out: 2 * out)  # type: ignore[index]
-    step(model, module, x)
-    before = num_probes(model)
+    both.step(x)
+    before = num_probes(both.model)
     for kind in (list, dict):  # neither is hashable
-        model.module.keeps = kind
+        both.model.module.keeps = kind
         for _ in range(3):
-            step(model, module, x)
-    assert num_probes(model) <= before + 3
+            both.step(x)
+    assert num_probes(both.model) <= before + 3
 
 
-def test_hooks_and_logs_are_followed() -> None:
-    run_ranks(_as_in_one_process, 2)
-
-
-def _frozen_to_evaluate(rank: int) -> None:
-    model, module, x = make()
+@on_ranks(2)
+def test_units_may_be_frozen_while_the_model_is_evaluated(rank: int) -> None:
+    """As peft does to evaluate a model without its adapters."""
+    both, x = make()
+    model, module = both.model, both.plain
     for _ in range(2):
         for each in (model.module, module):
             each.layers[0].requires_grad_(False)  # type: ignore[index]
             each.layers[0].register_forward_hook(lambda _module, _args, out: 2 * out)  # type: ignore[index]
         with torch.no_grad():
-            loss_sum, _ = model(x[model.plan.sample_indices(model.position)])
+            loss_sum, _ = model(*both.part(x))
             expected, _ = module(x)
         losses = model.exchange([float(loss_sum)])
         assert sum(loss for (loss,) in losses) == pytest.approx(float(expected), rel=1e-12)
         for each in (model.module, module):
             each.layers[0]._forward_hooks.clear()  # type: ignore[index, union-attr]
             each.layers[0].requires_grad_(True)  # type: ignore[index]
-        step(model, module, x)
-
-
-def test_units_may_be_frozen_while_the_model_is_evaluated() -> None:
-    """As peft does to evaluate a model without its adapters."""
-    run_ranks(_frozen_to_evaluate, 2)
+        both.step(x)
 
 
 def _dropout_begins(rank: int) -> list[float]:
@@ -189,16 +172,13 @@ REFUSED = {
 }
 
 
-def _refused(rank: int, what: str) -> None:
-    model, _, x = make(num_rounds=2)
-    args = _edit(what, model)
-    with pytest.raises((ValueError, RuntimeError), match=REFUSED[what]):
-        model.forward_backward(x[model.plan.sample_indices(model.position)], *args)
-
-
 @pytest.mark.parametrize("what", one_in(2, REFUSED))
-def test_what_would_depend_on_the_plan_is_refused_when_it_comes(what: str) -> None:
-    run_ranks(_refused, 2, what, fresh_world=True)
+@on_ranks(2, fresh_world=True)
+def test_what_would_depend_on_the_plan_is_refused_when_it_comes(rank: int, what: str) -> None:
+    both, x = make(num_rounds=2)
+    args = _edit(what, both.model)
+    with pytest.raises((ValueError, RuntimeError), match=REFUSED[what]):
+        both.model.forward_backward(*both.part(x), *args)
 
 
 class Gated(nn.Module):
@@ -234,7 +214,19 @@ def _centered(x: Tensor) -> Tensor:
     return x - x.mean(0)
 
 
-def _hidden_at_first(rank: int, what: str) -> None:
+@pytest.mark.parametrize(
+    "what",
+    [
+        "a closed gate",
+        "samples that are the same",
+        "a flag of an object",
+        "a flag of the loss",
+        "another function",
+        "another forward",
+    ],
+)
+@on_ranks(2, fresh_world=True)
+def test_what_hides_that_samples_are_mixed_does_not_last(rank: int, what: str) -> None:
     """What would mix samples is hidden in the first step, or comes after it."""
     plan = Plan.by_hand(microbatch_sizes=[2, 1], num_microbatches=[2, 1])
     torch.manual_seed(7)
@@ -262,18 +254,3 @@ def _hidden_at_first(rank: int, what: str) -> None:
             module.forward = lambda x: (_centered(module.first(x)).square().sum(), len(x))  # type: ignore[method-assign]
     with pytest.raises(ValueError, match=r"(other|over) samples|load-balancing loss"):
         model.forward_backward(x)
-
-
-@pytest.mark.parametrize(
-    "what",
-    [
-        "a closed gate",
-        "samples that are the same",
-        "a flag of an object",
-        "a flag of the loss",
-        "another function",
-        "another forward",
-    ],
-)
-def test_what_hides_that_samples_are_mixed_does_not_last(what: str) -> None:
-    run_ranks(_hidden_at_first, 2, what, fresh_world=True)

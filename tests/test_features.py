@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 import shardhet
 from shardhet import HetFSDP, Plan
-from tests.test_probe import compare_grads
-from tests.worlds import run_ranks, run_ranks_expecting_failure
+from tests.parity import compare_grads
+from tests.worlds import ends_all_ranks, on_ranks, run_ranks, run_ranks_expecting_failure
 
 PLAN = Plan.by_hand(
     microbatch_sizes=[2, 1, 0], rank_batch_sizes=[3, 2, 0], state_shares=[0.5, 0.2, 0.3]
@@ -46,7 +46,8 @@ def contrastive(
     return one + F.cross_entropy(texts @ all_images.T, targets, reduction="sum")
 
 
-def _train(rank: int) -> None:
+@on_ranks(3)
+def test_a_contrastive_loss_is_that_of_one_process(rank: int) -> None:
     torch.manual_seed(0)
     reference = Towers()
     model = HetFSDP(copy.deepcopy(reference), PLAN, units=["image", "text"])
@@ -75,10 +76,6 @@ def _train(rank: int) -> None:
         model.train()
 
 
-def test_a_contrastive_loss_is_that_of_one_process() -> None:
-    run_ranks(_train, 3)
-
-
 def _pairs(rank: int, world_size: int) -> Any:
     plan = (
         PLAN
@@ -96,7 +93,8 @@ def test_a_model_that_compares_a_ranks_samples_is_refused_unless_one_rank_has_al
     assert run_ranks(_pairs, 1, 1) == [(5, 5)]
 
 
-def _within(rank: int) -> None:
+@ends_all_ranks(3, "between model(...) and model.backward")
+def test_gathering_inside_of_a_model_is_refused(rank: int) -> None:
     class Inside(Towers):
         def forward(self, x: Tensor, y: Tensor) -> Any:
             return shardhet.gather_features(super().forward(x, y)[0])
@@ -106,12 +104,8 @@ def _within(rank: int) -> None:
     model(x, x)
 
 
-def test_gathering_inside_of_a_model_is_refused() -> None:
-    for outcome in run_ranks_expecting_failure(_within, 3):
-        assert "between model(...) and model.backward" in outcome.message
-
-
-def _in_rounds(rank: int) -> None:
+@ends_all_ranks(2, "the plan has several rounds")
+def test_features_of_one_round_are_not_those_of_the_batch(rank: int) -> None:
     plan = Plan.by_hand(microbatch_sizes=[2, 1], num_rounds=2)
     model = HetFSDP(Towers(), plan, units=["image", "text"])
     x = torch.randn(plan.ranks[model.position].rank_batch_size, WIDTH, dtype=torch.float64)
@@ -119,11 +113,6 @@ def _in_rounds(rank: int) -> None:
     with torch.no_grad():
         assert len(shardhet.gather_features(features)) == 3
     shardhet.gather_features(features)
-
-
-def test_features_of_one_round_are_not_those_of_the_batch() -> None:
-    for outcome in run_ranks_expecting_failure(_in_rounds, 2):
-        assert "the plan has several rounds" in outcome.message
 
 
 def _whole_loss_on_every_rank(rank: int, counts_everywhere: bool) -> None:
@@ -149,13 +138,9 @@ def test_a_rank_may_compute_the_mean_over_all_but_counts_its_own_samples() -> No
         assert "has no samples, so its loss does not count" in outcome.message
 
 
-def _unlike(rank: int) -> None:
+@ends_all_ranks(3, "rows of shapes ((4,), (3,), (4,))")
+def test_features_of_other_shapes_are_refused_on_every_rank(rank: int) -> None:
     model = HetFSDP(Towers(), PLAN, units=["image", "text"])
     x = torch.randn(PLAN.ranks[model.position].rank_batch_size, WIDTH, dtype=torch.float64)
     features = model(x, x)[0]
     shardhet.gather_features(features[:, rank:] if rank == 1 else features)
-
-
-def test_features_of_other_shapes_are_refused_on_every_rank() -> None:
-    for outcome in run_ranks_expecting_failure(_unlike, 3):
-        assert "rows of shapes ((4,), (3,), (4,))" in outcome.message

@@ -13,17 +13,11 @@ from torch.nn.functional import cross_entropy
 from shardhet import HetFSDP, Plan, Stage
 from shardhet.fsdp.probing.comparing import Cut
 from shardhet.fsdp.probing.prober import _laws_of_all
-from tests.edge_plans import APART, UNEVEN, every_plan
+from tests.beside import backward_in_rounds
+from tests.edge_plans import APART, IN_ROUNDS, UNEVEN, every_plan, plan_for
 from tests.ordinary import Pair, says
-from tests.test_probe import (
-    IN_ROUNDS,
-    WIDTH,
-    Net,
-    backward_in_rounds,
-    compare_grads,
-    draw,
-    plan_for,
-)
+from tests.parity import compare_grads
+from tests.small_models import WIDTH, Net, draw
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
 ALONE = plan_for(recomputes=False)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from shardhet import HetFSDP, Plan
 from shardhet.fsdp.sharding.host_draws import HIGH, LOW, MIDDLE, HostGenerators
-from tests.test_probe import NUM_SAMPLES, WIDTH, Mixer, Net, draw, plan_for
+from tests.edge_plans import plan_for
+from tests.small_models import NUM_SAMPLES, WIDTH, Mixer, Net, draw
 from tests.worlds import run_ranks
 
 

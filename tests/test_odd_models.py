@@ -1,7 +1,7 @@
 """Models of others that write parameters, or have backwards of their own: exact, or refused."""
 
-import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,274 +10,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardhet import HetFSDP, Plan
-from tests.test_probe import (
-    WIDTH,
-    Net,
-    both_ways,
-    check,
-    compare_grads,
-    draw,
-    plan_for,
-    squared,
-)
-from tests.worlds import run_ranks, run_ranks_expecting_failure
+from tests.beside import Beside, check, refuses, squared, summed
+from tests.edge_plans import both_ways, plan_for
+from tests.small_models import UNITS, WIDTH, Net, Unit, draw, kind, linear
+from tests.worlds import on_ranks, run_ranks, run_ranks_expecting_failure
 
 ALONE = plan_for(recomputes=False)
-UNITS = ["units.0", "units.1"]
+THREE = plan_for(recomputes=False, world_size=3)
+forward = Net.forward
 
 
-def linear() -> nn.Module:
-    return nn.Linear(WIDTH, WIDTH)
-
-
-def refuses(module: nn.Module, error: type[Exception], words: str, **options: Any) -> None:
-    model = HetFSDP(module, ALONE, **{"units": UNITS, **options})
-    with pytest.raises(error, match=words):
-        squared(model, draw(5, WIDTH))
-
-
-# Samples that depend on those before them
-
-
-class Mixing(Net):
-    """Mixes samples after its last unit."""
-
-    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(linear)
-        self.mix = mix
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mix(super().forward(x))
-
-
-@pytest.mark.parametrize(
-    "mix",
-    [
-        lambda x: x.cumsum(0),
-        lambda x: x + x[:1],
-        lambda x: x * torch.arange(len(x))[:, None],
-        lambda x: (x - x.mean(0)).flatten(),
-    ],
-    ids=["sums up", "the first", "its place", "without rows"],
-)
-def test_a_sample_that_depends_on_the_others_is_refused(
-    mix: Callable[[Tensor], Tensor],
-) -> None:
-    refuses(Mixing(mix), ValueError, "depends for one sample on the other samples")
-
-
-class WideLoss(Net):
-    """Is in float32, and computes its loss in float64."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return (super().forward(x).double() - y).square().sum()
-
-
-def test_a_loss_may_be_wider_than_the_model() -> None:
-    torch.manual_seed(0)
-    reference = WideLoss(linear).float()
-    model = HetFSDP(copy.deepcopy(reference), ALONE, units=UNITS)
-    x, y = draw(5, WIDTH).float(), draw(5, 3)
-    assert model.backward(model(x, y), 5) == pytest.approx(float(reference(x, y) / 5), rel=1e-5)
-
-
-class Rotating(Net):
-    """Turns pairs of features by complex numbers, as rotary embeddings do."""
-
-    def __init__(self) -> None:
-        super().__init__(linear)
-        turns = torch.polar(torch.ones(WIDTH // 2), torch.arange(WIDTH // 2) + 1.0)
-        self.register_buffer("turns", turns.to(torch.complex128).conj())
-
-    def forward(self, x: Tensor) -> Tensor:
-        pairs = torch.view_as_complex(x.unflatten(1, (-1, 2)).contiguous())
-        return super().forward(torch.view_as_real(pairs * self.turns).flatten(1))
-
-
-def _rotate(_: int) -> None:
-    torch.manual_seed(0)
-    plan = Plan.by_hand(microbatch_sizes=[2, 0, 1], state_shares=[0.2, 0.5, 0.3])
-    check(plan, Rotating(), [draw(3, WIDTH)] * 2, squared, units=UNITS)
-
-
-def test_buffers_may_be_complex() -> None:
-    run_ranks(_rotate, 3)
-
-
-class Segments(nn.Module):
-    """Adds the sum of those rows that lie in the same of some segments."""
-
-    def __init__(self, first: int) -> None:
-        super().__init__()
-        self.linear, self.first = nn.Linear(WIDTH, WIDTH), first
-
-    def forward(self, x: Tensor) -> Tensor:
-        number = (torch.arange(len(x)) >= self.first).double()
-        return self.linear(x + (number[:, None] == number).double() @ x)
-
-
-@pytest.mark.parametrize("first", [1, 2])
-def test_units_that_mix_the_samples_of_a_segment_are_refused(first: int) -> None:
-    words = "depends for one sample on the other samples of the microbatch"
-    refuses(Net(lambda: Segments(first)), ValueError, words)
-
-
-@pytest.mark.parametrize("dim", [1, 2])
-def test_several_rows_for_each_sample_are_exact(dim: int) -> None:
-    module = Mixing(lambda x: x.transpose(0, dim - 1).flatten(0, 1))
-    check(ALONE, module, [draw(5, 3, WIDTH)], squared, units=UNITS)
-
-
-class Keeping(Net):
-    """Keeps something of each forward, and may compute with it in the next."""
-
-    def __init__(self, keep: Callable[[Tensor], Any], *, is_used: bool) -> None:
-        super().__init__(linear)
-        self.keep, self.is_used, self.kept = keep, is_used, keep(draw(1, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        before, x = self.kept, super().forward(x)
-        self.kept = self.keep(x.detach())
-        return x + before if self.is_used else x
-
-
-def mean(x: Tensor) -> Any:
-    return x.mean()
-
-
-def number(x: Tensor) -> Any:
-    return float(x.mean())
-
-
-def _keeps(rank: int, keep: Callable[[Tensor], Any], is_used: bool) -> None:
-    torch.manual_seed(0)
-    plan = plan_for(recomputes=False, world_size=3)
-    batches = [draw(5, WIDTH) for _ in range(2)]
-    check(plan, Keeping(keep, is_used=is_used), batches, squared, units=UNITS)
-
-
-@pytest.mark.parametrize("keep", [mean, number])
-def test_a_forward_that_computes_with_samples_of_the_one_before_is_refused(
-    keep: Callable[[Tensor], Any],
-) -> None:
-    for outcome in run_ranks_expecting_failure(_keeps, 3, keep, True):
-        assert (
-            "keeps values of its samples for the next one (attribute kept)" in outcome.message
-        )
-    run_ranks(_keeps, 3, keep, False)
-
-
-# Parameters that a forward writes
-
-
-class Writing(nn.Module):
-    """Writes its weight before it uses it."""
-
-    def __init__(self, write: Callable[[nn.Linear], None]) -> None:
-        super().__init__()
-        self.linear, self.write = nn.Linear(WIDTH, WIDTH), write
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.write(self.linear)
-        return self.linear(x)
-
-
-def replaced(layer: nn.Linear) -> None:
-    layer.weight.data = layer.weight.data * 1.0
-
-
-def another(layer: nn.Linear) -> None:
-    layer.weight = nn.Parameter(layer.weight * 1.0, requires_grad=False)
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda layer: layer.weight.clamp_(-0.1, 0.1),
-        lambda layer: layer.weight.data.mul_(1.0),
-        replaced,
-        another,
-    ],
-    ids=["in place", "its data", "data replaced", "replaced"],
-)
-@pytest.mark.parametrize("inside", [True, False], ids=["in a unit", "outside"])
-def test_parameters_that_a_forward_writes_are_refused(
-    write: Callable[[nn.Linear], None], inside: bool
-) -> None:
-    units = UNITS if inside else ["head"]
-    refuses(Net(lambda: Writing(write)), RuntimeError, "rows between steps", units=units)
-
-
-class Words(nn.Module):
-    """Embeddings with options of torch's."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(7, WIDTH, **options), linear()
-
-    def forward(self, words: Tensor) -> Tensor:
-        return self.head(self.table(words))
-
-
-@pytest.mark.parametrize("units", [["table", "head"], ["head"]])
-def test_embeddings_whose_norm_torch_limits_are_refused(units: list[str]) -> None:
-    model = HetFSDP(Words(max_norm=0.5), ALONE, units=units)
-    with pytest.raises(RuntimeError, match=r"writes to a parameter.*max_norm"):
-        model(torch.zeros(5, dtype=torch.long))
-
-
-@pytest.mark.parametrize("units", [["table", "head"], ["head"]])
-def test_embeddings_whose_gradients_are_divided_by_counts_are_refused(units: list[str]) -> None:
-    words = torch.tensor([0, 0, 1, 2, 2])
-    model = HetFSDP(Words(scale_grad_by_freq=True), ALONE, units=units)
-    with pytest.raises(ValueError, match="scale_grad_by_freq=True, which divides"):
-        model(words)
-    whole = HetFSDP(Words(scale_grad_by_freq=True), Plan.even(1, microbatch_size=5))
-    whole.backward(whole(words).sum(), 5)
-    assert all(param.grad is not None for param in whole.parameters())
-
-
-class Descends(nn.Module):
-    """Moves its input along the gradient of an energy, which is its own to compute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            at = x if x.requires_grad else x.detach().requires_grad_()
-            energy = torch.tanh(self.layer(at)).square().sum()
-            [slope] = torch.autograd.grad(energy, at, create_graph=True)
-        return x - slope
-
-
-@both_ways
-def test_a_unit_may_compute_with_a_gradient_of_its_own(recomputes: bool) -> None:
-    check(plan_for(recomputes), Net(Descends), [draw(5, WIDTH)] * 2, squared, units=UNITS)
-
-
-class Penalised(Net):
-    """Adds the squares of all its parameters, those of units among them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        squares = [param.square().sum() for param in self.parameters()]
-        output = super().forward(x)
-        squares += [param.square().sum() for param in self.units[-1].parameters()]
-        return output.square().sum() + torch.stack(squares).sum() * len(x)
-
-
-@both_ways
-def test_a_penalty_on_parameters_inside_of_forward_is_exact(recomputes: bool) -> None:
-    with pytest.warns(UserWarning, match="stay unsharded for the whole step"):
-        check(
-            plan_for(recomputes),
-            Penalised(linear),
-            [draw(5, WIDTH) for _ in range(2)],
-            lambda model, x: model(x),
-            units=UNITS,
-        )
+def finished(finish: Callable[[Tensor], Any]) -> Net:
+    """A net whose outputs go through ``finish``."""
+    return kind(lambda self, x: finish(forward(self, x)))()
 
 
 # Backwards of a model's own
@@ -297,114 +42,46 @@ class ByFunction(torch.autograd.Function):
         return (grad - grad.mean(0) if ctx.mixes else -grad), None
 
 
-def by_function(x: Tensor, mixes: bool) -> Tensor:
-    result: Tensor = ByFunction.apply(x, mixes)  # type: ignore[no-untyped-call]
-    return result
-
-
 def by_hook(x: Tensor, mixes: bool) -> Tensor:
     if x.requires_grad:
         x.register_hook(lambda grad: grad / grad.norm() if mixes else grad.clamp(-0.1, 0.1))
     return x
 
 
-Backward = Callable[[Tensor, bool], Tensor]
-every_backward = pytest.mark.parametrize("backward", [by_function, by_hook])
-
-
-class Inner(nn.Module):
-    """A unit with a backward of its own."""
-
-    def __init__(self, backward: Backward, *, mixes: bool) -> None:
-        super().__init__()
-        self.linear, self.backward, self.mixes = linear(), backward, mixes
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.backward(self.linear(x), self.mixes).tanh()
-
-
-class Between(Net):
-    """Has it between its units, or after them."""
-
-    def __init__(self, backward: Backward, *, mixes: bool, is_last: bool) -> None:
-        super().__init__(linear)
-        self.backward, self.mixes, self.is_last = backward, mixes, is_last
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.units[0](x).tanh()
-        if not self.is_last:
-            x = self.backward(x * 2, self.mixes)
-        x = self.units[1](x)
-        return self.head(self.backward(x * 2, self.mixes) if self.is_last else x)
-
-
-def models_of(backward: Backward, *, mixes: bool) -> list[nn.Module]:
-    return [
-        Net(lambda: Inner(backward, mixes=mixes)),
-        *(Between(backward, mixes=mixes, is_last=is_last) for is_last in (False, True)),
-    ]
-
-
-@every_backward
-def test_backwards_that_mix_samples_are_refused(backward: Backward) -> None:
-    for module in models_of(backward, mixes=True):
-        refuses(module, ValueError, "gradients of two parts of a batch do not add up")
-
-
-def by_length(x: Tensor, mixes: bool) -> Tensor:
+def by_length(x: Tensor, _: bool) -> Tensor:
     if x.requires_grad:
         x.register_hook(lambda grad: grad / len(grad))
     return x
 
 
-class Losing(Between):
-    """Returns its loss."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).square().sum()
+BACKWARDS = {"function": ByFunction.apply, "hook": by_hook}
 
 
-def test_backwards_outside_of_units_that_know_how_many_samples_there_are_are_refused() -> None:
-    for is_last in (False, True):
-        module = Between(by_length, mixes=True, is_last=is_last)
-        refuses(module, ValueError, "gradients of two parts of a batch do not add up")
+def with_backward(backward: Any, place: str, mixes: bool) -> Net:
+    """A backward of its own: in units, between them, after them, of a loss or beside more."""
+    inner = kind(lambda self, x: backward(self.linear(x), mixes).tanh(), Unit)
+    if place == "in units":
+        return Net(inner)
+    if place == "beside more":
+        # Units return besides what has no samples and what has no gradient.
+        def more(self: Unit, x: Tensor) -> Any:
+            return inner.forward(self, x), self.linear.weight.square(), x > 0
 
+        def takes_more(self: Net, x: Tensor) -> Tensor:
+            for unit in self.units:
+                x, squares, is_positive = unit(x)
+                x = x * is_positive + squares.sum(0)
+            return self.head(x)
 
-@every_backward
-def test_backwards_of_a_loss_that_mix_samples_are_refused(backward: Backward) -> None:
-    module = Losing(backward, mixes=True, is_last=True)
-    refuses(module, ValueError, "gradients of two parts of a batch do not add up")
+        return kind(takes_more)(kind(more, Unit))
 
+    def around(self: Net, x: Tensor) -> Tensor:
+        x = self.units[0](x).tanh()
+        x = self.units[1](backward(x * 2, mixes) if place == "between" else x)
+        x = self.head(x if place == "between" else backward(x * 2, mixes))
+        return x.square().sum() if place == "of a loss" else x
 
-@every_backward
-@both_ways
-def test_backwards_of_each_sample_are_exact(backward: Backward, recomputes: bool) -> None:
-    for module in models_of(backward, mixes=False):
-        batches = [draw(5, WIDTH) for _ in range(2)]
-        check(plan_for(recomputes), module, batches, squared, units=UNITS)
-
-
-class InnerWithMore(Inner):
-    """Returns besides what has no samples and what has no gradient."""
-
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x), self.linear.weight.square(), x > 0
-
-
-class TakesMore(Net):
-    """Uses all of it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for unit in self.units:
-            x, squares, is_positive = unit(x)
-            x = x * is_positive + squares.sum(0)
-        return self.head(x)
-
-
-@every_backward
-def test_backwards_of_units_that_return_more_are_exact(backward: Backward) -> None:
-    module = TakesMore(lambda: InnerWithMore(backward, mixes=False))
-    check(ALONE, module, [draw(5, WIDTH) for _ in range(2)], squared, units=UNITS)
+    return kind(around)()
 
 
 def hooked(*, mixes: bool, before: bool) -> nn.Module:
@@ -423,54 +100,284 @@ def hooked(*, mixes: bool, before: bool) -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_backward_hooks_of_a_unit_keep_samples_apart(before: bool) -> None:
-    refuses(
-        hooked(mixes=True, before=before), ValueError, "unit 'units.1': the gradients of two"
+def forces(self: Any, x: Tensor) -> Tensor:
+    """Gradients of what it computes first, as force fields do."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        energy = self.energy(x).square().sum()
+        return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+def descends(self: Any, x: Tensor) -> Tensor:
+    """Moves its input along the gradient of an energy, which is its own to compute."""
+    with torch.enable_grad():
+        at = x if x.requires_grad else x.detach().requires_grad_()
+        energy = torch.tanh(self.linear(at)).square().sum()
+        return x - torch.autograd.grad(energy, at, create_graph=True)[0]
+
+
+def of_forces() -> nn.Module:
+    energy = nn.Sequential(linear(), nn.Tanh(), linear())
+    return kind(forces, Unit)(energy=energy).double()
+
+
+# What is exact
+
+
+def penalised(self: Net, x: Tensor) -> Tensor:
+    """Adds the squares of all its parameters, those of units among them."""
+    squares = [param.square().sum() for param in self.parameters()]
+    output = forward(self, x)
+    squares += [param.square().sum() for param in self.units[-1].parameters()]
+    return output.square().sum() + torch.stack(squares).sum() * len(x)
+
+
+def of_parameter(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+    """A parameter that is returned beside the output."""
+    output, weight = model(x)
+    return (output @ weight).square().sum(), len(x)
+
+
+def exact(module: nn.Module, shape: tuple[int, ...] = (5, WIDTH), **others: Any) -> Any:
+    return module, shape, {"loss": squared, "units": UNITS, **others}
+
+
+EXACT: dict[str, Callable[[], Any]] = {
+    "rows in dim 1": lambda: exact(finished(lambda x: x.flatten(0, 1)), (5, 3, WIDTH)),
+    "rows in dim 2": lambda: exact(
+        finished(lambda x: x.transpose(0, 1).flatten(0, 1)), (5, 3, WIDTH)
+    ),
+    "a gradient of its own": lambda: exact(Net(kind(descends, Unit))),
+    "a penalty on parameters": lambda: exact(kind(penalised)(), loss=summed),
+    "forces in a unit": lambda: exact(
+        nn.Sequential(of_forces(), linear()).double(), units=["0", "1"]
+    ),
+    "a hook before a unit": lambda: exact(hooked(mixes=False, before=True)),
+    "a hook of a unit": lambda: exact(hooked(mixes=False, before=False)),
+    "a parameter is returned": lambda: exact(
+        kind(lambda self, x: (forward(self, x), self.head.weight))(), loss=of_parameter
+    ),
+    **{
+        f"a {name} {place}": lambda b=backward, p=place: exact(with_backward(b, p, mixes=False))
+        for name, backward in BACKWARDS.items()
+        for place in ("in units", "between", "after", "beside more")
+    },
+}
+
+
+@both_ways
+@pytest.mark.parametrize("what", EXACT)
+def test_what_is_odd_is_exact(what: str, recomputes: bool) -> None:
+    module, shape, options = EXACT[what]()
+    warns = pytest.warns(UserWarning, match="stay unsharded for the whole step")
+    with warns if what == "a penalty on parameters" else nullcontext():
+        check(plan_for(recomputes), module, [draw(*shape) for _ in range(2)], **options)
+
+
+def test_a_loss_may_be_wider_than_the_model() -> None:
+    """It is in float32, and computes its loss in float64."""
+    wide = kind(lambda self, x, y: (forward(self, x).double() - y).square().sum())().float()
+    both = Beside(wide, ALONE, loss=summed, units=UNITS)
+    x, y = draw(5, WIDTH).float(), draw(5, 3)
+    assert both.model.backward(both.model(x, y), 5) == pytest.approx(
+        both.step_of_one(x, y), rel=1e-5
     )
-    check(ALONE, hooked(mixes=False, before=before), [draw(5, WIDTH)], squared, units=UNITS)
 
 
-class Forces(nn.Module):
-    """Returns gradients of what it computes first, as force fields do."""
+@on_ranks(3)
+def test_buffers_may_be_complex(rank: int) -> None:
+    """As those of rotary embeddings, by which pairs of features are turned."""
+    torch.manual_seed(0)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.energy = nn.Sequential(linear(), nn.Tanh(), linear())
-        self.double()
+    def rotating(self: Net, x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.unflatten(1, (-1, 2)).contiguous())
+        return forward(self, torch.view_as_real(pairs * self.turns).flatten(1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            energy = self.energy(x).square().sum()
-            [forces] = torch.autograd.grad(energy, x, create_graph=True)
-        return forces
-
-
-def test_gradients_in_a_forward_are_exact_in_one_unit_and_refused_through_several() -> None:
-    refuses(Forces(), ValueError, "asks for a gradient", units=["energy.0", "energy.2"])
-    module = nn.Sequential(Forces(), linear()).double()
-    check(ALONE, module, [draw(5, WIDTH)], squared, units=["0", "1"])
+    net = kind(rotating)()
+    turns = torch.polar(torch.ones(WIDTH // 2), torch.arange(WIDTH // 2) + 1.0)
+    net.register_buffer("turns", turns.to(torch.complex128).conj())
+    plan = Plan.by_hand(microbatch_sizes=[2, 0, 1], state_shares=[0.2, 0.5, 0.3])
+    check(plan, net, [draw(3, WIDTH)] * 2, units=UNITS)
 
 
-# Parameters that are not the model's, and what is returned
+@on_ranks(3)
+def test_a_net_that_is_called_twice_in_one_module_is_exact(rank: int) -> None:
+    siamese = kind(lambda self, x, y: self.net(x) - self.net(y), Unit)(net=Net())
+    siamese.linear = nn.Identity()
+    check(
+        plan_for(recomputes=True, world_size=3),
+        siamese,
+        [draw(5, WIDTH)],
+        lambda model, x: squared(model, x, x * 2),
+        units=["net.units.0", "net.units.1"],
+    )
 
 
-class Criterion(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+# What is refused
+
+
+def segments(first: int) -> Net:
+    """Units add the sum of those rows that lie in the same of some segments."""
+
+    def adds(self: Unit, x: Tensor) -> Tensor:
+        number = (torch.arange(len(x)) >= first).double()
+        return self.linear(x + (number[:, None] == number).double() @ x)
+
+    return Net(kind(adds, Unit))
+
+
+def writing(write: Callable[[nn.Linear], None]) -> Net:
+    """Units write their weight before they use it."""
+
+    def writes(self: Unit, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            write(self.linear)
+        return self.linear(x)
+
+    return Net(kind(writes, Unit))
+
+
+def replaces(layer: nn.Linear) -> None:
+    layer.weight.data = layer.weight.data * 1.0
+
+
+def puts_another(layer: nn.Linear) -> None:
+    layer.weight = nn.Parameter(layer.weight * 1.0, requires_grad=False)
+
+
+def words_net(**options: Any) -> nn.Module:
+    """Embeddings with options of torch's."""
+    table = nn.Embedding(7, WIDTH, **options)
+    return kind(lambda self, words: self.linear(self.table(words)), Unit)(table=table)
+
+
+WORDS = torch.tensor([0, 0, 1, 2, 2])
+OTHERS = "depends for one sample on the other samples"
+PARTS = "gradients of two parts of a batch do not add up"
+ROWS = "rows between steps"
+NORM = r"writes to a parameter.*max_norm"
+COUNTS = "scale_grad_by_freq=True, which divides"
+Refused = tuple[Callable[[], nn.Module], type[Exception], str, Any]
+REFUSED: dict[str, Refused] = {
+    **{
+        f"samples: {name}": (lambda f=f: finished(f), ValueError, OTHERS, UNITS)
+        for name, f in {
+            "sums up": lambda x: x.cumsum(0),
+            "the first": lambda x: x + x[:1],
+            "its place": lambda x: x * torch.arange(len(x))[:, None],
+            "without rows": lambda x: (x - x.mean(0)).flatten(),
+        }.items()
+    },
+    **{
+        f"segments of {n}": (
+            lambda n=n: segments(n), ValueError, f"{OTHERS} of the microbatch", UNITS,
+        )
+        for n in (1, 2)
+    },
+    **{
+        f"writes {name} {'inside' if units is UNITS else 'outside'}": (
+            lambda write=write: writing(write), RuntimeError, ROWS, units,
+        )
+        for units in (UNITS, ["head"])
+        for name, write in {
+            "in place": lambda layer: layer.weight.clamp_(-0.1, 0.1),
+            "its data": lambda layer: layer.weight.data.mul_(1.0),
+            "data replaced": replaces,
+            "replaced": puts_another,
+        }.items()
+    },
+    **{
+        f"{option}, units {len(units)}": (
+            lambda option=option, value=value: words_net(**{option: value}),
+            error, words, units,
+        )
+        for units in (["table", "linear"], ["linear"])
+        for option, value, error, words in (
+            ("max_norm", 0.5, RuntimeError, NORM),
+            ("scale_grad_by_freq", True, ValueError, COUNTS),
+        )
+    },
+    **{
+        f"a {name} {place}": (
+            lambda b=backward, p=place: with_backward(b, p, mixes=True),
+            ValueError, PARTS, UNITS,
+        )
+        for name, backward in BACKWARDS.items()
+        for place in ("in units", "between", "after", "of a loss")
+    },
+    **{
+        f"a length {place}": (
+            lambda p=place: with_backward(by_length, p, mixes=True), ValueError, PARTS, UNITS,
+        )
+        for place in ("between", "after")
+    },
+    **{
+        f"a hook, before: {before}": (
+            lambda before=before: hooked(mixes=True, before=before),
+            ValueError, "unit 'units.1': the gradients of two", UNITS,
+        )
+        for before in (True, False)
+    },
+    "forces through units": (
+        of_forces, ValueError, "asks for a gradient", ["energy.0", "energy.2"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_would_depend_on_the_plan_is_refused(what: str) -> None:
+    make, error, words, units = REFUSED[what]
+    model = HetFSDP(make(), ALONE, units=units)
+    with pytest.raises(error, match=words):
+        squared(model, WORDS if "table" in dict(model.named_children()) else draw(5, WIDTH))
+
+
+def test_whole_batches_may_divide_gradients_by_counts() -> None:
+    whole = HetFSDP(words_net(scale_grad_by_freq=True), Plan.even(1, microbatch_size=5))
+    whole.backward(whole(WORDS).sum(), 5)
+    assert all(param.grad is not None for param in whole.parameters())
+
+
+def mean(x: Tensor) -> Any:
+    return x.mean()
+
+
+def number(x: Tensor) -> Any:
+    return float(x.mean())
+
+
+def _keeps(rank: int, keep: Callable[[Tensor], Any], is_used: bool) -> None:
+    """Keeps something of each forward, and may compute with it in the next."""
+
+    def keeping(self: Net, x: Tensor) -> Tensor:
+        before, x = self.kept, forward(self, x)
+        self.kept = keep(x.detach())
+        return x + before if is_used else x
+
+    torch.manual_seed(0)
+    net = kind(keeping)(kept=keep(draw(1, 3)))
+    check(THREE, net, [draw(5, WIDTH) for _ in range(2)], units=UNITS)
+
+
+@pytest.mark.parametrize("keep", [mean, number])
+def test_a_forward_that_computes_with_samples_of_the_one_before_is_refused(
+    keep: Callable[[Tensor], Any],
+) -> None:
+    for outcome in run_ranks_expecting_failure(_keeps, 3, keep, True):
+        assert (
+            "keeps values of its samples for the next one (attribute kept)" in outcome.message
+        )
+    run_ranks(_keeps, 3, keep, False)
 
 
 def _weighs_outside(rank: int, how: str) -> None:
-    plan = plan_for(recomputes=False, world_size=3)
-    model, criterion = HetFSDP(Net(linear), plan, units=UNITS), Criterion()
-    n = plan.ranks[model.position].rank_batch_size
-    weight = criterion.weight.detach() if how == "detached" else criterion.weight
+    model = HetFSDP(Net(), THREE, units=UNITS)
+    weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    n = THREE.ranks[model.position].rank_batch_size
     if how == "alone":  # the model's output has nothing to do with it
-        loss = squared(model, draw(n, WIDTH)) + n * weight.sum()
+        loss = squared(model, draw(n, WIDTH))[0] + n * weight.sum()
     else:
-        loss = (model(draw(n, WIDTH)) * weight).sum()
+        loss = (model(draw(n, WIDTH)) * (weight.detach() if how == "not" else weight)).sum()
     model.backward(loss, n)
 
 
@@ -478,114 +385,62 @@ def _weighs_outside(rank: int, how: str) -> None:
 def test_a_criterion_with_parameters_of_its_own_is_refused(how: str) -> None:
     for outcome in run_ranks_expecting_failure(_weighs_outside, 3, how):
         assert "the loss depends on a parameter of shape (3,)" in outcome.message
-    run_ranks(_weighs_outside, 3, "detached")
+    run_ranks(_weighs_outside, 3, "not")
 
 
-class Returning(Net):
-    """Returns a parameter beside its output."""
-
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x), self.head.weight
-
-
-def test_a_parameter_may_be_returned() -> None:
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        output, weight = model(x)
-        return (output @ weight).square().sum()
-
-    check(ALONE, Returning(linear), [draw(5, WIDTH) for _ in range(3)], loss, units=UNITS)
-
-
-class Normed(nn.Module):
+def normed() -> nn.Module:
     """Goes on computing with the output of its last unit, in evaluation alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = linear()
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.last(x)
-        return y if self.training else torch.softmax(y, 1)
+    last = linear()
+    module = kind(
+        lambda self, x: self.last(x) if self.training else self.last(x).softmax(1), Unit
+    )(last=last)
+    del module.linear
+    return module.double()
 
 
 def test_where_the_loss_is_computed_is_settled_by_the_first_call() -> None:
     def loss(y: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
         return y.sum(), torch.tensor(len(y))
 
-    model, x = HetFSDP(Normed(), ALONE, loss_fn=loss), draw(5, WIDTH)
+    model, x = HetFSDP(normed(), ALONE, loss_fn=loss), draw(5, WIDTH)
     model(x, loss_inputs=x)
     with pytest.raises(TypeError, match=r"after unit 'last'.* goes on computing"):
         model.eval()(x, loss_inputs=x)
-    model = HetFSDP(Normed(), ALONE, loss_fn=loss).eval()
+    model = HetFSDP(normed(), ALONE, loss_fn=loss).eval()
     assert model(x, loss_inputs=x)[0].item() == pytest.approx(5)  # sums of softmax
 
 
 def test_a_loss_that_raises_names_what_it_was_applied_to() -> None:
-    labels = torch.full((5,), WIDTH + 1)
-    with pytest.raises(
-        TypeError, match=r"what the model returns, a Tensor.*IndexError: Target"
-    ):
-        HetFSDP(Normed(), ALONE, loss_fn=class_loss)(draw(5, WIDTH), loss_inputs=labels)
+    def class_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
+        return loss, torch.tensor(len(labels))
+
+    model, labels = HetFSDP(normed(), ALONE, loss_fn=class_loss), torch.full((5,), WIDTH + 1)
+    words = r"what the model returns, a Tensor.*IndexError: Target"
+    refuses(model, TypeError, words, draw(5, WIDTH), loss_inputs=labels)
 
 
-def class_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
-    return loss, torch.tensor(len(labels))
-
-
-# Calls that others take
-
-
-class Siamese(nn.Module):
-    """Calls one net twice in a forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Net(linear)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.net(x) - self.net(y)
-
-
-def _is_siamese(rank: int) -> None:
-    plan = plan_for(recomputes=True, world_size=3)
-    units = ["net.units.0", "net.units.1"]
-    check(plan, Siamese(), [draw(5, WIDTH)], lambda m, x: squared_of(m(x, x * 2)), units=units)
-
-
-def squared_of(output: Tensor) -> Tensor:
-    return output.square().sum()
-
-
-def test_a_net_that_is_called_twice_in_one_module_is_exact() -> None:
-    run_ranks(_is_siamese, 3)
-    model = HetFSDP(Net(linear), ALONE, units=UNITS)
-    loss = squared_of(model(draw(5, WIDTH)) - model(draw(5, WIDTH)))
+def test_two_calls_of_one_model_are_told_of_one_module() -> None:
+    model = HetFSDP(Net(), ALONE, units=UNITS)
+    loss = (model(draw(5, WIDTH)) - model(draw(5, WIDTH))).square().sum()
     with pytest.raises(RuntimeError, match="in the forward of one module that HetFSDP wraps"):
         model.backward(loss, 5)
 
 
-class Checkpointed(Net):
-    """Has its units recomputed by torch, in spite of the plan."""
-
-    def __init__(self, *, is_reentrant: bool) -> None:
-        super().__init__(linear)
-        self.is_reentrant = is_reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.head(x)[:, :1] + x
-        for unit in self.units:
-            x = checkpoint(unit, x, use_reentrant=self.is_reentrant)
-        return x
-
-
 @pytest.mark.parametrize("is_reentrant", [False, True])
 def test_checkpointing_around_units_is_refused_by_name(is_reentrant: bool) -> None:
-    model = HetFSDP(Checkpointed(is_reentrant=is_reentrant), ALONE, units=UNITS)
+    """It has its units recomputed by torch, in spite of the plan."""
+
+    def checkpointed(self: Net, x: Tensor) -> Tensor:
+        x = self.head(x)[:, :1] + x
+        for unit in self.units:
+            x = checkpoint(unit, x, use_reentrant=is_reentrant)
+        return x
+
+    model = HetFSDP(kind(checkpointed)(), ALONE, units=UNITS)
     words = r"unit 'units.\d' was called under gradient checkpointing.*plan"
     # Reentrant checkpointing looks like torch.no_grad() until it calls once more.
-    loss = squared(model, draw(5, WIDTH)) if is_reentrant else torch.zeros(())
+    loss = squared(model, draw(5, WIDTH))[0] if is_reentrant else torch.zeros(())
     with pytest.raises(RuntimeError, match=words):
         model.backward(loss, 5) if is_reentrant else model(draw(5, WIDTH))
     assert all(param.grad is None for param in model.parameters())
@@ -593,22 +448,19 @@ def test_checkpointing_around_units_is_refused_by_name(is_reentrant: bool) -> No
 
 def _evaluates(rank: int, how: str) -> None:
     """Rank zero evaluates alone, while the others go on to the next step."""
-    plan = plan_for(recomputes=False, world_size=3)
-    module = Net(linear)
-    reference = copy.deepcopy(module)
-    model = HetFSDP(module, plan, units=UNITS)
-    x = draw(plan.ranks[model.position].rank_batch_size, WIDTH)
-    model.backward(squared(model, x), len(x))
+    both = Beside(Net(), THREE, loss=squared, units=UNITS)
+    model, [x] = both.model, both.part(draw(5, WIDTH))
+    model.backward(*squared(model, x))
     model.zero_grad()
     if how == "unit by unit":
         with model.unit_by_unit():
             if rank == 0:
                 x = draw(9, WIDTH)
-                torch.testing.assert_close(model.module(x), reference(x))
+                torch.testing.assert_close(model.module(x), both.plain(x))
     elif rank == 0:
         with torch.no_grad():
             model(draw(9, WIDTH))
-    squared(model, x[: plan.ranks[model.position].rank_batch_size])
+    squared(model, x[: THREE.ranks[model.position].rank_batch_size])
 
 
 def test_evaluation_on_one_rank_is_told_how_to() -> None:
@@ -622,35 +474,23 @@ def test_evaluation_on_one_rank_is_told_how_to() -> None:
 # Two rows for each sample
 
 
-class Scored(nn.Module):
+def _prefers(rank: int, plan: Plan, joins: bool) -> None:
     """A score for each of its rows, or, of pairs, the loss of preferring the first."""
 
-    def __init__(self, *, joins: bool) -> None:
-        super().__init__()
-        self.first, self.last, self.joins = linear(), nn.Linear(WIDTH, 1), joins
-        self.double()
+    def scores(self: Any, *pair: Tensor) -> Any:
+        scores = self.last(self.linear(torch.cat(pair)).tanh()).squeeze(-1)
+        if not joins:
+            return scores
+        chosen, rejected = scores.chunk(2)
+        return -nn.functional.logsigmoid(chosen - rejected).sum(), len(chosen)
 
-    def forward(self, *pair: Tensor) -> Any:
-        scores = self.last(self.first(torch.cat(pair)).tanh()).squeeze(-1)
-        return preference(scores) if self.joins else scores
-
-
-def preference(scores: Tensor) -> tuple[Tensor, int]:
-    chosen, rejected = scores.chunk(2)
-    return -nn.functional.logsigmoid(chosen - rejected).sum(), len(chosen)
-
-
-def _prefers(rank: int, plan: Plan, joins: bool) -> None:
     torch.manual_seed(0)
-    reference = Scored(joins=joins)
-    model = HetFSDP(copy.deepcopy(reference), plan, units=["first", "last"])
-    pair, own = draw(2, 3, WIDTH), plan.sample_indices(model.position)
+    scored = kind(scores, Unit)(last=nn.Linear(WIDTH, 1)).double()
+    both = Beside(scored, plan, units=["linear", "last"])
+    pair = draw(2, plan.global_batch_size, WIDTH)
     if not joins:
-        model(torch.cat([each[own] for each in pair]))
-    model.forward_backward(*(each[own] for each in pair))
-    loss_sum, number = reference(*pair)
-    (loss_sum / number).backward()
-    compare_grads(model, reference)
+        both.model(torch.cat(both.part(*pair)))
+    both.step(*pair)
 
 
 @pytest.mark.parametrize("sizes", [[2, 1], [1, 0, 2]], ids=str)

@@ -12,14 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardhet import HetFSDP, Plan
+from tests.beside import Beside, refuses, squared, summed
 from tests.edge_plans import ALONE, UNEVEN, both_ways, every_plan, full_batches
-from tests.parity import (
-    Course,
-    Problem,
-    check_parity,
-    part_of,
-)
-from tests.worlds import run_ranks
+from tests.parity import Course, Problem, check_parity, rows_of
+from tests.small_models import WIDTH, Unit, draw, kind
+from tests.worlds import on_ranks, run_ranks
 
 
 class Odd(nn.Module):
@@ -27,16 +24,28 @@ class Odd(nn.Module):
 
     def __init__(self, make_unit: Callable[[], nn.Module]) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(7, 4)
+        self.embedding = nn.Embedding(7, WIDTH)
         self.units = nn.ModuleList(make_unit() for _ in range(2))
         self.head = FloatCountingHead()
 
-    def forward(self, words_BT: Tensor, targets_B: Tensor) -> Any:
+    def forward(self, words_BT: Tensor, *rest: Tensor) -> Any:
         x = self.embedding(words_BT)
         for unit in self.units:
-            result = unit(x)
+            result = unit(x, *self.passed(*rest))
             x = result if isinstance(result, Tensor) else result[0]
-        return self.head(x, targets_B)
+        return self.head(x, rest[-1])
+
+    def passed(self, *_: Tensor) -> tuple[Any, ...]:
+        """What units are passed besides."""
+        return ()
+
+
+class Weighted(nn.Module):
+    """A parameter alone."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(*shape or (WIDTH,)))
 
 
 class FloatCountingHead(nn.Module):
@@ -44,33 +53,16 @@ class FloatCountingHead(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.out = nn.Linear(4, 3)
+        self.out = nn.Linear(WIDTH, 3)
 
     def forward(self, x_BTD: Tensor, targets_B: Tensor) -> tuple[Tensor, Tensor]:
         loss_sum = F.cross_entropy(self.out(x_BTD.mean(1)), targets_B, reduction="sum")
         return loss_sum, torch.ones_like(x_BTD[:, 0, 0]).sum()
 
 
-class Identity(nn.Module):
-    """Gives back its input itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))  # without a gradient
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-class ViewOfInput(nn.Module):
-    """Gives back views of its input beside a tensor that has to do with its parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return x.flip(1) * self.weight, x[..., :2], x.transpose(1, 2)
+def views_of_input(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of its input beside a tensor that has to do with its parameter."""
+    return x.flip(1) * self.weight, x[..., :3], x.transpose(1, 2)
 
 
 class UsesViewOfInput(nn.Module):
@@ -85,99 +77,58 @@ class UsesViewOfInput(nn.Module):
         return y + half.repeat(1, 1, 2) * 0.5 + turned.transpose(1, 2)
 
 
-class WithConstants(nn.Module):
-    """Gives back things that are no tensors, and an integer and a detached tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, None, str, dict[str, Any], Tensor, Tensor]:
-        y = self.linear(x)
-        return y, None, "name", {"depth": 3}, x.detach().argmax(-1), y.detach()
+def constants(self: Any, x: Tensor) -> tuple[Any, ...]:
+    """Things that are no tensors, and an integer and a detached tensor."""
+    y = self.linear(x)
+    return y, None, "name", {"depth": 3}, x.detach().argmax(-1), y.detach()
 
 
-class AsksForGradients(nn.Module):
-    """Calls autograd inside: needs the graph even where the unit is recomputed later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            scale = x.abs().amax(-1, keepdim=True)
-        return self.linear(x) / (1 + scale)
+def scales_without_gradients(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = x.abs().amax(-1, keepdim=True)
+    return self.linear(x) / (1 + scale)
 
 
-class InPlaceInside(nn.Module):
-    """Writes in place on tensors of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        y.tanh_()
-        z = y * 1.5
-        z += x
-        return z
+def in_place_inside(self: Any, x: Tensor) -> Tensor:
+    y = self.linear(x)
+    y.tanh_()
+    z = y * 1.5
+    z += x
+    return z
 
 
-class ParameterAsOutput(nn.Module):
-    """Gives a parameter's values back for every sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight.expand(len(x), 3, 4) + x * 0.5 if len(x) > 1 else (
-            self.weight[None] + x * 0.5
-        )  # fmt: skip
+def its_parameter(self: Any, x: Tensor) -> Tensor:
+    """A parameter's values for every sample."""
+    weight = self.weight.expand(len(x), 3, WIDTH) if len(x) > 1 else self.weight[None]
+    return weight + x * 0.5
 
 
-class SharesStatistics(nn.Module):
-    """A scalar per microbatch with a gradient, and mixed dtypes of parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.narrow = nn.Parameter(torch.rand(4, dtype=torch.float32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + self.narrow.double() * x
-
-
+ViewOfInput = kind(views_of_input, Weighted)
 ODD_UNITS: dict[str, Callable[[], nn.Module]] = {
-    "identity": Identity,
+    "identity": kind(lambda self, x: x, Weighted),  # without a gradient
     "views": UsesViewOfInput,
-    "constants": WithConstants,
-    "gradients": AsksForGradients,
-    "in place inside": InPlaceInside,
-    "parameter": ParameterAsOutput,
+    "constants": kind(constants, Unit),
+    "gradients": kind(scales_without_gradients, Unit),
+    "in place inside": kind(in_place_inside, Unit),
+    "parameter": lambda: PARAMETER(3, WIDTH),
 }
+PARAMETER = kind(its_parameter, Weighted)
 
 
-def _odd_problem(name: str) -> Problem:
+def problem_of(make: Callable[[], nn.Module], *classes: Any, **more: Any) -> Problem:
     def make_batch(num_samples: int) -> dict[str, Tensor]:
         return {
             "words": torch.randint(0, 7, (num_samples, 3)),
+            **{name: make(num_samples) for name, make in more.items()},
             "targets": torch.randint(0, 3, (num_samples,)),
         }
 
-    classes = {"views": (ViewOfInput,)}.get(name, (ODD_UNITS[name],))
     return Problem(
-        make_module=lambda: Odd(ODD_UNITS[name]).double(),
+        make_module=lambda: make().double(),
         make_batch=make_batch,
         loss=lambda model, batch: model(*batch.values()),
         options={"units": (nn.Embedding, *classes, "head")},
     )
-
-
-def _train_odd(rank: int, name: str, plan: Plan) -> None:
-    check_parity(rank, _odd_problem(name), plan, Course.of(plan))
 
 
 def _recomputing(plan: Plan, recomputes: bool) -> Plan:
@@ -196,35 +147,21 @@ WHOLE = Plan.by_hand(microbatch_sizes=[3, 2], state_shares=[0.5, 0.5])  # one mi
 @pytest.mark.parametrize("plan", [UNEVEN, WHOLE], ids=["uneven", "whole"])
 @both_ways
 @pytest.mark.parametrize("name", ODD_UNITS)
-def test_odd_outputs_are_exact(name: str, recomputes: bool, plan: Plan) -> None:
-    run_ranks(_train_odd, 2, name, _recomputing(plan, recomputes))
-
-
-class InPlaceOnInput(nn.Module):
-    """Writes on what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.relu_())
-
-
-def _write_on_input(rank: int, plan: Plan, takes_features: bool) -> None:
-    blocks = [InPlaceOnInput(), InPlaceOnInput()]
-    first: list[nn.Module] = [] if takes_features else [nn.Linear(4, 4)]
-    module = nn.Sequential(*first, *blocks)
-    model = HetFSDP(module, plan, units=(InPlaceOnInput,))
-    with pytest.raises(RuntimeError, match="writes in place to its input"):
-        model(torch.randn(5, 4))
+@on_ranks()
+def test_odd_outputs_are_exact(rank: int, name: str, recomputes: bool, plan: Plan) -> None:
+    plan, make = _recomputing(plan, recomputes), ODD_UNITS[name]
+    unit = {"views": ViewOfInput, "parameter": PARAMETER}.get(name, make)
+    check_parity(rank, problem_of(lambda: Odd(make), unit), plan, Course.of(plan))
 
 
 @pytest.mark.parametrize("takes_features", [True, False])
 @both_ways
 def test_writing_on_a_units_input_raises(recomputes: bool, takes_features: bool) -> None:
-    plan = _recomputing(ALONE, recomputes)
-    run_ranks(_write_on_input, 1, plan, takes_features, fresh_world=True)
+    writes = kind(lambda self, x: self.linear(x.relu_()), Unit)
+    first: list[nn.Module] = [] if takes_features else [nn.Linear(WIDTH, WIDTH)]
+    module = nn.Sequential(*first, writes(), writes())
+    model = HetFSDP(module, _recomputing(ALONE, recomputes), units=(writes,))
+    refuses(model, RuntimeError, "writes in place to its input", torch.randn(5, WIDTH))
 
 
 class Box:
@@ -234,48 +171,20 @@ class Box:
         self.tensor = tensor
 
 
-class GivesBox(nn.Module):
-    """Gives back a tensor in an object."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Box:
-        return Box(self.linear(x))
-
-
-class TakesBox(nn.Module):
-    """Takes a tensor in an object, and one that is seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, box: Box) -> Tensor:
-        return self.linear(x + box.tensor)
-
-
 class BoxModel(nn.Module):
     """Hides the way from one unit to the next in an object."""
 
     def __init__(self, *, gives: bool) -> None:
         super().__init__()
-        self.first = GivesBox() if gives else nn.Linear(4, 4)
-        self.last = nn.Linear(4, 4) if gives else TakesBox()
+        givers = kind(lambda self, x: Box(self.linear(x)), Unit), nn.Linear(WIDTH, WIDTH)
+        # One is seen, and one is in an object.
+        taker = kind(lambda self, x, box: self.linear(x + box.tensor), Unit)
+        self.first = givers[0]() if gives else givers[1]
+        self.last = nn.Linear(WIDTH, WIDTH) if gives else taker()
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x)
         return self.last(y.tensor) if isinstance(y, Box) else self.last(x, Box(y))
-
-
-def _hide_tensors(rank: int, plan: Plan, gives: bool) -> None:
-    model = HetFSDP(BoxModel(gives=gives), plan, units=("first", "last"))
-    words = (
-        "Box, whose tensors HetFSDP cannot see|'last' uses a tensor .* not among its arguments"
-    )
-    with pytest.raises((TypeError, ValueError), match=words):
-        model(torch.randn(sum(full_batches(plan)), 4))
 
 
 ONE_MICROBATCH = Plan.by_hand(microbatch_sizes=[4], state_shares=[1.0])
@@ -288,20 +197,35 @@ ONE_MICROBATCH = Plan.by_hand(microbatch_sizes=[4], state_shares=[1.0])
 def test_tensors_hidden_in_objects_are_refused(
     plan: Plan, recomputes: bool, gives: bool
 ) -> None:
-    run_ranks(_hide_tensors, 1, _recomputing(plan, recomputes), gives, fresh_world=True)
+    plan = _recomputing(plan, recomputes)
+    model = HetFSDP(BoxModel(gives=gives), plan, units=("first", "last"))
+    words = (
+        "Box, whose tensors HetFSDP cannot see|'last' uses a tensor .* not among its arguments"
+    )
+    x = torch.randn(sum(full_batches(plan)), WIDTH)
+    refuses(model, (TypeError, ValueError), words, x)
 
 
-def _mixed_dtypes(rank: int, plan: Plan) -> None:
+def narrow(self: Any, x: Tensor) -> Tensor:
+    """Parameters of two dtypes."""
+    return self.linear(x) + self.narrow.double() * x
+
+
+@every_plan
+@on_ranks()
+def test_a_unit_may_mix_dtypes(rank: int, plan: Plan) -> None:
     torch.manual_seed(0)
-    reference = nn.Sequential(SharesStatistics(), SharesStatistics(), nn.Linear(4, 3))
+    unit = kind(narrow, Unit)
+    reference = nn.Sequential(
+        *(unit(narrow=nn.Parameter(torch.rand(WIDTH))) for _ in range(2)), nn.Linear(WIDTH, 3)
+    )
     for fqn, param in reference.named_parameters():
         if not fqn.endswith("narrow"):
             param.data = param.data.double()
-    model = HetFSDP(copy.deepcopy(reference), plan)
-    x = torch.randn(sum(full_batches(plan)), 4, dtype=torch.float64)
-    part = part_of({"x": x}, full_batches(plan), model.position)["x"]
-    model.backward(model(part).square().sum(), len(part))
-    (reference(x).square().sum() / len(x)).backward()
+    both = Beside(reference, plan, loss=squared)
+    model, [own] = both.model, both.part(x := draw(sum(full_batches(plan)), WIDTH))
+    model.backward(*squared(model, own))
+    both.step_of_one(x)
     for clips in (False, True):
         if clips:
             torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
@@ -311,7 +235,7 @@ def _mixed_dtypes(rank: int, plan: Plan) -> None:
         for fqn, param in reference.named_parameters():
             assert param.grad is not None
             rows = boxes[fqn].rows
-            expected, found = param.grad[rows.start : rows.stop], grads[fqn]
+            expected, found = rows_of(param.grad, rows), grads[fqn]
             assert found is not None
             assert found.dtype == expected.dtype
             # Float32 rounds its part of the norm, which scales all.
@@ -321,79 +245,44 @@ def _mixed_dtypes(rank: int, plan: Plan) -> None:
     assert sizes == torch.float64
 
 
-@every_plan
-def test_a_unit_may_mix_dtypes(plan: Plan) -> None:
-    run_ranks(_mixed_dtypes, plan.world_size, plan)
-
-
-class Masked(nn.Module):
+def masked(self: Any, x_BTD: Tensor, mask_BT1: Tensor | None = None) -> Tensor:
     """Leaves out words by a mask that broadcasts, as attention's does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x_BTD: Tensor, mask_BT1: Tensor | None = None) -> Tensor:
-        made = self.inner(x_BTD).tanh()
-        return x_BTD + (made if mask_BT1 is None else made.masked_fill(mask_BT1, 0.0))
+    made = self.linear(x_BTD).tanh()
+    return x_BTD + (made if mask_BT1 is None else made.masked_fill(mask_BT1, 0.0))
 
 
-class MasksWhereNeeded(nn.Module):
+class MasksWhereNeeded(Odd):
     """Passes its layers a mask only if a sample is padded, as many models do."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, 4)
-        self.layers = nn.ModuleList(Masked() for _ in range(2))
-        self.head = FloatCountingHead()
-
-    def forward(self, words_BT: Tensor, padding_BT: Tensor, targets_B: Tensor) -> Any:
-        x = self.embedding(words_BT)
-        mask_BT1 = padding_BT[..., None] if padding_BT.any() else None
-        for layer in self.layers:
-            x = layer(x, mask_BT1)
-        return self.head(x, targets_B)
-
-
-def _sometimes_padded(num_samples: int) -> dict[str, Tensor]:
-    return {
-        "words": torch.randint(7, (num_samples, 3)),
-        "padding": (torch.rand(num_samples, 1) < 0.4) & torch.tensor([False, False, True]),
-        "targets": torch.randint(3, (num_samples,)),
-    }
-
-
-def _train_sometimes_padded(rank: int, plan: Plan, num_rounds: int) -> None:
-    problem = Problem(
-        make_module=lambda: MasksWhereNeeded().double(),
-        make_batch=_sometimes_padded,
-        loss=lambda model, batch: model(*batch.values()),
-        options={"units": (nn.Embedding, Masked, "head")},
-    )
-    sizes = tuple(each.rank_batch_size for each in plan.ranks) * num_rounds
-    course = Course(rank_batch_sizes=(sizes,) * 8)
-    check_parity(rank, problem, plan, course)
+    def passed(self, *rest: Tensor) -> tuple[Any, ...]:
+        padding_BT = rest[0]
+        return (padding_BT[..., None] if padding_BT.any() else None,)
 
 
 @pytest.mark.parametrize("num_rounds", [1, 2])
-def test_a_rank_with_one_sample_may_pass_a_mask_later_than_at_first(num_rounds: int) -> None:
+@on_ranks(2)
+def test_a_rank_with_one_sample_may_pass_a_mask_later_than_at_first(
+    rank: int, num_rounds: int
+) -> None:
+    def padding(n: int) -> Tensor:
+        return (torch.rand(n, 1) < 0.4) & torch.tensor([False, False, True])
+
     plan = Plan.by_hand(microbatch_sizes=[1, 2], num_microbatches=[1, 2], num_rounds=num_rounds)
-    run_ranks(_train_sometimes_padded, 2, plan, num_rounds)
+    unit = kind(masked, Unit)
+    problem = problem_of(lambda: MasksWhereNeeded(unit), unit, padding=padding)
+    sizes = tuple(each.rank_batch_size for each in plan.ranks) * num_rounds
+    check_parity(rank, problem, plan, Course(rank_batch_sizes=(sizes,) * 8))
 
 
 SCALE: ContextVar[float] = ContextVar("SCALE", default=1.0)
 
 
-class Scaled(nn.Module):
-    """A unit that a context, or an object that several modules hold, changes."""
+def scaled(self: Any, x: Tensor) -> Tensor:
+    """A context, or an object that several modules hold, changes what it computes."""
+    return self.config.scale * SCALE.get() * self.linear(x).tanh()
 
-    def __init__(self, config: SimpleNamespace) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.config = config
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.config.scale * SCALE.get() * self.layer(x).tanh()
+SCALED = kind(scaled, Unit)
 
 
 class SetsAround(nn.Module):
@@ -403,7 +292,7 @@ class SetsAround(nn.Module):
         super().__init__()
         self.what = what
         self.config = SimpleNamespace(scale=1.0)
-        self.layers = nn.ModuleList(Scaled(self.config) for _ in range(2))
+        self.layers = nn.ModuleList(SCALED(config=self.config) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for i, layer in enumerate(self.layers):
@@ -418,42 +307,21 @@ class SetsAround(nn.Module):
 
 def _read_around(rank: int, what: str, recomputes: bool) -> None:
     torch.manual_seed(0)
-    reference = SetsAround(what).double()
     plan = Plan.by_hand(microbatch_sizes=[2, 0], num_microbatches=[2, 0], recompute=recomputes)
-    model = HetFSDP(copy.deepcopy(reference), plan, units=["layers.0", "layers.1"])
-    x = torch.randn(4, 4, dtype=torch.float64)
+    module = SetsAround(what).double()
+    both = Beside(module, plan, loss=summed, units=["layers.0", "layers.1"])
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
     if recomputes and what != "nothing":
-        with pytest.raises(
-            (ValueError, RuntimeError), match=r"'layers.0' gives something else"
-        ):
-            model(x if rank == 0 else x[:0])
-        return
-    model.backward(model(x if rank == 0 else x[:0]), 4 * (rank == 0))
-    (reference(x) / 4).backward()
-    for fqn, param in reference.named_parameters():
-        rows = model.sharded_state_dict()[fqn].rows
-        assert param.grad is not None
-        grad = model.get_parameter(fqn).grad
-        assert grad is not None
-        torch.testing.assert_close(grad, param.grad[rows.start : rows.stop])
+        words = r"'layers.0' gives something else"
+        refuses(both.model, (ValueError, RuntimeError), words, *both.part(x))
+    else:
+        both.step(x)
 
 
 @pytest.mark.parametrize("what", ["context", "configuration", "nothing"])
 def test_what_a_recomputed_unit_reads_does_not_change(what: str) -> None:
     for recomputes in (False, True):
         run_ranks(_read_around, 2, what, recomputes, fresh_world=True)
-
-
-class Draws(nn.Module):
-    """A unit that draws random numbers in some way."""
-
-    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.draw = draw
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.draw(self.layer(x))
 
 
 def _rrelu(x: Tensor) -> Tensor:
@@ -468,25 +336,23 @@ def _poisson(x: Tensor) -> Tensor:
     return x * torch.poisson(x.detach().exp())
 
 
-def _drawing(rank: int, draw: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize("draws", [_rrelu, _multinomial, _poisson])
+@on_ranks(2, fresh_world=True)
+def test_a_unit_draws_again_what_it_drew(rank: int, draws: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
-    reference = nn.Sequential(Draws(draw), nn.Linear(3 if draw is _multinomial else 4, 2))
-    x = torch.randn(6, 4)[: 4 if rank == 0 else 2]
+    drawing = kind(lambda self, x: draws(self.linear(x)), Unit)
+    reference = nn.Sequential(drawing(), nn.Linear(3 if draws is _multinomial else WIDTH, 2))
+    x = torch.randn(6, WIDTH)[: 4 if rank == 0 else 2]
     grads = []
     for recomputes in (False, True):
         plan = Plan.by_hand(
             microbatch_sizes=[2, 2], num_microbatches=[2, 1], recompute=recomputes
         )
         model = HetFSDP(copy.deepcopy(reference), plan)
-        if draw is _poisson:
+        if draws is _poisson:
             with pytest.raises((ValueError, RuntimeError), match=r"'0' draws .* \(poisson\)"):
                 model(x)
             return
         model.backward(model(x).square().sum(), len(x))
         grads.append([param.grad for param in model.parameters()])
     assert all(map(torch.equal, *grads))
-
-
-@pytest.mark.parametrize("draw", [_rrelu, _multinomial, _poisson])
-def test_a_unit_draws_again_what_it_drew(draw: Callable[[Tensor], Tensor]) -> None:
-    run_ranks(_drawing, 2, draw, fresh_world=draw is _poisson)

@@ -3,7 +3,11 @@
     result_per_rank = run_ranks(fn, world_size, *args)                      # fn(rank, *args)
     outcomes = run_ranks_expecting_failure(fn, world_size, *args, within_s=10.0)
 
-``fn`` must be a module-level function: it travels to the ranks by name.
+``fn`` must be a module-level function: it travels to the ranks by name.  A test that is one
+such call is written as what each rank does:
+
+    @on_ranks(3)                              @ends_all_ranks(3, "what each error says")
+    def test_x(rank: int) -> None: ...        def test_y(rank: int) -> None: ...
 
 Life of a world.  pytest's process hosts the store and starts one process per rank, which
 joins a gloo group and waits at a pipe.  A case is sent to all ranks at once; each answers
@@ -21,6 +25,7 @@ import atexit
 import ctypes
 import faulthandler
 import gc
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -33,7 +38,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -172,6 +178,55 @@ def run_ranks_expecting_failure(
     if all(outcome.has_returned for outcome in outcomes):
         pytest.fail(f"all {world_size} ranks returned; a failure was expected", pytrace=False)
     return outcomes
+
+
+def on_ranks(world_size: Any = None, **how: Any) -> Callable[[Any], Any]:
+    """A decorator of a test ``fn(rank, ...)``, which then runs on every rank.
+
+    ``world_size`` is a number, or a function of the test's arguments; without it, it is the
+    argument of that name, or that of the argument ``plan``.
+    """
+    return partial(_as_test, world_size, partial(run_ranks, **how))
+
+
+def ends_all_ranks(world_size: Any, *parts: str, check: Any = None, **how: Any) -> Any:
+    """As ``on_ranks``, for a test that no rank survives: all errors say all of ``parts``.
+
+    The argument ``says`` of a test is one more of them; "a|b" is either.  ``check`` gets the
+    outcomes and the parts instead.
+    """
+
+    def start(fn: Any, number: int, *call: Any) -> None:
+        outcomes = run_ranks_expecting_failure(fn, number, *call, **how)
+        words = (*parts, *([call[-1]["says"]] if "says" in call[-1] else []))
+        if check is not None:
+            check(outcomes, *words)
+            return
+        for outcome in outcomes:
+            assert not outcome.has_returned, outcome
+            assert outcome.is_within(max(10.0, how.get("within_s", 0.0))), outcome
+            for part in words:
+                assert any(each in outcome.message for each in part.split("|")), outcome
+
+    return partial(_as_test, world_size, start)
+
+
+def _as_test(world_size: Any, start: Callable[..., Any], fn: Any) -> Callable[..., None]:
+    @wraps(fn)
+    def test(**params: Any) -> None:
+        number = world_size(**params) if callable(world_size) else world_size
+        number = number or params.get("world_size") or params["plan"].world_size
+        start(_in_rank, number, fn.__module__, fn.__name__, params)
+
+    signature = inspect.signature(fn)
+    _, *own = signature.parameters.values()
+    test.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+    test.in_rank = fn  # type: ignore[attr-defined]
+    return test
+
+
+def _in_rank(rank: int, module: str, name: str, params: dict[str, Any]) -> Any:
+    return getattr(import_module(module), name).in_rank(rank, **params)
 
 
 def rank_cache() -> dict[Any, Any]:
