@@ -6,7 +6,7 @@ Plans are random, with zero shares and with ranks that only store.
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -28,7 +28,7 @@ from tests.selection import one_in
 from tests.test_order import around_collectives
 from tests.worlds import run_ranks
 
-WIDTH, WORLD_SIZE, CASES_OF_A_WORLD, ITEMSIZE = 9, 4, 4, 8
+WIDTH, WORLD_SIZE, CASES_OF_A_WORLD, ITEMSIZE = 6, 4, 4, 8
 
 LOSS_BYTES = 16  # of a rank: its loss and its number of tokens, which all ranks get
 
@@ -58,10 +58,20 @@ def wrapped(plan: Plan, device: torch.device) -> HetFSDP:
     return model
 
 
+Make = Callable[[Plan, torch.device], HetFSDP]
+
+
+def kinds_of(launches: Launches) -> set[bool]:
+    """Whether they are of what is trained."""
+    return {flat.is_trainable for _, flat in launches}
+
+
 def train(model: HetFSDP) -> Launches:
     """The launches of one step."""
     launches: Launches = []
     own = model.plan.ranks[model.position].rank_batch_size
+    for param in model.parameters():
+        param.grad = None
     x = torch.randn(own, WIDTH, dtype=torch.float64).to(model.device)
     with around_collectives(lambda kind, flat: launches.append((kind, flat))):
         model.backward(model(x).sum(), own)
@@ -75,8 +85,10 @@ def computing(plan: Plan) -> list[int]:
 # Over messages
 
 
-def over_messages(rank: int, seed: int) -> list[tuple[Bytes, Bytes]]:
-    """Of each plan what was sent, and what had to be sent."""
+def over_messages(
+    rank: int, seed: int, make: Make = wrapped
+) -> list[tuple[Bytes, Bytes, set[bool]]]:
+    """Of each plan what was sent, what had to be sent, and whether of what is trained."""
     rng, cpu, found = random.Random(seed), torch.device("cpu"), []
     post = dist.batch_isend_irecv
     for _ in range(CASES_OF_A_WORLD):
@@ -89,11 +101,11 @@ def over_messages(rank: int, seed: int) -> list[tuple[Bytes, Bytes]]:
             return post(ops)
 
         with on_different_hosts():
-            model = wrapped(plan, cpu)
+            model = make(plan, cpu)
             with mock.patch.object(dist, "batch_isend_irecv", count):
                 launches = train(model)
         assert model.position == rank
-        found.append((sent, needed_messages(plan, rank, launches)))
+        found.append((sent, needed_messages(plan, rank, launches), kinds_of(launches)))
     return found
 
 
@@ -114,7 +126,7 @@ def needed_messages(plan: Plan, rank: int, launches: Launches) -> Bytes:
 @pytest.mark.parametrize("seed", one_in(50, range(50)))
 def test_messages_are_those_of_the_launches(seed: int) -> None:
     for cases in run_ranks(over_messages, WORLD_SIZE, seed):
-        assert [sent for sent, _ in cases] == [+needed for _, needed in cases]
+        assert [sent for sent, *_ in cases] == [+needed for _, needed, _ in cases]
 
 
 @pytest.mark.campaign  # messages of launches stay
@@ -124,8 +136,8 @@ def test_only_devices_that_are_priced_as_taking_part_send_or_get_messages(seed: 
     rng = random.Random(seed)
     for cases in zip(*found, strict=True):
         active = active_in(drawn_plan(rng))
-        senders = {rank for rank, (sent, _) in enumerate(cases) if sent}
-        receivers = {peer for sent, _ in cases for peer in sent}
+        senders = {rank for rank, (sent, *_) in enumerate(cases) if sent}
+        receivers = {peer for sent, *_ in cases for peer in sent}
         assert senders | receivers == (active if len(active) > 1 else set())
 
 
@@ -152,7 +164,9 @@ def noting_scratch() -> Iterator[list[int]]:
         yield borrowed
 
 
-def over_nccl(rank: int, seed: int) -> list[tuple[int, int, Bytes, Bytes]]:
+def over_nccl(
+    rank: int, seed: int, make: Make = wrapped
+) -> list[tuple[int, int, Bytes, Bytes, set[bool]]]:
     """Of each plan what arrived and had to, and messages as above.
 
     In one level no scratch is priced, and none is used.
@@ -161,7 +175,7 @@ def over_nccl(rank: int, seed: int) -> list[tuple[int, int, Bytes, Bytes]]:
     for _ in range(CASES_OF_A_WORLD):
         plan = drawn_plan(rng)
         with Accelerator().installed() as accelerator:
-            model = wrapped(plan, accelerator.device)
+            model = make(plan, accelerator.device)
             communicators = accelerator.nccl.communicators
             for each in communicators.values():
                 each.sent.clear()
@@ -175,7 +189,7 @@ def over_nccl(rank: int, seed: int) -> list[tuple[int, int, Bytes, Bytes]]:
                     sent[peer] += sum(numels) * ITEMSIZE
             arrived = sum(each.received_bytes for each in communicators.values())
         needed, handed = needed_of_groups(plan, rank, launches)
-        found.append((arrived, needed, sent, handed))
+        found.append((arrived, needed, sent, handed, kinds_of(launches)))
     return found
 
 
@@ -207,6 +221,6 @@ def needed_of_groups(plan: Plan, rank: int, launches: Launches) -> tuple[int, By
 @pytest.mark.parametrize("seed", one_in(50, range(50)))
 def test_grouped_calls_bring_each_rank_what_it_lacks_and_no_byte_more(seed: int) -> None:
     for cases in run_ranks(over_nccl, WORLD_SIZE, seed):
-        for arrived, needed, sent, handed in cases:
+        for arrived, needed, sent, handed, _ in cases:
             assert arrived == needed
             assert +sent == +handed

@@ -12,9 +12,9 @@ from torch.nn.functional import cross_entropy
 
 from shardhet import HetFSDP, Plan, Stage
 from shardhet.fsdp.sharding.wrapping import find_units
+from tests.parity import compare_grads
 from tests.selection import only
 from tests.test_hf_folder import MODELS, keys, logits
-from tests.test_rounds import check_grads
 from tests.worlds import TRANSFORMERS, preload, run_ranks
 
 transformers = pytest.importorskip("transformers", reason="needs the hf extra")
@@ -113,7 +113,7 @@ def step_by_loss_fn(rank: int, name: str, cut: int) -> None:
         plain.zero_grad()
         expected = backward_of_mean(plain, words)
         assert mean == pytest.approx(expected, rel=1e-12)
-        check_grads(model, plain)
+        compare_grads(model, plain)
         model.zero_grad()
 
 
@@ -146,7 +146,7 @@ def adapted(rank: int, folder: str, cut: int) -> None:
         mine = words[plan.sample_indices(model.position)]
         mean = model.forward_backward(mine, attention_mask=mine > 0, loss_inputs=mine)
         assert mean == pytest.approx(backward_of_mean(plain, words), rel=1e-12)
-        check_grads(model, plain)
+        compare_grads(model, plain)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -2,13 +2,10 @@
 
 import copy
 import gc
-import random
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from itertools import starmap
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,142 +16,17 @@ from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan, redistribute
 from shardhet.comm import devices
-from shardhet.comm.on_host.lanes import Copy, CopyLane
 from shardhet.fsdp.microbatch.host_inputs import HostInput
 from shardhet.fsdp.step import host_slabs
 from shardhet.models.decoder import Decoder, DecoderConfig
 from tests.emulated.accelerator import Accelerator
-from tests.emulated.clocks import Event
-from tests.parity import check_parity
-from tests.patchwork import Case, draw_case, draw_rounds
-from tests.selection import blocks, for_campaign, one_in, quads
-from tests.test_emulated import check_beside_one_process
-from tests.worlds import run_ranks, run_ranks_expecting_failure
+from tests.selection import one_in
+from tests.worlds import on_ranks, run_ranks, run_ranks_expecting_failure
 
-NUM_CASES_PER_BLOCK = 2
 MODEL = DecoderConfig(
     vocab_size=16, width=8, num_layers=4, num_heads=2, num_kv_heads=1, hidden_width=8, seq_len=4
 )
 INPUT_BYTES = MODEL.seq_len * MODEL.width * 8  # of a block, per sample
-
-
-def with_inputs_on_host(case: Case) -> Case:
-    """The case with more recomputed, and inputs of some recomputed units on the host."""
-    draw = random.Random(f"inputs {case.seed}")
-    ranks = []
-    for rank in case.plan.ranks:
-        recomputed = rank.recomputed_units or draw.choice([(), ("*",), ("blocks.*",)])
-        chosen = draw.choice([("*",), ("*",), recomputed, recomputed[:1], ()])
-        ranks.append(
-            replace(
-                rank,
-                recomputed_units=recomputed,
-                inputs_on_host=chosen if recomputed else (),
-            )
-        )
-    return replace(case, plan=replace(case.plan, ranks=tuple(ranks)))
-
-
-def _run_block(rank: int, world_size: int, block: int, in_rounds: bool) -> None:
-    draw = draw_rounds if in_rounds else draw_case
-    for seed in range(block * NUM_CASES_PER_BLOCK, (block + 1) * NUM_CASES_PER_BLOCK):
-        case = with_inputs_on_host(draw(8000 + seed, world_size=world_size))
-        try:
-            check_parity(rank, case.problem, case.plan, case.course)
-        except Exception as error:
-            raise AssertionError(str(case)) from error
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("in_rounds", [False, True])
-@pytest.mark.parametrize(
-    "world_size, block",
-    [*blocks((1, 0), (2, 0), (3, 1)), *starmap(for_campaign, quads((4, 2)))],
-)
-def test_a_step_is_that_of_one_process_wherever_inputs_are(
-    world_size: int, block: int, in_rounds: bool
-) -> None:
-    run_ranks(_run_block, world_size, world_size, block, in_rounds)
-
-
-def _run_block_on_accelerators(rank: int, world_size: int, block: int) -> None:
-    for seed in range(block * NUM_CASES_PER_BLOCK, (block + 1) * NUM_CASES_PER_BLOCK):
-        case = with_inputs_on_host(draw_case(8000 + seed, world_size=world_size))
-        try:
-            check_beside_one_process(rank, case)
-        except Exception as error:
-            raise AssertionError(str(case)) from error
-
-
-@pytest.mark.parametrize("world_size, block", one_in(8, quads((1, 3), (3, 5), (2, 4))))
-def test_copies_are_in_order_on_accelerators(world_size: int, block: int) -> None:
-    run_ranks(_run_block_on_accelerators, world_size, world_size, block)
-
-
-# Waits
-
-
-def _on_device_at_once(each: HostInput, _comm: Any) -> Tensor:
-    assert each._tensor is not None
-    return each._tensor.requires_grad_()
-
-
-def _drop_at_once(each: HostInput, _comm: Any) -> None:
-    each._tensor = each._copy = None
-
-
-def _launch_at_once(launch: Any) -> Any:
-    def launch_at_once(lane: CopyLane, make: Any, *, after: Any, **others: Any) -> Copy:
-        at_once = Event(after._host) if isinstance(after, Event) else after
-        return launch(lane, make, after=at_once, **others)  # type: ignore[no-any-return]
-
-    return launch_at_once
-
-
-# By what waits, what to put in its place.
-WAITS: dict[str, Callable[[], Any]] = {
-    "compute for the copy in": lambda: mock.patch.object(
-        HostInput, "on_device", _on_device_at_once
-    ),
-    "compute for the copy out": lambda: mock.patch.object(HostInput, "drop", _drop_at_once),
-    "copies for compute": lambda: mock.patch.object(
-        CopyLane, "launch", _launch_at_once(CopyLane.launch)
-    ),
-}
-
-
-def _without(rank: int, wait: str, is_emulated: bool) -> None:
-    case = draw_case(8003, world_size=2)
-    ranks = [
-        replace(each, recomputed_units=("*",), inputs_on_host=("*",))
-        for each in case.plan.ranks
-    ]
-    case = replace(case, plan=replace(case.plan, ranks=tuple(ranks)))
-    check = check_beside_one_process if is_emulated else None
-    with WAITS[wait]():
-        if check is not None:
-            check(rank, case)
-        else:
-            check_parity(rank, case.problem, case.plan, case.course)
-
-
-@pytest.mark.parametrize(
-    "wait, is_emulated",
-    one_in(
-        2,
-        [
-            ("compute for the copy in", False),
-            ("compute for the copy out", False),
-            *((wait, True) for wait in WAITS),
-        ],
-    ),
-)
-def test_a_wait_that_is_left_out_is_noticed(wait: str, is_emulated: bool) -> None:
-    outcomes = run_ranks_expecting_failure(
-        _without, 2, wait, is_emulated, within_s=40.0, leaves_on_failure=True
-    )
-    names = {each.exception_name for each in outcomes} - {None}
-    assert names & {"RaceError", "AssertionError", "FloatingPointError"}, names
 
 
 # Memory
@@ -406,13 +278,6 @@ def test_memory_is_unpinned_on_the_device_that_it_was_pinned_for(
     assert done == [(tensor.data_ptr(), 1)]
 
 
-def _moves(rank: int, is_emulated: bool) -> None:
-    accelerator = Accelerator()
-    device = accelerator.device if is_emulated else torch.device("cpu")
-    with accelerator.installed() if is_emulated else nullcontext():
-        _move(device)
-
-
 def _move(device: torch.device) -> None:
     torch.manual_seed(0)
     module = Decoder(MODEL).double()
@@ -447,6 +312,12 @@ def _move(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("is_emulated", one_in(2, [False, True]))
-def test_inputs_move_between_device_and_host_with_the_plan(is_emulated: bool) -> None:
+@on_ranks(2)
+def test_inputs_move_between_device_and_host_with_the_plan(
+    rank: int, is_emulated: bool
+) -> None:
     """And memory of the host is not given back while it is copied."""
-    run_ranks(_moves, 2, is_emulated)
+    accelerator = Accelerator()
+    device = accelerator.device if is_emulated else torch.device("cpu")
+    with accelerator.installed() if is_emulated else nullcontext():
+        _move(device)

@@ -25,10 +25,11 @@ from shardhet.checkpoint import redistribute
 from shardhet.comm.progress import progress
 from shardhet.models.decoder import Decoder
 from shardhet.training.dealing.rows import without_rows
+from tests.beside import mean_of
+from tests.parity import compare_grads
 from tests.small_models import small_decoder
 from tests.test_pipelines import SEQ_LEN, WORDS, batch_of, staged
-from tests.test_rounds import check_grads, mean_of
-from tests.worlds import run_ranks, run_ranks_expecting_failure, workers_allowed
+from tests.worlds import on_ranks, run_ranks, run_ranks_expecting_failure, workers_allowed
 
 NUM_SAMPLES = 11  # batches of 3, 3, 3 and 2
 BATCHES = [3, 3, 3, 2]
@@ -105,7 +106,7 @@ def train(
             loss = model.forward_backward(*batch[:-1])
         expected = mean_of(module, *(each[steps[-1]] for each in words.columns))
         assert loss == pytest.approx(expected, rel=1e-12)
-        check_grads(model, module)
+        compare_grads(model, module)
         model.zero_grad()
         if len(steps) == num_steps:
             break
@@ -134,7 +135,7 @@ def _accumulates(rank: int, plan: Plan) -> None:
         if model.is_between_steps:
             expected = mean_of(module, *(each[step] for each in words.columns))
             assert loss == pytest.approx(expected, rel=1e-12)
-            check_grads(model, module)
+            compare_grads(model, module)
             model.zero_grad()
             step.clear()
     assert model.step == len(BATCHES) / 2
@@ -225,7 +226,8 @@ def test_an_epoch_goes_on_under_another_plan(kind: str, options: dict[str, Any])
     assert state["epoch"] == 2
 
 
-def _followed(rank: int) -> None:
+@on_ranks(2)
+def test_batches_that_were_read_ahead_follow_a_new_plan(rank: int) -> None:
     model, _ = wrapped(PLANS["two"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     words = Words("tuple")
@@ -240,10 +242,6 @@ def _followed(rank: int) -> None:
                 redistribute(model, optimizer, Plan.by_hand(microbatch_sizes=[0, 3]))
             assert i < 2 or len(batch[0]) == (len(seen[-1]) if rank else 0)
     assert sorted(itertools.chain(*seen)) == list(range(NUM_SAMPLES))
-
-
-def test_batches_that_were_read_ahead_follow_a_new_plan() -> None:
-    run_ranks(_followed, 2)
 
 
 class Drawing(Words):

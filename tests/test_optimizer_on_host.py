@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from itertools import product, starmap
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +20,6 @@ from shardhet.comm.on_host.lanes import CopyLane
 from shardhet.fsdp.params import host_step
 from shardhet.fsdp.params.row_group import RowGroup
 from shardhet.fsdp.sharding import comm, host_room
-from shardhet.fsdp.sharding.placement import GradientOnHost, RowsOnHost
 from shardhet.models.decoder import Decoder, DecoderConfig
 from shardhet.planner import Demands, PlanError, solve
 from shardhet.planner.candidates.candidates import TableBuilder
@@ -40,106 +39,12 @@ from shardhet.records.profiles import DeviceProfile
 from shardhet.records.schedule import StepForm
 from shardhet.records.workload import Workload
 from tests.emulated.accelerator import Accelerator
-from tests.emulated.clocks import Event
 from tests.made_up import collectives, device_profile
-from tests.parity import check_parity
-from tests.patchwork import Case, draw_case, draw_rounds
-from tests.selection import blocks, for_campaign, one_in, only, quads
-from tests.test_emulated import check_beside_one_process
-from tests.worlds import run_ranks, run_ranks_expecting_failure
-
-NUM_CASES_PER_BLOCK = 2
-
-
-def on_host(case: Case) -> Case:
-    """The case with the optimizers of some devices on the host, of at least one that stores."""
-    draw = random.Random(f"places {case.seed}")
-    storing = [i for i, rank in enumerate(case.plan.ranks) if rank.state_share]
-    chosen = {i for i in range(len(case.plan.ranks)) if draw.random() < 0.5}
-    chosen.add(draw.choice(storing))
-    plan = moved(case.plan, [i in chosen for i in range(len(case.plan.ranks))])
-    return replace(case, plan=plan)
-
-
-def _run_block(rank: int, world_size: int, block: int, in_rounds: bool) -> None:
-    draw = draw_rounds if in_rounds else draw_case
-    for seed in range(block * NUM_CASES_PER_BLOCK, (block + 1) * NUM_CASES_PER_BLOCK):
-        case = on_host(draw(7000 + seed, world_size=world_size))
-        try:
-            check_parity(rank, case.problem, case.plan, case.course)
-        except Exception as error:
-            raise AssertionError(str(case)) from error
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("in_rounds", [False, True])
-@pytest.mark.parametrize(
-    "world_size, block",
-    [*blocks((1, 0), (2, 0), (3, 1)), *starmap(for_campaign, quads((4, 2)))],
-)
-def test_a_step_is_that_of_one_process_wherever_optimizers_are(
-    world_size: int, block: int, in_rounds: bool
-) -> None:
-    run_ranks(_run_block, world_size, world_size, block, in_rounds)
-
-
-def _run_block_on_accelerators(rank: int, world_size: int, block: int) -> None:
-    for seed in range(block * NUM_CASES_PER_BLOCK, (block + 1) * NUM_CASES_PER_BLOCK):
-        case = on_host(draw_case(7000 + seed, world_size=world_size))
-        try:
-            check_beside_one_process(rank, case)
-        except Exception as error:
-            raise AssertionError(str(case)) from error
-
-
-@pytest.mark.parametrize("world_size, block", one_in(8, quads((1, 3), (3, 5), (2, 4))))
-def test_copies_and_steps_are_in_order_on_accelerators(world_size: int, block: int) -> None:
-    run_ranks(_run_block_on_accelerators, world_size, world_size, block)
-
+from tests.selection import one_in, only
+from tests.test_places import moved
+from tests.worlds import on_ranks, run_ranks, run_ranks_expecting_failure
 
 # Waits
-
-
-def _drop_at_once(lane: CopyLane, copy: Any, stream: Any, drop: Callable[[], None]) -> None:
-    drop()
-
-
-def _launch_at_once(launch: Any) -> Any:
-    def launch_at_once(lane: CopyLane, make: Any, *, after: Event, **others: Any) -> Any:
-        return launch(lane, make, after=Event(after._host), **others)
-
-    return launch_at_once
-
-
-# By what waits, what to put in its place.
-WAITS: dict[str, Callable[[], Any]] = {
-    "gather": lambda: mock.patch.object(RowsOnHost, "wait_on"),
-    "host": lambda: mock.patch.object(GradientOnHost, "_wait"),
-    "reduce stream": lambda: mock.patch.object(CopyLane, "hold", _drop_at_once),
-    "copies": lambda: mock.patch.object(CopyLane, "launch", _launch_at_once(CopyLane.launch)),
-}
-
-
-def _without(rank: int, wait: str, is_emulated: bool) -> None:
-    case = draw_case(7003, world_size=2)
-    case = replace(case, plan=moved(case.plan, [True, True]))
-    with WAITS[wait]():
-        if is_emulated:
-            check_beside_one_process(rank, case)
-        else:
-            check_parity(rank, case.problem, case.plan, case.course)
-
-
-@pytest.mark.parametrize(
-    "wait, is_emulated",
-    one_in(2, [("gather", False), ("host", False), *((wait, True) for wait in WAITS)]),
-)
-def test_a_wait_that_is_left_out_is_noticed(wait: str, is_emulated: bool) -> None:
-    outcomes = run_ranks_expecting_failure(
-        _without, 2, wait, is_emulated, leaves_on_failure=True
-    )
-    names = {each.exception_name for each in outcomes} - {None}
-    assert names & {"RaceError", "AssertionError", "FloatingPointError"}, names
 
 
 class Linear(nn.Module):
@@ -172,15 +77,8 @@ def test_rows_are_not_written_while_they_are_copied() -> None:
 # Places
 
 
-def moved(plan: Plan, on_host: Sequence[bool]) -> Plan:
-    """The plan with optimizers in these places."""
-    ranks = zip(plan.ranks, on_host, strict=True)
-    return replace(
-        plan, ranks=tuple(replace(rank, optimizer_on_host=each) for rank, each in ranks)
-    )
-
-
-def _same_objects(rank: int) -> None:
+@on_ranks(2)
+def test_parameters_stay_the_same_objects_where_they_are_moved(rank: int) -> None:
     torch.manual_seed(0)
     plan = Plan.by_hand(microbatch_sizes=[2, 1], optimizer_on_host=[False, True])
     with Accelerator().installed() as accelerator:
@@ -203,10 +101,6 @@ def _same_objects(rank: int) -> None:
             optimizer.zero_grad()
 
 
-def test_parameters_stay_the_same_objects_where_they_are_moved() -> None:
-    run_ranks(_same_objects, 2)
-
-
 class Counting(torch.optim.SGD):
     """Notes how many threads its steps have."""
 
@@ -215,7 +109,8 @@ class Counting(torch.optim.SGD):
         super().step(*args)
 
 
-def _threads_of_a_step(rank: int) -> None:
+@on_ranks(3, fresh_world=True)
+def test_a_step_on_the_host_has_its_ranks_share_of_the_processors(rank: int) -> None:
     torch.set_num_threads(3)
     plan = Plan.by_hand(microbatch_sizes=[1, 1, 1], optimizer_on_host=[True, False, True])
     processors = mock.patch.object(comm, "processors", return_value=[0, 1, 2, 3])
@@ -226,10 +121,6 @@ def _threads_of_a_step(rank: int) -> None:
         optimizer.step()
         assert optimizer.num_threads == (3 if rank == 1 else 2)
         assert torch.get_num_threads() == 3
-
-
-def test_a_step_on_the_host_has_its_ranks_share_of_the_processors() -> None:
-    run_ranks(_threads_of_a_step, 3, fresh_world=True)
 
 
 def test_an_optimizer_that_is_fused_in_part_is_told_what_it_costs(
@@ -335,7 +226,18 @@ def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], value), name
 
 
-def _same_bits(rank: int, precision: str, optimizer: str) -> None:
+@pytest.mark.parametrize(
+    "precision, optimizer",
+    one_in(
+        3,
+        [("float32", "momentum"), ("float16", "fused")]
+        + [(precision, "AdamW") for precision in PRECISIONS],
+    ),
+)
+@on_ranks(2)
+def test_a_step_has_the_same_bits_wherever_optimizers_are(
+    rank: int, precision: str, optimizer: str
+) -> None:
     options = PRECISIONS[precision]
     for num_rounds, clips in ((1, True), (2, False)):
         results = []
@@ -346,20 +248,6 @@ def _same_bits(rank: int, precision: str, optimizer: str) -> None:
             results.append(bits(model, optim) | whole)
         for result in results[1:]:
             check_equal(result, results[0])
-
-
-@pytest.mark.parametrize(
-    "precision, optimizer",
-    one_in(
-        3,
-        [("float32", "momentum"), ("float16", "fused")]
-        + [(precision, "AdamW") for precision in PRECISIONS],
-    ),
-)
-def test_a_step_has_the_same_bits_wherever_optimizers_are(
-    precision: str, optimizer: str
-) -> None:
-    run_ranks(_same_bits, 2, precision, optimizer)
 
 
 def _adds_to_kept_gradients(rank: int, precision: str) -> list[int]:
@@ -384,14 +272,30 @@ def test_the_host_waits_for_no_copy_of_a_gradient(precision: str) -> None:
     assert on_device == [0, 0, 0, 0]
 
 
-def _checkpoints(rank: int, folder: Path) -> None:
+@on_ranks(2)
+def test_each_rank_goes_on_in_its_own_way_of_computing_a_step(
+    rank: int, tmp_path: Path
+) -> None:
+    model, optimizer = make([False, False], "AdamW")
+    trained(model, optimizer, range(2))
+    save(model, optimizer, tmp_path / "saved")
+    # The writer's way of computing a step is not that of a rank whose rows are elsewhere.
+    loaded, its_optimizer = make([True, False], "AdamW" if rank else "fused")
+    load(loaded, its_optimizer, tmp_path / "saved")
+    assert its_optimizer.param_groups[0]["fused"] is (None if rank else True)
+    check_equal(bits(loaded, its_optimizer), bits(model, optimizer))
+    trained(loaded, its_optimizer, range(2, 3))
+
+
+@on_ranks(2)
+def test_a_checkpoint_does_not_know_where_optimizers_were(rank: int, tmp_path: Path) -> None:
     model, optimizer = make([False, False], "fused")
     trained(model, optimizer, range(2))
     places = [[True, False], [False, True], [False, False]]
     for i, on_host in enumerate(places):  # from each to the next
-        save(model, optimizer, folder / str(i))
+        save(model, optimizer, tmp_path / str(i))
         loaded, its_optimizer = make(on_host, "fused")
-        load(loaded, its_optimizer, folder / str(i))
+        load(loaded, its_optimizer, tmp_path / str(i))
         check_equal(bits(loaded, its_optimizer), bits(model, optimizer))
         for each in ((model, optimizer), (loaded, its_optimizer)):
             trained(*each, range(2, 4))
@@ -399,27 +303,9 @@ def _checkpoints(rank: int, folder: Path) -> None:
         model, optimizer = loaded, its_optimizer
 
 
-def _fuses_as_before(rank: int, folder: Path) -> None:
-    model, optimizer = make([False, False], "AdamW")
-    trained(model, optimizer, range(2))
-    save(model, optimizer, folder / "saved")
-    # The writer's way of computing a step is not that of a rank whose rows are elsewhere.
-    loaded, its_optimizer = make([True, False], "AdamW" if rank else "fused")
-    load(loaded, its_optimizer, folder / "saved")
-    assert its_optimizer.param_groups[0]["fused"] is (None if rank else True)
-    check_equal(bits(loaded, its_optimizer), bits(model, optimizer))
-    trained(loaded, its_optimizer, range(2, 3))
-
-
-def test_each_rank_goes_on_in_its_own_way_of_computing_a_step(tmp_path: Path) -> None:
-    run_ranks(_fuses_as_before, 2, tmp_path)
-
-
-def test_a_checkpoint_does_not_know_where_optimizers_were(tmp_path: Path) -> None:
-    run_ranks(_checkpoints, 2, tmp_path)
-
-
-def _moves_live(rank: int, optimizer: str) -> None:
+@pytest.mark.parametrize("optimizer", one_in(3, OPTIMIZERS))
+@on_ranks(2)
+def test_rows_move_between_host_and_device_while_ranks_run(rank: int, optimizer: str) -> None:
     model, optim = make([False, False], optimizer)
     expected, its_optim = make([False, False], optimizer)
     for i, on_host in enumerate([[True, False], [True, True], [False, True], [False, False]]):
@@ -432,11 +318,6 @@ def _moves_live(rank: int, optimizer: str) -> None:
         for each in ((model, optim), (expected, its_optim)):
             trained(*each, range(3 * i, 3 * i + 3))
         check_equal(bits(model, optim), bits(expected, its_optim))
-
-
-@pytest.mark.parametrize("optimizer", one_in(3, OPTIMIZERS))
-def test_rows_move_between_host_and_device_while_ranks_run(optimizer: str) -> None:
-    run_ranks(_moves_live, 2, optimizer)
 
 
 # The host

@@ -5,7 +5,6 @@ import signal
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,15 +14,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardhet import HetFSDP, Plan, Stage, gather_features
-from shardhet.checkpoint import load, save
 from shardhet.fsdp.stages.absent import Absent
 from shardhet.models.decoder import Decoder
+from tests.beside import Beside
 from tests.misdeeds import CAUSE, commit
-from tests.selection import for_campaign, one_in, only
+from tests.selection import one_in, only
 from tests.small_models import small_decoder
 from tests.test_bad_input import WITHIN_S
-from tests.test_rounds import check_grads, mean_of
-from tests.worlds import run_ranks, run_ranks_expecting_failure
+from tests.worlds import on_ranks, run_ranks, run_ranks_expecting_failure
 
 WORDS, SEQ_LEN, WIDTH = 16, 4, 6
 CUTS = {
@@ -53,27 +51,19 @@ def batch_of(num_samples: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return inputs, torch.randint(-1, WORDS, shape, generator=generator)
 
 
-def check_steps(module: nn.Module, plan: Plan, num_steps: int = 3, **options: Any) -> HetFSDP:
-    """Steps are those of one process, the second one with a sample less; returns the model."""
-    model = HetFSDP(copy.deepcopy(module), plan, **options)
+def check_steps(module: nn.Module, plan: Plan, num_steps: int = 3, **options: Any) -> Beside:
+    """Steps are those of one process, the second one with a sample less; returns both."""
+    both = Beside(module, plan, **options)
     for step in range(num_steps):
-        num_samples = plan.global_batch_size - step % 2
-        inputs, targets = batch_of(num_samples, step)
-        mine = plan.sample_indices(model.position, num_samples)
-        mean = model.forward_backward(inputs[mine], targets[mine])
-        expected = mean_of(module, inputs, targets)
-        assert mean is not None
-        assert abs(mean - expected) <= 1e-12 * expected
-        check_grads(model, module)
-        model.zero_grad()
-    return model
+        both.step(*batch_of(plan.global_batch_size - step % 2, step))
+    return both
 
 
 def _decoder(rank: int, plan: Plan) -> None:
     torch.manual_seed(0)
     config = small_decoder(vocab_size=WORDS, width=8, num_layers=4, seq_len=SEQ_LEN)
     module = Decoder(config).double()
-    model = check_steps(module, plan)
+    model = check_steps(module, plan).model
     given = batch_of(plan.global_batch_size)
     mine = plan.sample_indices(model.position)
     with torch.inference_mode():  # the first call of its kind, and one more
@@ -104,7 +94,12 @@ def test_stages_train_a_decoder_as_one_process_does(
     run_ranks(_decoder, len(sizes), staged(sizes, numbers, num_rounds))
 
 
-def _as_without_stages(rank: int, dtype: torch.dtype | None) -> None:
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@on_ranks(2)
+def test_stages_drop_out_and_round_as_without_them(
+    rank: int, dtype: torch.dtype | None
+) -> None:
     torch.manual_seed(0)
     config = small_decoder(vocab_size=WORDS, width=8, num_layers=4, dropout=0.3)
     module, options = Decoder(config), {"param_dtype": dtype, "seed": 5}
@@ -128,13 +123,8 @@ def _as_without_stages(rank: int, dtype: torch.dtype | None) -> None:
                 assert torch.equal(mine.grad.as_subclass(Tensor), other.grad)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_stages_drop_out_and_round_as_without_them(dtype: torch.dtype | None) -> None:
-    run_ranks(_as_without_stages, 2, dtype)
-
-
-def _drops_out_in_parts(rank: int) -> None:
+@on_ranks(3)
+def test_each_rank_of_a_stage_drops_out_for_its_samples(rank: int) -> None:
     """A stage of two ranks, each with a sample of the round; and a rank alone."""
     torch.manual_seed(0)
     config = small_decoder(vocab_size=WORDS, width=8, num_layers=4, dropout=0.3)
@@ -148,10 +138,6 @@ def _drops_out_in_parts(rank: int) -> None:
     mine = plan.sample_indices(model.position)
     mean = model.forward_backward(inputs[mine], targets[mine])
     assert mean == pytest.approx(whole.forward_backward(inputs, targets), rel=1e-12)
-
-
-def test_each_rank_of_a_stage_drops_out_for_its_samples() -> None:
-    run_ranks(_drops_out_in_parts, 3)
 
 
 # What observers see
@@ -296,7 +282,7 @@ UNITS = ("embedding", *(f"blocks.{i}" for i in range(4)), "head")
 
 def _leaks(rank: int, way: str, plan: Plan) -> None:
     torch.manual_seed(0)
-    model = check_steps(Leaky(way).double(), plan, units=UNITS)
+    model = check_steps(Leaky(way).double(), plan, units=UNITS).model
     kind = model._runtime.kind_for(0)  # type: ignore[attr-defined]
     if kind.sent:
         values = {way: 2} if way else {}
@@ -449,27 +435,17 @@ def _normed(rank: int, plan: Plan) -> None:
         module.blocks[i] = NormedBlock(momentum).double()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that results depend on the plan
-        model = HetFSDP(copy.deepcopy(module), plan, units=UNITS)
+        both = Beside(module, plan, units=UNITS)
     for step in range(3):
-        inputs, targets = batch_of(plan.global_batch_size, step)
-        mine = plan.sample_indices(model.position)
-        mean = model.forward_backward(inputs[mine], targets[mine])
-        module.zero_grad()
-        num_tokens, total = (targets >= 0).sum(), 0.0
-        for part in zip(inputs.split(2), targets.split(2), strict=True):
-            loss = module(*part)[0] / num_tokens
-            loss.backward()
-            total += loss.item()
-        assert mean is not None
-        assert abs(mean - total) <= 1e-12 * total
-        check_grads(model, module)
-        model.zero_grad()
+        batch = batch_of(plan.global_batch_size, step)
+        both.step(*batch, pieces=[2] * (plan.global_batch_size // 2))
         for (fqn, found), expected in zip(
-            model.module.named_buffers(), module.buffers(), strict=True
+            both.model.module.named_buffers(), module.buffers(), strict=True
         ):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14, msg=fqn)
+    inputs, targets = both.part(*batch)
     with pytest.raises(ValueError, match="batch norm in training mode"), torch.no_grad():
-        model(inputs[mine], targets[mine])
+        both.model(inputs, targets)
 
 
 def test_batch_norm_in_stages_is_that_of_one_process_by_microbatches() -> None:
@@ -573,21 +549,11 @@ ODDITIES = {  # by what is done: what a plan of stages says, and one of rounds
 
 def _odd(rank: int, oddity: str, plan: Plan) -> None:
     torch.manual_seed(0)
-    module = Odd(oddity).double()
-    model = HetFSDP(copy.deepcopy(module), plan)
+    both = Beside(Odd(oddity).double(), plan)
     for step in range(2):
-        for each in (module, model.module):
+        for each in (both.plain, both.model.module):
             each.blocks[0].temperature = 1 / (1 + step)  # type: ignore[index,union-attr]
-        inputs, targets = batch_of(plan.global_batch_size, step)
-        mine = plan.sample_indices(model.position)
-        flag = oddity == "flag" and rank == 0
-        mean = model.forward_backward(inputs[mine], targets[mine], flag=flag)
-        if oddity == "flag":
-            continue
-        expected = mean_of(module, inputs, targets)
-        assert mean == pytest.approx(expected, rel=1e-12)
-        check_grads(model, module)
-        model.zero_grad()
+        both.step(*batch_of(plan.global_batch_size, step), flag=oddity == "flag" and rank == 0)
 
 
 @pytest.mark.sampled(7)
@@ -604,7 +570,7 @@ def test_what_is_odd_is_as_in_one_process_or_refused(oddity: str, has_stages: bo
         assert message in outcome.message, outcome.message
 
 
-# Checkpoints
+# What may not change
 
 
 ORDER = [0, 1, 2, 3]  # of the blocks; nothing that a probe sees
@@ -639,51 +605,6 @@ def test_units_of_other_stages_have_the_order_of_the_first_step() -> None:
     for outcome in run_ranks_expecting_failure(_calls_others_in_another_order, 3, plan):
         words = "unit 'blocks.1' was called at place 1 of forward, where 'blocks.0' was"
         assert words in outcome.message
-
-
-def _saved(rank: int, plan: Plan, other: Plan, folder: str) -> None:
-    torch.manual_seed(0)
-    module = Leaky("late").double()
-    models = [HetFSDP(copy.deepcopy(module), each, units=UNITS) for each in (plan, other)]
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in models]
-    for step in range(2):
-        _step(models[0], optimizers[0], step)
-    save(models[0], optimizers[0], folder)
-    load(models[1], optimizers[1], folder)
-    wholes = [each.state_dict() for each in models]
-    assert all(torch.equal(wholes[1][fqn], each) for fqn, each in wholes[0].items())
-    save(models[1], optimizers[1], f"{folder} again")
-    torch.manual_seed(1)
-    third = HetFSDP(Leaky("late").double(), plan, units=UNITS)
-    optimizer = torch.optim.AdamW(third.parameters(), lr=0.01)
-    load(third, optimizer, f"{folder} again")
-    _step(models[0], optimizers[0], 2)
-    _step(third, optimizer, 2)
-    for one, same in zip(models[0].parameters(), third.parameters(), strict=True):
-        assert torch.equal(one, same)
-
-
-def _step(model: HetFSDP, optimizer: torch.optim.Optimizer, step: int) -> None:
-    inputs, targets = batch_of(model.plan.global_batch_size, step)
-    mine = model.plan.sample_indices(model.position)
-    model.forward_backward(inputs[mine], targets[mine])
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@pytest.mark.campaign  # drawn chains stay
-@pytest.mark.parametrize(
-    "other",
-    [
-        *map(for_campaign, [Plan.even(3, microbatch_size=1), staged([2, 2, 2], [1, 1, 1])]),
-        staged([2, 1, 1], [1, 2]),
-    ],
-    ids=["none", "three", "two others"],
-)
-def test_a_checkpoint_of_stages_goes_on_under_others_and_under_none(
-    other: Plan, tmp_path: Path
-) -> None:
-    run_ranks(_saved, 3, TWO, other, str(tmp_path / "checkpoint"))
 
 
 # Ranks that fail

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from shardhet import HetFSDP
+from tests.beside import mean_of
 from tests.emulated.accelerator import Accelerator
 from tests.stages_cases import OnHost
 from tests.test_guard import Scaled
 from tests.test_pipelines import WORDS, batch_of, staged
-from tests.test_rounds import mean_of
 from tests.worlds import run_ranks
 
 PLAN = staged([1, 1, 2], [2, 1], num_rounds=3)

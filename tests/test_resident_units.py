@@ -7,25 +7,23 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan, redistribute
 from shardhet.checkpoint import CheckpointError, load, save
 from shardhet.records.stages import Stage
+from tests.beside import mean_of, squared
 from tests.emulated.accelerator import Accelerator
-from tests.hosts import on_different_hosts
-from tests.parity import check_covered_once
+from tests.parity import check_covered_once, compare_grads
 from tests.rounds_cases import RoundsCase, check, draw
 from tests.selection import one_in
 from tests.stages_cases import OnHost
-from tests.test_bytes_of_links import Bytes, computing, needed_messages, needed_of_groups
+from tests.test_bytes_of_links import computing, over_messages, over_nccl
 from tests.test_order import around_collectives
-from tests.worlds import run_ranks
+from tests.worlds import on_ranks, run_ranks
 
 NUM_CASES = 16
 WIDTH, RANK, NUM_LAYERS, ITEMSIZE = 6, 2, 3, 8
@@ -109,19 +107,8 @@ def gathers_of_frozen(model: HetFSDP) -> int:
 
 def check_grads(model: HetFSDP, module: nn.Module) -> None:
     """This rank's gradients are those of ``module`` in one process."""
-    x = inputs(model.plan.global_batch_size)
-    module.zero_grad()
-    (module(x).square().sum() / len(x)).backward()
-    boxes, found = model.sharded_state_dict(), dict(model.named_parameters())
-    for fqn, param in module.named_parameters():
-        grad = found[fqn].grad
-        assert (grad is None) == (param.grad is None), fqn
-        if grad is not None and param.grad is not None:
-            rows = boxes[fqn].rows
-            expected = param.grad[rows.start : rows.stop]
-            torch.testing.assert_close(
-                grad.as_subclass(Tensor).cpu(), expected, rtol=1e-12, atol=1e-14
-            )
+    mean_of(module, inputs(model.plan.global_batch_size), loss=squared)
+    compare_grads(model, module)
 
 
 PLAN = Plan.by_hand(
@@ -129,7 +116,8 @@ PLAN = Plan.by_hand(
 )
 
 
-def _gathered_once(rank: int) -> None:
+@on_ranks(3)
+def test_frozen_weights_are_gathered_once_and_adapters_as_before(rank: int) -> None:
     model, module = wrapped(PLAN), make_module()
     counts = [gathers_of_frozen(model) for _ in range(3)]
     assert counts[1:] == [0, 0], counts
@@ -137,10 +125,6 @@ def _gathered_once(rank: int) -> None:
     trainable = [launch for launch in step(model) if launch[1]]
     assert trainable.count(("gather", True)) == 2 * NUM_LAYERS - 1
     assert trainable.count(("reduce", True)) == NUM_LAYERS
-
-
-def test_frozen_weights_are_gathered_once_and_adapters_as_before() -> None:
-    run_ranks(_gathered_once, 3)
 
 
 # Rows that are a part of what stays
@@ -156,7 +140,11 @@ def _apart(model: HetFSDP) -> set[str]:
     }
 
 
-def _inside(rank: int, device: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", "accelerator"])
+@on_ranks(3)
+def test_rows_become_a_part_of_what_stays_unless_somebody_has_them(
+    rank: int, device: str
+) -> None:
     place = Accelerator() if device == "accelerator" else None
     with nullcontext() if place is None else place.installed():
         options = {} if place is None else {"device": place.device}
@@ -201,12 +189,8 @@ def _inside(rank: int, device: str) -> None:
         check_grads(model, _as_it_is(model))
 
 
-@pytest.mark.parametrize("device", ["cpu", "accelerator"])
-def test_rows_become_a_part_of_what_stays_unless_somebody_has_them(device: str) -> None:
-    run_ranks(_inside, 3, device)
-
-
-def _written_between(rank: int) -> None:
+@on_ranks(3, fresh_world=True)
+def test_a_write_between_forward_and_backward_is_refused_on_all_ranks(rank: int) -> None:
     model = wrapped(PLAN)
     step(model)
     loss = model(own(model)).square().sum()
@@ -217,88 +201,30 @@ def _written_between(rank: int) -> None:
         model.backward(loss, len(own(model)))
 
 
-def test_a_write_between_forward_and_backward_is_refused_on_all_ranks() -> None:
-    run_ranks(_written_between, 3, fresh_world=True)
-
-
 # Bytes
 
 
-def drawn_plan(rng: random.Random) -> Plan:
-    sizes = [rng.choice([0, 1, 1, 2]) for _ in range(4)]
-    sizes[rng.randrange(4)] = 2
-    weights = [rng.choice([0.0, 0.0, rng.random()]) for _ in range(4)]
-    weights[rng.randrange(4)] = 1.0
-    return Plan.by_hand(
-        microbatch_sizes=sizes,
-        state_shares=[each / sum(weights) for each in weights],
-        reshard_after_forward=rng.random() < 0.7,
-        resident_units=True,
-    )
-
-
-def _over_messages(rank: int, seed: int) -> list[tuple[Bytes, Bytes]]:
-    rng, found, post = random.Random(seed), [], dist.batch_isend_irecv
-    for _ in range(4):
-        plan, sent, launches = drawn_plan(rng), Bytes(), []
-
-        def count(ops: list[dist.P2POp], sent: Bytes = sent) -> list[dist.Work]:
-            for op in ops:
-                if op.op is dist.isend:
-                    sent[op.group_peer] += op.tensor.numel() * ITEMSIZE
-            return post(ops)
-
-        with on_different_hosts():
-            model = wrapped(plan)
-            step(model)
-            with (
-                mock.patch.object(dist, "batch_isend_irecv", count),
-                around_collectives(lambda kind, flat, to=launches: to.append((kind, flat))),
-            ):
-                x = own(model)
-                model.backward(model(x).square().sum(), len(x))
-        assert all(flat.is_trainable for _, flat in launches)
-        found.append((sent, needed_messages(plan, rank, launches)))
-    return found
+def adapted(plan: Plan, device: torch.device) -> HetFSDP:
+    """A model that has taken its first step, in which it was probed."""
+    model = wrapped(replace(plan, resident_units=("*",)), device=device)
+    step(model)
+    return model
 
 
 @pytest.mark.parametrize("seed", one_in(10, range(10)))
 def test_messages_of_a_step_are_those_of_adapters(seed: int) -> None:
-    for cases in run_ranks(_over_messages, 4, seed):
-        assert [sent for sent, _ in cases] == [+needed for _, needed in cases]
-
-
-def _over_nccl(rank: int, seed: int) -> None:
-    rng = random.Random(seed)
-    for _ in range(4):
-        plan, launches = drawn_plan(rng), []
-        with Accelerator().installed() as accelerator:
-            model = wrapped(plan, device=accelerator.device)
-            step(model)
-            for param in model.parameters():
-                param.grad = None
-            communicators = accelerator.nccl.communicators
-            for each in communicators.values():
-                each.sent.clear()
-                each.received_bytes = 0
-            with around_collectives(lambda kind, flat, to=launches: to.append((kind, flat))):
-                x = own(model).to(model.device)
-                model.backward(model(x).square().sum(), len(x))
-            sent = Bytes()
-            for each in communicators.values():
-                for peer, numels in each.sent.items():
-                    sent[peer] += sum(numels) * ITEMSIZE
-            arrived = sum(each.received_bytes for each in communicators.values())
-            check_grads(model, make_module())
-        assert all(flat.is_trainable for _, flat in launches)
-        needed, handed = needed_of_groups(plan, rank, launches)
-        assert (arrived, +sent) == (needed, +handed), seed
+    for cases in run_ranks(over_messages, 4, seed, adapted):
+        assert [sent for sent, *_ in cases] == [+needed for _, needed, _ in cases]
+        assert all(kinds <= {True} for *_, kinds in cases)
 
 
 @pytest.mark.campaign  # their messages stay
 @pytest.mark.parametrize("seed", one_in(10, range(10)))
 def test_grouped_calls_of_a_step_are_those_of_adapters(seed: int) -> None:
-    run_ranks(_over_nccl, 4, seed)
+    for cases in run_ranks(over_nccl, 4, seed, adapted):
+        for arrived, needed, sent, handed, kinds in cases:
+            assert (arrived, +sent) == (needed, +handed), seed
+            assert kinds <= {True}
 
 
 # Rows that change
@@ -358,7 +284,8 @@ def _as_it_is(model: HetFSDP) -> nn.Module:
     return module
 
 
-def _changed(rank: int) -> None:
+@on_ranks(3)
+def test_rows_that_anybody_writes_are_gathered_again(rank: int) -> None:
     for change in CHANGES:
         model = wrapped(PLAN)
         step(model)
@@ -374,11 +301,8 @@ def _changed(rank: int) -> None:
         assert bool(again) == (change is _double_data), change
 
 
-def test_rows_that_anybody_writes_are_gathered_again() -> None:
-    run_ranks(_changed, 3)
-
-
-def _warned(rank: int) -> None:
+@on_ranks(3)
+def test_a_read_of_data_is_warned_of(rank: int) -> None:
     model = wrapped(PLAN)
     step(model)
     next(model.parameters()).data.norm()
@@ -386,20 +310,13 @@ def _warned(rank: int) -> None:
         step(model)
 
 
-def test_a_read_of_data_is_warned_of() -> None:
-    run_ranks(_warned, 3)
-
-
-def _unfrozen(rank: int) -> None:
+@on_ranks(3, fresh_world=True)
+def test_unfreezing_is_refused_by_name(rank: int) -> None:
     model = wrapped(PLAN)
     step(model)
     dict(model.named_parameters())["0.base.weight"].requires_grad_()
     with pytest.raises(RuntimeError, match=r"0.base.weight: requires_grad was changed"):
         step(model)
-
-
-def test_unfreezing_is_refused_by_name() -> None:
-    run_ranks(_unfrozen, 3, fresh_world=True)
 
 
 def _checkpointed(rank: int, folder: str) -> None:
@@ -418,7 +335,8 @@ def test_a_checkpoint_is_gathered_anew(tmp_path: Any) -> None:
     run_ranks(_checkpointed, 3, str(tmp_path / "checkpoint"))
 
 
-def _redistributed(rank: int) -> None:
+@on_ranks(3)
+def test_rows_move_to_other_plans(rank: int) -> None:
     model, module = wrapped(PLAN), make_module()
     step(model)
     all_of_them = 2 * NUM_LAYERS - 1  # residents are gathered by the probe of the first step
@@ -440,14 +358,19 @@ def _redistributed(rank: int) -> None:
         redistribute(model, None, replace(plan, resident_units=("nobody",)))
 
 
-def test_rows_move_to_other_plans() -> None:
-    run_ranks(_redistributed, 3)
-
-
 # Outside of steps
 
 
-def _outside(rank: int) -> None:
+def _doubled() -> nn.Module:
+    module = make_module()
+    for fqn, param in module.named_parameters():
+        if "base" in fqn:
+            param.data.mul_(2)
+    return module
+
+
+@on_ranks(3)
+def test_calls_outside_of_steps_are_right_and_ranks_that_store_keep_nothing(rank: int) -> None:
     """Generation and evaluation, on ranks that only store too, before and after training."""
     model, module = wrapped(PLAN), make_module()
     x = inputs(4)
@@ -474,22 +397,11 @@ def _outside(rank: int) -> None:
     check_grads(model, _doubled())
 
 
-def _doubled() -> nn.Module:
-    module = make_module()
-    for fqn, param in module.named_parameters():
-        if "base" in fqn:
-            param.data.mul_(2)
-    return module
-
-
-def test_calls_outside_of_steps_are_right_and_ranks_that_store_keep_nothing() -> None:
-    run_ranks(_outside, 3)
-
-
 # Other precision, other places
 
 
-def _in_bf16(rank: int) -> None:
+@on_ranks(3)
+def test_precision_is_as_without_residents(rank: int) -> None:
     """Frozen weights are stored in float32 or in bfloat16, and gathered in bfloat16."""
     for stored in (torch.float32, torch.bfloat16):
         results = []
@@ -504,11 +416,9 @@ def _in_bf16(rank: int) -> None:
         assert all(map(torch.equal, *results))
 
 
-def test_precision_is_as_without_residents() -> None:
-    run_ranks(_in_bf16, 3)
-
-
-def _on_host(rank: int) -> None:
+@pytest.mark.campaign  # drawn steps stay
+@on_ranks(3)
+def test_host_memory_and_rounds_are_as_without_residents(rank: int) -> None:
     plan = Plan.by_hand(
         microbatch_sizes=[2, 1, 1],
         num_microbatches=[2, 1, 2],
@@ -535,20 +445,7 @@ def _on_host(rank: int) -> None:
         assert all(launches)
 
 
-@pytest.mark.campaign  # drawn steps stay
-def test_host_memory_and_rounds_are_as_without_residents() -> None:
-    run_ranks(_on_host, 3)
-
-
 # What is refused
-
-
-def _refused(rank: int, resident: str, message: str) -> None:
-    module = make_module()
-    module[1].requires_grad_()
-    plan = replace(PLAN, resident_units=("0", resident))
-    with pytest.raises((ValueError, RuntimeError), match=message):
-        wrapped(plan, module)
 
 
 @pytest.mark.parametrize(
@@ -558,10 +455,15 @@ def _refused(rank: int, resident: str, message: str) -> None:
         ("1", "resident_units has '1' but units 1 have no frozen parameter"),
     ],
 )
+@on_ranks(3, fresh_world=True)
 def test_units_without_frozen_parameters_are_refused_by_name(
-    resident: str, message: str
+    rank: int, resident: str, message: str
 ) -> None:
-    run_ranks(_refused, 3, resident, message, fresh_world=True)
+    module = make_module()
+    module[1].requires_grad_()
+    plan = replace(PLAN, resident_units=("0", resident))
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        wrapped(plan, module)
 
 
 # Stages
@@ -601,7 +503,10 @@ def keeps(model: HetFSDP, fqns: Sequence[str]) -> bool:
     )
 
 
-def _staged(rank: int, on_accelerators: bool) -> None:
+@pytest.mark.campaign  # drawn steps stay
+@pytest.mark.parametrize("on_accelerators", one_in(2, [False, True]))
+@on_ranks(STAGED.world_size)
+def test_each_stage_keeps_its_own_frozen_weights(rank: int, on_accelerators: bool) -> None:
     place = Accelerator() if on_accelerators else OnHost()
     with place.installed():
         model = in_stages(STAGED, device=place.device)
@@ -634,12 +539,6 @@ def _staged(rank: int, on_accelerators: bool) -> None:
         assert staged_step(model)
         assert keeps(model, [fqn for fqn in mine if fqn == "1"])
         check_grads(model, expected)
-
-
-@pytest.mark.campaign  # drawn steps stay
-@pytest.mark.parametrize("on_accelerators", one_in(2, [False, True]))
-def test_each_stage_keeps_its_own_frozen_weights(on_accelerators: bool) -> None:
-    run_ranks(_staged, STAGED.world_size, on_accelerators)
 
 
 def test_plans_with_residents_are_kept_in_files() -> None:

@@ -1,6 +1,7 @@
 """A step of several rounds as programs see it: what calls return, and what they refuse."""
 
-import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from shardhet import HetFSDP, Plan
 from shardhet.fsdp.sharding.unit import UnitState
 from shardhet.models.decoder import Decoder, DecoderConfig
-from tests.worlds import run_ranks
+from tests.beside import Beside, is_exact
+from tests.parity import compare_grads
+from tests.worlds import on_ranks
 
 MODEL = DecoderConfig(
     vocab_size=16, width=8, num_layers=2, num_heads=2, num_kv_heads=1, hidden_width=8, seq_len=4
@@ -46,10 +49,9 @@ class Small(nn.Module):
         return loss, targets.numel()
 
 
-def make(plan: Plan) -> tuple[HetFSDP, Small]:
+def small(plan: Plan, **options: Any) -> Beside:
     torch.manual_seed(5)
-    module = Small().double()
-    return HetFSDP(copy.deepcopy(module), plan, units=[nn.Embedding, nn.Linear]), module
+    return Beside(Small().double(), plan, **{"units": [nn.Embedding, nn.Linear], **options})
 
 
 def tokens(num_samples: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -57,17 +59,6 @@ def tokens(num_samples: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     shape = (2, num_samples, MODEL.seq_len)
     inputs, targets = torch.randint(0, MODEL.vocab_size, shape, generator=generator)
     return inputs, targets
-
-
-def check_grads(model: HetFSDP, module: nn.Module, bar: float = 1e-12) -> None:
-    boxes, expected = model.sharded_state_dict(), dict(module.named_parameters())
-    for fqn, param in model.named_parameters():
-        rows, whole = boxes[fqn].rows, expected[fqn].grad
-        assert (whole is None) == (param.grad is None), fqn
-        if whole is None or param.grad is None:
-            continue
-        difference = param.grad.as_subclass(Tensor) - whole[rows.start : rows.stop]
-        assert not difference.numel() or difference.abs().max() <= bar * whole.abs().max(), fqn
 
 
 def run_round(
@@ -78,40 +69,21 @@ def run_round(
     return model.backward(loss_sum * factor, count)
 
 
-def mean_of(module: nn.Module, inputs: Tensor, targets: Tensor) -> float:
-    module.zero_grad()
-    loss_sum, num_tokens = module(inputs, targets)
-    mean = loss_sum / num_tokens
-    mean.backward()
-    return mean.item()
-
-
-def _all_rounds_in_one_call(rank: int, world_size: int, gathers: int, each: bool) -> None:
-    plan = plan_of(world_size, 3, gathers, reduce_each_round=each)
-    model, module = make(plan)
-    whole = plan.global_batch_size
-    for step, num_samples in enumerate((whole, whole - 1, plan.round_size, 1)):
-        inputs, targets = tokens(num_samples, step)
-        mine = plan.sample_indices(model.position, num_samples)
-        mean = model.forward_backward(inputs[mine], targets=targets[mine])
-        expected = mean_of(module, inputs, targets)
-        assert mean is not None
-        assert abs(mean - expected) <= 1e-12 * expected
-        check_grads(model, module)
-        assert model.step == step + 1
-        model.zero_grad()
-        with torch.no_grad():  # any number of samples under any plan
-            many, _ = tokens(7 if model.position == 0 else 0)
-            assert model(many, many)[1] == many.numel()
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("each", [True, False])
 @pytest.mark.parametrize("world_size, gathers", [(1, 0), (1, 2), (3, 0), (3, 1), (3, 2)])
+@on_ranks()
 def test_forward_backward_is_all_rounds_of_a_step(
-    world_size: int, gathers: int, each: bool
+    rank: int, world_size: int, gathers: int, each: bool
 ) -> None:
-    run_ranks(_all_rounds_in_one_call, world_size, world_size, gathers, each)
+    plan = plan_of(world_size, 3, gathers, reduce_each_round=each)
+    both, whole = small(plan), plan.global_batch_size
+    for step, num_samples in enumerate((whole, whole - 1, plan.round_size, 1)):
+        both.step(*tokens(num_samples, step))
+        assert both.model.step == step + 1
+        with torch.no_grad():  # any number of samples under any plan
+            many, _ = tokens(7 if both.model.position == 0 else 0)
+            assert both.model(many, many)[1] == many.numel()
 
 
 class Ways(nn.Module):
@@ -127,34 +99,37 @@ class Ways(nn.Module):
         return x.square().sum(), x.numel()
 
 
-def _other_ways(rank: int, gathers: int, each: bool) -> None:
-    plan = plan_of(3, 4, gathers, reduce_each_round=each)
-    torch.manual_seed(3)
-    module = Ways().double()
-    model = HetFSDP(copy.deepcopy(module), plan, units=[nn.Linear])
-    for ways in (("first", "all", "last", "last"), ("all", "all", "all", "first")):
-        x = torch.randn(plan.global_batch_size, 3, dtype=torch.float64)
-        module.zero_grad()
-        total = torch.zeros((), dtype=torch.float64)
-        for i, way in enumerate(ways):
-            mine = plan.round_samples(model.position, i)
-            mean = model.backward(*model(x[mine.start : mine.stop], way))
-            loss_sum, _ = module(x[i * plan.round_size : (i + 1) * plan.round_size], way)
-            total = total + loss_sum / x.numel()
-        total.backward()
-        assert mean is not None
-        assert abs(mean - total.item()) <= 1e-12 * total.item()
-        check_grads(model, module)
-        model.zero_grad()
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("gathers", [0, 1, 2])
 @pytest.mark.parametrize("each", [True, False])
+@on_ranks(3)
 def test_a_call_first_met_in_a_later_round_is_probed_and_keeps_the_sums(
-    gathers: int, each: bool
+    rank: int, gathers: int, each: bool
 ) -> None:
-    run_ranks(_other_ways, 3, gathers, each)
+    plan = plan_of(3, 4, gathers, reduce_each_round=each)
+    torch.manual_seed(3)
+    both = Beside(Ways().double(), plan, units=[nn.Linear])
+    for ways in (("first", "all", "last", "last"), ("all", "all", "all", "first")):
+        x = torch.randn(plan.global_batch_size, 3, dtype=torch.float64)
+        step_in_ways(both, x, ways, lambda model, x, way: model(x, way)[0])
+
+
+def step_in_ways(
+    both: Beside, x: Tensor, ways: Sequence[str], loss: Callable[..., Any]
+) -> None:
+    """A step whose rounds call the model in other ways; each sample has as many tokens."""
+    plan, model = both.plan, both.model
+    both.zero_grad()
+    total = torch.zeros((), dtype=torch.float64)
+    for i, way in enumerate(ways):
+        mine = plan.round_samples(model.position, i)
+        own = x[mine.start : mine.stop]
+        mean = model.backward(loss(model, own, way), own.numel())
+        part = x[i * plan.round_size : (i + 1) * plan.round_size]
+        total = total + loss(both.plain, part, way) / x.numel()
+    total.backward()
+    is_exact(mean, total.item())
+    compare_grads(model, both.plain)
 
 
 class Product(nn.Module):
@@ -172,38 +147,30 @@ class Product(nn.Module):
         return scores.square().sum(), words.numel()
 
 
-def _stays(rank: int, gathers: int, each: bool) -> None:
-    plan = plan_of(3, 3, gathers, reduce_each_round=each)
-    torch.manual_seed(3)
-    module = Product().double()
-    model = HetFSDP(copy.deepcopy(module), plan, units=["table", "hidden", "out"])
-    cases = [("plain", "product", "plain"), ("product",) * 3, ("plain", "plain", "only")]
-    for ways in (cases, cases[::-1])[gathers % 2]:
-        words = torch.randint(0, 7, (plan.global_batch_size, 3))
-        module.zero_grad()
-        total = torch.zeros((), dtype=torch.float64)
-        for i, way in enumerate(ways):
-            mine = plan.round_samples(model.position, i)
-            mean = model.backward(*model(words[mine.start : mine.stop], way))
-            part = words[i * plan.round_size : (i + 1) * plan.round_size]
-            total = total + module(part, way)[0] / words.numel()
-        total.backward()
-        assert mean == pytest.approx(total.item(), rel=1e-12)
-        check_grads(model, module)
-        model.zero_grad()
-
-
 @pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:.*so all of its parameters stay unsharded")
 @pytest.mark.parametrize("gathers", [0, 1, 2])
 @pytest.mark.parametrize("each", [True, False])
+@on_ranks(3)
 def test_a_unit_that_has_to_stay_unsharded_does_so_in_all_rounds(
-    gathers: int, each: bool
+    rank: int, gathers: int, each: bool
 ) -> None:
-    run_ranks(_stays, 3, gathers, each)
+    plan = plan_of(3, 3, gathers, reduce_each_round=each)
+    torch.manual_seed(3)
+    both = Beside(Product().double(), plan, units=["table", "hidden", "out"])
+    cases = [("plain", "product", "plain"), ("product",) * 3, ("plain", "plain", "only")]
+    for ways in (cases, cases[::-1])[gathers % 2]:
+        words = torch.randint(0, 7, (plan.global_batch_size, 3))
+        step_in_ways(both, words, ways, lambda model, words, way: model(words, way)[0])
 
 
-def _in_dtype(rank: int, dtype: torch.dtype, gathers: int) -> None:
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("gathers", [0, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@on_ranks(2)
+def test_rounds_reduced_once_equal_one_round_in_every_bit(
+    rank: int, dtype: torch.dtype, gathers: int
+) -> None:
     """16 samples of 4 tokens: a power of two, whose reciprocal does not round."""
     by_rounds = []
     for num_rounds in (1, 4):
@@ -230,62 +197,30 @@ def _in_dtype(rank: int, dtype: torch.dtype, gathers: int) -> None:
     assert all(map(torch.equal, expected, found))
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("gathers", [0, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rounds_reduced_once_equal_one_round_in_every_bit(
-    dtype: torch.dtype, gathers: int
+@on_ranks(3)
+def test_a_loss_that_is_not_finite_in_any_round_drops_the_whole_step(
+    rank: int, gathers: int
 ) -> None:
-    run_ranks(_in_dtype, 2, dtype, gathers)
-
-
-def _not_finite(rank: int, gathers: int) -> None:
     plan = plan_of(3, 3, gathers)
-    model, module = make(plan)
-    inputs, targets = tokens(plan.global_batch_size)
+    both, batch = small(plan), tokens(plan.global_batch_size)
     for bad_round in (0, 1, 2):
         for i in range(bad_round):
-            assert run_round(model, i, inputs, targets) is None
-        bad = torch.inf if model.position == 1 else 1.0
+            assert run_round(both.model, i, *batch) is None
+        bad = torch.inf if both.model.position == 1 else 1.0
         with pytest.raises(FloatingPointError, match="the loss is not finite at positions"):
-            run_round(model, bad_round, inputs, targets, factor=bad)
-        assert model.step == bad_round + 1
-        assert all(param.grad is None for param in model.parameters())
-    mine = plan.sample_indices(model.position)
-    model.forward_backward(inputs[mine], targets[mine])
-    mean_of(module, inputs, targets)
-    check_grads(model, module)
+            run_round(both.model, bad_round, *batch, factor=bad)
+        assert both.model.step == bad_round + 1
+        assert all(param.grad is None for param in both.model.parameters())
+    both.step(*batch)
 
 
-@pytest.mark.parametrize("gathers", [0, 2])
-def test_a_loss_that_is_not_finite_in_any_round_drops_the_whole_step(gathers: int) -> None:
-    run_ranks(_not_finite, 3, gathers)
-
-
-def _dropped(rank: int) -> None:
-    plan = plan_of(3, 3, 2)
-    model, module = make(plan)
-    inputs, targets = tokens(plan.global_batch_size)
-    run_round(model, 0, inputs, targets)
-    walk = model._runtime.walk
-    in_flight = [unit for _, unit in walk._launched]
-    assert in_flight
-    with mock.patch.object(walk, "_wait", wraps=walk._wait) as wait:
-        model.drop_rounds()  # what is in flight would write to what is dropped
-    assert [call.args[1] for call in wait.call_args_list] == in_flight
-    for _ in range(2):
-        own = plan.sample_indices(model.position)
-        model.zero_grad()
-        model.forward_backward(inputs[own], targets[own])
-        mean_of(module, inputs, targets)
-        check_grads(model, module)
-        run_round(model, 0, inputs, targets)  # the next forward_backward drops it
-
-
-def _batches(rank: int) -> None:
+@on_ranks(3)
+def test_a_step_may_have_several_batches_of_the_plan(rank: int) -> None:
     """Two batches of the plan a step; the last round of each has fewer samples."""
     plan = plan_of(3, 2, 0, global_batch_size=5)
-    model, module = make(plan)
+    both = small(plan)
+    model = both.model
     for batches in (2, 1, 2):
         model.batches_per_step = batches
         inputs, targets = tokens(batches * 5)
@@ -294,24 +229,37 @@ def _batches(rank: int) -> None:
             for j in range(2):
                 part = slice(5 * i, 5 * (i + 1))
                 mean = run_round(model, j, inputs[part], targets[part])
-        assert mean == pytest.approx(mean_of(module, inputs, targets), rel=1e-12)
-        check_grads(model, module)
+        both.plain.zero_grad()
+        is_exact(mean, both.step_of_one(inputs, targets))
+        compare_grads(model, both.plain)
         model.zero_grad()
     assert model.step == 3
     with pytest.raises(ValueError, match="batches_per_step is 0"):
         model.batches_per_step = 0
 
 
-def test_a_step_may_have_several_batches_of_the_plan() -> None:
-    run_ranks(_batches, 3)
-
-
-def test_rounds_are_dropped_on_demand_and_by_a_whole_step() -> None:
-    run_ranks(_dropped, 3)
+@on_ranks(3)
+def test_rounds_are_dropped_on_demand_and_by_a_whole_step(rank: int) -> None:
+    plan = plan_of(3, 3, 2)
+    both, batch = small(plan), tokens(plan.global_batch_size)
+    model = both.model
+    run_round(model, 0, *batch)
+    walk = model._runtime.walk
+    in_flight = [unit for _, unit in walk._launched]
+    assert in_flight
+    with mock.patch.object(walk, "_wait", wraps=walk._wait) as wait:
+        model.drop_rounds()  # what is in flight would write to what is dropped
+    assert [call.args[1] for call in wait.call_args_list] == in_flight
+    assert model.is_between_steps
+    with torch.no_grad():
+        model(*tokens(1))
+    for _ in range(2):
+        both.step(*batch)
+        run_round(model, 0, *batch)  # the next forward_backward drops it
 
 
 def test_a_round_that_was_dropped_has_no_backward_and_holds_nothing() -> None:
-    model, _ = make(plan_of(1, 2))
+    model = small(plan_of(1, 2)).model
     inputs, targets = tokens(2)
     model.backward(*model(inputs, targets))
     output = model(inputs, targets)
@@ -322,7 +270,7 @@ def test_a_round_that_was_dropped_has_no_backward_and_holds_nothing() -> None:
 
 
 def test_a_step_is_not_left_in_its_middle() -> None:
-    model, _ = make(plan_of(1, 2))
+    model = small(plan_of(1, 2)).model
     inputs, targets = tokens(2)
     model.backward(*model(inputs, targets))
     with torch.no_grad(), pytest.raises(RuntimeError, match="gradients are disabled"):
@@ -337,9 +285,10 @@ def test_a_step_is_not_left_in_its_middle() -> None:
         model.forward_backward(*tokens(5))
 
 
-def _num_buffers(rank: int) -> None:
+@on_ranks(2)
+def test_gradients_that_are_reduced_once_are_held_in_one_buffer(rank: int) -> None:
     plan = plan_of(2, 3, 0, reduce_each_round=False)
-    model, _ = make(plan)
+    model = small(plan).model
     wholes = set()
     for i in range(3):
         run_round(model, i, *tokens(plan.global_batch_size))
@@ -348,25 +297,11 @@ def _num_buffers(rank: int) -> None:
     assert len(wholes) == len(model._flats)
 
 
-def test_gradients_that_are_reduced_once_are_held_in_one_buffer() -> None:
-    run_ranks(_num_buffers, 2)
-
-
-def _one_unit(rank: int) -> None:
+@on_ranks(3)
+def test_a_unit_is_reduced_before_its_next_round_adds(rank: int) -> None:
     """Its reduction of a round is the only one in flight when it begins the next backward."""
     plan = plan_of(3, 3)
-    torch.manual_seed(5)
-    module = Small().double()
-    model = HetFSDP(copy.deepcopy(module), plan, units=["hidden"])
-    inputs, targets = tokens(plan.global_batch_size)
-    mine = plan.sample_indices(model.position)
-    model.forward_backward(inputs[mine], targets[mine])
-    mean_of(module, inputs, targets)
-    check_grads(model, module)
-
-
-def test_a_unit_is_reduced_before_its_next_round_adds() -> None:
-    run_ranks(_one_unit, 3)
+    small(plan, units=["hidden"]).step(*tokens(plan.global_batch_size))
 
 
 class Attending(nn.Module):
@@ -381,24 +316,6 @@ class Attending(nn.Module):
         return self.out(weights @ memory).square().sum(), len(x)
 
 
-def _memory(rank: int, batch_dim: Any, gets_gradient: bool, says: str | None) -> None:
-    """It has as many rows as a rank has samples in all rounds."""
-    plan = Plan.by_hand(microbatch_sizes=[2, 2], num_rounds=2)
-    torch.manual_seed(6)
-    module = Attending().double()
-    model = HetFSDP(copy.deepcopy(module), plan, units=[nn.Linear], batch_dim=batch_dim)
-    x, memory = torch.randn(8, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
-    mine = x[plan.sample_indices(model.position)].requires_grad_(gets_gradient)
-    if says is not None:
-        with pytest.raises(ValueError, match=says):
-            model.forward_backward(mine, memory)
-        return
-    model.forward_backward(mine, memory)
-    loss_sum, count = module(x, memory)
-    (loss_sum / count).backward()
-    check_grads(model, module)
-
-
 @pytest.mark.parametrize(
     "batch_dim, gets_gradient, says",
     [
@@ -407,7 +324,15 @@ def _memory(rank: int, batch_dim: Any, gets_gradient: bool, says: str | None) ->
         ({"memory": None}, True, "requires a gradient and is no parameter"),
     ],
 )
+@on_ranks(2, fresh_world=True)
 def test_arguments_that_rounds_cannot_have_are_refused(
-    batch_dim: Any, gets_gradient: bool, says: str | None
+    rank: int, batch_dim: Any, gets_gradient: bool, says: str | None
 ) -> None:
-    run_ranks(_memory, 2, batch_dim, gets_gradient, says, fresh_world=says is not None)
+    """It has as many rows as a rank has samples in all rounds."""
+    plan = Plan.by_hand(microbatch_sizes=[2, 2], num_rounds=2)
+    torch.manual_seed(6)
+    both = Beside(Attending().double(), plan, units=[nn.Linear], batch_dim=batch_dim)
+    x, memory = torch.randn(8, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    x.requires_grad_(gets_gradient)
+    with pytest.raises(ValueError, match=says) if says else nullcontext():
+        both.step(x, memory=memory)

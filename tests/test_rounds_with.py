@@ -1,20 +1,19 @@
 """Steps of several rounds together with what surrounds a step."""
 
 import copy
-import time
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from shardhet import HetFSDP, Plan, Stage, watch_ranks
+from shardhet import HetFSDP, Plan, Stage
 from shardhet.fsdp.step.observer import Activity, Observed
 from shardhet.training.compiling import compile_units
-from tests.test_rounds import FORMS, check_grads, make, mean_of, plan_of, run_round, tokens
-from tests.test_stillness import TIMEOUT_S, WITHIN_S, stop_here
-from tests.worlds import run_ranks, run_ranks_expecting_failure
+from tests.beside import Beside, is_exact
+from tests.parity import compare_grads, rows_of
+from tests.test_rounds import FORMS, plan_of
+from tests.worlds import on_ranks, run_ranks, run_ranks_expecting_failure
 
 WIDTH = 4
 
@@ -34,7 +33,10 @@ class Normed(nn.Module):
         return x.square().sum(), len(x)
 
 
-def _batch_norm(rank: int, gathers: int) -> None:
+@pytest.mark.filterwarnings("ignore:.*BatchNorm")
+@pytest.mark.parametrize("gathers", [0, 2])
+@on_ranks(2)
+def test_batch_norm_sees_the_microbatches_of_all_rounds(rank: int, gathers: int) -> None:
     """Statistics are those of microbatches, in the order of the samples."""
     forward, backward = FORMS[gathers]
     plan = Plan.by_hand(
@@ -45,26 +47,15 @@ def _batch_norm(rank: int, gathers: int) -> None:
         reshard_after_backward=backward,
     )
     torch.manual_seed(2)
-    module = Normed().double()
-    model = HetFSDP(copy.deepcopy(module), plan, units=["blocks.0", "blocks.1"])
+    both = Beside(Normed().double(), plan, units=["blocks.0", "blocks.1"])
     for _ in range(2):
-        x = torch.randn(plan.global_batch_size, WIDTH, dtype=torch.float64)
-        mine = plan.sample_indices(model.position)
-        model.forward_backward(x[mine])
-        module.zero_grad()
-        for part in x.split([3, 3, 2] * 2):
-            loss_sum, _ = module(part)
-            (loss_sum / len(x)).backward()
-        check_grads(model, module)
-        for one, other in zip(model.buffers(), module.buffers(), strict=True):
+        both.step(samples(plan), pieces=[3, 3, 2] * 2)
+        for one, other in zip(both.model.buffers(), both.plain.buffers(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-        model.zero_grad()
 
 
-@pytest.mark.filterwarnings("ignore:.*BatchNorm")
-@pytest.mark.parametrize("gathers", [0, 2])
-def test_batch_norm_sees_the_microbatches_of_all_rounds(gathers: int) -> None:
-    run_ranks(_batch_norm, 2, gathers)
+def samples(plan: Plan) -> Tensor:
+    return torch.randn(plan.global_batch_size, WIDTH, dtype=torch.float64)
 
 
 class Deep(nn.Module):
@@ -80,94 +71,59 @@ class Deep(nn.Module):
         return x.square().sum(), len(x)
 
 
-def deep(plan: Plan, **options: Any) -> tuple[HetFSDP, Deep]:
+def deep(plan: Plan, **options: Any) -> Beside:
     torch.manual_seed(4)
-    module = Deep().double()
-    return HetFSDP(copy.deepcopy(module), plan, units=[nn.Linear], **options), module
+    return Beside(Deep().double(), plan, units=[nn.Linear], **options)
 
 
-def whole_grads(module: nn.Module, x: Tensor) -> None:
-    module.zero_grad()
-    loss_sum, count = module(x)
-    (loss_sum / count).backward()
-
-
-def _observed(rank: int) -> None:
+@on_ranks(2)
+def test_observers_see_every_round(rank: int) -> None:
     plan = plan_of(2, 3, 2, num_microbatches=[2, 1])
-    model, module = deep(plan)
-    seen: list[Observed] = []
-    x = torch.randn(plan.global_batch_size, WIDTH, dtype=torch.float64)
-    mine = plan.sample_indices(model.position)
-    model.forward_backward(x[mine])
-    model.zero_grad()
+    both, seen = deep(plan), list[Observed]()
+    model = both.model
+    both.step(samples(plan))
     model.add_observer(seen.append)
-    model.forward_backward(x[mine])
+    both.step(samples(plan))
     for activity in (Activity.FORWARD, Activity.BACKWARD):
         found = [event.unit for event in seen if event.activity is activity]
         own = plan.ranks[model.position].num_microbatches
         assert {found.count(f"layers.{i}") for i in range(3)} <= {3, 3 * own}, found
     gathers = [event.unit for event in seen if event.activity is Activity.WAIT_GATHER]
     assert gathers.count("layers.0") == 1  # once a step
-    whole_grads(module, x)
-    check_grads(model, module)
 
 
-def test_observers_see_every_round() -> None:
-    run_ranks(_observed, 2)
-
-
-def _compiled(rank: int) -> None:
+@on_ranks(3)
+def test_compiled_units_run_in_rounds(rank: int) -> None:
     plan = plan_of(3, 2, 1, reduce_each_round=False)
     torch.manual_seed(4)
     module = Deep().double()
-    reference = copy.deepcopy(module)
+    plain = copy.deepcopy(module)
     assert compile_units(module, torch.device("cpu"), backend="eager") is None
-    model = HetFSDP(module, plan, units=[nn.Linear])
-    x = torch.randn(plan.global_batch_size, WIDTH, dtype=torch.float64)
-    model.forward_backward(x[plan.sample_indices(model.position)])
-    whole_grads(reference, x)
-    check_grads(model, reference)
+    both = Beside(plain, plan, of=module, units=[nn.Linear])
+    both.step(samples(plan))
 
 
-def test_compiled_units_run_in_rounds() -> None:
-    run_ranks(_compiled, 3)
-
-
-def _adapted(rank: int) -> None:
+@on_ranks(3)
+def test_frozen_units_stay_frozen_in_rounds(rank: int) -> None:
     """As with LoRA: only small units of their own are trained."""
-    plan = plan_of(3, 3, 2)
     torch.manual_seed(4)
     module = Deep().double()
     for layer in (module.layers[0], module.layers[2]):
         layer.requires_grad_(False)
-    model = HetFSDP(copy.deepcopy(module), plan, units=[nn.Linear])
+    both = Beside(module, plan_of(3, 3, 2), units=[nn.Linear])
     for _ in range(2):
-        x = torch.randn(plan.global_batch_size, WIDTH, dtype=torch.float64)
-        model.forward_backward(x[plan.sample_indices(model.position)])
-        whole_grads(module, x)
-        check_grads(model, module)
-        model.zero_grad()
-
-
-def test_frozen_units_stay_frozen_in_rounds() -> None:
-    run_ranks(_adapted, 3)
-
-
-def _clipped(rank: int, reduce_dtype: torch.dtype | None) -> None:
-    plan = plan_of(3, 3, 1, reduce_each_round=reduce_dtype is None)
-    model, module = deep(plan, reduce_dtype=reduce_dtype)
-    x = torch.randn(plan.global_batch_size, WIDTH, dtype=torch.float64)
-    model.forward_backward(x[plan.sample_indices(model.position)])
-    whole_grads(module, x)
-    bar = 1e-12 if reduce_dtype is None else 1e-5
-    norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.01)
-    assert float(model.clip_grad_norm_(0.01)) == pytest.approx(float(norm), rel=bar)
-    check_grads(model, module, bar)
+        both.step(samples(both.plan))
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_sums_of_rounds_are_clipped(reduce_dtype: torch.dtype | None) -> None:
-    run_ranks(_clipped, 3, reduce_dtype)
+@on_ranks(3)
+def test_sums_of_rounds_are_clipped(rank: int, reduce_dtype: torch.dtype | None) -> None:
+    plan = plan_of(3, 3, 1, reduce_each_round=reduce_dtype is None)
+    both, bar = deep(plan, reduce_dtype=reduce_dtype), 1e-12 if reduce_dtype is None else 1e-5
+    both.step(samples(plan), bar=bar)
+    norm = torch.nn.utils.clip_grad_norm_(both.plain.parameters(), 0.01)
+    assert float(both.model.clip_grad_norm_(0.01)) == pytest.approx(float(norm), rel=bar)
+    compare_grads(both.model, both.plain, bar=bar)
 
 
 def _overflows(rank: int) -> tuple[list[float], list[Tensor]]:
@@ -202,7 +158,8 @@ def test_an_overflow_in_a_later_round_skips_the_step_on_all_ranks() -> None:
         assert all(map(torch.equal, rows, rows_again))
 
 
-def _autocast(rank: int) -> None:
+@on_ranks(2)
+def test_autocast_holds_in_every_round(rank: int) -> None:
     """Each unit's error is about that of one round."""
     errors = []
     for num_rounds in (1, 2):
@@ -213,25 +170,19 @@ def _autocast(rank: int) -> None:
             reduce_each_round=False,
         )
         torch.manual_seed(4)
-        module = Deep()
-        model = HetFSDP(copy.deepcopy(module), plan, units=[nn.Linear])
+        both = Beside(Deep(), plan, units=[nn.Linear])
         x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(1))
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            model.forward_backward(x[plan.sample_indices(model.position)])
-        whole_grads(module, x)
-        boxes, truth = model.sharded_state_dict(), dict(module.named_parameters())
-        total = 0.0
-        for fqn, param in model.named_parameters():
-            rows, grad = boxes[fqn].rows, truth[fqn].grad
+            both.model.forward_backward(*both.part(x))
+        both.step_of_one(x)
+        model, boxes, total = both.model, both.model.sharded_state_dict(), 0.0
+        for fqn, param in both.plain.named_parameters():
+            own = model.get_parameter(fqn).grad
             assert param.grad is not None
-            assert grad is not None
-            total += float((param.grad - grad[rows.start : rows.stop]).square().sum())
+            assert own is not None
+            total += float((own - rows_of(param.grad, boxes[fqn].rows)).square().sum())
         errors.append(sum(row[0] for row in model.exchange([total])) ** 0.5)
     assert 0 < errors[1] <= 3 * errors[0]
-
-
-def test_autocast_holds_in_every_round() -> None:
-    run_ranks(_autocast, 2)
 
 
 class Island(nn.Module):
@@ -247,34 +198,28 @@ class Island(nn.Module):
             return self.second(x.float()).square().sum(), len(x)
 
 
-def _left_for_backward(rank: int, stages: Sequence[Stage] | None) -> None:
-    sizes = [2, 2] if stages else [1, 1]
-    plan = Plan.by_hand(microbatch_sizes=sizes, num_rounds=2, stages=stages)
-    torch.manual_seed(4)
-    module = Island()
-    model = HetFSDP(copy.deepcopy(module), plan, units=[nn.Linear])
-    x = torch.randn(4, WIDTH)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        model.forward_backward(x[plan.sample_indices(model.position)])
-        loss_sum, count = module(x)
-    (loss_sum / count).backward()
-    rows = model.sharded_state_dict()["second.weight"].rows
-    grad = dict(model.named_parameters())["second.weight"].grad
-    expected = module.second.weight.grad
-    assert grad is not None
-    assert expected is not None
-    expected = expected[rows.start : rows.stop]
-    torch.testing.assert_close(grad.as_subclass(Tensor), expected, rtol=1e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize("stages", [None, [("first",), ("second",)]])
-def test_autocast_around_a_step_is_left_for_backward(stages: Any) -> None:
-    run_ranks(_left_for_backward, 2, stages and [Stage(units=u, num_ranks=1) for u in stages])
+@on_ranks(2)
+def test_autocast_around_a_step_is_left_for_backward(rank: int, stages: Any) -> None:
+    sizes, stages = ([2, 2], [Stage(units=u, num_ranks=1) for u in stages]) if stages else (
+        [1, 1], None)  # fmt: skip
+    torch.manual_seed(4)
+    plan = Plan.by_hand(microbatch_sizes=sizes, num_rounds=2, stages=stages)
+    both, x = Beside(Island(), plan, units=[nn.Linear]), torch.randn(4, WIDTH)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        both.model.forward_backward(*both.part(x))
+        loss_sum, count = both.plain(x)
+    (loss_sum / count).backward()
+    rows = both.model.sharded_state_dict()["second.weight"].rows
+    grad = both.model.get_parameter("second.weight").grad
+    assert grad is not None
+    expected = rows_of(both.plain.second.weight.grad, rows)
+    torch.testing.assert_close(grad.as_subclass(Tensor), expected, rtol=1e-6, atol=1e-7)
 
 
 def _raises_in_round_two(rank: int, place: str) -> None:
     plan = plan_of(3, 3, 2)
-    model, _ = deep(plan)
+    model = deep(plan).model
 
     def fail(*_: Any) -> None:
         if rank == 1 and model.rounds_left == 2:
@@ -300,85 +245,33 @@ def test_a_rank_that_raises_in_a_later_round_ends_all(place: str) -> None:
         assert "no such sample" in outcome.message
 
 
-def _stopped_in_round_two(rank: int) -> None:
-    watch_ranks(hang_timeout_s=TIMEOUT_S)
-    plan = plan_of(3, 3, 2)
-    model, _ = deep(plan)
-    for step in range(3):
-        for i in range(3):
-            time.sleep(0.2)  # so that the last sign of life comes from this step
-            mine = plan.round_samples(model.position, i)
-            output = model(torch.ones(len(mine), WIDTH, dtype=torch.float64))
-            if (rank, step, i) == (1, 2, 1):
-                stop_here()
-            model.backward(*output)
-
-
-@pytest.mark.campaign  # tests of stillness have the first round
-def test_a_rank_that_is_stopped_in_a_later_round_is_named() -> None:
-    outcomes = run_ranks_expecting_failure(_stopped_in_round_two, 3, within_s=WITHIN_S)
-    for outcome in (outcomes[0], outcomes[2]):
-        assert outcome.message.startswith("rank 1 (cpu"), outcome
-        assert "has given no sign of life" in outcome.message
-
-
-def _again_after_own_error(rank: int) -> None:
-    """All ranks go on after an error of the program in the middle of a step."""
-    plan = plan_of(2, 3)
-    model, module = make(plan)
-    inputs, targets = tokens(plan.global_batch_size)
-    run_round(model, 0, inputs, targets)
-    model.drop_rounds()
-    assert model.is_between_steps
-    with torch.no_grad():
-        model(inputs[:1], targets[:1])
-    mine = plan.sample_indices(model.position)
-    mean = model.forward_backward(inputs[mine], targets[mine])
-    assert mean == pytest.approx(mean_of(module, inputs, targets), rel=1e-12)
-    check_grads(model, module)
-
-
-def test_evaluation_follows_dropped_rounds() -> None:
-    run_ranks(_again_after_own_error, 2)
-
-
-def _divided(rank: int) -> None:
+@on_ranks(3, fresh_world=True)
+def test_a_divisor_is_taken_if_it_is_known(rank: int) -> None:
     """A divisor that is known before is that of one process; ranks must agree on it."""
     plan = plan_of(3, 3, 1)
-    model, module = deep(plan)
-    x = torch.randn(plan.global_batch_size, WIDTH, dtype=torch.float64)
+    both, x = deep(plan), samples(plan)
+    model = both.model
     for i in range(3):
         own = plan.round_samples(model.position, i)
         mean = model.backward(*model(x[own.start : own.stop]), divisor=float(len(x)))
         assert (mean is None) == (i < 2)
-    whole_grads(module, x)
-    check_grads(model, module)
-    assert mean == pytest.approx(float(module(x)[0]) / len(x), rel=1e-12)
+    is_exact(mean, both.step_of_one(x))
+    compare_grads(model, both.plain)
     assert model.mean_so_far == mean
     output = model(x[: len(plan.round_samples(model.position, 0))])
     with pytest.raises(ValueError, match=r"divisor is .* on different ranks"):
         model.backward(*output, divisor=1.0 + rank)
 
 
-def test_a_divisor_is_taken_if_it_is_known() -> None:
-    run_ranks(_divided, 3, fresh_world=True)  # an error of all ranks ends it
-
-
-def _evaluated_first(rank: int) -> None:
+@on_ranks(3)
+def test_the_first_call_may_be_in_inference_mode(rank: int) -> None:
     plan = plan_of(3, 2, 2)
-    model, module = deep(plan)
-    x = torch.randn(plan.global_batch_size, WIDTH, dtype=torch.float64)
+    both = deep(plan)
     for _ in range(2):
+        x = samples(plan)
         with torch.inference_mode():
-            mine = plan.round_samples(model.position, 0)
-            loss_sum, _ = model(x[mine.start : mine.stop] + 0)  # made in this mode
-            expected, _ = module(x[mine.start : mine.stop])
+            mine = plan.round_samples(both.model.position, 0)
+            loss_sum, _ = both.model(x[mine.start : mine.stop] + 0)  # made in this mode
+            expected, _ = both.plain(x[mine.start : mine.stop])
             torch.testing.assert_close(loss_sum, expected)
-        model.zero_grad()
-        model.forward_backward(x[plan.sample_indices(model.position)])
-        whole_grads(module, x)
-        check_grads(model, module)
-
-
-def test_the_first_call_may_be_in_inference_mode() -> None:
-    run_ranks(_evaluated_first, 3)
+        both.step(x)

@@ -14,8 +14,8 @@ from shardhet.models.decoder import Decoder
 from tests.parity import check_covered_once
 from tests.selection import one_in
 from tests.stages_cases import StagesCase, check, draw
-from tests.test_inputs_on_host import INPUT_BYTES, MODEL, tokens, with_inputs_on_host
-from tests.test_optimizer_on_host import on_host
+from tests.test_inputs_on_host import INPUT_BYTES, MODEL, tokens
+from tests.test_places import on_host, with_inputs_on_host
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
 NUM_CASES = 120

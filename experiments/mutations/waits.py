@@ -58,7 +58,7 @@ TESTS = {
     "pending": ["pending"],
     "overlap": ["overlap"],
     "stages": ["emulated_stages"],
-    "detector": ["emulated", "host_copy", "inputs_on_host", "optimizer_on_host"],
+    "detector": ["emulated", "host_copy", "places", "inputs_on_host", "optimizer_on_host"],
     "parity": [
         "comm",
         "shared_host",
