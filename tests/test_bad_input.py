@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardhet import DeviceSpec, HetFSDP, Plan
 from shardhet.records.plan import PlannedUnit
-from tests.worlds import Outcome, run_ranks, run_ranks_expecting_failure
+from tests.worlds import Outcome, ends_all_ranks, on_ranks, run_ranks
 
 WIDTH = 4
 WITHIN_S = 10.0
@@ -121,27 +121,41 @@ def others_hear(outcomes: Sequence[Outcome], culprit: int, error: str, *parts: s
         assert f"any device on {HOSTS[culprit]}" in heard
 
 
+def refused_everywhere(error: str, *parts: str, world_size: Any = 3) -> Any:
+    """A test of what one or all ranks do, of which ``all_say``."""
+
+    def check(outcomes: Sequence[Outcome], *words: str) -> None:
+        all_say(outcomes, error, *words)
+
+    return ends_all_ranks(world_size, *parts, check=check)
+
+
+def told_by_rank_one(error: str, *parts: str) -> Any:
+    """A test of what rank 1 does, of which ``others_hear``; ``says`` is more of the error."""
+
+    def check(outcomes: Sequence[Outcome], *words: str) -> None:
+        others_hear(outcomes, 1, error + "".join(words), *parts)
+
+    return ends_all_ranks(3, check=check)
+
+
 # What does not fit together, found when the model is wrapped
 
 
-def wrap_only(rank: int, plan: Plan) -> None:
-    wrap(rank, plan)
-
-
-def test_a_plan_for_another_model_names_the_units_that_differ() -> None:
+@refused_everywhere(
+    "ValueError",
+    "The plan was made for another model",
+    "layers.1: planned absent, found 20",
+    "blocks.7: planned 9, found absent",
+    "Run the planner on this model",
+)
+def test_a_plan_for_another_model_names_the_units_that_differ(rank: int) -> None:
     planned = (PlannedUnit(fqn="layers.0", numel=20), PlannedUnit(fqn="blocks.7", numel=9))
-    plan = Plan(ranks=PLAN.ranks, units=planned)
-    all_say(
-        run_ranks_expecting_failure(wrap_only, 3, plan),
-        "ValueError",
-        "The plan was made for another model",
-        "layers.1: planned absent, found 20",
-        "blocks.7: planned 9, found absent",
-        "Run the planner on this model",
-    )
+    wrap(rank, Plan(ranks=PLAN.ranks, units=planned))
 
 
-def _warned(rank: int) -> None:
+@on_ranks(1)
+def test_a_pattern_of_recomputed_units_that_names_none_is_told(rank: int) -> None:
     plan = Plan.by_hand(
         microbatch_sizes=[1], state_shares=[1.0], recompute=[["layers.0", "blocks.*"]]
     )
@@ -149,55 +163,70 @@ def _warned(rank: int) -> None:
         wrap(rank, plan)
 
 
-def test_a_pattern_of_recomputed_units_that_names_none_is_told() -> None:
-    run_ranks(_warned, 1)
+@pytest.mark.parametrize(
+    "world_size, says",
+    [
+        (
+            n,
+            f"The plan is for 3 devices but {n} ranks were started.",
+        )
+        for n in (2, 1)
+    ],
+)
+@refused_everywhere(
+    "ValueError",
+    "planned 2: any device",
+    "rank 0: any device on alpha",
+    "Start 3 ranks or make a plan for ",
+    world_size=None,
+)
+def test_a_plan_for_more_devices_than_ranks_shows_both(
+    rank: int, world_size: int, says: str
+) -> None:
+    wrap(rank)
 
 
-@pytest.mark.parametrize("world_size", [2, 1])
-def test_a_plan_for_more_devices_than_ranks_shows_both(world_size: int) -> None:
-    outcomes = run_ranks_expecting_failure(wrap_only, world_size, PLAN)
-    all_say(
-        outcomes,
-        "ValueError",
-        f"The plan is for 3 devices but {world_size} ranks were started.",
-        "planned 2: any device",
-        "rank 0: any device on alpha",
-        f"Start 3 ranks or make a plan for {world_size} devices.",
-    )
+def of_three(shares: Sequence[float], **others: Any) -> Plan:
+    return Plan.by_hand(microbatch_sizes=[1, 1, 1], state_shares=shares, **others)
 
 
-def test_devices_that_do_not_fit_the_plan_are_shown_beside_it() -> None:
-    plan = Plan.by_hand(
-        microbatch_sizes=[1, 1, 1],
-        state_shares=[0.2, 0.2, 0.6],
-        devices=[DeviceSpec(host="alpha"), DeviceSpec(), DeviceSpec(kind="NVIDIA H100")],
-    )
-    all_say(
-        run_ranks_expecting_failure(wrap_only, 3, plan),
-        "ValueError",
-        "The devices found do not fit the plan.",
-        "planned 2: NVIDIA H100",
-        "rank 2: any device on gamma",
-        "Run the planner on this cluster",
-    )
+@refused_everywhere(
+    "ValueError",
+    "The devices found do not fit the plan.",
+    "planned 2: NVIDIA H100",
+    "rank 2: any device on gamma",
+    "Run the planner on this cluster",
+)
+def test_devices_that_do_not_fit_the_plan_are_shown_beside_it(rank: int) -> None:
+    devices = [DeviceSpec(host="alpha"), DeviceSpec(), DeviceSpec(kind="NVIDIA H100")]
+    wrap(rank, of_three([0.2, 0.2, 0.6], devices=devices))
 
 
-def wrap_with_a_plan_of_its_own(rank: int) -> None:
-    shares = [0.5, 0.3, 0.2] if rank == 1 else [0.5, 0.2, 0.3]
-    wrap(rank, Plan.by_hand(microbatch_sizes=[1, 1, 1], state_shares=shares))
+@refused_everywhere(
+    "ValueError",
+    "plan: not the same on all ranks. Ranks [1] have",
+    "state_share",
+    "Give every rank the same plan.",
+)
+def test_plans_that_differ_between_ranks_name_the_rank_and_the_difference(rank: int) -> None:
+    wrap(rank, of_three([0.5, 0.3, 0.2] if rank == 1 else [0.5, 0.2, 0.3]))
 
 
-def test_plans_that_differ_between_ranks_name_the_rank_and_the_difference() -> None:
-    all_say(
-        run_ranks_expecting_failure(wrap_with_a_plan_of_its_own, 3),
-        "ValueError",
-        "plan: not the same on all ranks. Ranks [1] have",
-        "state_share",
-        "Give every rank the same plan.",
-    )
+SAME_MODEL = "Give every rank the same model."
 
 
-def wrap_a_model_of_its_own(rank: int, difference: str) -> None:
+@pytest.mark.parametrize(
+    "difference, says",
+    [
+        *((each, SAME_MODEL) for each in ("layers", "shape", "dtype", "frozen")),
+        ("values", "layers.1.linear.bias"),
+        ("values", "initial values of the model: not the same on all ranks"),
+    ],
+)
+@refused_everywhere("ValueError", "model: not the same on all ranks. Ranks [2] have")
+def test_models_that_differ_between_ranks_name_the_rank(
+    rank: int, difference: str, says: str
+) -> None:
     net = Net(num_layers=4 if difference == "layers" and rank == 2 else 3)
     layer = net.layer(1)
     if rank == 2 and difference == "shape":
@@ -211,91 +240,49 @@ def wrap_a_model_of_its_own(rank: int, difference: str) -> None:
     wrap(rank, PLAN, net)
 
 
-@pytest.mark.parametrize("difference", ["layers", "shape", "dtype", "frozen"])
-def test_models_that_differ_between_ranks_name_the_rank(difference: str) -> None:
-    outcomes = run_ranks_expecting_failure(wrap_a_model_of_its_own, 3, difference)
-    named = "model: not the same on all ranks. Ranks [2] have"
-    all_say(outcomes, "ValueError", named, "Give every rank the same model.")
+@refused_everywhere("ValueError", "state shares [0.5, 0.3, 0.3] sum to 1.1", "must sum to 1")
+def test_shares_that_do_not_sum_to_one_are_refused_everywhere(rank: int) -> None:
+    wrap(rank, of_three([0.5, 0.3, 0.3]))
 
 
-def test_initial_values_that_differ_between_ranks_name_the_rank_and_the_parameter() -> None:
-    all_say(
-        run_ranks_expecting_failure(wrap_a_model_of_its_own, 3, "values"),
-        "ValueError",
-        "initial values of the model: not the same on all ranks. Ranks [2] have",
-        "layers.1.linear.bias",
-    )
-
-
-def wrap_with_wrong_shares(rank: int) -> None:
-    wrap(rank, Plan.by_hand(microbatch_sizes=[1, 1, 1], state_shares=[0.5, 0.3, 0.3]))
-
-
-def test_shares_that_do_not_sum_to_one_are_refused_everywhere() -> None:
-    outcomes = run_ranks_expecting_failure(wrap_with_wrong_shares, 3)
-    all_say(outcomes, "ValueError", "state shares [0.5, 0.3, 0.3] sum to 1.1", "must sum to 1")
-
-
-def wrap_with_plan_file(rank: int, path: str) -> None:
+@refused_everywhere("ValueError", "plan.json: ranks[0]: unknown fields ['state_shard']")
+def test_a_malformed_plan_file_is_refused_everywhere_by_name(rank: int, tmp_path: Path) -> None:
+    path = tmp_path / f"{rank} plan.json"
+    path.write_text(PLAN.to_json().replace("state_share", "state_shard"))
     wrap(rank, Plan.load(path))
 
 
-def test_a_malformed_plan_file_is_refused_everywhere_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text(PLAN.to_json().replace("state_share", "state_shard"))
-    outcomes = run_ranks_expecting_failure(wrap_with_plan_file, 3, str(path))
-    all_say(outcomes, "ValueError", f"{path}: ranks[0]: unknown fields ['state_shard']")
-
-
-def fail_to_wrap_on_one_rank(rank: int) -> None:
+@told_by_rank_one("ValueError: units: 'layers.9' is not a module", "wrapping the model")
+def test_a_rank_that_cannot_wrap_its_model_tells_the_others(rank: int) -> None:
     units: list[Any] = ["layers.9"] if rank == 1 else [Layer]
     HetFSDP(Net(), PLAN, units=units, device_spec=DeviceSpec(host=HOSTS[rank]))
-
-
-def test_a_rank_that_cannot_wrap_its_model_tells_the_others() -> None:
-    outcomes = run_ranks_expecting_failure(fail_to_wrap_on_one_rank, 3)
-    others_hear(
-        outcomes, 1, "ValueError: units: 'layers.9' is not a module", "wrapping the model"
-    )
 
 
 # Calls at the wrong moment or with the wrong batch
 
 
-def give_one_rank_too_much(rank: int) -> None:
+@refused_everywhere(
+    "ValueError",
+    "position 1 of the plan got 5 samples but the plan gives it 2",
+    "Let shardhet.loader(dataset, model) deal the global batch",
+)
+def test_a_batch_larger_than_planned_is_refused_everywhere(rank: int) -> None:
     model, _, x = wrap(rank)
     model(torch.cat([x, x, x[:1]]) if rank == 1 else x)
 
 
-def test_a_batch_larger_than_planned_is_refused_everywhere() -> None:
-    all_say(
-        run_ranks_expecting_failure(give_one_rank_too_much, 3),
-        "ValueError",
-        "position 1 of the plan got 5 samples but the plan gives it 2",
-        "Let shardhet.loader(dataset, model) deal the global batch",
-    )
-
-
-def evaluate_on_one_rank(rank: int) -> None:
+@refused_everywhere("ValueError", "ranks differ in gradients enabled", "[True, False, True]")
+def test_gradients_on_some_ranks_only_are_refused_everywhere(rank: int) -> None:
     model, _, x = wrap(rank)
     with torch.set_grad_enabled(rank != 1):
         model(x)
 
 
-def test_gradients_on_some_ranks_only_are_refused_everywhere() -> None:
-    outcomes = run_ranks_expecting_failure(evaluate_on_one_rank, 3)
-    all_say(outcomes, "ValueError", "ranks differ in gradients enabled", "[True, False, True]")
-
-
-def resume_at_another_step_on_one_rank(rank: int) -> None:
+@refused_everywhere("ValueError", "number of finished steps", "[8.0, 8.0, 7.0]")
+def test_steps_that_differ_between_ranks_are_refused_everywhere(rank: int) -> None:
     model, _, x = wrap(rank)
     model.step = 7 if rank == 2 else 8
     model(x)
-
-
-def test_steps_that_differ_between_ranks_are_refused_everywhere() -> None:
-    outcomes = run_ranks_expecting_failure(resume_at_another_step_on_one_rank, 3)
-    all_say(outcomes, "ValueError", "number of finished steps", "[8.0, 8.0, 7.0]")
 
 
 def go_back_without_having_gone_forward(rank: int, who: Sequence[int]) -> None:
@@ -306,46 +293,35 @@ def go_back_without_having_gone_forward(rank: int, who: Sequence[int]) -> None:
     model(x)
 
 
-def test_a_backward_without_a_forward_is_refused() -> None:
-    outcomes = run_ranks_expecting_failure(go_back_without_having_gone_forward, 3, [0, 1, 2])
-    all_say(
-        outcomes, "RuntimeError", "model.backward: there was no model(...)", "Call the model"
-    )
+@refused_everywhere("RuntimeError", "model.backward: there was no model(...)", "Call the model")
+def test_a_backward_without_a_forward_is_refused(rank: int) -> None:
+    go_back_without_having_gone_forward(rank, [0, 1, 2])
 
 
-def test_a_backward_without_a_forward_on_one_rank_ends_all() -> None:
-    outcomes = run_ranks_expecting_failure(go_back_without_having_gone_forward, 3, [1])
-    others_hear(outcomes, 1, "RuntimeError: model.backward: there was no model(...)")
+@told_by_rank_one("RuntimeError: model.backward: there was no model(...)")
+def test_a_backward_without_a_forward_on_one_rank_ends_all(rank: int) -> None:
+    go_back_without_having_gone_forward(rank, [1])
 
 
-def call_the_inside(rank: int, who: Sequence[int]) -> None:
+@pytest.mark.parametrize("who", [[0, 1, 2], [1]], ids=["all", "one"])
+@refused_everywhere(
+    "RuntimeError",
+    "unit 'layers.0' was called outside of HetFSDP's forward. Call the HetFSDP model",
+)
+def test_calling_the_inner_module_is_refused(rank: int, who: list[int]) -> None:
     model, net, x = wrap(rank)
     if rank in who:
         net(torch.zeros(2, WIDTH, dtype=torch.float64))
     model(x)
 
 
-@pytest.mark.parametrize("who", [[0, 1, 2], [1]], ids=["all", "one"])
-def test_calling_the_inner_module_is_refused(who: list[int]) -> None:
-    outcomes = run_ranks_expecting_failure(call_the_inside, 3, who)
-    all_say(
-        outcomes,
-        "RuntimeError",
-        "unit 'layers.0' was called outside of HetFSDP's forward. Call the HetFSDP model",
-    )
-
-
-def go_back_past_the_door(rank: int, who: Sequence[int]) -> None:
+@told_by_rank_one("RuntimeError: ", "instead of loss.backward()")
+def test_loss_backward_is_refused_and_the_others_told(rank: int) -> None:
     model, _, x = wrap(rank)
     loss_sum, num_tokens = model(x)
-    if rank in who:
+    if rank == 1:
         loss_sum.backward()
     model.backward(loss_sum, num_tokens)
-
-
-def test_loss_backward_is_refused_and_the_others_told() -> None:
-    outcomes = run_ranks_expecting_failure(go_back_past_the_door, 3, [1])
-    others_hear(outcomes, 1, "RuntimeError: ", "instead of loss.backward()")
 
 
 # The order of units
@@ -360,7 +336,7 @@ def change_the_order(rank: int, step: int, visits_of_rank_one: list[int]) -> Non
 
 
 @pytest.mark.parametrize(
-    "visits, shown",
+    "visits, says",
     [
         ([0, 2, 1], "at place 1 of forward: ['layers.1', 'layers.2', '(no samples)']"),
         ([0, 1], "at place 2 of forward: ['layers.2', '(end of forward)', '(no samples)']"),
@@ -371,15 +347,15 @@ def change_the_order(rank: int, step: int, visits_of_rank_one: list[int]) -> Non
     ],
     ids=["swapped", "missing", "more"],
 )
+@refused_everywhere("RuntimeError", "ranks visit different units")
 def test_ranks_that_visit_different_units_are_all_told_which(
-    visits: list[int], shown: str
+    rank: int, visits: list[int], says: str
 ) -> None:
-    outcomes = run_ranks_expecting_failure(change_the_order, 3, 0, visits)
-    all_say(outcomes, "RuntimeError", "ranks visit different units", shown)
+    change_the_order(rank, 0, visits)
 
 
 @pytest.mark.parametrize(
-    "visits, error",
+    "visits, says",
     [
         ([0, 2, 1], "unit 'layers.2' was called at place 1 of forward, where 'layers.1' was"),
         ([0, 1], "forward ended before unit 'layers.2' was called"),
@@ -387,9 +363,11 @@ def test_ranks_that_visit_different_units_are_all_told_which(
     ],
     ids=["swapped", "missing", "more"],
 )
-def test_a_unit_called_out_of_order_later_ends_all(visits: list[int], error: str) -> None:
-    outcomes = run_ranks_expecting_failure(change_the_order, 3, 2, visits)
-    others_hear(outcomes, 1, f"RuntimeError: model(...): {error}")
+@told_by_rank_one("RuntimeError: model(...): ")
+def test_a_unit_called_out_of_order_later_ends_all(
+    rank: int, visits: list[int], says: str
+) -> None:
+    change_the_order(rank, 2, visits)
 
 
 # Losses that are no numbers
@@ -429,7 +407,8 @@ def test_a_loss_that_is_no_number_is_told_everywhere_and_the_model_goes_on(bad: 
 # Calls that others do not make or cannot
 
 
-def call_what_others_do_not(rank: int) -> None:
+@ends_all_ranks(3, "clip_grad_norm_", within_s=3.0)
+def test_ranks_in_different_calls_are_all_told(rank: int) -> None:
     model, _, x = wrap(rank)
     model.backward(*model(x))
     if rank == 1:
@@ -438,12 +417,8 @@ def call_what_others_do_not(rank: int) -> None:
         model.clip_grad_norm_(1.0)
 
 
-def test_ranks_in_different_calls_are_all_told() -> None:
-    outcomes = run_ranks_expecting_failure(call_what_others_do_not, 3, within_s=3.0)
-    assert all("clip_grad_norm_" in outcome.message for outcome in outcomes)
-
-
-def fail_to_load(rank: int) -> None:
+@told_by_rank_one("ValueError: does not fit the model: missing ['layers.1.linear.bias']")
+def test_a_state_dict_that_does_not_fit_on_one_rank_is_told_everywhere(rank: int) -> None:
     model, _, x = wrap(rank)
     boxes = model.sharded_state_dict()
     whole = {fqn: torch.zeros(box.global_shape) for fqn, box in boxes.items()}
@@ -453,14 +428,12 @@ def fail_to_load(rank: int) -> None:
     model(x)
 
 
-def test_a_state_dict_that_does_not_fit_on_one_rank_is_told_everywhere() -> None:
-    outcomes = run_ranks_expecting_failure(fail_to_load, 3)
-    others_hear(
-        outcomes, 1, "ValueError: does not fit the model: missing ['layers.1.linear.bias']"
-    )
-
-
-def fail_to_gather_on_one_rank(rank: int, moment: str) -> None:
+@pytest.mark.parametrize("moment", ["unshard", "reshard"])
+@told_by_rank_one("OutOfMemoryError: tried to allocate 7 bytes")
+def test_a_rank_that_cannot_gather_while_the_model_is_probed_ends_all(
+    rank: int, moment: str
+) -> None:
+    """The others wait for its rows then, and not for what it says."""
     model, _, x = wrap(rank)
     if rank == 1:
         unit = model._runtime.units[2]
@@ -470,10 +443,3 @@ def fail_to_gather_on_one_rank(rank: int, moment: str) -> None:
 
         setattr(unit, moment, fail)
     model(x)
-
-
-@pytest.mark.parametrize("moment", ["unshard", "reshard"])
-def test_a_rank_that_cannot_gather_while_the_model_is_probed_ends_all(moment: str) -> None:
-    # The others wait for its rows then, and not for what it says.
-    outcomes = run_ranks_expecting_failure(fail_to_gather_on_one_rank, 3, moment)
-    others_hear(outcomes, 1, "OutOfMemoryError: tried to allocate 7 bytes")

@@ -2,7 +2,7 @@
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -22,13 +22,14 @@ from shardhet.comm.channel import Channel
 from tests.checkpoint_cases import Odd
 from tests.edge_plans import UNEVEN, every_plan
 from tests.ordinary import WIDTH, WITHIN_S, Net, Pair, says
-from tests.selection import for_campaign
-from tests.worlds import run_ranks, run_ranks_expecting_failure
+from tests.selection import one_in
+from tests.worlds import ends_all_ranks, on_ranks, run_ranks, run_ranks_expecting_failure
 
 # State dicts
 
 
-def save_in_torchs_ways(rank: int) -> None:
+@on_ranks(2)
+def test_state_dict_takes_a_destination_and_a_prefix(rank: int) -> None:
     pair = Pair(UNEVEN)
     destination: dict[str, Any] = {"before": 1}
     found = pair.model.state_dict(destination=destination, prefix="net.")
@@ -37,10 +38,6 @@ def save_in_torchs_ways(rank: int) -> None:
     assert list(found) == (["before", *expected] if rank == 0 else ["before"])
     for name, tensor in expected.items() if rank == 0 else ():
         assert torch.equal(found[name], tensor)
-
-
-def test_state_dict_takes_a_destination_and_a_prefix() -> None:
-    run_ranks(save_in_torchs_ways, 2)
 
 
 def load_from_one(rank: int, plan: Plan, giver: int) -> None:
@@ -63,22 +60,12 @@ def test_one_rank_may_give_the_state_to_all(plan: Plan) -> None:
         run_ranks(load_from_one, len(plan.ranks), plan, giver)
 
 
-def load_not_strictly(rank: int, everywhere: bool) -> None:
-    pair = Pair(UNEVEN)
-    torch.manual_seed(8)
-    other = Net()
-    state = dict(other.state_dict()) | {"extra": torch.ones(2)}
-    del state["blocks.1.inner.weight"]
-    result = pair.model.load_state_dict(
-        state if everywhere or rank == 0 else None, strict=False
-    )
-    assert result.missing_keys == ["blocks.1.inner.weight"]
-    assert result.unexpected_keys == ["extra"]
-    pair.plain.load_state_dict(state, strict=False)
-    pair.same_params(0.0)
-
-
-def load_without_a_name(rank: int, dropped: int, everywhere: bool) -> None:
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("dropped", [0, 1])
+@on_ranks(2)
+def test_one_name_of_a_tied_parameter_is_enough(
+    rank: int, dropped: int, everywhere: bool
+) -> None:
     """Of a tied parameter, as files of transformers leave one out."""
     torch.manual_seed(8)
     model, other = HetFSDP(Odd(), UNEVEN), Odd()
@@ -94,14 +81,20 @@ def load_without_a_name(rank: int, dropped: int, everywhere: bool) -> None:
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
-@pytest.mark.parametrize("dropped", [0, 1])
-def test_one_name_of_a_tied_parameter_is_enough(dropped: int, everywhere: bool) -> None:
-    run_ranks(load_without_a_name, 2, dropped, everywhere)
-
-
-@pytest.mark.parametrize("everywhere", [True, False])
-def test_a_state_may_be_loaded_in_part(everywhere: bool) -> None:
-    run_ranks(load_not_strictly, 2, everywhere)
+@on_ranks(2)
+def test_a_state_may_be_loaded_in_part(rank: int, everywhere: bool) -> None:
+    pair = Pair(UNEVEN)
+    torch.manual_seed(8)
+    other = Net()
+    state = dict(other.state_dict()) | {"extra": torch.ones(2)}
+    del state["blocks.1.inner.weight"]
+    result = pair.model.load_state_dict(
+        state if everywhere or rank == 0 else None, strict=False
+    )
+    assert result.missing_keys == ["blocks.1.inner.weight"]
+    assert result.unexpected_keys == ["extra"]
+    pair.plain.load_state_dict(state, strict=False)
+    pair.same_params(0.0)
 
 
 class Quantized(nn.Module):
@@ -117,7 +110,8 @@ class Quantized(nn.Module):
         self.linear = nn.Linear(3, 3)
 
 
-def load_other_dtypes(rank: int) -> None:
+@on_ranks(2)
+def test_parameters_of_any_dtype_are_dealt_out(rank: int) -> None:
     model = HetFSDP(Quantized(), UNEVEN)
     state = {name: tensor.clone() for name, tensor in Quantized().state_dict().items()}
     state = {name: tensor.flip(0) for name, tensor in state.items()}
@@ -128,11 +122,27 @@ def load_other_dtypes(rank: int) -> None:
             assert torch.equal(found[name], tensor), name
 
 
-def test_parameters_of_any_dtype_are_dealt_out() -> None:
-    run_ranks(load_other_dtypes, 2)
+@on_ranks(1)
+def test_one_rank_is_not_given_nothing(rank: int) -> None:
+    model = HetFSDP(nn.Linear(2, 2), Plan.even(1, microbatch_size=1))
+    for nothing in ({}, None):
+        with pytest.raises(ValueError, match="missing \\['bias', 'weight'\\]"):
+            model.load_state_dict(nothing)
 
 
-def load_with(rank: int, fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("assign", "assign=True is not possible"),
+        ("keep_vars", "keep_vars=True is not possible"),
+        ("shape", "head.weight (1, 6) instead of (3, 6)"),
+        ("unexpected", "unexpected ['head.bias2']"),
+        ("strict", "ranks differ in strict"),
+        ("none", "missing ['blocks.0"),
+    ],
+)
+@ends_all_ranks(2)
+def test_states_that_cannot_be_loaded_are_refused(rank: int, fault: str, says: str) -> None:
     pair = Pair(UNEVEN)
     state = pair.plain.state_dict() if rank == 0 else None
     if fault == "assign":
@@ -146,32 +156,6 @@ def load_with(rank: int, fault: str) -> None:
     elif fault == "strict":
         pair.model.load_state_dict(state, strict=rank == 0)
     pair.model.load_state_dict(state if fault != "none" else None)
-
-
-def load_nothing_alone(rank: int) -> None:
-    model = HetFSDP(nn.Linear(2, 2), Plan.even(1, microbatch_size=1))
-    for nothing in ({}, None):
-        with pytest.raises(ValueError, match="missing \\['bias', 'weight'\\]"):
-            model.load_state_dict(nothing)
-
-
-def test_one_rank_is_not_given_nothing() -> None:
-    run_ranks(load_nothing_alone, 1)
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("assign", "assign=True is not possible"),
-        ("keep_vars", "keep_vars=True is not possible"),
-        ("shape", "head.weight (1, 6) instead of (3, 6)"),
-        ("unexpected", "unexpected ['head.bias2']"),
-        ("strict", "ranks differ in strict"),
-        ("none", "missing ['blocks.0"),
-    ],
-)
-def test_states_that_cannot_be_loaded_are_refused(fault: str, message: str) -> None:
-    says(run_ranks_expecting_failure(load_with, 2, fault), message)
 
 
 def alone_on_rank_zero(rank: int, call: str, over_gloo: bool) -> None:
@@ -205,7 +189,8 @@ def test_state_dicts_on_rank_zero_alone_end_all_ranks(call: str, over_gloo: bool
 # The door to the module inside
 
 
-def look_through(rank: int) -> None:
+@on_ranks(2)
+def test_what_the_module_has_is_found_through_the_door(rank: int) -> None:
     pair = Pair(UNEVEN)
     model = pair.model
     assert model.config == {"width": WIDTH}
@@ -239,97 +224,11 @@ def look_through(rank: int) -> None:
     assert len(vector) == sum(param.numel() for param in model.parameters())
 
 
-def test_what_the_module_has_is_found_through_the_door() -> None:
-    run_ranks(look_through, 2)
-
-
-def train_with_own_optimizer(rank: int, plan: Plan) -> None:
+@every_plan
+@on_ranks()
+def test_a_method_that_makes_the_optimizer_gets_rows(rank: int, plan: Plan) -> None:
     pair = Pair(plan)
     pair.train([each.configure_optimizers() for each in (pair.model, pair.plain)], bar=1e-9)
-
-
-@every_plan
-def test_a_method_that_makes_the_optimizer_gets_rows(plan: Plan) -> None:
-    run_ranks(train_with_own_optimizer, len(plan.ranks), plan)
-
-
-def misuse(rank: int, call: Callable[[Pair], Any]) -> None:
-    pair = Pair(UNEVEN)
-    pair.backward()
-    if rank == 0:  # what one rank does ends all
-        call(pair)
-    pair.backward()
-
-
-def on_all(rank: int, call: Callable[[Pair], Any]) -> None:
-    pair = Pair(UNEVEN)
-    pair.backward()
-    call(pair)
-    pair.backward()
-
-
-def to_half(pair: Pair) -> None:
-    pair.model.half()
-
-
-def to_float(pair: Pair) -> None:
-    pair.model.to(torch.float32)
-
-
-def to_meta(pair: Pair) -> None:
-    pair.model.to("meta")
-
-
-def freeze(pair: Pair) -> None:
-    pair.model.requires_grad_(requires_grad=False)
-
-
-def freeze_one(pair: Pair) -> None:
-    pair.model.get_parameter("head.weight").requires_grad = False
-
-
-def share(pair: Pair) -> None:
-    pair.model.share_memory()
-
-
-def deep_copy(pair: Pair) -> None:
-    copy.deepcopy(pair.model)
-
-
-def copy_head(pair: Pair) -> None:
-    copy.deepcopy(pair.model.module.head)
-
-
-def in_ddp(pair: Pair) -> None:
-    nn.parallel.DistributedDataParallel(pair.model)
-
-
-def compiled(pair: Pair) -> None:
-    torch.compile(pair.model)
-
-
-def average(pair: Pair) -> None:
-    optim.swa_utils.AveragedModel(pair.model)
-
-
-def pickle_head(pair: Pair) -> None:
-    torch.save(pair.model.head, io.BytesIO())
-
-
-def pickle(pair: Pair) -> None:
-    torch.save(pair.model, io.BytesIO())
-
-
-def read(pair: Pair) -> None:
-    pair.model.read_head()
-
-
-def norm(pair: Pair) -> None:
-    pair.model.size_of_head()
-
-
-def write(pair: Pair) -> None:
-    pair.model.zero_head()
 
 
 def init(pair: Pair) -> None:
@@ -340,18 +239,13 @@ def init(pair: Pair) -> None:
     pair.model.apply(fill)
 
 
-def call_unit(pair: Pair) -> None:
-    pair.model.embed(torch.ones(2, WIDTH, dtype=torch.float64))
+def freeze_one(pair: Pair) -> None:
+    pair.model.get_parameter("head.weight").requires_grad = False
 
 
-def call_submodule(pair: Pair) -> None:
+def call_inside(pair: Pair, name: str) -> None:
     with torch.no_grad():
-        pair.model.head(torch.ones(2, WIDTH, dtype=torch.float64))
-
-
-def call_module_of_root(pair: Pair) -> None:
-    with torch.no_grad():
-        pair.model.norm(torch.ones(2, WIDTH, dtype=torch.float64))
+        getattr(pair.model, name)(torch.ones(2, WIDTH, dtype=torch.float64))
 
 
 def replace_data(pair: Pair) -> None:
@@ -365,15 +259,10 @@ def from_vector(pair: Pair) -> None:
     torch.nn.utils.vector_to_parameters(vector + 1, params)
 
 
-def ask_for_model_state(pair: Pair) -> None:
-    get_model_state_dict(pair.model)
-
-
 def ask_for_optimizer_state(pair: Pair) -> None:
     optimizer = optim.AdamW(pair.model.parameters())
-    get_optimizer_state_dict(
-        pair.module, optimizer, options=StateDictOptions(full_state_dict=True)
-    )
+    options = StateDictOptions(full_state_dict=True)
+    get_optimizer_state_dict(pair.module, optimizer, options=options)
 
 
 def merge(pair: Pair) -> None:
@@ -381,44 +270,83 @@ def merge(pair: Pair) -> None:
     pair.model.merge_adapter()
 
 
-FAULTS = [
-    (to_half, "parameters cannot be moved or cast"),
-    (to_float, "parameters cannot be moved or cast"),
-    (to_meta, "parameters cannot be moved or cast"),
-    (freeze, "Freeze and unfreeze parameters before wrapping"),
-    (freeze_one, "head.weight: requires_grad was changed"),
-    (share, "cannot be shared with other processes"),
-    (deep_copy, "it cannot be copied"),
-    (in_ddp, "it cannot be wrapped in DistributedDataParallel"),
-    (compiled, "Compile its units before wrapping"),
-    (copy_head, "a module inside it cannot be copied"),
-    (average, "ema = [p.detach().clone() for p in model.parameters()]"),
-    (pickle, "Save model.state_dict() instead"),
-    (pickle_head, "a module inside it cannot be copied or pickled"),
-    (ask_for_model_state, "Instead call on every rank model.state_dict()"),
-    (ask_for_optimizer_state, "shardhet.checkpoint.save(model, optimizer, folder)"),
-    (read, "model.read_head: reads or writes parameters"),
-    (norm, "model.size_of_head: reads or writes parameters"),
-    (write, "model.zero_head: reads or writes parameters"),
-    (init, "model.apply: reads or writes parameters"),
-    (call_unit, "outside of HetFSDP's forward"),
-    (call_submodule, "outside of HetFSDP's forward"),
-    (call_module_of_root, "outside of HetFSDP's forward"),
-    (replace_data, "its data were replaced"),
-    (from_vector, "its data were replaced"),
-    (merge, "It adds whole adapters to weights"),
-]
+CAST = "parameters cannot be moved or cast"
+READS = ": reads or writes parameters"
+OUTSIDE = "outside of HetFSDP's forward"
+REPLACED = "its data were replaced"
+FAULTS: dict[str, tuple[Callable[[Pair], Any], str]] = {
+    "to half": (lambda pair: pair.model.half(), CAST),
+    "to float": (lambda pair: pair.model.to(torch.float32), CAST),
+    "to meta": (lambda pair: pair.model.to("meta"), CAST),
+    "freeze": (
+        lambda pair: pair.model.requires_grad_(requires_grad=False),
+        "Freeze and unfreeze parameters before wrapping",
+    ),
+    "freeze one": (
+        freeze_one,
+        "head.weight: requires_grad was changed",
+    ),
+    "share": (lambda pair: pair.model.share_memory(), "cannot be shared with other processes"),
+    "copy": (lambda pair: copy.deepcopy(pair.model), "it cannot be copied"),
+    "in ddp": (
+        lambda pair: nn.parallel.DistributedDataParallel(pair.model),
+        "it cannot be wrapped in DistributedDataParallel",
+    ),
+    "compile": (lambda pair: torch.compile(pair.model), "Compile its units before wrapping"),
+    "copy head": (
+        lambda pair: copy.deepcopy(pair.model.module.head),
+        "a module inside it cannot be copied",
+    ),
+    "average": (
+        lambda pair: optim.swa_utils.AveragedModel(pair.model),
+        "ema = [p.detach().clone() for p in model.parameters()]",
+    ),
+    "pickle": (
+        lambda pair: torch.save(pair.model, io.BytesIO()),
+        "Save model.state_dict() instead",
+    ),
+    "pickle head": (
+        lambda pair: torch.save(pair.model.head, io.BytesIO()),
+        "a module inside it cannot be copied or pickled",
+    ),
+    "model state": (
+        lambda pair: get_model_state_dict(pair.model),
+        "Instead call on every rank model.state_dict()",
+    ),
+    "optimizer state": (
+        ask_for_optimizer_state,
+        "shardhet.checkpoint.save(model, optimizer, folder)",
+    ),
+    "read": (lambda pair: pair.model.read_head(), f"model.read_head{READS}"),
+    "norm": (lambda pair: pair.model.size_of_head(), f"model.size_of_head{READS}"),
+    "write": (lambda pair: pair.model.zero_head(), f"model.zero_head{READS}"),
+    "init": (init, f"model.apply{READS}"),
+    "call unit": (
+        lambda pair: pair.model.embed(torch.ones(2, WIDTH, dtype=torch.float64)),
+        OUTSIDE,
+    ),
+    "call submodule": (lambda pair: call_inside(pair, "head"), OUTSIDE),
+    "call module of root": (lambda pair: call_inside(pair, "norm"), OUTSIDE),
+    "replace data": (replace_data, REPLACED),
+    "from vector": (from_vector, REPLACED),
+    "merge": (merge, "It adds whole adapters to weights"),
+}
 
 
-FEW_FAULTS = [each if i % 3 == 0 else for_campaign(each) for i, each in enumerate(FAULTS)]
+def misuse(rank: int, fault: str, culprits: Sequence[int]) -> None:
+    pair = Pair(UNEVEN)
+    pair.backward()
+    if rank in culprits:  # what one rank does ends all
+        FAULTS[fault][0](pair)
+    pair.backward()
 
 
-@pytest.mark.parametrize("fault", FEW_FAULTS, ids=lambda fault: fault[0].__name__)
-def test_what_cannot_be_right_is_refused(fault: tuple[Callable[[Pair], Any], str]) -> None:
-    says(run_ranks_expecting_failure(on_all, 2, fault[0]), fault[1])
+@pytest.mark.parametrize("fault", one_in(3, FAULTS))
+def test_what_cannot_be_right_is_refused(fault: str) -> None:
+    says(run_ranks_expecting_failure(misuse, 2, fault, (0, 1)), FAULTS[fault][1])
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("fault", FEW_FAULTS, ids=lambda fault: fault[0].__name__)
-def test_and_on_one_rank_ends_all(fault: tuple[Callable[[Pair], Any], str]) -> None:
-    says(run_ranks_expecting_failure(misuse, 2, fault[0]), fault[1])
+@pytest.mark.parametrize("fault", one_in(3, FAULTS))
+def test_and_on_one_rank_ends_all(fault: str) -> None:
+    says(run_ranks_expecting_failure(misuse, 2, fault, (0,)), FAULTS[fault][1])

@@ -20,8 +20,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from shardhet import Plan
 from shardhet.comm.shared_host import transport
 from tests.edge_plans import PLANS, UNEVEN, every_plan
-from tests.ordinary import WIDTH, Net, Pair, says
-from tests.worlds import run_ranks, run_ranks_expecting_failure
+from tests.ordinary import WIDTH, Net, Pair
+from tests.worlds import ends_all_ranks, on_ranks, run_ranks
 
 # Norms
 
@@ -43,7 +43,9 @@ def test_clipping_by_norm_is_that_of_one_process(order: float, foreach: bool | N
         run_ranks(clip_by_norm, len(plan.ranks), plan, order, foreach)
 
 
-def take_norms(rank: int, plan: Plan) -> None:
+@every_plan
+@on_ranks()
+def test_norms_of_gradients_are_those_of_one_process(rank: int, plan: Plan) -> None:
     pair = Pair(plan)
     pair.backward()
     params, plain = list(pair.model.parameters()), list(pair.plain.parameters())
@@ -66,11 +68,6 @@ def take_norms(rank: int, plan: Plan) -> None:
     torch.nn.utils.clip_grads_with_norm_(params, 1e-4, total_norm)
     clip_grad_norm_(plain, 1e-4)
     pair.same_grads()
-
-
-@every_plan
-def test_norms_of_gradients_are_those_of_one_process(plan: Plan) -> None:
-    run_ranks(take_norms, len(plan.ranks), plan)
 
 
 REDUCTIONS: list[Callable[[Tensor], Tensor]] = [
@@ -114,7 +111,9 @@ def norms_of_all(model: nn.Module) -> list[float]:
     return [float(each) for each in (vector.norm(), vector.mean(), vector.abs().amax())]
 
 
-def put_together(rank: int, plan: Plan) -> None:
+@every_plan
+@on_ranks()
+def test_gradients_in_one_vector_are_those_of_one_process(rank: int, plan: Plan) -> None:
     pair = Pair(plan)
     pair.backward()
     assert norms_of_all(pair.model) == pytest.approx(norms_of_all(pair.plain), rel=1e-12)
@@ -126,11 +125,8 @@ def put_together(rank: int, plan: Plan) -> None:
 
 
 @every_plan
-def test_gradients_in_one_vector_are_those_of_one_process(plan: Plan) -> None:
-    run_ranks(put_together, len(plan.ranks), plan)
-
-
-def take_reductions(rank: int, plan: Plan) -> None:
+@on_ranks()
+def test_reductions_of_gradients_are_those_of_one_process(rank: int, plan: Plan) -> None:
     pair = Pair(plan)
     pair.backward()
     for own, other in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
@@ -149,12 +145,8 @@ def take_reductions(rank: int, plan: Plan) -> None:
     assert any(p.grad.isnan().any() for p in pair.model.parameters())
 
 
-@every_plan
-def test_reductions_of_gradients_are_those_of_one_process(plan: Plan) -> None:
-    run_ranks(take_reductions, len(plan.ranks), plan)
-
-
-def refuse_reductions(rank: int) -> None:
+@on_ranks(2, fresh_world=True)
+def test_what_cannot_be_put_together_is_refused(rank: int) -> None:
     pair = Pair(UNEVEN)
     pair.backward()
     grads = [param.grad for param in pair.model.parameters() if param.dim() > 1]
@@ -186,11 +178,9 @@ def refuse_reductions(rank: int) -> None:
             reduction(grads[0])
 
 
-def test_what_cannot_be_put_together_is_refused() -> None:
-    run_ranks(refuse_reductions, 2, fresh_world=True)
-
-
-def take_norms_that_are_not_finite(rank: int, plan: Plan) -> None:
+@every_plan
+@on_ranks()
+def test_a_norm_that_is_not_finite_is_so_on_every_rank(rank: int, plan: Plan) -> None:
     """With one bad element, in the shard of each rank in turn."""
     pair = Pair(plan)
     pair.backward()
@@ -220,13 +210,8 @@ def take_norms_that_are_not_finite(rank: int, plan: Plan) -> None:
                     clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
 
 
-@every_plan
-def test_a_norm_that_is_not_finite_is_so_on_every_rank(plan: Plan) -> None:
-    """Gloo's MAX keeps a NaN of rank 0 and loses that of another (torch 2.13)."""
-    run_ranks(take_norms_that_are_not_finite, len(plan.ranks), plan)
-
-
-def copy_gradients(rank: int) -> None:
+@on_ranks(2)
+def test_copies_of_gradients_are_plain_tensors(rank: int) -> None:
     pair = Pair(UNEVEN)
     pair.backward()
     grad = next(pair.model.parameters()).grad
@@ -240,11 +225,8 @@ def copy_gradients(rank: int) -> None:
         assert torch.equal(copied, grad)
 
 
-def test_copies_of_gradients_are_plain_tensors() -> None:
-    run_ranks(copy_gradients, 2)
-
-
-def take_a_norm_alone(rank: int) -> None:
+@ends_all_ranks(2, "ranks are in different calls", "p.norm", "model(...)")
+def test_a_norm_that_one_rank_takes_alone_ends_all(rank: int) -> None:
     pair = Pair(UNEVEN)
     pair.backward()
     if rank == 0:
@@ -252,35 +234,22 @@ def take_a_norm_alone(rank: int) -> None:
     pair.model(**pair.mine(pair.batch()))
 
 
-def test_a_norm_that_one_rank_takes_alone_ends_all() -> None:
-    outcomes = run_ranks_expecting_failure(take_a_norm_alone, 2)
-    says(outcomes, "ranks are in different calls", "p.norm", "model(...)")
-
-
-def reduce_others(rank: int) -> None:
+@ends_all_ranks(2, "p.sum: this rank called it for", "another rank for another parameter")
+def test_reductions_of_different_gradients_end_all(rank: int) -> None:
     pair = Pair(UNEVEN)
     pair.backward()
     params = list(pair.model.parameters())
     float(params[rank].grad.sum())
 
 
-def test_reductions_of_different_gradients_end_all() -> None:
-    outcomes = run_ranks_expecting_failure(reduce_others, 2)
-    says(outcomes, "p.sum: this rank called it for", "another rank for another parameter")
-
-
-def norm_along_rows(rank: int) -> None:
+@ends_all_ranks(2, "inner.weight or its gradient, of which this rank has only some rows")
+def test_a_norm_that_rows_cannot_give_is_refused(rank: int) -> None:
     pair = Pair(UNEVEN)
     pair.backward()
     grad = pair.model.get_parameter("blocks.0.inner.weight").grad
     own = pair.rows("blocks.0.inner.weight", pair.plain.blocks[0].inner.weight.grad)
     torch.testing.assert_close(Tensor(grad.norm(dim=1)), own.norm(dim=1))
     torch.linalg.norm(grad, 2)  # the largest singular value
-
-
-def test_a_norm_that_rows_cannot_give_is_refused() -> None:
-    outcomes = run_ranks_expecting_failure(norm_along_rows, 2)
-    says(outcomes, "inner.weight or its gradient, of which this rank has only some rows")
 
 
 # Scalers
@@ -358,7 +327,11 @@ class HookedBefore(Pair):
         self.seen = add_hooks(module, [])
 
 
-def train_with_hooks(rank: int, plan: Plan, when: str) -> None:
+@pytest.mark.sampled
+@every_plan
+@pytest.mark.parametrize("when", ["before", "after"])
+@on_ranks()
+def test_hooks_on_parameters_see_whole_gradients(rank: int, plan: Plan, when: str) -> None:
     if when == "before":
         pair = HookedBefore(plan)
         seen = pair.seen
@@ -376,14 +349,9 @@ def train_with_hooks(rank: int, plan: Plan, when: str) -> None:
     assert not transport._staging._lent  # what peers have read is given back
 
 
-@pytest.mark.sampled
 @every_plan
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_hooks_on_parameters_see_whole_gradients(plan: Plan, when: str) -> None:
-    run_ranks(train_with_hooks, len(plan.ranks), plan, when)
-
-
-def step_in_hook(rank: int, plan: Plan) -> None:
+@on_ranks()
+def test_an_optimizer_may_step_in_hooks(rank: int, plan: Plan) -> None:
     pair = Pair(plan)
     for module in (pair.model, pair.plain):
         for param in module.parameters():
@@ -400,39 +368,31 @@ def step_in_hook(rank: int, plan: Plan) -> None:
     assert all(p.grad is None for p in pair.model.parameters())
 
 
-@every_plan
-def test_an_optimizer_may_step_in_hooks(plan: Plan) -> None:
-    run_ranks(step_in_hook, len(plan.ranks), plan)
-
-
-def hook_on_one_rank(rank: int) -> None:
+@ends_all_ranks(2, "Register the same ones on every rank")
+def test_a_hook_on_one_rank_is_refused(rank: int) -> None:
     pair = Pair(UNEVEN)
     if rank == 1:
         next(pair.model.parameters()).register_hook(lambda grad: None)
     pair.backward()
 
 
-def hook_of_another_shape(rank: int) -> None:
+@ends_all_ranks(2, "head.weight: a hook on it returns (1, 6)")
+def test_a_hook_of_another_shape_is_refused(rank: int) -> None:
     pair = Pair(UNEVEN)
     pair.model.get_parameter("head.weight").register_hook(lambda grad: grad[:1])
     pair.backward()
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        (hook_on_one_rank, "Register the same ones on every rank"),
-        (hook_of_another_shape, "head.weight: a hook on it returns (1, 6)"),
-    ],
-)
-def test_other_hooks_are_refused(fault: Callable[..., Any], message: str) -> None:
-    says(run_ranks_expecting_failure(fault, 2), message)
-
-
 # Loops
 
 
-def accumulate(rank: int, plan: Plan, set_to_none: bool) -> None:
+@pytest.mark.sampled
+@every_plan
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks()
+def test_several_forwards_and_backwards_accumulate(
+    rank: int, plan: Plan, set_to_none: bool
+) -> None:
     pair = Pair(plan)
     optimizers = [
         torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9)
@@ -453,14 +413,9 @@ def accumulate(rank: int, plan: Plan, set_to_none: bool) -> None:
         pair.same_params()
 
 
-@pytest.mark.sampled
 @every_plan
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_several_forwards_and_backwards_accumulate(plan: Plan, set_to_none: bool) -> None:
-    run_ranks(accumulate, len(plan.ranks), plan, set_to_none)
-
-
-def accumulate_over_all_tokens(rank: int, plan: Plan) -> None:
+@on_ranks()
+def test_the_mean_over_several_forwards_takes_the_tokens_of_all(rank: int, plan: Plan) -> None:
     pair = Pair(plan)
     batches = [pair.batch() for _ in range(2)]
     for batch in batches:
@@ -472,11 +427,8 @@ def accumulate_over_all_tokens(rank: int, plan: Plan) -> None:
 
 
 @every_plan
-def test_the_mean_over_several_forwards_takes_the_tokens_of_all(plan: Plan) -> None:
-    run_ranks(accumulate_over_all_tokens, len(plan.ranks), plan)
-
-
-def count_some(rank: int, plan: Plan) -> None:
+@on_ranks()
+def test_a_count_of_a_rank_without_samples_is_zero(rank: int, plan: Plan) -> None:
     pair = Pair(plan)
     x = torch.arange(sum(pair.sizes), dtype=torch.float64)[:, None].repeat(1, WIDTH)
     batch = pair.batch() | {"x": x}
@@ -491,39 +443,39 @@ def count_some(rank: int, plan: Plan) -> None:
     pair.same_grads()
 
 
-@every_plan
-def test_a_count_of_a_rank_without_samples_is_zero(plan: Plan) -> None:
-    run_ranks(count_some, len(plan.ranks), plan)
-
-
-def one_backward_for_two(rank: int) -> None:
+@ends_all_ranks(2, "for the output of an earlier model(...)")
+def test_one_backward_for_two_forwards_is_refused(rank: int) -> None:
     pair = Pair(UNEVEN)
     batch = pair.mine(pair.batch())
     (first, n), (second, m) = pair.model(**batch), pair.model(**batch)
     pair.model.backward(first + second, n + m)
 
 
-def backward_of_the_first(rank: int) -> None:
+@ends_all_ranks(2, "for the output of an earlier model(...)")
+def test_a_backward_of_an_earlier_forward_is_refused(rank: int) -> None:
     pair = Pair(UNEVEN)
     batch = pair.mine(pair.batch())
     (first, n), _ = pair.model(**batch), pair.model(**batch)
     pair.model.backward(first, n)
 
 
-def backward_by_torch(rank: int) -> None:
+@ends_all_ranks(2, "Call model.backward(loss_sum, num_tokens)")
+def test_a_backward_by_torch_is_refused(rank: int) -> None:
     pair = Pair(UNEVEN)
     loss_sum, num = pair.model(**pair.mine(pair.batch()))
     (loss_sum / num).backward()
 
 
-def second_backward(rank: int) -> None:
+@ends_all_ranks(2, "Call the model first")
+def test_a_second_backward_is_refused(rank: int) -> None:
     pair = Pair(UNEVEN)
     loss_sum, num = pair.model(**pair.mine(pair.batch()))
     pair.model.backward(loss_sum, num)
     pair.model.backward(loss_sum, num)
 
 
-def backward_by_torch_on_one_rank(rank: int) -> None:
+@ends_all_ranks(2, "Call model.backward(loss_sum, num_tokens)")
+def test_a_backward_by_torch_on_one_rank_is_refused(rank: int) -> None:
     pair = Pair(UNEVEN)
     loss_sum, num = pair.model(**pair.mine(pair.batch()))
     if rank == 0:
@@ -532,7 +484,8 @@ def backward_by_torch_on_one_rank(rank: int) -> None:
         pair.model.backward(loss_sum, num)
 
 
-def backward_from_inside(rank: int) -> None:
+@ends_all_ranks(2, "backward of an earlier forward, or not through HetFSDP")
+def test_a_backward_from_inside_is_refused(rank: int) -> None:
     """Of a tensor on the way to the model's output."""
     pair, seen = Pair(UNEVEN), []
     pair.model.module.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -549,30 +502,16 @@ class Transforming(Pair):
         module.norm.register_forward_pre_hook(lambda _, args: torch.vmap(block)(*args))
 
 
-def transform_a_unit(rank: int) -> None:
+@ends_all_ranks(2, "unit 'blocks.0' was called inside a transform of torch.func")
+def test_a_unit_in_a_transform_is_refused(rank: int) -> None:
     Transforming(UNEVEN).backward()
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        (transform_a_unit, "unit 'blocks.0' was called inside a transform of torch.func"),
-        (one_backward_for_two, "for the output of an earlier model(...)"),
-        (backward_of_the_first, "for the output of an earlier model(...)"),
-        (backward_by_torch, "Call model.backward(loss_sum, num_tokens)"),
-        (backward_by_torch_on_one_rank, "Call model.backward(loss_sum, num_tokens)"),
-        (backward_from_inside, "backward of an earlier forward, or not through HetFSDP"),
-        (second_backward, "Call the model first"),
-    ],
-)
-def test_other_orders_are_refused(fault: Callable[..., Any], message: str) -> None:
-    says(run_ranks_expecting_failure(fault, 2), message)
 
 
 # Settings of optimizers
 
 
-def step_by_own_loss(rank: int) -> None:
+@ends_all_ranks(2, "stepped with different settings or groups", "lr=0.0", "ReduceLROnPlateau")
+def test_ranks_that_step_with_different_settings_are_told(rank: int) -> None:
     """A learning rate that follows the loss of this rank's samples."""
     pair = Pair(UNEVEN)
     optimizer = torch.optim.SGD(pair.model.parameters(), lr=0.01)
@@ -584,7 +523,8 @@ def step_by_own_loss(rank: int) -> None:
         scheduler.step(float(step if rank else -step))
 
 
-def step_by_own_rows(rank: int) -> None:
+@ends_all_ranks(2, "stepped with different settings or groups", "p.numel()")
+def test_ranks_whose_groups_follow_their_rows_are_told(rank: int) -> None:
     """Groups by how many elements of a parameter this rank has, with unlike rates."""
     pair = Pair(Plan.by_hand(microbatch_sizes=[2, 1], state_shares=[0.4, 0.6]))
     groups: dict[bool, list[Any]] = {True: [], False: []}
@@ -598,18 +538,8 @@ def step_by_own_rows(rank: int) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    ("step", "parts"),
-    [(step_by_own_loss, ("lr=0.0", "ReduceLROnPlateau")), (step_by_own_rows, ("p.numel()",))],
-)
-def test_ranks_that_step_with_different_settings_are_told(
-    step: Callable[..., Any], parts: tuple[str, ...]
-) -> None:
-    outcomes = run_ranks_expecting_failure(step, 2)
-    says(outcomes, "stepped with different settings or groups", *parts)
-
-
-def step_where_rows_are(rank: int) -> None:
+@on_ranks(2)
+def test_ranks_without_rows_need_not_step(rank: int) -> None:
     """A rank without rows leaves the step out; another kernel is no other setting."""
     pair = Pair(Plan.by_hand(microbatch_sizes=[2, 1], state_shares=[0.0, 1.0]))
     optimizer = torch.optim.AdamW(pair.model.parameters(), lr=0.01, foreach=bool(rank))
@@ -618,7 +548,3 @@ def step_where_rows_are(rank: int) -> None:
         if rank:
             optimizer.step()
         optimizer.zero_grad()
-
-
-def test_ranks_without_rows_need_not_step() -> None:
-    run_ranks(step_where_rows_are, 2)
