@@ -10,7 +10,7 @@ from shardhet.checkpoint import CheckpointError, load, save, save_async
 from shardhet.checkpoint.format import files
 from tests.checkpoint_cases import check_same, train, whole_state
 from tests.test_checkpoint_failures import full_disk, message_of, trained
-from tests.worlds import run_ranks
+from tests.worlds import on_ranks, run_ranks
 
 SLOWLY_S = 0.5
 
@@ -21,58 +21,49 @@ def slowly(path: Path) -> IO[bytes]:
     return path.open("xb")
 
 
-def train_while_it_is_saved(rank: int, folder: Path) -> None:
+@on_ranks(3)
+def test_what_is_written_is_the_state_of_the_call(rank: int, tmp_path: Path) -> None:
     model, optimizer = trained()
     expected = whole_state(model, optimizer)
     usual, files.open_new = files.open_new, slowly
-    pending = save_async(model, optimizer, folder / "first", extra=[rank])
-    assert not (folder / "first").exists()
+    pending = save_async(model, optimizer, tmp_path / "first", extra=[rank])
+    assert not (tmp_path / "first").exists()
     train(model, optimizer, range(2, 5))
     pending.wait()
     pending.wait()  # it is over
     files.open_new = usual
-    assert load(model, optimizer, folder / "first") == [0]
+    assert load(model, optimizer, tmp_path / "first") == [0]
     check_same(whole_state(model, optimizer), expected)
 
 
-def test_what_is_written_is_the_state_of_the_call(tmp_path: Path) -> None:
-    run_ranks(train_while_it_is_saved, 3, tmp_path)
-
-
-def look_without_waiting(rank: int, folder: Path) -> None:
+@on_ranks(3)
+def test_it_is_complete_before_anybody_waits(rank: int, tmp_path: Path) -> None:
     model, optimizer = trained()
-    pending = save_async(model, optimizer, folder / "alone")
+    pending = save_async(model, optimizer, tmp_path / "alone")
     deadline = time.monotonic() + 10
-    while not (folder / "alone").exists():  # no collective call until then
+    while not (tmp_path / "alone").exists():  # no collective call until then
         assert time.monotonic() < deadline
         time.sleep(0.01)
     pending.wait()
-    load(model, optimizer, folder / "alone")
+    load(model, optimizer, tmp_path / "alone")
     store = pending._job._store
     assert not any(store.check([str(i)]) for i in range(3))  # it keeps nothing of it
 
 
-def test_it_is_complete_before_anybody_waits(tmp_path: Path) -> None:
-    run_ranks(look_without_waiting, 3, tmp_path)
-
-
-def save_twice_and_load(rank: int, folder: Path) -> None:
+@on_ranks(3)
+def test_the_next_call_waits_for_the_previous_one(rank: int, tmp_path: Path) -> None:
     model, optimizer = trained()
     states = []
     for name in ("first", "second"):
         train(model, optimizer, range(1))
         states.append(whole_state(model, optimizer))
-        save_async(model, optimizer, folder / name)
+        save_async(model, optimizer, tmp_path / name)
     train(model, optimizer, range(1))
-    assert (folder / "first").is_dir()  # the second save has waited for it
-    load(model, optimizer, folder / "second")
+    assert (tmp_path / "first").is_dir()  # the second save has waited for it
+    load(model, optimizer, tmp_path / "second")
     check_same(whole_state(model, optimizer), states[1])
-    load(model, optimizer, folder / "first")
+    load(model, optimizer, tmp_path / "first")
     check_same(whole_state(model, optimizer), states[0])
-
-
-def test_the_next_call_waits_for_the_previous_one(tmp_path: Path) -> None:
-    run_ranks(save_twice_and_load, 3, tmp_path)
 
 
 def fail_in_the_thread(rank: int, folder: Path, bad_rank: int, how: str) -> str:
@@ -109,18 +100,15 @@ def test_a_failure_in_a_thread_is_raised_at_the_next_call_on_every_rank(
     assert "No space left on device" in messages[0]
 
 
-def save_by_itself(rank: int, folder: Path) -> None:
+@on_ranks(1)
+def test_a_plain_module_is_saved_in_a_thread_too(rank: int, tmp_path: Path) -> None:
     from tests.checkpoint_cases import Odd, make_optimizer
 
     model = Odd()
     optimizer = make_optimizer(model, "adamw")
     train(model, optimizer, range(1))
-    pending = save_async(model, optimizer, folder / "plain")
+    pending = save_async(model, optimizer, tmp_path / "plain")
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
-        save(model, optimizer, folder)
+        save(model, optimizer, tmp_path)
     pending.wait()
-    load(model, optimizer, folder / "plain")
-
-
-def test_a_plain_module_is_saved_in_a_thread_too(tmp_path: Path) -> None:
-    run_ranks(save_by_itself, 1, tmp_path)
+    load(model, optimizer, tmp_path / "plain")

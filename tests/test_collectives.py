@@ -20,7 +20,7 @@ from shardhet.comm import collectives
 from shardhet.comm.buffers import BufferPool
 from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import Pending, all_gather_uneven, reduce_scatter_uneven
-from tests.worlds import run_ranks
+from tests.worlds import on_ranks, run_ranks
 
 CASES_PER_WORLD = 60
 FLOATS = (torch.float64, torch.float32, torch.bfloat16)
@@ -249,7 +249,8 @@ def test_collectives_in_flight_together_do_not_mix(world_size: int, wait_order: 
     run_ranks(run_many_at_once, world_size, cases, wait_order)
 
 
-def overwrite_after_sent(rank: int) -> None:
+@on_ranks(2)
+def test_the_input_may_be_overwritten_once_it_is_sent(rank: int) -> None:
     case = Case((0, 1), (60_000, 60_000), (0, 1), torch.float64)
     channel, scratch = case.channel(rank), BufferPool()
     full = content(case, rank)
@@ -268,11 +269,6 @@ def overwrite_after_sent(rank: int) -> None:
         full.copy_(content(case, rank))
         pending.wait()
         assert torch.equal(output, expected_sum(case, rank))
-
-
-def test_the_input_may_be_overwritten_once_it_is_sent() -> None:
-    # A rank's own part is added when it waits, so here the content is put back before that.
-    run_ranks(overwrite_after_sent, 2)
 
 
 # Bytes
@@ -427,12 +423,9 @@ def test_lengths_that_do_not_fit_are_refused_before_anything_is_sent(
         call(*numels)
 
 
-def gather_on_meta(rank: int) -> None:
+@on_ranks(2)
+def test_a_device_without_an_algorithm_is_refused_by_name(rank: int) -> None:
     shard = torch.zeros(2, device="meta")
     channel = Channel(dist.group.WORLD, (0, 1), rank)
     with pytest.raises((ValueError, RuntimeError), match="backend"):
         all_gather_uneven(None, shard, [2, 2], channel=channel, receivers=[])
-
-
-def test_a_device_without_an_algorithm_is_refused_by_name() -> None:
-    run_ranks(gather_on_meta, 2)

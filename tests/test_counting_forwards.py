@@ -8,7 +8,7 @@ from shardhet import HetFSDP, Plan
 from tests.edge_plans import every_plan
 from tests.ordinary import WIDTH, Block, Net
 from tests.parity import compare_grads, part_of
-from tests.worlds import run_ranks
+from tests.worlds import on_ranks
 
 
 class Annealed(Net):
@@ -20,7 +20,9 @@ class Annealed(Net):
         return loss / self.num_calls, num
 
 
-def train(rank: int, plan: Plan) -> None:
+@every_plan
+@on_ranks()
+def test_ranks_without_samples_count_as_the_others(rank: int, plan: Plan) -> None:
     torch.manual_seed(3)
     plain, module = Annealed(), Annealed()
     module.load_state_dict(plain.state_dict())
@@ -40,8 +42,3 @@ def train(rank: int, plan: Plan) -> None:
         compare_grads(model, plain, units, where=f"step {step}")
         assert module.num_calls == plain.num_calls == step + 1
         plain.zero_grad(), model.zero_grad()
-
-
-@every_plan
-def test_ranks_without_samples_count_as_the_others(plan: Plan) -> None:
-    run_ranks(train, len(plan.ranks), plan)

@@ -58,7 +58,7 @@ from tests.selection import one_in, only
 from tests.test_guard import poisoned
 from tests.test_trainer import make_trainer
 from tests.test_worker import configure
-from tests.worlds import run_ranks, run_ranks_expecting_failure
+from tests.worlds import ends_all_ranks, on_ranks, run_ranks, run_ranks_expecting_failure
 
 # The rest for campaigns; more of them: SHARDHET_EMULATED_CASES=500
 NUM_CASES = int(os.environ.get("SHARDHET_EMULATED_CASES", "48"))
@@ -389,7 +389,10 @@ class _Regression(nn.Module):
         return (self.last(self.first(x).tanh())[:, 0] - y).square().sum(), len(y)
 
 
-def _from_the_host(rank: int) -> None:
+@on_ranks(2)
+def test_without_a_device_a_rank_takes_its_own_and_copies_what_is_on_the_host(
+    rank: int,
+) -> None:
     """No device is named, and inputs are on the host, one of them pinned."""
     torch.manual_seed(3)
     module, x, y = _Regression().double(), torch.randn(8, 8).double(), torch.randn(8).double()
@@ -413,10 +416,6 @@ def _from_the_host(rank: int) -> None:
     for fqn, param in plain.named_parameters():
         expected = param.grad[rows[fqn].start : rows[fqn].stop]
         torch.testing.assert_close(found[fqn], expected, rtol=1e-12, atol=1e-12)
-
-
-def test_without_a_device_a_rank_takes_its_own_and_copies_what_is_on_the_host() -> None:
-    run_ranks(_from_the_host, 2)
 
 
 @pytest.mark.parametrize(
@@ -473,7 +472,8 @@ def test_gloo_carries_tensors_of_accelerators_if_any_rank_wants_it_to() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-12)
 
 
-def _wants_gloo_of_a_group_without(rank: int) -> None:
+@ends_all_ranks(2, "set ddp_backend='gloo' in the training arguments")
+def test_a_group_of_nccl_alone_is_refused_where_gloo_is_wanted(rank: int) -> None:
     with (
         mock.patch.dict(os.environ, {SWITCH: "gloo"}),
         Accelerator().installed() as accelerator,
@@ -482,12 +482,8 @@ def _wants_gloo_of_a_group_without(rank: int) -> None:
         Communicators.over(default_group(None), accelerator.device)
 
 
-def test_a_group_of_nccl_alone_is_refused_where_gloo_is_wanted() -> None:
-    for outcome in run_ranks_expecting_failure(_wants_gloo_of_a_group_without, 2):
-        assert "set ddp_backend='gloo' in the training arguments" in outcome.message
-
-
-def _overlap(rank: int) -> None:
+@on_ranks(2)
+def test_gathers_overlap_the_compute_of_the_unit_before(rank: int) -> None:
     """Check that no unit's compute waits for the gather of the next unit."""
     plan = Plan.by_hand(microbatch_sizes=[1, 1], state_shares=[0.25, 0.75])
     accelerator = Accelerator()
@@ -514,10 +510,6 @@ def _overlap(rank: int) -> None:
         x = torch.ones(1, 2, device=accelerator.device)
         model.backward(model(x).sum(), 1)
     assert begun == ["", "0", "1", "2", "1", "0"]
-
-
-def test_gathers_overlap_the_compute_of_the_unit_before() -> None:
-    run_ranks(_overlap, 2)
 
 
 def _bad_loss(rank: int, on_bad_step: OnBadStep, num_rounds: int) -> list[str | None]:
@@ -651,7 +643,8 @@ def test_the_last_step_is_recorded_if_the_next_one_crashes(
     assert (tmp_path / "metrics.csv").exists()
 
 
-def _ends_in_backward(rank: int) -> list[float | None]:
+@on_ranks(2)
+def test_a_gradient_that_is_being_reduced_is_not_freed(rank: int) -> None:
     """A step ends while a reduction is in flight; the next one is as if it had not begun."""
     plan = Plan.by_hand(microbatch_sizes=[1, 1], state_shares=[0.25, 0.75])
     with Accelerator().installed() as accelerator:
@@ -669,10 +662,6 @@ def _ends_in_backward(rank: int) -> list[float | None]:
         del output
         torch.zeros(64, device=x.device)  # in memory that was freed
         return means
-
-
-def test_a_gradient_that_is_being_reduced_is_not_freed() -> None:
-    run_ranks(_ends_in_backward, 2)
 
 
 class _Greedy(nn.Linear):
@@ -882,7 +871,9 @@ def _train_with_buffers(rank: int, is_on_meta: bool) -> list[float]:
     return losses
 
 
-def _everything_else(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", one_in(2, [3, 2]))
+@on_ranks()
+def test_what_surrounds_a_step_is_in_order_too(rank: int, world_size: int) -> None:
     """Hooks, clipping, whole state dicts, evaluation, calls one by one, another plan."""
     batches = [4, 2, 0][:world_size]
     shares = [0.0, 0.75, 0.25] if world_size == 3 else [0.25, 0.75]
@@ -930,11 +921,6 @@ def _everything_else(rank: int, world_size: int) -> None:
         found.append([e.as_subclass(Tensor) if isinstance(e, Tensor) else e for e in seen])
     for there, here in zip(*found, strict=True):
         torch.testing.assert_close(there, here)
-
-
-@pytest.mark.parametrize("world_size", one_in(2, [3, 2]))
-def test_what_surrounds_a_step_is_in_order_too(world_size: int) -> None:
-    run_ranks(_everything_else, world_size, world_size)
 
 
 def _fill(module: nn.Module) -> None:

@@ -25,7 +25,7 @@ from tests.selection import one_in, only
 from tests.small_models import small_decoder
 from tests.stages_cases import check, draw
 from tests.test_pipelines import SEQ_LEN, UNITS, WORDS, Leaky, batch_of, staged
-from tests.worlds import run_ranks, run_ranks_expecting_failure
+from tests.worlds import on_ranks, run_ranks, run_ranks_expecting_failure
 
 NUM_CASES = 200
 
@@ -61,7 +61,10 @@ def _train(module: nn.Module, device: torch.device, **options: Any) -> list[Any]
     return seen
 
 
-def _beside_the_host(rank: int, dtype: torch.dtype | None) -> None:
+@pytest.mark.campaign  # full precision stays
+@pytest.mark.parametrize("dtype", one_in(2, [torch.bfloat16, None]))
+@on_ranks(3)
+def test_low_precision_there_is_that_of_hosts(rank: int, dtype: torch.dtype | None) -> None:
     torch.manual_seed(0)
     config = small_decoder(vocab_size=WORDS, width=8, num_layers=4, seq_len=SEQ_LEN)
     module, accelerator = Decoder(config), Accelerator()
@@ -74,12 +77,6 @@ def _beside_the_host(rank: int, dtype: torch.dtype | None) -> None:
             torch.testing.assert_close(there, here)
         else:
             assert there == pytest.approx(here, rel=1e-6)
-
-
-@pytest.mark.campaign  # full precision stays
-@pytest.mark.parametrize("dtype", one_in(2, [torch.bfloat16, None]))
-def test_low_precision_there_is_that_of_hosts(dtype: torch.dtype | None) -> None:
-    run_ranks(_beside_the_host, 3, dtype)
 
 
 def _goes_on(rank: int) -> list[float | None]:

@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 import shardhet
 from shardhet import After, EndNotice, HetFSDP, Hook, Hooks, Plan, SaveCheckpoints, Trace
 from shardhet.checkpoint import CheckpointError, Checkpoints, Replicas
-from tests.worlds import TRANSFORMERS, preload, run_ranks, run_ranks_expecting_failure
+from tests.worlds import TRANSFORMERS, on_ranks, preload, run_ranks, run_ranks_expecting_failure
 
 preload(*TRANSFORMERS)
 
@@ -149,15 +149,12 @@ def test_a_loop_goes_on_from_replicas(tmp_path: Path) -> None:
         assert not saved
 
 
-def written_by_others(rank: int, folder: str) -> None:
+@on_ranks(2)
+def test_a_checkpoint_without_what_is_needed_is_refused(rank: int, tmp_path: Path) -> None:
     own = Own()
-    Checkpoints(folder).save(own.model, own.optimizer, step=0)
+    Checkpoints(str(tmp_path)).save(own.model, own.optimizer, step=0)
     with pytest.raises(CheckpointError, match="has no random_states, loader, scheduler"):
-        own.train([own.saving(folder)])
-
-
-def test_a_checkpoint_without_what_is_needed_is_refused(tmp_path: Path) -> None:
-    run_ranks(written_by_others, 2, str(tmp_path))
+        own.train([own.saving(str(tmp_path))])
 
 
 def stop_by_loss(rank: int) -> list[int]:

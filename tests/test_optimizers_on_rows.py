@@ -16,7 +16,7 @@ from shardhet.fsdp.params.optimizer_gate import ELEMENT_WISE, ROWS
 from tests.checkpoint_cases import with_gradients
 from tests.edge_plans import ALONE, UNEVEN, every_plan
 from tests.ordinary import Pair
-from tests.worlds import run_ranks, run_ranks_expecting_failure
+from tests.worlds import ends_all_ranks, on_ranks, run_ranks, run_ranks_expecting_failure
 
 WITHIN_S = 10.0
 EVEN = Plan.by_hand(microbatch_sizes=[3, 3], state_shares=[0.5, 0.5])
@@ -225,35 +225,20 @@ def test_their_fast_kernels_stay_in_use(
     run_ranks(train, len(plan.ranks), plan, kind, {"lr": 0.01, way: True})
 
 
-def train_quietly(rank: int, plan: Plan, make: Callable[..., optim.Optimizer]) -> None:
+@pytest.mark.sampled
+@every_plan
+@pytest.mark.parametrize("make", [Lion, RowWise, around_sgd, bare_around_sgd])
+@on_ranks()
+def test_unknown_optimizers_that_rows_suffice_for_are_tried_and_pass(
+    rank: int, plan: Plan, make: Callable[..., optim.Optimizer]
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(rank, plan, make, {})
 
 
-@pytest.mark.sampled
-@every_plan
-@pytest.mark.parametrize("make", [Lion, RowWise, around_sgd, bare_around_sgd])
-def test_unknown_optimizers_that_rows_suffice_for_are_tried_and_pass(
-    plan: Plan, make: Callable[..., optim.Optimizer]
-) -> None:
-    run_ranks(train_quietly, len(plan.ranks), plan, make)
-
-
-def step_once(rank: int, make: Callable[..., optim.Optimizer]) -> None:
-    pair = Pair(UNEVEN)
-    optimizer = make(list(pair.model.parameters()))
-    pair.backward()
-    before = [param.detach().clone() for param in pair.model.parameters()]
-    try:
-        optimizer.step()
-    finally:
-        for param, value in zip(pair.model.parameters(), before, strict=True):
-            assert torch.equal(param, value), "stepped although refused"
-
-
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "says"),
     [
         (muon, "optimizer Muon orthogonalises whole matrices"),
         (optim.Adafactor, "optimizer Adafactor averages over the rows"),
@@ -267,26 +252,27 @@ def step_once(rank: int, make: Callable[..., optim.Optimizer]) -> None:
         ),
     ],
 )
+@ends_all_ranks(2, "Use one that works element by element")
 def test_optimizers_that_need_whole_parameters_are_refused(
-    make: Callable[..., optim.Optimizer], message: str
+    rank: int, make: Callable[..., optim.Optimizer], says: str
 ) -> None:
-    for outcome in run_ranks_expecting_failure(step_once, 2, make):
-        assert message in outcome.message, outcome.traceback
-        assert "Use one that works element by element" in outcome.message
-        assert outcome.is_within(WITHIN_S)
+    pair = Pair(UNEVEN)
+    optimizer = make(list(pair.model.parameters()))
+    pair.backward()
+    before = [param.detach().clone() for param in pair.model.parameters()]
+    try:
+        optimizer.step()
+    finally:
+        for param, value in zip(pair.model.parameters(), before, strict=True):
+            assert torch.equal(param, value), "stepped although refused"
 
 
-def step_on_one_rank_with_lamb(rank: int) -> None:
+@ends_all_ranks(2, "optimizer Lamb updates rows")
+def test_a_refusal_on_one_rank_is_heard_on_all(rank: int) -> None:
     pair = Pair(UNEVEN)
     pair.backward()
     (Lamb if rank == 0 else Lion)(pair.model.parameters()).step()
     pair.backward()
-
-
-def test_a_refusal_on_one_rank_is_heard_on_all() -> None:
-    for outcome in run_ranks_expecting_failure(step_on_one_rank_with_lamb, 2):
-        assert "optimizer Lamb updates rows" in outcome.message, outcome.traceback
-        assert outcome.is_within(WITHIN_S)
 
 
 def step_with_closure(rank: int, kind: Callable[..., optim.Optimizer]) -> None:
@@ -318,7 +304,8 @@ def test_one_that_needs_its_closure_is_tried_with_one() -> None:
         assert outcome.is_within(WITHIN_S)
 
 
-def step_with_and_without(rank: int) -> None:
+@ends_all_ranks(2, "LambWithSecret updates rows of a parameter differently")
+def test_a_closure_that_is_given_later_is_tried_too(rank: int) -> None:
     pair = Pair(UNEVEN)
     optimizer = LambWithSecret(pair.model.parameters())
     pair.backward()
@@ -326,30 +313,24 @@ def step_with_and_without(rank: int) -> None:
     optimizer.step(lambda: None)  # type: ignore[arg-type, return-value]  # gradients are there
 
 
-def test_a_closure_that_is_given_later_is_tried_too() -> None:
-    for outcome in run_ranks_expecting_failure(step_with_and_without, 2):
-        assert "LambWithSecret updates rows of a parameter differently" in outcome.message
-
-
 class MadeBefore(Pair):
     def prepare(self, module: nn.Module) -> None:
         self.optimizer = optim.AdamW(module.parameters())
 
 
-def train_what_was_given_up(rank: int) -> None:
+@ends_all_ranks(
+    2,
+    "kept from before wrapping the model",
+    "make optimizers, after wrapping: model.parameters()",
+)
+def test_an_optimizer_from_before_wrapping_is_refused(rank: int) -> None:
     pair = MadeBefore(UNEVEN)
     pair.backward()
     pair.optimizer.step()
 
 
-def test_an_optimizer_from_before_wrapping_is_refused() -> None:
-    for outcome in run_ranks_expecting_failure(train_what_was_given_up, 2):
-        assert "kept from before wrapping the model" in outcome.message, outcome.traceback
-        assert "make optimizers, after wrapping: model.parameters()" in outcome.message
-        assert outcome.is_within(WITHIN_S)
-
-
-def begin_with_a_state_of_one_process(rank: int) -> None:
+@ends_all_ranks(2, "exp_avg has shape", "shardhet.checkpoint.load")
+def test_a_state_of_other_rows_is_refused(rank: int) -> None:
     pair = Pair(UNEVEN)
     whole = optim.AdamW(pair.plain.parameters(), lr=0.0)
     for param in pair.plain.parameters():
@@ -362,33 +343,23 @@ def begin_with_a_state_of_one_process(rank: int) -> None:
     optimizer.step()
 
 
-def test_a_state_of_other_rows_is_refused() -> None:
-    for outcome in run_ranks_expecting_failure(begin_with_a_state_of_one_process, 2):
-        assert "exp_avg has shape" in outcome.message, outcome.traceback
-        assert "shardhet.checkpoint.load" in outcome.message
-
-
-def train_alone(rank: int) -> None:
+@on_ranks(1)
+def test_one_process_may_use_any_optimizer(rank: int) -> None:
     train(rank, ALONE, muon, {})
     train(rank, ALONE, Lamb, {})
 
 
-def test_one_process_may_use_any_optimizer() -> None:
-    run_ranks(train_alone, 1)
-
-
-def other_models_optimizer(rank: int) -> None:
+@on_ranks(1)
+def test_optimizers_of_other_models_are_left_alone(rank: int) -> None:
     plain = nn.Linear(3, 3)
     plain(torch.ones(3)).sum().backward()
     optim.Adafactor(plain.parameters()).step()
     Lamb(plain.parameters()).step()
 
 
-def test_optimizers_of_other_models_are_left_alone() -> None:
-    run_ranks(other_models_optimizer, 1)
-
-
-def average(rank: int, plan: Plan) -> None:
+@every_plan
+@on_ranks()
+def test_an_average_of_rows_is_that_of_the_model(rank: int, plan: Plan) -> None:
     pair = Pair(plan)
     optimizers = [optim.SGD(m.parameters(), lr=0.05) for m in (pair.model, pair.plain)]
     ema = [param.detach().clone() for param in pair.model.parameters()]
@@ -413,8 +384,3 @@ def average(rank: int, plan: Plan) -> None:
         expected: dict[str, Tensor] = whole.module.state_dict()
         for fqn, tensor in expected.items():
             torch.testing.assert_close(state[fqn], tensor, rtol=1e-12, atol=1e-12)
-
-
-@every_plan
-def test_an_average_of_rows_is_that_of_the_model(plan: Plan) -> None:
-    run_ranks(average, len(plan.ranks), plan)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardhet import Cluster, ExampleBatch, HetFSDP, Plan, describe, mean_of_samples, plan_for
 from shardhet.records.plan import HoldsFor
-from tests.worlds import run_ranks, run_ranks_expecting_failure
+from tests.worlds import on_ranks, run_ranks, run_ranks_expecting_failure
 
 ALONE = Plan.even(1, microbatch_size=2)
 
@@ -201,7 +201,9 @@ MEANS: dict[str, tuple[Callable[..., Tensor], Tensor]] = {
 }
 
 
-def _mean_of_samples(rank: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", MEANS)
+@on_ranks(2)
+def test_a_mean_over_samples_is_that_of_one_process(rank: int, kind: str) -> None:
     loss_fn, targets = MEANS[kind]
     plan = Plan.by_hand(
         microbatch_sizes=[2, 1], num_microbatches=[1, 2], state_shares=[0.7, 0.3], num_rounds=2
@@ -217,11 +219,6 @@ def _mean_of_samples(rank: int, kind: str) -> None:
     assert mean == pytest.approx(expected.item(), rel=1e-12)
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
     torch.testing.assert_close(model.clip_grad_norm_(1e9), norm, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("kind", MEANS)
-def test_a_mean_over_samples_is_that_of_one_process(kind: str) -> None:
-    run_ranks(_mean_of_samples, 2, kind)
 
 
 class Predicting(nn.Module):
@@ -297,15 +294,12 @@ def test_what_is_no_module_or_no_plan_is_refused() -> None:
         HetFSDP(nn.Sequential(HetFSDP(net(), ALONE)), ALONE)
 
 
-def wrap_again(rank: int) -> None:
+@on_ranks(2)
+def test_a_module_is_wrapped_once(rank: int) -> None:
     plan, module = Plan.even(2, microbatch_size=2), net()
     HetFSDP(module, plan)
     with pytest.raises(ValueError, match=r"wrapped already.*redistribute"):
         HetFSDP(module, plan)
-
-
-def test_a_module_is_wrapped_once() -> None:
-    run_ranks(wrap_again, 2)
 
 
 class OfOneMemory(nn.Module):

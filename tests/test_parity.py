@@ -9,7 +9,7 @@ import torch
 from tests.parity import Result, check_covered_once, check_parity
 from tests.patchwork import Case, draw_case, draw_rounds
 from tests.selection import one_in, only
-from tests.worlds import run_ranks
+from tests.worlds import on_ranks, run_ranks
 
 CASES_PER_BLOCK = 2
 NUM_BLOCKS_BY_WORLD_SIZE = {1: 25, 2: 60, 3: 45, 4: 30}
@@ -44,7 +44,12 @@ def test_a_step_is_the_step_of_one_process(world_size: int, block: int) -> None:
         check_covered_once(results)
 
 
-def _run_twice(rank: int, world_size: int, seed: int) -> None:
+@pytest.mark.parametrize("world_size", only([3], [1, 2, 3, 4]))
+@pytest.mark.parametrize("seed", one_in(3, [1000, 1001, 1002]))
+@on_ranks()
+def test_the_same_run_twice_is_equal_in_every_bit(
+    rank: int, world_size: int, seed: int
+) -> None:
     case = draw_case(seed, world_size=world_size)
     try:
         first = check_parity(rank, case.problem, case.plan, case.course)
@@ -55,12 +60,6 @@ def _run_twice(rank: int, world_size: int, seed: int) -> None:
     assert len(first.bits) == len(again.bits)
     for one, other in zip(first.bits, again.bits, strict=True):
         assert torch.equal(one, other), str(case)
-
-
-@pytest.mark.parametrize("world_size", only([3], [1, 2, 3, 4]))
-@pytest.mark.parametrize("seed", one_in(3, [1000, 1001, 1002]))
-def test_the_same_run_twice_is_equal_in_every_bit(world_size: int, seed: int) -> None:
-    run_ranks(_run_twice, world_size, world_size, seed)
 
 
 @pytest.mark.parametrize(

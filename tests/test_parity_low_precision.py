@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from shardhet import HetFSDP, Plan, describe
 from tests.parity import Batch, part_of, rows_of
 from tests.selection import one_in
-from tests.worlds import run_ranks
+from tests.worlds import on_ranks, run_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
@@ -206,7 +206,10 @@ def test_errs_no_more_than_plain_pytorch(plan_name: str, precision: str) -> None
         )
 
 
-def _recomputed_or_not(rank: int, plan_name: str, precision: str) -> None:
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("plan_name, precision", CASES)
+@on_ranks(lambda plan_name, **_: PLANS[plan_name].world_size)
+def test_recomputation_gives_the_same_bits(rank: int, plan_name: str, precision: str) -> None:
     plan = PLANS[plan_name]
     torch.manual_seed(5)
     master = LanguageModel()
@@ -227,30 +230,6 @@ def _recomputed_or_not(rank: int, plan_name: str, precision: str) -> None:
     assert kept.keys() == recomputed.keys()
     for fqn in kept:
         assert torch.equal(kept[fqn], recomputed[fqn]), fqn
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("plan_name, precision", CASES)
-def test_recomputation_gives_the_same_bits(plan_name: str, precision: str) -> None:
-    run_ranks(_recomputed_or_not, PLANS[plan_name].world_size, plan_name, precision)
-
-
-def _loss_inputs_seen(rank: int) -> None:
-    """Targets of a regression are not rounded to the dtype of the parameters in flight."""
-    seen: list[torch.dtype] = []
-
-    def loss_fn(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        seen.append(targets.dtype)
-        difference = output.float() - targets
-        return difference.square().sum(), torch.tensor(len(targets))
-
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    plan = Plan.by_hand(microbatch_sizes=[2], num_microbatches=[2], state_shares=[1.0])
-    model = HetFSDP(module, plan, param_dtype=torch.bfloat16, loss_fn=loss_fn)
-    targets = torch.full((4, 1), 1000.5)
-    loss = model.backward(*model(torch.zeros(4, 4), loss_inputs=targets))
-    assert set(seen) == {torch.float32}  # in the probe too
-    assert loss is not None
 
 
 class RootComputes(nn.Module):
@@ -279,5 +258,20 @@ def test_arguments_of_the_model_are_cast_as_its_parameters_are() -> None:
     assert described.param_dtype == "bfloat16"
 
 
-def test_what_the_loss_is_compared_with_keeps_its_precision() -> None:
-    run_ranks(_loss_inputs_seen, 1)
+@on_ranks(1)
+def test_what_the_loss_is_compared_with_keeps_its_precision(rank: int) -> None:
+    """Targets of a regression are not rounded to the dtype of the parameters in flight."""
+    seen: list[torch.dtype] = []
+
+    def loss_fn(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(targets.dtype)
+        difference = output.float() - targets
+        return difference.square().sum(), torch.tensor(len(targets))
+
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    plan = Plan.by_hand(microbatch_sizes=[2], num_microbatches=[2], state_shares=[1.0])
+    model = HetFSDP(module, plan, param_dtype=torch.bfloat16, loss_fn=loss_fn)
+    targets = torch.full((4, 1), 1000.5)
+    loss = model.backward(*model(torch.zeros(4, 4), loss_inputs=targets))
+    assert set(seen) == {torch.float32}  # in the probe too
+    assert loss is not None

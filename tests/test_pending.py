@@ -18,7 +18,7 @@ from shardhet.comm.groups import Communicators, among_computing, default_group
 from tests.emulated.accelerator import Accelerator
 from tests.hosts import on_different_hosts
 from tests.test_pipelines import UNITS, Leaky, batch_of, staged
-from tests.worlds import run_ranks
+from tests.worlds import on_ranks, run_ranks
 
 PLAN = Plan.by_hand(microbatch_sizes=[2, 1, 0], state_shares=[0.5, 0.2, 0.3])
 NEXT_PLAN = Plan.by_hand(microbatch_sizes=[0, 2, 1], state_shares=[0.1, 0.4, 0.5])
@@ -118,7 +118,8 @@ def test_nothing_is_let_go_that_is_in_flight(is_apart: bool) -> None:
     assert run_ranks(_everything, 3, is_apart) == [[]] * 3
 
 
-def _left_open(rank: int) -> None:
+@on_ranks(3)
+def test_a_step_that_is_given_up_leaves_nothing_in_flight(rank: int) -> None:
     net = _Net(rank)
     net.step()
     net.call()
@@ -126,11 +127,8 @@ def _left_open(rank: int) -> None:
     net.check()
 
 
-def test_a_step_that_is_given_up_leaves_nothing_in_flight() -> None:
-    run_ranks(_left_open, 3)
-
-
-def _stages(rank: int) -> None:
+@on_ranks(3)
+def test_a_step_of_stages_leaves_nothing_in_flight(rank: int) -> None:
     """The optimizer may write rows that other stages read, too: those of the root."""
     with on_different_hosts(), mock.patch.object(Pending, "is_sent", return_value=False):
         torch.manual_seed(0)
@@ -143,10 +141,6 @@ def _stages(rank: int) -> None:
         runtime.begin_step()
         runtime.abandon()
         assert not runtime.root_comm._unsent
-
-
-def test_a_step_of_stages_leaves_nothing_in_flight() -> None:
-    run_ranks(_stages, 3)
 
 
 def _connects(rank: int) -> list[str]:

@@ -25,7 +25,7 @@ from tests.small_models import small_decoder
 from tests.stages_cases import OnHost
 from tests.test_pipelines import SEQ_LEN, WORDS, batch_of, staged
 from tests.test_pipelines_checkpoints import CALLED, draw_pipeline
-from tests.worlds import run_ranks
+from tests.worlds import on_ranks, run_ranks
 
 NUM_CASES = 40
 NEXT_STEPS = 2
@@ -105,7 +105,16 @@ def test_a_moved_pipeline_is_one_that_was_resumed(seed: int, tmp_path: Path) -> 
     run_ranks(compare, plans[0].world_size, seed, plans, str(tmp_path))
 
 
-def refuse(rank: int) -> None:
+def pipeline_of(*stages: tuple[str, ...]) -> Plan:
+    """A rank each."""
+    return Plan.by_hand(
+        microbatch_sizes=[6 for _ in stages],
+        stages=[Stage(units=units, num_ranks=1) for units in stages],
+    )
+
+
+@on_ranks(2)
+def test_what_cannot_move_is_refused_by_name(rank: int) -> None:
     torch.manual_seed(0)
     units = ["embedding", "blocks.0", "blocks.1", "head"]
     flat = Plan.even(2, microbatch_size=3)
@@ -129,19 +138,9 @@ def refuse(rank: int) -> None:
         redistribute(normed, None, pipeline_of(("0",), ("2",)))
 
 
-def pipeline_of(*stages: tuple[str, ...]) -> Plan:
-    """A rank each."""
-    return Plan.by_hand(
-        microbatch_sizes=[6 for _ in stages],
-        stages=[Stage(units=units, num_ranks=1) for units in stages],
-    )
-
-
-def test_what_cannot_move_is_refused_by_name() -> None:
-    run_ranks(refuse, 2)
-
-
-def _on_accelerators(rank: int) -> None:
+@pytest.mark.campaign  # half a minute; moves, and what is on accelerators, have their own
+@on_ranks(3)
+def test_rows_move_on_accelerators(rank: int) -> None:
     """Losses and gradients before and after moves are those of hosts."""
     flat = Plan.by_hand(microbatch_sizes=[1, 2, 0], rank_batch_sizes=[2, 4, 0])
     pipeline = staged([1, 1, 2], [2, 1], num_rounds=3)
@@ -164,8 +163,3 @@ def _on_accelerators(rank: int) -> None:
                 optimizer.zero_grad()
         found.append(seen)
     assert found[1] == pytest.approx(found[0], rel=1e-12)
-
-
-@pytest.mark.campaign  # half a minute; moves, and what is on accelerators, have their own
-def test_rows_move_on_accelerators() -> None:
-    run_ranks(_on_accelerators, 3)

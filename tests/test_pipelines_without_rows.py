@@ -72,13 +72,12 @@ def staged(numbers: Sequence[int], sizes: Sequence[int], cuts: Sequence[int]) ->
 def _steps(rank: int, plan: Plan) -> None:
     torch.manual_seed(0)
     module = Placed("").double()
-    model = check_steps_of_one_process(module, plan, units=UNITS)
-    inputs, targets = batch_of(plan.global_batch_size)
-    mine = plan.sample_indices(model.position)
+    both = check_steps_of_one_process(module, plan, units=UNITS)
+    own = both.part(*batch_of(plan.global_batch_size))
     with torch.no_grad():
-        loss, number = model(inputs[mine], targets[mine])
-        expected = module(inputs[mine], targets[mine])
-    if rank in plan.groups[-1] and mine:
+        loss, number = both.model(*own)
+        expected = module(*own)
+    if rank in plan.groups[-1] and len(own[0]):
         assert number == expected[1]
         assert float(loss) == pytest.approx(float(expected[0]), rel=1e-12)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardhet import HetFSDP, Plan
-from tests.worlds import run_ranks
+from tests.worlds import on_ranks, run_ranks
 
 PLAN = {"microbatch_sizes": [2, 1, 0], "rank_batch_sizes": [4, 3, 0]}
 SHARES = [0.5, 0.1, 0.4]
@@ -101,7 +101,11 @@ class WithTripled(nn.Module):
         return self.last(self.first(x)).square().sum(), len(x)
 
 
-def train_tripled(rank: int, is_frozen: bool) -> None:
+@pytest.mark.parametrize("is_frozen", [False, True])
+@on_ranks(3)
+def test_classes_of_parameters_mean_the_same_inside_of_units(
+    rank: int, is_frozen: bool
+) -> None:
     x = torch.randn(7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     plan = Plan.by_hand(**PLAN, state_shares=SHARES)  # type: ignore[arg-type]
     plain = WithTripled(is_frozen=is_frozen)
@@ -120,17 +124,9 @@ def train_tripled(rank: int, is_frozen: bool) -> None:
         torch.testing.assert_close(found[name], expected.data, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_classes_of_parameters_mean_the_same_inside_of_units(is_frozen: bool) -> None:
-    run_ranks(train_tripled, 3, is_frozen)
-
-
-def refuse_other_classes(rank: int) -> None:
+@on_ranks(2, fresh_world=True)
+def test_other_classes_of_tensors_are_refused_by_name(rank: int) -> None:
     layer = nn.Linear(3, 3)
     layer.weight = nn.Parameter(layer.weight.data.as_subclass(TripledTensor))
     with pytest.raises(ValueError, match="weight is a TripledTensor, a class of tensors"):
         HetFSDP(layer, Plan.by_hand(microbatch_sizes=[1, 1]))
-
-
-def test_other_classes_of_tensors_are_refused_by_name() -> None:
-    run_ranks(refuse_other_classes, 2, fresh_world=True)

@@ -14,7 +14,7 @@ from shardhet.records.plan import Stage
 from tests.ordinary import says
 from tests.parity import compare_grads, compare_params
 from tests.test_model_hf import double_norms
-from tests.worlds import TRANSFORMERS, preload, run_ranks, run_ranks_expecting_failure
+from tests.worlds import TRANSFORMERS, on_ranks, preload, run_ranks, run_ranks_expecting_failure
 
 preload(*TRANSFORMERS)
 
@@ -247,11 +247,8 @@ def test_stages_refuse_them() -> None:
     says(outcomes, "the plan has stages, but rows of a ragged argument (patches)")
 
 
-def test_rows_that_fit_no_samples_are_refused() -> None:
-    run_ranks(pass_wrong_rows, 1)
-
-
-def pass_wrong_rows(rank: int) -> None:
+@on_ranks(1)
+def test_rows_that_fit_no_samples_are_refused(rank: int) -> None:
     plan = Plan.by_hand(microbatch_sizes=[3])
     model = HetFSDP(Album(), plan, ragged={"patches": lambda batch: batch["lengths"]})
     with pytest.raises(ValueError, match=r"'patches' has 5 rows for 3 samples .* \[2, 1, 1\]"):

@@ -52,7 +52,7 @@ from shardhet.training.slow_devices import (
 from tests.made_up import device_profile
 from tests.selection import for_campaign, one_in
 from tests.test_worker import SHORT_TEXT, configure, write_pages
-from tests.worlds import run_ranks
+from tests.worlds import on_ranks, run_ranks
 
 WIDTH = 6
 SAMPLE_S = 0.004  # that a layer sleeps for each sample
@@ -308,15 +308,12 @@ def test_a_slow_down_is_found_within_ten_steps_whenever_it_begins() -> None:
     assert SLOW < 2
 
 
-def wrong_setting(rank: int) -> None:
+@on_ranks(1)
+def test_a_setting_of_another_model_is_refused(rank: int) -> None:
     model = HetFSDP(nn.Sequential(nn.Linear(2, 2)), Plan.even(1, microbatch_size=1))
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(ValueError, match="Measure this model on this cluster"):
         Hooks(model, optimizer, [Rebalancer(setting_of(1))]).__enter__()
-
-
-def test_a_setting_of_another_model_is_refused() -> None:
-    run_ranks(wrong_setting, 1)
 
 
 def run_with_a_slow_rank(rank: int, path: str) -> list[int]:

@@ -33,7 +33,7 @@ from tests.checkpoint_cases import (
 )
 from tests.hosts import on_different_hosts
 from tests.selection import one_in
-from tests.worlds import run_ranks, run_ranks_expecting_failure
+from tests.worlds import on_ranks, run_ranks, run_ranks_expecting_failure
 
 NUM_CASES = int(os.environ.get("SHARDHET_REDISTRIBUTION_CASES", "60"))
 NEXT_STEPS = 3
@@ -84,7 +84,10 @@ def test_a_moved_job_is_one_that_was_resumed(first: int, tmp_path: Path) -> None
         run_ranks(compare, world_size, seed, plans, str(tmp_path / str(seed)))
 
 
-def refuse(rank: int) -> None:
+@on_ranks(2)
+def test_what_cannot_move_is_refused_by_name_on_all_ranks_and_nothing_changes(
+    rank: int,
+) -> None:
     rng = random.Random(0)
     plan, other = draw_plan(rng, 2, has_rounds=False), draw_plan(rng, 2)
     model = wrap(make(1), plan)
@@ -116,10 +119,6 @@ def refuse(rank: int) -> None:
     optimizer.zero_grad()
     redistribute(model, optimizer, other)
     assert model.plan.ranks == other.ranks
-
-
-def test_what_cannot_move_is_refused_by_name_on_all_ranks_and_nothing_changes() -> None:
-    run_ranks(refuse, 2)
 
 
 def two_of(model: nn.Module) -> Together:
@@ -156,7 +155,11 @@ def test_an_optimizer_that_was_left_behind_is_refused_at_its_step() -> None:
     assert any("redistribute(model, [one, other], plan)" in each.message for each in outcomes)
 
 
-def move_in_low_precision(rank: int, apart: bool) -> None:
+@pytest.mark.parametrize("apart", [False, True])
+@on_ranks(3)
+def test_rows_move_within_and_between_hosts_whatever_they_are_gathered_in(
+    rank: int, apart: bool
+) -> None:
     """Gathered in bfloat16, stored in float32, without an optimizer, and back again."""
     rng = random.Random(3)
     plans = [draw_plan(rng, 3) for _ in range(3)]
@@ -168,11 +171,6 @@ def move_in_low_precision(rank: int, apart: bool) -> None:
             after = model.state_dict()
             assert before.keys() == after.keys()
             assert all(torch.equal(before[fqn], after[fqn]) for fqn in before)
-
-
-@pytest.mark.parametrize("apart", [False, True])
-def test_rows_move_within_and_between_hosts_whatever_they_are_gathered_in(apart: bool) -> None:
-    run_ranks(move_in_low_precision, 3, apart)
 
 
 NUM_WIDE, TENSOR_MIB = 4, 16

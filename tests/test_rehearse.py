@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shardhet import DeviceSpec, HetFSDP, Plan
 from tests.programs import SHARDHET, run
-from tests.worlds import run_ranks, run_ranks_expecting_failure
+from tests.worlds import ends_all_ranks, on_ranks
 
 CARDS = [
     DeviceSpec(host="tower", kind="NVIDIA GeForce RTX 4090", memory_capacity_bytes=24 * 2**30),
@@ -17,7 +17,8 @@ CARDS = [
 PLAN = Plan.by_hand(microbatch_sizes=[3, 1], devices=CARDS)
 
 
-def _rehearse(rank: int) -> float | None:
+@on_ranks(2)
+def test_a_plan_for_cards_runs_on_processes_that_stand_in_for_them(rank: int) -> None:
     torch.manual_seed(0)
     module, x = nn.Linear(4, 1).double(), torch.arange(16.0).view(4, 4).double()
     expected = module(x).mean().item()
@@ -29,18 +30,9 @@ def _rehearse(rank: int) -> float | None:
     assert model.device == torch.device("cpu")
 
 
-def test_a_plan_for_cards_runs_on_processes_that_stand_in_for_them() -> None:
-    run_ranks(_rehearse, 2)
-
-
-def _do_not_rehearse(rank: int) -> None:
+@ends_all_ranks(2, "shardhet rehearse PROGRAM --plan plan.json", "rehearse=True")
+def test_devices_that_do_not_fit_are_told_of_it(rank: int) -> None:
     HetFSDP(nn.Linear(4, 1), PLAN)
-
-
-def test_devices_that_do_not_fit_are_told_of_it() -> None:
-    for outcome in run_ranks_expecting_failure(_do_not_rehearse, 2):
-        assert "shardhet rehearse PROGRAM --plan plan.json" in outcome.message
-        assert "rehearse=True" in outcome.message
 
 
 PROGRAM = """

@@ -14,7 +14,7 @@ from shardhet.fsdp.sharding.seeds import microbatch_seed
 from tests.edge_plans import every_plan
 from tests.ordinary import WIDTH, Block
 from tests.parity import compare_grads, part_of
-from tests.worlds import run_ranks
+from tests.worlds import on_ranks
 
 SEED = 5
 STEPS = 2
@@ -79,7 +79,9 @@ def reference(net: Net, plan: Plan, step: int, x: Tensor) -> float:
     return total
 
 
-def train(rank: int, plan: Plan) -> None:
+@every_plan
+@on_ranks()
+def test_functions_draw_as_modules_do(rank: int, plan: Plan) -> None:
     torch.manual_seed(3)
     plain, module = Net(), Net()
     module.load_state_dict(plain.state_dict())
@@ -100,11 +102,6 @@ def train(rank: int, plan: Plan) -> None:
         torch.testing.assert_close(*left_out, rtol=1e-12, atol=1e-12)
         model.train(), plain.train()
         plain.zero_grad(), model.zero_grad()
-
-
-@every_plan
-def test_functions_draw_as_modules_do(plan: Plan) -> None:
-    run_ranks(train, len(plan.ranks), plan)
 
 
 class Checkpointed(nn.Module):
@@ -133,7 +130,12 @@ class Within(Dropping):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def checkpointed_outside(rank: int, by_module: bool, use_reentrant: bool) -> None:
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("by_module", [True, False])
+@on_ranks(1)
+def test_what_computes_root_dropout_again_is_refused(
+    rank: int, by_module: bool, use_reentrant: bool
+) -> None:
     module = Checkpointed(nn.Dropout(0.5) if by_module else None, use_reentrant)
     model = HetFSDP(
         module,
@@ -142,14 +144,6 @@ def checkpointed_outside(rank: int, by_module: bool, use_reentrant: bool) -> Non
     )
     with pytest.raises(RuntimeError, match="outside of units and once more during backward"):
         model.backward(model(torch.randn(3, WIDTH)).sum(), 3)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("by_module", [True, False])
-def test_what_computes_root_dropout_again_is_refused(
-    by_module: bool, use_reentrant: bool
-) -> None:
-    run_ranks(checkpointed_outside, 1, by_module, use_reentrant)
 
 
 class Both(nn.Module):
@@ -165,7 +159,8 @@ class Both(nn.Module):
         return x
 
 
-def recomputed(rank: int) -> None:
+@on_ranks(1)
+def test_units_that_compute_again_beside_root_dropout_draw_their_own(rank: int) -> None:
     gradients = []
     for recompute in (False, True):
         torch.manual_seed(0)
@@ -184,7 +179,3 @@ def recomputed(rank: int) -> None:
             model.backward(output.square().sum(), 3)
         gradients.append([p.grad for p in model.parameters()])
     torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
-
-
-def test_units_that_compute_again_beside_root_dropout_draw_their_own() -> None:
-    run_ranks(recomputed, 1)

@@ -13,8 +13,8 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from shardhet import Plan
 from tests.edge_plans import UNEVEN, every_plan
-from tests.ordinary import Net, Pair, says
-from tests.worlds import run_ranks, run_ranks_expecting_failure
+from tests.ordinary import Net, Pair
+from tests.worlds import ends_all_ranks, on_ranks
 
 MASK = torch.arange(72).reshape(6, 12) % 3 > 0
 
@@ -99,7 +99,15 @@ def measured(model: nn.Module) -> list[float]:
     return [float(number) for number in numbers]
 
 
-def use(rank: int, plan: Plan, edit: Callable[[nn.Module], None]) -> None:
+@every_plan
+@pytest.mark.parametrize(
+    "edit",
+    [normalize, edit_by_element, meet_whole_tensors, scale_in_one_vector, write_rows, follow],
+)
+@on_ranks()
+def test_loops_over_parameters_are_those_of_one_process(
+    rank: int, plan: Plan, edit: Callable[[nn.Module], None]
+) -> None:
     pair = Pair(plan)
     optimizers = [torch.optim.AdamW(m.parameters(), 0.1) for m in (pair.model, pair.plain)]
     for _ in range(2):
@@ -118,18 +126,8 @@ def use(rank: int, plan: Plan, edit: Callable[[nn.Module], None]) -> None:
     assert type(state["exp_avg"]) is Tensor  # optimizers step plain tensors
 
 
-@every_plan
-@pytest.mark.parametrize(
-    "edit",
-    [normalize, edit_by_element, meet_whole_tensors, scale_in_one_vector, write_rows, follow],
-)
-def test_loops_over_parameters_are_those_of_one_process(
-    plan: Plan, edit: Callable[[nn.Module], None]
-) -> None:
-    run_ranks(use, len(plan.ranks), plan, edit)
-
-
-def see_in_hooks(rank: int) -> None:
+@on_ranks(2)
+def test_hooks_of_optimizers_see_whole_parameters(rank: int) -> None:
     pair = Pair(UNEVEN)
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (pair.model, pair.plain)]
     for optimizer, model in zip(optimizers, (pair.model, pair.plain), strict=True):
@@ -138,11 +136,8 @@ def see_in_hooks(rank: int) -> None:
     pair.train(optimizers, bar=1e-11)
 
 
-def test_hooks_of_optimizers_see_whole_parameters() -> None:
-    run_ranks(see_in_hooks, 2)
-
-
-def keep_kinds(rank: int) -> None:
+@on_ranks(2)
+def test_copies_of_parameters_are_plain(rank: int) -> None:
     pair = Pair(UNEVEN)
     param = next(pair.model.parameters())
     assert isinstance(param, nn.Parameter)
@@ -163,11 +158,8 @@ def keep_kinds(rank: int) -> None:
         weight[6]
 
 
-def test_copies_of_parameters_are_plain() -> None:
-    run_ranks(keep_kinds, 2)
-
-
-def misuse(rank: int) -> None:
+@on_ranks(2, fresh_world=True)
+def test_what_rows_cannot_give_is_refused(rank: int) -> None:
     weight = Pair(UNEVEN).module.blocks[1].outer.weight
     for call in (
         lambda w: functional.normalize(w, dim=0),
@@ -185,25 +177,19 @@ def misuse(rank: int) -> None:
             call(weight)
 
 
-def test_what_rows_cannot_give_is_refused() -> None:
-    run_ranks(misuse, 2, fresh_world=True)
-
-
 def mean_of_square(param: Tensor) -> Tensor:
     return param.square().mean()
 
 
-def penalize(rank: int, function: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize("function", [torch.norm, torch.sum, mean_of_square])
+@ends_all_ranks(2, "is used outside of the forward")
+def test_a_penalty_outside_of_the_model_is_refused(
+    rank: int, function: Callable[[Tensor], Tensor]
+) -> None:
     pair = Pair(UNEVEN)
     loss_sum, number = pair.model(**pair.mine(pair.batch()))
     penalty = torch.stack([function(param) for param in pair.model.parameters()]).sum()
     pair.model.backward(loss_sum + penalty, number)
-
-
-@pytest.mark.parametrize("function", [torch.norm, torch.sum, mean_of_square])
-def test_a_penalty_outside_of_the_model_is_refused(function: Callable[..., Tensor]) -> None:
-    outcomes = run_ranks_expecting_failure(penalize, 2, function)
-    says(outcomes, "is used outside of the forward")
 
 
 class Listed(Pair):
@@ -211,7 +197,8 @@ class Listed(Pair):
         self.params = list(module.parameters())
 
 
-def use_listed(rank: int) -> None:
+@on_ranks(2, fresh_world=True)
+def test_parameters_listed_before_wrapping_are_refused(rank: int) -> None:
     pair = Listed(UNEVEN)
     pair.backward()
     for call in (
@@ -224,11 +211,8 @@ def use_listed(rank: int) -> None:
             call(pair.params)
 
 
-def test_parameters_listed_before_wrapping_are_refused() -> None:
-    run_ranks(use_listed, 2, fresh_world=True)
-
-
-def step_by_numel(rank: int) -> None:
+@ends_all_ranks(2, "how many rows it has (p.numel()")
+def test_a_learning_rate_of_a_number_of_rows_is_refused(rank: int) -> None:
     pair = Pair(UNEVEN)
     optimizer = torch.optim.SGD(pair.model.parameters(), 0.1)
     for group in optimizer.param_groups:
@@ -236,7 +220,3 @@ def step_by_numel(rank: int) -> None:
     pair.backward()
     optimizer.step()
     pair.backward()
-
-
-def test_a_learning_rate_of_a_number_of_rows_is_refused() -> None:
-    says(run_ranks_expecting_failure(step_by_numel, 2), "how many rows it has (p.numel()")

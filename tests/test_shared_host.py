@@ -37,7 +37,7 @@ from tests.hosts import on_different_hosts
 from tests.programs import TORCHRUN, run
 from tests.selection import one_in
 from tests.test_bad_input import PLAN
-from tests.worlds import rank_cache, run_ranks, run_ranks_expecting_failure
+from tests.worlds import on_ranks, rank_cache, run_ranks, run_ranks_expecting_failure
 
 CPU = torch.device("cpu")
 WORLD_SIZES = [2, 3, 4]
@@ -94,7 +94,8 @@ def test_collectives_give_the_same_bits(world_size: int, kind: str) -> None:
     assert sum(run_ranks(read_all, world_size, cases, kind)) > 0
 
 
-def sum_many_chunks(rank: int) -> None:
+@on_ranks(3)
+def test_long_shards_are_summed_chunk_by_chunk(rank: int) -> None:
     numel = 3 * CHUNK_BYTES // 8 + 5
     seats = (1, 2, 0)
     channel = Channel(dist.group.WORLD, seats, seats.index(rank), shared_host())
@@ -107,21 +108,15 @@ def sum_many_chunks(rank: int) -> None:
     assert torch.equal(output, expected)
 
 
-def test_long_shards_are_summed_chunk_by_chunk() -> None:
-    run_ranks(sum_many_chunks, 3)
-
-
-def read_beyond_the_end(rank: int) -> None:
+@on_ranks(2)
+def test_what_lies_behind_a_peers_memory_is_no_data(rank: int) -> None:
     [peer] = [peer for peer in neighbours().peers if peer is not None]
     with pytest.raises(OSError, match="memory ends before byte"):
         peer.copy_to(torch.empty(4), neighbours().arena.nbytes - 8)
 
 
-def test_what_lies_behind_a_peers_memory_is_no_data() -> None:
-    run_ranks(read_beyond_the_end, 2)
-
-
-def overtake(rank: int) -> None:
+@on_ranks(2)
+def test_more_collectives_than_places_may_be_under_way(rank: int) -> None:
     """Rank 0 begins more collectives than there are places before rank 1 reads the first."""
     channel = Channel(dist.group.WORLD, (0, 1), rank, shared_host())
     shards = [torch.full((8,), float(i)) for i in range(2 * NUM_PLACES)]
@@ -138,29 +133,19 @@ def overtake(rank: int) -> None:
         assert output is None or torch.equal(output, shard)
 
 
-def test_more_collectives_than_places_may_be_under_way() -> None:
-    run_ranks(overtake, 2)
-
-
-def exchange_rows(rank: int) -> None:
+@on_ranks(3)
+def test_rows_of_any_length_are_exchanged(rank: int) -> None:
     for numel in (0, 1, ROW_WORDS, 2 * ROW_WORDS + 3):
         for _ in range(3):
             rows = neighbours().exchange([float(rank + i) for i in range(numel)])
             assert rows == [[float(other + i) for i in range(numel)] for other in range(3)]
 
 
-def test_rows_of_any_length_are_exchanged() -> None:
-    run_ranks(exchange_rows, 3)
-
-
-def train_by_messages(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", one_in(3, [3, 2, 4]))
+@on_ranks()
+def test_training_across_hosts_is_as_exact(rank: int, world_size: int) -> None:
     with on_different_hosts():
         test_parity._run_block(rank, world_size, 2)
-
-
-@pytest.mark.parametrize("world_size", one_in(3, [3, 2, 4]))
-def test_training_across_hosts_is_as_exact(world_size: int) -> None:
-    run_ranks(train_by_messages, world_size, world_size)
 
 
 def die_by_messages(rank: int, misdeed: test_deaths.Misdeed) -> None:
@@ -266,7 +251,8 @@ def test_tensors_of_an_arena_never_overlap() -> None:
     assert arena.empty(arena.nbytes // 8, torch.int64).numel() == arena.nbytes // 8
 
 
-def let_go_in_a_fork(rank: int) -> None:
+@on_ranks(1)
+def test_a_forked_process_leaves_the_arena_alone(rank: int) -> None:
     arena = own_arena()
     assert arena is not None
     kept = arena.empty(1000, torch.float32).fill_(7)
@@ -279,10 +265,6 @@ def let_go_in_a_fork(rank: int) -> None:
         os._exit(own_arena() is arena)
     assert os.waitpid(child, 0)[1] == 0
     assert kept.eq(7).all()
-
-
-def test_a_forked_process_leaves_the_arena_alone() -> None:
-    run_ranks(let_go_in_a_fork, 1)
 
 
 def test_a_peer_that_says_its_last_word_and_ends_is_not_lost() -> None:
@@ -309,7 +291,8 @@ def test_a_peer_that_lives_and_never_comes_is_waited_for_as_long_as_the_group_al
     assert 0.2 < time.monotonic() - start_s < 2
 
 
-def drop_the_model_while_it_is_read(rank: int) -> None:
+@on_ranks(2)
+def test_what_is_being_read_lives_until_it_has_been(rank: int) -> None:
     channel = Channel(dist.group.WORLD, (0, 1), rank, shared_host())
     shard = shared_host().empty(1000, torch.float32).fill_(3) if rank == 0 else None
     output = torch.empty(1000) if rank == 1 else None
@@ -327,11 +310,8 @@ def drop_the_model_while_it_is_read(rank: int) -> None:
     dist.barrier()
 
 
-def test_what_is_being_read_lives_until_it_has_been() -> None:
-    run_ranks(drop_the_model_while_it_is_read, 2)
-
-
-def allocate_below_a_limit(rank: int) -> None:
+@on_ranks(1)
+def test_a_limit_to_a_processs_data_holds_for_the_arena_too(rank: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     arena = Arena()
     status = Path("/proc/self/status").read_text(encoding="ascii")
@@ -347,10 +327,6 @@ def allocate_below_a_limit(rank: int) -> None:
             del kept
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-def test_a_limit_to_a_processs_data_holds_for_the_arena_too() -> None:
-    run_ranks(allocate_below_a_limit, 1)
 
 
 def main() -> None:

@@ -10,10 +10,10 @@ from torch import nn
 
 from shardhet import HetFSDP, Plan
 from tests.edge_plans import UNEVEN, every_plan
-from tests.ordinary import WIDTH, Net, says
+from tests.ordinary import WIDTH, Net
 from tests.parity import compare_params
 from tests.test_states_inside import same_state
-from tests.worlds import run_ranks, run_ranks_expecting_failure
+from tests.worlds import ends_all_ranks, on_ranks
 
 
 class Head(nn.Linear):
@@ -81,7 +81,10 @@ def made(seed: int, seen: int) -> Hooked:
     return module
 
 
-def take_part(rank: int, plan: Plan, on_model: bool) -> None:
+@every_plan
+@pytest.mark.parametrize("on_model", [False, True])
+@on_ranks()
+def test_they_take_part_in_those_of_the_model(rank: int, plan: Plan, on_model: bool) -> None:
     plain, module = made(3, 5), made(3, 5)
     model = HetFSDP(module, plan)
     hook(plain, plain)
@@ -109,24 +112,13 @@ def take_part(rank: int, plan: Plan, on_model: bool) -> None:
     assert module.ran.count("loaded") == 1
 
 
-@every_plan
-@pytest.mark.parametrize("on_model", [False, True])
-def test_they_take_part_in_those_of_the_model(plan: Plan, on_model: bool) -> None:
-    run_ranks(take_part, len(plan.ranks), plan, on_model)
-
-
-def give_alone(rank: int) -> None:
+@ends_all_ranks(
+    2, "modules ['head'] run code of their own when a state dict is loaded", "on every rank"
+)
+def test_those_that_load_need_the_state_on_every_rank(rank: int) -> None:
     module = made(3, 5)
     model = HetFSDP(module, UNEVEN)
     model.load_state_dict(made(4, 7).state_dict() if rank == 0 else None)
-
-
-def test_those_that_load_need_the_state_on_every_rank() -> None:
-    says(
-        run_ranks_expecting_failure(give_alone, 2),
-        "modules ['head'] run code of their own when a state dict is loaded",
-        "on every rank",
-    )
 
 
 class Around(nn.Module):
@@ -138,7 +130,12 @@ class Around(nn.Module):
         self.m = inner
 
 
-def go_around(rank: int, plan: Plan, is_hooked: bool) -> None:
+@every_plan
+@pytest.mark.parametrize("is_hooked", [False, True])
+@on_ranks()
+def test_a_model_inside_another_module_is_saved_and_loaded(
+    rank: int, plan: Plan, is_hooked: bool
+) -> None:
     def inner(seed: int) -> nn.Module:
         torch.manual_seed(seed)
         return made(seed, seed) if is_hooked else Net()
@@ -165,9 +162,3 @@ def go_around(rank: int, plan: Plan, is_hooked: bool) -> None:
         found = each.load_state_dict(part, strict=False)
         assert sorted(found.missing_keys) == ["m.norm.bias", "m.norm.weight"]
         assert found.unexpected_keys == ["m.x.y"]
-
-
-@every_plan
-@pytest.mark.parametrize("is_hooked", [False, True])
-def test_a_model_inside_another_module_is_saved_and_loaded(plan: Plan, is_hooked: bool) -> None:
-    run_ranks(go_around, len(plan.ranks), plan, is_hooked)

@@ -11,8 +11,8 @@ import shardhet.fsdp.door
 from shardhet import HetFSDP, Plan
 from tests.checkpoint_cases import Odd
 from tests.edge_plans import UNEVEN, every_plan
-from tests.ordinary import WITHIN_S, Net, Pair, says
-from tests.worlds import run_ranks, run_ranks_expecting_failure
+from tests.ordinary import WITHIN_S, Net, Pair
+from tests.worlds import ends_all_ranks, on_ranks, run_ranks
 
 
 def same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -22,7 +22,9 @@ def same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert (found[name] - tensor).abs().max() < 1e-12, name
 
 
-def read_states(rank: int, plan: Plan) -> None:
+@every_plan
+@on_ranks()
+def test_they_are_those_of_one_process_on_every_rank(rank: int, plan: Plan) -> None:
     pair = Pair(plan)
     pair.train(
         [torch.optim.SGD(m.parameters(), 0.1) for m in (pair.model, pair.plain)], bar=1e-12
@@ -39,12 +41,8 @@ def read_states(rank: int, plan: Plan) -> None:
     pair.same_grads()
 
 
-@every_plan
-def test_they_are_those_of_one_process_on_every_rank(plan: Plan) -> None:
-    run_ranks(read_states, len(plan.ranks), plan)
-
-
-def read_tied(rank: int) -> None:
+@on_ranks(2)
+def test_tied_and_odd_parameters_have_all_their_names(rank: int) -> None:
     torch.manual_seed(8)
     plain = Odd()
     module = Odd()
@@ -53,11 +51,9 @@ def read_tied(rank: int) -> None:
     same_state(module.state_dict(), plain.state_dict())
 
 
-def test_tied_and_odd_parameters_have_all_their_names() -> None:
-    run_ranks(read_tied, 2)
-
-
-def load_states(rank: int, plan: Plan) -> None:
+@every_plan
+@on_ranks()
+def test_they_are_loaded_into_parts_of_the_model(rank: int, plan: Plan) -> None:
     pair = Pair(plan)
     for found in (pair.module, pair.plain):
         found.blocks[1].load_state_dict(found.blocks[0].state_dict())
@@ -71,12 +67,17 @@ def load_states(rank: int, plan: Plan) -> None:
     pair.same_params(0.0)
 
 
-@every_plan
-def test_they_are_loaded_into_parts_of_the_model(plan: Plan) -> None:
-    run_ranks(load_states, len(plan.ranks), plan)
-
-
-def misuse(rank: int, fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("alone", "['state_dict', 'exchange']"),
+        ("keep_vars", "keep_vars=True is not possible"),
+        ("misfit", "size mismatch for weight"),
+        ("elsewhere", "another module"),
+    ],
+)
+@ends_all_ranks(2)
+def test_what_cannot_be_whole_is_refused_on_all_ranks(rank: int, fault: str, says: str) -> None:
     shardhet.fsdp.door.SECONDS_FOR_ALL_TO_COME = 1.0  # type: ignore[attr-defined]
     pair = Pair(UNEVEN)
     if fault == "alone" and rank == 0:
@@ -88,19 +89,6 @@ def misuse(rank: int, fault: str) -> None:
     elif fault == "elsewhere":
         (pair.module.head, pair.module.norm)[rank].state_dict()
     pair.model.exchange([])
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("alone", "['state_dict', 'exchange']"),
-        ("keep_vars", "keep_vars=True is not possible"),
-        ("misfit", "size mismatch for weight"),
-        ("elsewhere", "another module"),
-    ],
-)
-def test_what_cannot_be_whole_is_refused_on_all_ranks(fault: str, message: str) -> None:
-    says(run_ranks_expecting_failure(misuse, 2, fault), message)
 
 
 def use_peft(rank: int) -> None:

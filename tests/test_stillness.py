@@ -30,7 +30,7 @@ from tests.misdeeds import commit
 from tests.programs import start
 from tests.selection import for_campaign, one_in, only
 from tests.test_bad_input import Net
-from tests.worlds import Outcome, patience, run_ranks, run_ranks_expecting_failure
+from tests.worlds import Outcome, on_ranks, patience, run_ranks, run_ranks_expecting_failure
 
 TIMEOUT_S = 2.0
 WITHIN_S = 20.0
@@ -261,14 +261,11 @@ def leave_the_others_without_work(rank: int) -> None:
         time.sleep(4.0)
 
 
-def end_a_watch(rank: int) -> None:
+@on_ranks(2, fresh_world=True)
+def test_a_watch_that_has_ended_watches_no_longer(rank: int) -> None:
     with watch_ranks(hang_timeout_s=60.0):
         assert progress.is_watched
     assert not progress.is_watched  # calls keep their own limits again
-
-
-def test_a_watch_that_has_ended_watches_no_longer() -> None:
-    run_ranks(end_a_watch, 2, fresh_world=True)
 
 
 def save_late(rank: int) -> None:
@@ -359,7 +356,8 @@ def test_ranks_that_wait_for_each_other_are_shown_with_where_they_wait(
     assert all("model(...)" in each for each in said)
 
 
-def watch_by_itself(rank: int) -> None:
+@on_ranks(2, fresh_world=True)
+def test_a_model_starts_the_watch_unless_the_program_has_decided(rank: int) -> None:
     """HetFSDP alone starts the watch; the program's own calls change it, or switch it off."""
     watch._is_decided.clear()  # as in a program that has not called watch_ranks
     small_model(2)
@@ -372,10 +370,6 @@ def watch_by_itself(rank: int) -> None:
     watch_ranks(hang_timeout_s=0)
     small_model(2)
     assert not watch._running
-
-
-def test_a_model_starts_the_watch_unless_the_program_has_decided() -> None:
-    run_ranks(watch_by_itself, 2, fresh_world=True)
 
 
 def test_the_watch_can_be_switched_off_and_costs_no_thread_then() -> None:

@@ -8,7 +8,7 @@ import torch
 from experiments.common.unlike import MIB, MixedCluster, slowness_of
 from shardhet.training.emulation import EmulatedDevice
 from shardhet.training.peak_memory import memory_of_process
-from tests.worlds import run_ranks
+from tests.worlds import on_ranks
 
 CLUSTER = MixedCluster(name="two", cores=(1.0, 0.5), memory_mib=(256, 128))
 
@@ -31,11 +31,8 @@ def test_without_control_groups_processes_are_emulated() -> None:
             pass
 
 
-def test_a_cap_counts_from_a_level_in_the_past() -> None:
-    run_ranks(_allocate_after_the_level, 1, fresh_world=True)
-
-
-def _allocate_after_the_level(rank: int) -> None:
+@on_ranks(1, fresh_world=True)
+def test_a_cap_counts_from_a_level_in_the_past(rank: int) -> None:
     with slowness_of(CLUSTER, has_groups=False) as slownesses:
         level_bytes = memory_of_process("VmData")
         built = torch.ones(100 * MIB, dtype=torch.uint8)
