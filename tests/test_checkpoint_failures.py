@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from tests.checkpoint_cases import (
     wrap,
 )
 from tests.selection import one_in, only
-from tests.worlds import run_ranks, run_ranks_expecting_failure
+from tests.worlds import on_ranks, run_ranks, run_ranks_expecting_failure
 
 WITHIN_S = 10.0
 THREE = Plan.by_hand(
@@ -55,26 +56,12 @@ def message_of(call: Callable[[], Any]) -> str:
     return str(raised.value)
 
 
-def save_to_a_full_disk(rank: int, folder: Path, bad_rank: int, name: str) -> str:
-    model, optimizer = trained()
-    save(model, optimizer, folder / "last", extra="earlier")
-    before = whole_state(model, optimizer)
-    train(model, optimizer, range(2, 3))
-    usual = files.open_new
-    if rank == bad_rank:
-        files.open_new = lambda path: (
-            full_disk(path) if path.name.endswith(name) else usual(path)
-        )
-    try:
-        message = message_of(lambda: save(model, optimizer, folder / "last", extra="later"))
-    finally:
-        files.open_new = usual
-    assert sorted(each.name for each in folder.iterdir()) == ["last"]  # space is free again
-    assert load(model, optimizer, folder / "last") == "earlier"
-    check_same(whole_state(model, optimizer), before)
-    save(model, optimizer, folder / "last", extra="later")  # once there is space
-    assert load(model, optimizer, folder / "last") == "later"
-    return message
+def all_refuse(model: HetFSDP, call: Callable[[], Any], *parts: str) -> None:
+    """All ranks raise one message, which says all ``parts``; "a|b" is either."""
+    message = message_of(call)
+    assert set(model.exchange_objects(message)) == {message}
+    for part in parts:
+        assert any(each in message for each in part.split("|")), message
 
 
 @pytest.mark.parametrize(
@@ -85,14 +72,28 @@ def save_to_a_full_disk(rank: int, folder: Path, bad_rank: int, name: str) -> st
         + [(0, name) for name in (".metadata", "plan.json", "manifest.json")],
     ),
 )
+@on_ranks(3)
 def test_a_full_disk_keeps_the_previous_checkpoint(
-    tmp_path: Path, bad_rank: int, name: str
+    rank: int, tmp_path: Path, bad_rank: int, name: str
 ) -> None:
-    messages = run_ranks(save_to_a_full_disk, 3, tmp_path, bad_rank, name)
-    assert len(set(messages)) == 1
-    assert f"rank {bad_rank}: " in messages[0]
-    assert "No space left on device" in messages[0]
-    assert name in messages[0]
+    model, optimizer = trained()
+    last = tmp_path / "last"
+    save(model, optimizer, last, extra="earlier")
+    before = whole_state(model, optimizer)
+    train(model, optimizer, range(2, 3))
+
+    def open_new(path: Path) -> Any:
+        return full_disk(path) if path.name.endswith(name) else usual(path)
+
+    usual = files.open_new
+    with mock.patch.object(files, "open_new", open_new if rank == bad_rank else usual):
+        says = f"rank {bad_rank}: ", "No space left on device", name
+        all_refuse(model, lambda: save(model, optimizer, last, extra="later"), *says)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["last"]  # space is free again
+    assert load(model, optimizer, last) == "earlier"
+    check_same(whole_state(model, optimizer), before)
+    save(model, optimizer, last, extra="later")  # once there is space
+    assert load(model, optimizer, last) == "later"
 
 
 @pytest.mark.parametrize(
@@ -130,29 +131,21 @@ def test_arguments_in_the_place_of_others_are_named(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def save_into_a_file(rank: int, folder: Path) -> str:
+@on_ranks(3)
+def test_a_folder_that_cannot_be_made_is_said_on_every_rank(rank: int, tmp_path: Path) -> None:
     model, optimizer = trained()
-    (folder / "file").touch()
-    return message_of(lambda: save(model, optimizer, folder / "file" / "checkpoint"))
+    file = tmp_path / "file"
+    file.touch()
+    all_refuse(model, lambda: save(model, optimizer, file / "it"), "rank 0: ", str(file))
 
 
-def test_a_folder_that_cannot_be_made_is_said_on_every_rank(tmp_path: Path) -> None:
-    messages = run_ranks(save_into_a_file, 3, tmp_path)
-    assert len(set(messages)) == 1
-    assert "rank 0: " in messages[0]
-    assert str(tmp_path / "file") in messages[0]
-
-
-def save_over_other_files(rank: int, folder: Path) -> str:
+@on_ranks(3)
+def test_a_folder_of_other_files_is_not_replaced(rank: int, tmp_path: Path) -> None:
     model, optimizer = trained()
-    return message_of(lambda: save(model, optimizer, folder))
-
-
-def test_a_folder_of_other_files_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("all of it")
-    messages = run_ranks(save_over_other_files, 3, tmp_path)
-    assert all("is not a checkpoint" in message for message in messages)
-    assert (tmp_path / "thesis.tex").read_text() == "all of it"
+    thesis = tmp_path / "thesis.tex"
+    thesis.write_text("all of it")
+    all_refuse(model, lambda: save(model, optimizer, tmp_path), "is not a checkpoint")
+    assert thesis.read_text() == "all of it"
 
 
 class Averaging(Lion):
@@ -178,66 +171,51 @@ class Odder(Lion):
                 self.state[param]["history"] = [1, 2]
 
 
-def save_states_of_other_shapes(rank: int, folder: Path, kind: type[Lion]) -> str:
-    torch.manual_seed(0)
-    model = wrap(Odd().double(), THREE)
-    Odder.rank = rank
-    optimizer = kind(param for param in model.parameters() if param.requires_grad)
-    train(model, optimizer, range(1))
-    message = message_of(lambda: save(model, optimizer, folder / "none"))
-    assert not list(folder.iterdir())
-    save(model, None, folder / "model alone")
-    return message
-
-
 @pytest.mark.parametrize(
     ("kind", "found"),
     [(Averaging, "Averaging: state 'row_mean'"), (Odder, "rank 1: Odder: state 'history'")],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@on_ranks(3)
 def test_states_of_another_shape_are_refused_before_anything_is_written(
-    tmp_path: Path, kind: type[Lion], found: str
+    rank: int, tmp_path: Path, kind: type[Lion], found: str
 ) -> None:
-    messages = run_ranks(save_states_of_other_shapes, 3, tmp_path, kind)
-    assert len(set(messages)) == 1
-    assert found in messages[0]
-    assert "optimizer=None" in messages[0]
+    torch.manual_seed(0)
+    model = wrap(Odd().double(), THREE)
+    Odder.rank = rank
+    optimizer = kind(param for param in model.parameters() if param.requires_grad)
+    train(model, optimizer, range(1))
+    none = tmp_path / "none"
+    all_refuse(model, lambda: save(model, optimizer, none), found, "optimizer=None")
+    assert not list(tmp_path.iterdir())
+    model.exchange([])  # all have looked
+    save(model, None, tmp_path / "model alone")
 
 
-def save_to_other_paths(rank: int, folder: Path) -> list[str]:
+@on_ranks(3)
+def test_what_ranks_disagree_on_is_named(rank: int, tmp_path: Path) -> None:
     model, optimizer = trained()
-    paths = message_of(lambda: save(model, optimizer, folder / str(rank)))
+    same = tmp_path / "same"
+    own = tmp_path / str(rank)
+    all_refuse(model, lambda: save(model, optimizer, own), "path: positions 0 and 1")
     optimizer.param_groups[0]["lr"] = 0.1 * rank
-    groups = message_of(lambda: save(model, optimizer, folder / "same"))
+    all_refuse(model, lambda: save(model, optimizer, same), "groups: positions 0 and 1")
     foreign = optim.SGD(nn.Linear(2, 2).parameters())
-    other = message_of(lambda: save(model, foreign, folder / "same"))
-    value = message_of(lambda: save(model, None, folder / "same", extra={"a": [object()]}))
-    assert not list(folder.iterdir())
-    return [paths, groups, other, value]
+    all_refuse(model, lambda: save(model, foreign, same), "not one of the model's")
+    odd, says = {"a": [object()]}, "rank 0: extra['a'][0] is of type object"
+    all_refuse(model, lambda: save(model, None, same, extra=odd), says)
+    assert not list(tmp_path.iterdir())
 
 
-def test_what_ranks_disagree_on_is_named(tmp_path: Path) -> None:
-    results = run_ranks(save_to_other_paths, 3, tmp_path)
-    assert results[0] == results[1] == results[2]
-    paths, groups, foreign, value = results[0]
-    assert "path: positions 0 and 1" in paths
-    assert "groups: positions 0 and 1" in groups
-    assert "not one of the model's" in foreign
-    assert "rank 0: extra['a'][0] is of type object" in value
-
-
-def save_gathered(rank: int, folder: Path) -> None:
+@on_ranks(1)
+def test_parameters_that_are_gathered_are_not_saved(rank: int, tmp_path: Path) -> None:
     model = wrap(Odd().double(), Plan.even(1, microbatch_size=6))
     with model.unit_by_unit():
         model.module.blocks[0].inner.register_forward_pre_hook(
-            lambda *_: save(model, None, folder / "gathered")
+            lambda *_: save(model, None, tmp_path / "gathered")
         )
         with pytest.raises(CheckpointError, match=r"outside of model\.unit_by_unit"):
             model.module.blocks[0](torch.zeros(1, 5, dtype=torch.float64))
-
-
-def test_parameters_that_are_gathered_are_not_saved(tmp_path: Path) -> None:
-    run_ranks(save_gathered, 1, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -354,36 +332,30 @@ def test_a_save_that_is_killed_anywhere_leaves_a_whole_checkpoint(tmp_path: Path
     assert num_steps > 20
 
 
-def load_what_one_rank_finds_damaged(rank: int, folder: Path) -> list[str]:
+@on_ranks(3)
+def test_what_one_rank_finds_all_ranks_say(rank: int, tmp_path: Path) -> None:
     model, optimizer = trained()
-    save(model, optimizer, folder / "whole", extra=torch.arange(3))
+    whole, bad = tmp_path / "whole", tmp_path / "bad"
+    save(model, optimizer, whole, extra=torch.arange(3))
     before = whole_state(model, optimizer)
     if rank == 0:
-        shutil.copytree(folder / "whole", folder / "bad")
-        path = folder / "bad" / "__2_0.distcp"
+        shutil.copytree(whole, bad)
+        path = bad / "__2_0.distcp"
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
     model.exchange([0.0])
     train(model, optimizer, range(1))
     after = whole_state(model, optimizer)
-    damaged = message_of(lambda: load(model, optimizer, folder / "bad"))
-    here = folder / ("whole" if rank != 1 else "nowhere")
-    elsewhere = message_of(lambda: load(model, optimizer, here))
+    says = "__2_0.distcp: its content does not fit its digest"
+    all_refuse(model, lambda: load(model, optimizer, bad), says)
+    here = whole if rank != 1 else tmp_path / "nowhere"
+    says = "nowhere: it does not exist"
+    all_refuse(model, lambda: load(model, optimizer, here), "rank 1: ", says)
     check_same(whole_state(model, optimizer), after)
-    extra: Tensor = load(model, optimizer, folder / "whole")
+    extra: Tensor = load(model, optimizer, whole)
     assert torch.equal(extra, torch.arange(3))
     check_same(whole_state(model, optimizer), before)
-    return [damaged, elsewhere]
-
-
-def test_what_one_rank_finds_all_ranks_say(tmp_path: Path) -> None:
-    results = run_ranks(load_what_one_rank_finds_damaged, 3, tmp_path)
-    assert results[0] == results[1] == results[2]
-    damaged, elsewhere = results[0]
-    assert "__2_0.distcp: its content does not fit its digest" in damaged
-    assert "rank 1: " in elsewhere
-    assert "nowhere: it does not exist" in elsewhere
 
 
 def test_the_disk_takes_a_file_while_it_is_written_and_its_errors_count(

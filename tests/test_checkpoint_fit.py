@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,30 +25,29 @@ from tests.checkpoint_cases import (
     wrap,
 )
 from tests.selection import one_in
-from tests.test_checkpoint_failures import THREE, message_of, trained
-from tests.worlds import run_ranks
+from tests.test_checkpoint_failures import THREE, all_refuse, trained
+from tests.worlds import on_ranks, run_ranks
 
 TWO = Plan.by_hand(microbatch_sizes=[1, 4], rank_batch_sizes=[2, 4], state_shares=[0.0, 1.0])
 
 
-def resume_under_the_same_plan(rank: int, folder: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", one_in(3, ["adamw", "sgd", "nadam"]))
+@on_ranks(3)
+def test_under_the_same_plan_the_next_losses_are_bit_equal(
+    rank: int, tmp_path: Path, kind: str
+) -> None:
     torch.manual_seed(0)
     model = wrap(Odd().double(), THREE, seed=7)
     optimizer = make_optimizer(model, kind)
     train(model, optimizer, range(3))
-    save(model, optimizer, folder / "saved")
+    save(model, optimizer, tmp_path / "saved")
     expected = train(model, optimizer, range(3, 6))
     torch.manual_seed(1)
     again = wrap(Odd().double(), THREE, seed=7)
     other = make_optimizer(again, kind)
-    load(again, other, folder / "saved")
+    load(again, other, tmp_path / "saved")
     assert train(again, other, range(3, 6)) == expected
     check_same(whole_state(again, other), whole_state(model, optimizer))
-
-
-@pytest.mark.parametrize("kind", one_in(3, ["adamw", "sgd", "nadam"]))
-def test_under_the_same_plan_the_next_losses_are_bit_equal(tmp_path: Path, kind: str) -> None:
-    run_ranks(resume_under_the_same_plan, 3, tmp_path, kind)
 
 
 KINDS = ("slow", "fast", "large")  # as ranks announce themselves, in another order than planned
@@ -175,30 +173,29 @@ class HighPrecision(optim.Optimizer):
             param -= mean.to(param.dtype)
 
 
-def keep_dtypes(rank: int, folder: Path) -> None:
+@on_ranks(3)
+def test_states_keep_a_dtype_that_is_not_the_parameters(rank: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = wrap(Odd().float(), THREE)
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = HighPrecision(params)
     train(model, optimizer, range(2))
-    save(model, optimizer, folder / "saved")
+    save(model, optimizer, tmp_path / "saved")
     saved = whole_state(model, optimizer)
     train(model, optimizer, range(1))
-    load(model, optimizer, folder / "saved")
+    load(model, optimizer, tmp_path / "saved")
     check_same(whole_state(model, optimizer), saved)
 
 
-def test_states_keep_a_dtype_that_is_not_the_parameters(tmp_path: Path) -> None:
-    run_ranks(keep_dtypes, 3, tmp_path)
-
-
-def load_into_other_groups(rank: int, folder: Path) -> list[str]:
+@on_ranks(3)
+def test_groups_may_be_finer_and_else_are_named(rank: int, tmp_path: Path) -> None:
     model, optimizer = trained()
-    save(model, optimizer, folder / "saved")
+    folder = tmp_path / "saved"
+    save(model, optimizer, folder)
     params = [param for param in model.parameters() if param.requires_grad]
     # States are found by name; torch's own load_state_dict finds them by position.
     split = optim.AdamW([{"params": [param]} for param in params[::-1]])
-    load(model, split, folder / "saved")
+    load(model, split, folder)
     states, saved = (
         {name: state for name, state in whole_state(model, each).items() if "group" not in name}
         for each in (split, optimizer)
@@ -207,27 +204,18 @@ def load_into_other_groups(rank: int, folder: Path) -> list[str]:
     for group, param in zip(split.param_groups, params[::-1], strict=True):
         whole = len(model.sharded_state_dict()[name_of(model, param)].global_shape)
         assert group["lr"] == (0.001 if whole > 1 else 0.02)
-    others: list[Callable[[], optim.Optimizer]] = [
-        lambda: optim.AdamW(params),
-        lambda: optim.AdamW(params[:4]),
-        lambda: optim.AdamW([*params, model.get_parameter("frozen.weight")]),
-        lambda: optim.SGD(params, lr=0.1, momentum=0.9),
-    ]
-    return [message_of(lambda m=make: load(model, m(), folder / "saved")) for make in others]
+    frozen = model.get_parameter("frozen.weight")
+    for other, says in (
+        (optim.AdamW(params), "saved with different options"),
+        (optim.AdamW(params[:4]), "were trained but are not in any group|different options"),
+        (optim.AdamW([*params, frozen]), "has no options for frozen.weight"),
+        (optim.SGD(params, lr=0.1, momentum=0.9), "holds the state of AdamW, not of SGD"),
+    ):
+        all_refuse(model, lambda other=other: load(model, other, folder), says)
 
 
 def name_of(model: HetFSDP, param: nn.Parameter) -> str:
     return next(fqn for fqn, each in model.named_parameters() if each is param)
-
-
-def test_groups_may_be_finer_and_else_are_named(tmp_path: Path) -> None:
-    results = run_ranks(load_into_other_groups, 3, tmp_path)
-    assert results[0] == results[1] == results[2]
-    one, fewer, more, other = results[0]
-    assert "saved with different options" in one
-    assert "were trained but are not in any group" in fewer or "different options" in fewer
-    assert "has no options for frozen.weight" in more
-    assert "holds the state of AdamW, not of SGD" in other
 
 
 def two_of(model: nn.Module, first: Any = optim.AdamW, second: Any = optim.SGD) -> Together:
@@ -238,47 +226,41 @@ def two_of(model: nn.Module, first: Any = optim.AdamW, second: Any = optim.SGD) 
     return Together(first(params[::2], lr=0.01), second(halves, lr=0.01, **momentum))
 
 
-def keep_two_optimizers(rank: int, folder: Path) -> list[str]:
+@on_ranks(3)
+def test_several_optimizers_are_saved_and_loaded_together(rank: int, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
     model = wrap(Odd().double(), THREE, seed=7)
     two = two_of(model)
     train(model, two, range(2))
-    save(model, two.each, folder / "saved")
+    save(model, two.each, folder)
+    manifest = SavedCheckpoint.open(folder).manifest
+    assert manifest is not None
+    assert manifest.optimizer == "AdamW, SGD, SGD"
     saved = [whole_state(model, each) for each in two.each]
     expected = train(model, two, range(2, 4))
     again = wrap(Odd().double(), draw_plan(random.Random(1), 3), seed=8)
     others = two_of(again)
-    load(again, others.each[::-1], folder / "saved")  # each has the states of its parameters
+    load(again, others.each[::-1], folder)  # each has the states of its parameters
     for each, state in zip(others.each, saved, strict=True):
         check_same(whole_state(again, each), state)
     assert train(again, others, range(2, 4)) == pytest.approx(expected, rel=1e-12)
     plain = Odd().double()
-    load(plain, two_of(plain).each, folder / "saved")
+    load(plain, two_of(plain).each, folder)
     one = optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.01)
-    save(model, one, folder / "one")
-    load(
-        model, two_of(model, second=optim.AdamW).each, folder / "one"
-    )  # of one class they are one
-    return [
-        message_of(lambda: load(model, two.each[0], folder / "saved")),
-        message_of(
-            lambda: load(model, two_of(model, optim.SGD, optim.AdamW).each, folder / "saved")
+    save(model, one, tmp_path / "one")
+    # of one class they are one
+    load(model, two_of(model, second=optim.AdamW).each, tmp_path / "one")
+    exchanged, elsewhere = two_of(model, optim.SGD, optim.AdamW).each, tmp_path / "others"
+    for call, says in (
+        (lambda: load(model, two.each[0], folder), "were trained but are not in any group"),
+        (lambda: load(model, exchanged, folder), "holds the state of AdamW, not of SGD, for"),
+        (lambda: save(model, [*two.each, one], elsewhere), "are in two optimizers"),
+        (
+            lambda: save(model, two.each[: 1 + (rank == 2)], elsewhere),
+            "groups: positions 0 and 2 of the plan have",
         ),
-        message_of(lambda: save(model, [*two.each, one], folder / "others")),
-        message_of(lambda: save(model, two.each[: 1 + (rank == 2)], folder / "others")),
-    ]
-
-
-def test_several_optimizers_are_saved_and_loaded_together(tmp_path: Path) -> None:
-    results = run_ranks(keep_two_optimizers, 3, tmp_path)
-    assert results[0] == results[1] == results[2]
-    fewer, exchanged, twice, unlike = results[0]
-    assert "were trained but are not in any group" in fewer
-    assert "holds the state of AdamW, not of SGD, for" in exchanged
-    assert "are in two optimizers" in twice
-    assert "groups: positions 0 and 2 of the plan have" in unlike
-    manifest = SavedCheckpoint.open(tmp_path / "saved").manifest
-    assert manifest is not None
-    assert manifest.optimizer == "AdamW, SGD, SGD"
+    ):
+        all_refuse(model, call, says)
 
 
 def test_another_class_is_seen_by_its_options_in_what_torch_wrote(tmp_path: Path) -> None:
