@@ -7,8 +7,8 @@ rank's part, and compares losses, gradients, parameters and state dicts at every
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -67,40 +67,81 @@ class Result:
     bits: list[Tensor]
 
 
-def check_parity(rank: int, problem: Problem, plan: Plan, course: Course) -> Result:
-    """Train beside the reference; raises ``AssertionError`` at the first difference."""
+class OnHost:
+    """In place of an accelerator."""
+
+    device = torch.device("cpu")
+    syncs: tuple[str, ...] = ()  # where the host has waited for the device
+
+    @staticmethod
+    def installed() -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def take_rounds(
+    model: HetFSDP, problem: Problem, plan: Plan, batch: Batch, course: Course, step: int
+) -> float | None:
+    """A step, round after round; the mean loss."""
+    sizes = course.rank_batch_sizes[step]
+    for place in range(model.position, len(sizes), plan.world_size):
+        assert not any(p.grad is not None for p in model.parameters()) or (
+            step % course.steps_between_zero_grad
+        ), f"step {step}: a gradient is set before the last round"
+        mean = train_step(model, problem, part_of(batch, sizes, place), course)
+        assert (mean is None) == (place + plan.world_size < len(sizes)), f"step {step}"
+    return mean
+
+
+def check_parity(
+    rank: int,
+    problem: Problem,
+    plan: Plan,
+    course: Course,
+    *,
+    place: Any = OnHost,
+    take: Callable[..., float | None] = take_rounds,
+    unit_by_param: Callable[..., dict[str, str]] | None = None,
+    after: Callable[..., list[Tensor]] = lambda *_: [],
+) -> Result:
+    """Train beside the reference; raises ``AssertionError`` at the first difference.
+
+    ``take``: how a step is taken; ``after``: what else is compared after each, whose bits are
+    returned.
+    """
     torch.manual_seed(11)
     reference = problem.make_module()
-    model = wrap(copy.deepcopy(reference), problem, plan, course, rank)
-    unit_by_fqn = _unit_by_param(reference, problem)
+    with place.installed():
+        model = wrap(copy.deepcopy(reference), problem, plan, course, rank)
+    unit_by_fqn = (unit_by_param or _unit_by_param)(reference, problem)
     optimizers = [make_optimizer(each, course.optimizer) for each in (reference, model)]
+    bar = PARAM_BAR[course.optimizer]
     bits: list[Tensor] = []
+    first = first_stage(plan)
     for step, sizes in enumerate(course.rank_batch_sizes):
-        batch = blanked(problem.make_batch(sum(sizes)), course, step, plan.world_size)
+        batch = blanked(problem.make_batch(sum(sizes)), course, step, first.world_size)
         if step % course.steps_between_zero_grad == 0:
             for optimizer in optimizers:
                 optimizer.zero_grad()
-        for place in range(model.position, len(sizes), plan.world_size):
-            assert not any(p.grad is not None for p in model.parameters()) or (
-                step % course.steps_between_zero_grad
-            ), f"step {step}: a gradient is set before the last round"
-            mean = train_step(model, problem, part_of(batch, sizes, place), course)
-            assert (mean is None) == (place + plan.world_size < len(sizes)), f"step {step}"
+        with place.installed():
+            mean = take(model, problem, plan, batch, course, step)
         assert model.step == step + 1
-        expected = expected_mean(reference, problem, plan, course, batch, step)
+        expected = expected_mean(reference, problem, first, course, batch, step)
         assert mean is not None
         assert abs(mean - expected) <= LOSS_BAR * abs(expected), f"loss {mean} for {expected}"
         compare_grads(model, reference, unit_by_fqn, where=f"step {step}")
         if course.clip_at is not None:
-            clip_both(model, reference, course.clip_at)
+            with place.installed():
+                clip_both(model, reference, course.clip_at)
             compare_grads(model, reference, unit_by_fqn, where=f"step {step}, clipped")
         bits += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         if (step + 1) % course.steps_between_zero_grad == 0:
-            for optimizer in optimizers:
-                optimizer.step()
-        bar = PARAM_BAR[course.optimizer]
+            optimizers[0].step()
+            with place.installed():
+                optimizers[1].step()
+        bits += after(model, reference, problem, batch)
         compare_params(model, reference, bar=bar, where=f"after step {step}")
-    compare_state_dicts(model, reference, bar=PARAM_BAR[course.optimizer], rank=rank)
+    with place.installed():
+        compare_state_dicts(model, reference, bar=bar, rank=rank)
     boxes = model.sharded_state_dict()
     bits += [box.tensor.clone() for box in boxes.values()]
     return Result(
@@ -108,6 +149,13 @@ def check_parity(rank: int, problem: Problem, plan: Plan, course: Course) -> Res
         shapes={fqn: box.global_shape for fqn, box in boxes.items()},
         bits=bits,
     )
+
+
+def first_stage(plan: Plan) -> Plan:
+    """The ranks that have samples, as a plan of their own."""
+    if plan.stages is None:
+        return plan
+    return replace(plan, ranks=plan.ranks[: len(plan.groups[0])], stages=None)
 
 
 def wrap(module: nn.Module, problem: Problem, plan: Plan, course: Course, rank: int) -> HetFSDP:

@@ -3,10 +3,8 @@
 The model is a ``Patchwork`` in float64, whose units are cut into stages at any place.
 """
 
-import copy
 import random
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -17,20 +15,7 @@ from torch import Tensor
 from shardhet import DeviceSpec, HetFSDP, Plan, Stage
 from shardhet.fsdp.sharding.wrapping import find_units
 from tests.emulated.accelerator import Accelerator
-from tests.parity import (
-    LOSS_BAR,
-    PARAM_BAR,
-    Course,
-    Result,
-    blanked,
-    clip_both,
-    compare_grads,
-    compare_params,
-    compare_state_dicts,
-    make_optimizer,
-    microbatched_step,
-    whole_step,
-)
+from tests.parity import LOSS_BAR, Batch, Course, OnHost, Problem, Result, check_parity
 from tests.patchwork import IGNORED, Case, draw_shape
 
 MAX_RANKS = 5
@@ -208,120 +193,60 @@ def check(rank: int, case: StagesCase, on_accelerators: bool = False) -> Result 
     return Result(result.rows, result.shapes, bits=[])
 
 
-class OnHost:
-    """In place of an accelerator."""
-
-    device = torch.device("cpu")
-
-    @staticmethod
-    def installed() -> AbstractContextManager[None]:
-        return nullcontext()
-
-
 def _train(rank: int, drawn: StagesCase, place: Accelerator | OnHost) -> Result:
     case = drawn.case
-    problem, plan, course = case.problem, case.plan, case.course
-    torch.manual_seed(11)
-    reference = problem.make_module()
-    spec = DeviceSpec(kind=course.kinds[rank]) if course.kinds else None
-    options = {**problem.options, "device": place.device}
-    with place.installed():
-        model = HetFSDP(copy.deepcopy(reference), plan, device_spec=spec, **options)
-    optimizers = [make_optimizer(each, course.optimizer) for each in (reference, model)]
-    unit_by_fqn = _unit_by_param(reference, problem.options)
-    bits: list[Tensor] = []
-    for step, num_samples in enumerate(drawn.num_samples):
-        sizes = _sizes(plan, num_samples)
-        batch = blanked(
-            problem.make_batch(num_samples),
-            replace(course, rank_batch_sizes=(sizes,) * 3),
-            step,
-            len(plan.groups[0]),
-        )
-        if step % course.steps_between_zero_grad == 0:
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-        mine = plan.sample_indices(model.position, num_samples)
-        tokens, targets = batch["tokens"][mine], batch["targets"][mine]
-        with place.installed():
-            tokens, targets = tokens.to(place.device), targets.to(place.device)
-            before, num_probes = _syncs_of(place), len(model._runtime._known._findings)
-            if case.shape.head == "loss":
-                mean = model.forward_backward(tokens, targets)
-            else:
-                mean = model.forward_backward(tokens, loss_inputs=targets)
-            if len(model._runtime._known._findings) == num_probes:
-                found = _syncs_of(place)[len(before) :]
-                if plan.ranks[model.position].optimizer_on_host:  # it reads the gradients
-                    is_second = step == 1 < course.steps_between_zero_grad
-                    allowed = (OF_ROWS, *(OF_KEPT_GRADIENTS if is_second else ()))
-                    found = [each for each in found if each not in allowed]
-                assert found in ([], [READ]), found
-        if course.has_dropout:
-            first = replace(plan, ranks=plan.ranks[: len(plan.groups[0])], stages=None)
-            expected = microbatched_step(reference, problem, first, batch, sizes, step=step)
-        else:
-            expected = whole_step(reference, problem, batch)
-        assert model.step == step + 1
-        assert mean is not None
-        assert abs(mean - expected) <= LOSS_BAR * abs(expected), f"loss {mean} for {expected}"
-        compare_grads(model, reference, unit_by_fqn, where=f"step {step}")
-        if course.clip_at is not None:
-            with place.installed():
-                clip_both(model, reference, course.clip_at)
-            compare_grads(model, reference, unit_by_fqn, where=f"step {step}, clipped")
-        bits += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        if (step + 1) % course.steps_between_zero_grad == 0:
-            optimizers[0].step()
-            with place.installed():
-                optimizers[1].step()
-        bits += _evaluate(model, reference, batch, mine, case, place)
-        bar = PARAM_BAR[course.optimizer]
-        compare_params(model, reference, bar=bar, where=f"after step {step}")
-    with place.installed():
-        compare_state_dicts(model, reference, bar=PARAM_BAR[course.optimizer], rank=rank)
-    boxes = model.sharded_state_dict()
-    bits += [box.tensor.clone() for box in boxes.values()]
-    return Result(
-        rows={fqn: box.rows for fqn, box in boxes.items()},
-        shapes={fqn: box.global_shape for fqn, box in boxes.items()},
-        bits=bits,
-    )
+    problem = replace(case.problem, options={**case.problem.options, "device": place.device})
 
+    def given(batch: Batch, mine: list[int]) -> list[Tensor]:
+        return [batch[name][mine].to(place.device) for name in ("tokens", "targets")]
 
-def _evaluate(
-    model: HetFSDP,
-    reference: Any,
-    batch: dict[str, Tensor],
-    mine: list[int],
-    case: Case,
-    place: Accelerator | OnHost,
-) -> list[Tensor]:
-    """The last stage has the loss of its samples, other ranks that of none."""
-    with torch.no_grad():
-        expected, number = case.problem.loss(reference.eval(), batch)
-    model.eval()
-    with torch.no_grad(), place.installed():
-        tokens, targets = (batch[name][mine].to(place.device) for name in ("tokens", "targets"))
+    def call(how: Any, tokens: Tensor, targets: Tensor) -> Any:
         if case.shape.head == "loss":
-            loss_sum, count = model(tokens, targets)
-        else:
-            loss_sum, count = model(tokens, loss_inputs=targets)
-        loss_sum, count = loss_sum.cpu(), count.cpu()
-    reference.train()
-    model.train()
-    if model.position not in model.plan.groups[-1]:
-        assert [float(loss_sum), int(count)] == [0, 0]
-    rows = model.exchange([float(loss_sum), float(count)])
-    loss, tokens_of_all = map(sum, zip(*rows, strict=True))
-    assert tokens_of_all == number
-    assert abs(loss - expected) <= LOSS_BAR * abs(expected), f"loss {loss} for {expected}"
-    return [loss_sum]
+            return how(tokens, targets)
+        return how(tokens, loss_inputs=targets)
 
+    def take(
+        model: HetFSDP, _: Any, plan: Plan, batch: Batch, course: Course, step: int
+    ) -> float | None:
+        mine = plan.sample_indices(model.position, drawn.num_samples[step])
+        own = given(batch, mine)
+        before, num_probes = len(place.syncs), len(model._runtime._known._findings)
+        mean: float | None = call(model.forward_backward, *own)
+        if len(model._runtime._known._findings) == num_probes:
+            found = list(place.syncs[before:])
+            if plan.ranks[model.position].optimizer_on_host:  # it reads the gradients
+                is_second = step == 1 < course.steps_between_zero_grad
+                allowed = (OF_ROWS, *(OF_KEPT_GRADIENTS if is_second else ()))
+                found = [each for each in found if each not in allowed]
+            assert found in ([], [READ]), found
+        return mean
 
-def _syncs_of(place: Accelerator | OnHost) -> list[str]:
-    """Where the host has waited for the device."""
-    return list(place.syncs) if isinstance(place, Accelerator) else []
+    def evaluate(
+        model: HetFSDP, reference: Any, problem: Problem, batch: Batch
+    ) -> list[Tensor]:
+        """The last stage has the loss of its samples, other ranks that of none."""
+        mine = case.plan.sample_indices(model.position, len(batch["tokens"]))
+        with torch.no_grad():
+            expected, number = problem.loss(reference.eval(), batch)
+        model.eval()
+        with torch.no_grad(), place.installed():
+            loss_sum, count = (each.cpu() for each in call(model, *given(batch, mine)))
+        reference.train()
+        model.train()
+        if model.position not in model.plan.groups[-1]:
+            assert [float(loss_sum), int(count)] == [0, 0]
+        rows = model.exchange([float(loss_sum), float(count)])
+        loss, tokens_of_all = map(sum, zip(*rows, strict=True))
+        assert tokens_of_all == number
+        assert abs(loss - expected) <= LOSS_BAR * abs(expected), f"loss {loss} for {expected}"
+        return [loss_sum]
+
+    sizes = tuple(_sizes(case.plan, number) for number in drawn.num_samples)
+    course = replace(case.course, rank_batch_sizes=sizes)
+    return check_parity(
+        rank, problem, case.plan, course, place=place, take=take, after=evaluate,
+        unit_by_param=_unit_by_param,
+    )  # fmt: skip
 
 
 def _sizes(plan: Plan, num_samples: int) -> tuple[int, ...]:
@@ -334,8 +259,8 @@ def _sizes(plan: Plan, num_samples: int) -> tuple[int, ...]:
     )
 
 
-def _unit_by_param(reference: Any, options: Any) -> dict[str, str]:
-    units = find_units(reference, options["units"], merges_tied=False)
+def _unit_by_param(reference: Any, problem: Problem) -> dict[str, str]:
+    units = find_units(reference, problem.options["units"], merges_tied=False)
     places: dict[int, set[str]] = {}
     for unit in units:
         for module in unit.modules:
