@@ -619,7 +619,7 @@ def _crash_in_step_3(rank: int, path: str, is_in_update: bool) -> None:
             return call
 
         if is_in_update:
-            optimizer = run.trainer.optimizer
+            [optimizer] = run.trainer.optimizers
             optimizer.step = look(optimizer.step)  # type: ignore[method-assign]
         else:
             run.trainer._run = look(run.trainer._run)

@@ -66,7 +66,7 @@ def train(rank: int, poison: Poison, guard: dict[str, Any], num_steps: int) -> A
     trainer.guard = Guard(**guard)
     steps = [trainer.train_step() for _ in range(num_steps)]
     rows = [p.detach().clone() for p in trainer.model.parameters()]
-    return [(s.step, s.why_skipped) for s in steps], rows, trainer.optimizer.state_dict()
+    return [(s.step, s.why_skipped) for s in steps], rows, trainer.optimizers[0].state_dict()
 
 
 def is_close(one: Any, other: Any) -> bool:

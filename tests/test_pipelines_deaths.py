@@ -84,7 +84,7 @@ def _train(rank: int, case: Case) -> None:
     with (
         place.installed(),
         before("take", StageExchange, act, "taking"),
-        before("launch", StageExchange, act, "giving"),
+        before("send", StageExchange, act, "giving"),
         before("end_step_of_stages", StageRuntime, act, "reducing"),
     ):
         model = HetFSDP(Leaky(), PLAN, units=UNITS, device=place.device)

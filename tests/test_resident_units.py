@@ -160,7 +160,7 @@ def test_rows_become_a_part_of_what_stays_unless_somebody_has_them(
         has_rows = {"0"} if kept.numel() else set()
         assert _apart(model) == (has_rows if rank < 2 else {"0", "1", "2"}), _apart(model)
         # Memory that had rows may be anybody's now, for later probes too.
-        storages = model._runtime._prober._model.storages
+        storages = model._runtime._prober._model.storages()
         stay = [flat.slots[0].fqn[0] in _apart(model) for flat in frozen_flats]
         has = [flat.flat_shard.numel() > 0 for flat in frozen_flats]
         found = [place in storages for place in places]

@@ -9,6 +9,7 @@ shares rounded to rows, and fits.
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
+from math import inf
 
 import numpy as np
 
@@ -275,7 +276,7 @@ class _Lister:
                 min(of.budgets[i] for i in positions),
                 batches=splits.batch[some],
                 sizes=splits.largest[some],
-                host=None,
+                host_bytes=inf,
             )
             some, room = some[room >= 0], room[room >= 0]
             seconds = self._seconds(device.kind, splits, some, rank)

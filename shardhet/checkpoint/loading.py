@@ -153,9 +153,9 @@ class _Loading:
     def _rows_of(self, name: str, part: ModelPart) -> Span:
         """The rows that this rank reads of a state: a piece is of who has the parameter."""
         shape = self.saved.stored.tensors[name].shape
-        if shape == part.global_shape:
-            return part.rows
-        return Span(0, shape[0] * bool(part.rows.numel)) if shape else ONE_ROW
+        if not shape:
+            return ONE_ROW
+        return part.rows if shape == part.global_shape else Span(0, shape[0] * part.is_here)
 
     def compare(self) -> None:
         """Raise unless everything that will be read is there and fits."""

@@ -27,6 +27,11 @@ class ModelPart:
     param: nn.Parameter | None = None  # as optimizers hold it; None for a buffer
 
     @property
+    def is_here(self) -> bool:
+        """Whether any row of it is here."""
+        return self.rows.numel > 0
+
+    @property
     def is_whole(self) -> bool:
         """Whether all of it is here."""
         return self.tensor.numel() == prod(self.global_shape)
