@@ -18,7 +18,7 @@ Matrices = Counter[tuple[int, ...]]  # how many of each shape
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class OwnedState:
     """What each device stores, by position."""
 
     numels: list[int]
@@ -28,7 +28,7 @@ class Stored:
     uneven: list[int] = field(default_factory=list)
 
 
-def stored_whole(plan: Plan, workload: Workload) -> Stored:
+def stored_whole(plan: Plan, workload: Workload) -> OwnedState:
     """What each device stores under a plan with whole matrices."""
     devices = range(plan.world_size)
     kinds = [workload.kind_of(unit) for unit in workload.units]
@@ -45,7 +45,7 @@ def stored_whole(plan: Plan, workload: Workload) -> Stored:
             uneven[i] = max(uneven[i], more)
             trained = (p for p in trained_matrices(kind) if layout.rows(p, i).numel)
             matrices[i].update(kind.param_shapes[p] for p in trained)
-    return Stored(numels, matrices, uneven)
+    return OwnedState(numels, matrices, uneven)
 
 
 def trained_matrices(kind: UnitKind) -> list[int]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardhet.pricing.launches import PRICES
-from shardhet.pricing.matrices import Stored, stored_whole
+from shardhet.pricing.matrices import OwnedState, stored_whole
 from shardhet.pricing.priced import FewRounds, Floats, Priced
 from shardhet.records.layout import stored_numels
 from shardhet.records.plan import Plan, RankPlan
@@ -315,10 +315,10 @@ class TurnPrices(Priced):
             ),
         )
 
-    def stored_by(self, plan: Plan) -> Stored:
+    def stored_by(self, plan: Plan) -> OwnedState:
         """What each device stores under a plan."""
         if not plan.whole_matrices:
-            return Stored(self.stored_numels(plan.state_shares))
+            return OwnedState(self.stored_numels(plan.state_shares))
         return stored_whole(plan, self.workload)
 
     def stored_numels(self, state_shares: Sequence[float]) -> list[int]:

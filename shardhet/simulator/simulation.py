@@ -10,7 +10,7 @@ from shardhet.records.plan import Plan
 from shardhet.records.schedule import ops_of, straight_schedule
 from shardhet.simulator.actors import StageOps, make_actors
 from shardhet.simulator.loop import Loop
-from shardhet.simulator.stages import PartOf, PipelinePrice, StagePart, price_of
+from shardhet.simulator.stages import PartOf, PipelinePrice, PricedStage, price_of
 from shardhet.simulator.timeline import (
     Event,
     MemoryPoint,
@@ -68,7 +68,7 @@ def timeline_of(price: PipelinePrice) -> Timeline:
     )
 
 
-def _ops_of(stage: int, part: StagePart, in_flight: tuple[int, ...]) -> StageOps:
+def _ops_of(stage: int, part: PricedStage, in_flight: tuple[int, ...]) -> StageOps:
     model, units = part.model, part.model.visited_units
     schedule = straight_schedule(len(units), part.plan.form, (in_flight or (1,))[stage])
     return StageOps(
@@ -81,7 +81,7 @@ def _ops_of(stage: int, part: StagePart, in_flight: tuple[int, ...]) -> StageOps
     )
 
 
-def _of_idle(stage: int, part: StagePart, index: int, end_s: float) -> RankTimeline:
+def _of_idle(stage: int, part: PricedStage, index: int, end_s: float) -> RankTimeline:
     """What a rank without samples and rows does: it waits for the end of the step."""
     kind = part.model.cluster.devices[index].kind
     end = Event(unit="", work=Work.AGREE, start_s=0.0, end_s=end_s)

@@ -27,7 +27,7 @@ PartOf = Callable[[tuple[int, ...]], Setting]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StagePart:
+class PricedStage:
     """A stage alone, with all rounds; or a plan without stages."""
 
     positions: range  # in the plan
@@ -40,7 +40,7 @@ class StagePart:
 class PipelinePrice:
     """The predicted cost of a plan."""
 
-    parts: tuple[StagePart, ...]  # by stage
+    parts: tuple[PricedStage, ...]  # by stage
     hops: tuple[Hop, ...] = ()  # between one stage and the next
     in_flight: tuple[int, ...] = ()  # rounds, by stage; () of a plan without stages
 
@@ -73,7 +73,7 @@ def price_of(plan: Plan, setting: Setting, part_of: PartOf | None = None) -> Pip
         model = CostModel(setting).for_plan(plan)
         everyone, cost = range(plan.world_size), model.predict(plan)
         return PipelinePrice(
-            parts=(StagePart(positions=everyone, plan=plan, model=model, cost=cost),)
+            parts=(PricedStage(positions=everyone, plan=plan, model=model, cost=cost),)
         )
     part_of = part_of or partial(measured_part_of, setting)
     workload, groups = setting.workload, positions_by_stage(plan.stages)
@@ -83,7 +83,7 @@ def price_of(plan: Plan, setting: Setting, part_of: PartOf | None = None) -> Pip
     chosen = devices_of(plan, setting.cluster)
     own_units = [[u for u in units if stage_by_fqn[u.fqn] == i] for i in range(len(groups))]
     next_units = (*(units[0] for units in own_units[1:]), None)
-    parts: list[StagePart] = []
+    parts: list[PricedStage] = []
     for group, own, after, held in zip(groups, own_units, next_units, in_flight, strict=True):
         positions = tuple(chosen[i] for i in group)
         whole = part_of(tuple(sorted(positions)))
@@ -101,7 +101,7 @@ def price_of(plan: Plan, setting: Setting, part_of: PartOf | None = None) -> Pip
             hands_on_bytes=handed_on_bytes(workload, after),
         ).for_plan(alone)
         cost = model.predict(alone)
-        parts.append(StagePart(positions=group, plan=alone, model=model, cost=cost))
+        parts.append(PricedStage(positions=group, plan=alone, model=model, cost=cost))
     numbers = [tuple(chosen[i] for i in group) for group in groups]
     return PipelinePrice(
         parts=tuple(parts),

@@ -121,14 +121,14 @@ def _weighted_sum(grad: Tensor) -> Tensor:
     return weights.sqrt().to(grad.dtype) @ grad.reshape(len(weights), -1)
 
 
-class Share(NamedTuple):
+class MeanShare(NamedTuple):
     """The share that some samples have in what a mean is over, such as all valid tokens."""
 
     value: float  # nan if any does
     bar: float  # rounding
 
 
-def go_together(of_ab: Share, of_a: Share, of_both: Share, of_b: Share) -> bool:
+def go_together(of_ab: MeanShare, of_a: MeanShare, of_both: MeanShare, of_b: MeanShare) -> bool:
     """Whether shares are of one mean: those of a and b in that of a, b and c, of a in it, of a
     and b in that of a, b and once more a, and of b in that of b and c.
     """
@@ -164,7 +164,7 @@ class GradientCut(NamedTuple):
         found = self._residual(weights)
         return not len(found) or float(found.abs().max()) <= self.bar
 
-    def share_of(self, numbers: Sequence[float], eps: float) -> Share | None:
+    def share_of(self, numbers: Sequence[float], eps: float) -> MeanShare | None:
         """The share of the first part in what a number is a mean over; None if it is no mean.
 
         ``numbers`` are those of which these are the gradients, and ``eps`` is of their dtype.
@@ -175,9 +175,9 @@ class GradientCut(NamedTuple):
             min(64 * eps, 1e-2) * max(map(abs, (one, first, other))),
         )
         if rounding < self.bar * abs(change):  # they tell more than their gradients
-            share = Share((one - other) / change, rounding / abs(change))
+            share = MeanShare((one - other) / change, rounding / abs(change))
         else:
-            share = Share(self._best_weight(), self.bar)
+            share = MeanShare(self._best_weight(), self.bar)
         weight = 1.0 if isnan(share.value) else share.value
         is_near = abs(other + weight * change - one) <= rounding + share.bar * abs(change)
         is_share = -share.bar <= weight <= 1 + share.bar
