@@ -24,6 +24,7 @@ from tests.selection import one_in
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
 BATCH = 6  # samples of a step
+NUM_STEPS = 5
 NUM_CASES = int(os.environ.get("SHARDHET_WHOLE_CASES", "40"))
 
 
@@ -72,12 +73,13 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
     return [param for fqn, param in model.named_parameters() if fqn in shapes]
 
 
-def two_optimizers(model: nn.Module, kind: Callable[..., Any]) -> list[optim.Optimizer]:
+def two_optimizers(model: nn.Module, kind: str) -> list[optim.Optimizer]:
     """That kind for the blocks' matrices, AdamW for the rest."""
+    make = KINDS.get(kind) or partial(of_package, kind)
     chosen = {id(param): param for param in matrices(model)}
     rest = [param for param in model.parameters() if id(param) not in chosen]
     # An eps that differences of rounding are small to.
-    return [kind([*chosen.values()], lr=0.02), optim.AdamW(rest, lr=0.01, eps=1e-3)]
+    return [make([*chosen.values()], lr=0.02), optim.AdamW(rest, lr=0.01, eps=1e-3)]
 
 
 KINDS: dict[str, Callable[..., Any]] = {
@@ -85,6 +87,18 @@ KINDS: dict[str, Callable[..., Any]] = {
     "adafactor": optim.Adafactor,
     "soap": Soap,
 }
+
+
+def of_package(kind: str, params: Iterable[Any], lr: float) -> optim.Optimizer:
+    """One that another package has."""
+    if kind == "transformers adafactor":
+        from transformers.optimization import Adafactor
+
+        return Adafactor(params, lr=lr, relative_step=False)
+    from pytorch_optimizer import Shampoo
+
+    assert kind == "shampoo"
+    return Shampoo(params, lr=lr)
 
 
 def draw_plan(draw: random.Random, world_size: int = 0, *, has_stages: bool = False) -> Plan:
@@ -124,7 +138,7 @@ class Wholes(Pair):
     def __init__(self, plan: Plan, kind: str, **options: Any) -> None:
         super().__init__(plan, options)
         both = (self.model, self.plain)
-        self.mine, self.theirs = (two_optimizers(each, KINDS[kind]) for each in both)
+        self.mine, self.theirs = (two_optimizers(each, kind) for each in both)
 
     def step_plain(self, step: int, clip_at: float | None = None) -> float:
         """One step of one process; its loss."""
@@ -164,7 +178,7 @@ def end_step(
 
 def train(rank: int, plan: Plan, kind: str, clip_at: float | None) -> list[Tensor]:
     pair = Wholes(plan, kind)
-    for step in range(5):
+    for step in range(NUM_STEPS):
         pair.step(step, clip_at)
     for param in matrices(pair.model):
         assert bool(param.numel()) == bool(pair.mine[0].state.get(param))

@@ -39,7 +39,7 @@ def go_on(rank: int, plan: Plan, kind: str, folder: str) -> None:
     for step in range(2, 4):
         pair.step(step)
     plain = Net()
-    optimizers = two_optimizers(plain, KINDS[kind])
+    optimizers = two_optimizers(plain, kind)
     load(plain, optimizers, folder)  # in one process
     for step in range(2, 4):
         loss_sum, num = plain(**batch_of(step))
