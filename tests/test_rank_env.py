@@ -15,7 +15,7 @@ from shardhet.apps.launch.joining import (
     choose_allocator,
     choose_device,
 )
-from shardhet.apps.launch.launch import LOCALHOST, store_at
+from shardhet.apps.launch.launch import own_store
 from shardhet.apps.launch.rank_env import (
     FIRST_SRUN_PORT,
     NUM_SRUN_PORTS,
@@ -162,7 +162,7 @@ def test_ranks_that_do_not_join_are_named() -> None:
 
 
 def test_the_store_of_a_launch_on_one_host_listens_on_the_loopback_alone() -> None:
-    with store_at(LOCALHOST) as endpoint:
+    with own_store() as endpoint:
         host, port = endpoint.split(":")
         as_torch_does = dist.TCPStore(host, int(port), is_master=True, multi_tenant=True)
         as_torch_does.set("from", "rank 0")

@@ -1,14 +1,10 @@
 """Training a plan with stages from a command line: curves, checkpoints, traces, refusals."""
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from shardhet.apps.launch import launch
-from shardhet.config.training import LinkConf
 from tests.programs import run
 from tests.test_train import ALONE, FAILING_RANK, QUICK, losses, metrics
 
@@ -39,17 +35,6 @@ THREE = (
     'plan.stages=[{units:[embedding],num_ranks:1},{units:["blocks.*"],num_ranks:1},'
     "{units:[head],num_ranks:1,in_flight:1}]",
 )
-
-
-def test_a_limited_link_is_said_to_carry_all_over_gloo_only(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else ranks of one host hand rows over in memory that they share."""
-    made = SimpleNamespace(publish=lambda: None, address="10.0.0.1")
-    monkeypatch.setattr(launch, "emulated_link", lambda *_: nullcontext(made))
-    with launch._joined_by(LinkConf(first_ranks=1, mbit_per_s=20)) as address:
-        assert address == "10.0.0.1"
-    assert "crosses it with transport=gloo only" in capsys.readouterr().out
 
 
 def train(tmp_path: Path, name: str, *keys: str) -> Path:
@@ -95,28 +80,3 @@ def test_a_rank_that_fails_in_a_stage_is_what_is_seen_last(tmp_path: Path) -> No
     assert "the run failed" in panel[0]
     assert "rank  1 (cpu" in panel[1]
     assert "ValueError: these samples are bad" in panel[2]
-
-
-def test_a_slow_link_between_ranks_is_the_systems_or_is_said_not_to_be(tmp_path: Path) -> None:
-    """Systems that do not let us make networks run the same without."""
-    keys = ("cluster.link.first_ranks=2", "cluster.link.mbit_per_s=200", "transport=gloo")
-    trace = ("trace=true", "trace_steps.first_step=2", "trace_steps.num_steps=1")
-    done = run([*ALONE, *MODEL, *TWO, *keys, *trace, "run_dir=linked"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    says = ("joined by 200 Mbit/s, which the system limits", "cluster.link is not slowed")
-    assert sum(each in done.stdout for each in says) == 1
-    devices = json.loads((tmp_path / "linked" / "devices.json").read_text())
-    hosts = [each["host"] for each in devices]
-    assert hosts[0] == hosts[1]
-    assert (hosts[2] == f"{hosts[0]}-far") == (says[0] in done.stdout)
-    assert len(losses(tmp_path / "linked")) == 5
-    traced = json.loads((tmp_path / "linked" / "traces" / "rank2.json").read_text())
-    names = [event.get("name") for event in traced["traceEvents"]]
-    assert names.count("stage 1: forward of round 2") == 1
-    assert names.count("wait_stage root") == 3
-
-
-def test_a_link_needs_ranks_on_both_sides(tmp_path: Path) -> None:
-    done = run([*ALONE, *MODEL, *TWO, "cluster.link.first_ranks=3"], tmp_path)
-    assert done.returncode
-    assert "cluster.link.first_ranks: 3 of 3 ranks" in done.stderr

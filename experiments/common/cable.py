@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from experiments.common.emulated_link import EmulatedLink, emulated_link
 from experiments.common.launch import FORKED, start_ranks
-from shardhet.apps.launch.emulated_link import EmulatedLink, emulated_link
 from shardhet.comm.transport import SWITCH
 
 Result = TypeVar("Result")

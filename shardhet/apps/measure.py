@@ -76,7 +76,6 @@ def _measure(cfg: DictConfig) -> None:
             folder,
             world_size,
             worker_module="shardhet.apps.run.measure_rank",
-            link=conf.cluster.link,
         )
     else:
         from shardhet.apps.run.measure_rank import measure_as_rank

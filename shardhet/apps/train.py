@@ -80,7 +80,7 @@ def _train(cfg: DictConfig) -> None:
                 begin()
         except RuntimeError as error:
             raise refuse(ConfigError(str(error)), env) from None
-        start_ranks(folder, world_size, grace_s=conf.end_notice.grace_s, link=conf.cluster.link)
+        start_ranks(folder, world_size, grace_s=conf.end_notice.grace_s)
     else:
         from shardhet.apps.run.worker import run_rank
 
@@ -127,7 +127,6 @@ def checked_world_size(conf: TrainConf, *, num_launched: int | None) -> int:
     conf.check_holds()
     conf.check_model_fits_data()
     world_size = conf.world_size(num_launched)
-    conf.check_link(world_size, is_launched=num_launched is not None)
     if isinstance(conf.plan, MeasuredPlanConf):  # planned once it is known who is there
         return world_size
     plan = conf.to_plan(world_size)

@@ -212,17 +212,6 @@ class TrainConf(Checked):
             return self.plan.usual_world_size or agreed_world_size(stated, self.cluster)
         return agreed_world_size(stated, self.cluster)
 
-    def check_link(self, world_size: int, *, is_launched: bool) -> None:
-        """Raise if the cluster's emulated link cannot be between these ranks."""
-        number = self.cluster.link.first_ranks
-        if number and (is_launched or number >= world_size):
-            raise ConfigError(
-                f"cluster.link.first_ranks: {number} of {world_size} ranks"
-                + (", which a launcher has started" if is_launched else "")
-                + ", but the link is emulated between ranks that shardhet starts, on both "
-                "sides of it. Set cluster.link.first_ranks=0, or less than all."
-            )
-
     def to_plan(self, world_size: int) -> Plan:
         """The plan for ``world_size`` ranks."""
         return self.plan.to_record(self.cluster.devices(world_size))

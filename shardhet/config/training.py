@@ -140,15 +140,6 @@ class LrSchedulerConf(Checked, prefix="lr_scheduler."):
 
 
 @dataclass(kw_only=True)
-class LinkConf(Checked, prefix="cluster.link."):
-    """An emulated slow link between the first ranks and the others."""
-
-    # On one side; 0: there is no such link.
-    first_ranks: int = checked(0, at_least(0))
-    mbit_per_s: float = checked(100.0, above(0))  # in each direction
-
-
-@dataclass(kw_only=True)
 class ClusterConf(Checked, prefix="cluster."):
     """Which processes take part."""
 
@@ -159,7 +150,6 @@ class ClusterConf(Checked, prefix="cluster."):
     num_threads: int = checked(1, at_least(1))  # of each rank, on the CPU
     speeds: list[float] = field(default_factory=list)  # emulated: 1 is the process's own speed
     memory_mib: list[int] = field(default_factory=list)  # emulated: cap on model and data
-    link: LinkConf = field(default_factory=LinkConf)  # emulated: of ranks that are started here
 
     def __post_init__(self) -> None:
         super().__post_init__()

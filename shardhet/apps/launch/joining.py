@@ -19,7 +19,6 @@ from torch.distributed.rendezvous import rendezvous
 from shardhet import DeviceSpec
 from shardhet.apps.launch.builds import check_alike, check_serves
 from shardhet.apps.launch.crash import RankConsole, is_repeated, save_failure
-from shardhet.apps.launch.emulated_link import EmulatedLink
 from shardhet.apps.launch.leaving import end_agent
 from shardhet.apps.launch.memory_limits import PlansAgainError
 from shardhet.apps.launch.rank_env import RankEnv, is_task_of_srun
@@ -60,8 +59,6 @@ def joined(
     A failure is written to where the launcher looks for it.
     """
     with _log_to(folder, env.rank):
-        if (link := EmulatedLink.of_environment()) is not None:
-            link.enter(env.rank)
         end_with_launcher()
         with _report_failure(folder, env, "no device"):
             device = choose_device(cluster, env)
@@ -163,10 +160,7 @@ def announced_device(cluster: ClusterConf, env: RankEnv, device: torch.device) -
         memory_bytes = emulated.memory_bytes or memory_bytes
     if cluster.kinds:
         kind = cluster.kinds[env.rank]
-    link, host = EmulatedLink.of_environment(), found.host
-    if link is not None and env.rank >= link.first_ranks:
-        host = f"{host}-far"
-    return replace(found, kind=kind, memory_capacity_bytes=memory_bytes, host=host)
+    return replace(found, kind=kind, memory_capacity_bytes=memory_bytes)
 
 
 @contextmanager

@@ -6,14 +6,12 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import uuid4
-
-from rich.console import Console
 
 from shardhet.apps.cli.streamed import WideConsole
 from shardhet.apps.launch import rank_start
@@ -23,10 +21,8 @@ from shardhet.apps.launch.crash import (
     read_failures,
     root_cause,
 )
-from shardhet.apps.launch.emulated_link import emulated_link
 from shardhet.apps.launch.run_folder import IN_MEMORY, RunFolder
 from shardhet.comm.failure import Failure, Kind
-from shardhet.config.training import LinkConf
 
 INTERRUPTED = "Ctrl-C"
 LOCALHOST = "localhost"
@@ -43,15 +39,13 @@ def start_ranks(
     worker_module: str = "shardhet.apps.run.worker",
     arguments: Sequence[str] = (),
     grace_s: int | None = None,
-    link: LinkConf | None = None,
 ) -> None:
     """Run the worker on ``folder`` once per rank and wait; SystemExit if one fails.
 
     ``arguments`` are what it gets besides the folder.
     Ranks start again, and go on, if one of them has lowered its device's budget of memory.
     ``grace_s`` is the time that ranks get to end in order if this process is told to end; None:
-    that of torch, and they do not.  Messages between the ranks on both sides of ``link`` go
-    over an emulated one, if it says so and the system allows it.
+    that of torch, and they do not.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -62,13 +56,11 @@ def start_ranks(
     for name in ("agent.server.api", "multiprocessing.api"):  # each has a level of its own
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before a rank imports torch
-    with (
-        _joined_by(link) as address,
-        # The launcher's own; ranks log into the run folder, unless its disk is full.
-        TemporaryDirectory(dir=IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else None) as log_dir,
-    ):
-        if address == LOCALHOST and sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # The launcher's own; ranks log into the run folder, unless its disk is full.
+    in_memory = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else None
+    with TemporaryDirectory(dir=in_memory) as log_dir:
         config = partial(
             LaunchConfig,
             min_nodes=1,
@@ -76,7 +68,7 @@ def start_ranks(
             nproc_per_node=world_size,
             rdzv_backend="static",
             rdzv_configs={"rank": 0},
-            local_addr=address,
+            local_addr=LOCALHOST,
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=log_dir),
             shutdown_timeout=grace_s,
@@ -90,7 +82,7 @@ def start_ranks(
         goes_on = True
         while goes_on:
             try:
-                with store_at(address) as endpoint:
+                with own_store() as endpoint:
                     launch = config(run_id=str(uuid4()), rdzv_endpoint=endpoint)
                     elastic_launch(launch, sys.executable)(*worker)
                 goes_on = False
@@ -125,53 +117,25 @@ def _interrupt(folder: RunFolder, *_: object) -> None:
 
 
 @contextmanager
-def _joined_by(link: LinkConf | None) -> Iterator[str]:
-    """Context in which ranks are joined by the link; this host's address in it."""
-    if link is None or not link.first_ranks:
-        yield LOCALHOST
-        return
-    console = Console(highlight=False, soft_wrap=True)
-    with ExitStack() as stack:
-        try:
-            made = stack.enter_context(emulated_link(link.first_ranks, link.mbit_per_s))
-        except OSError as error:
-            console.print(
-                f"Note: cluster.link is not slowed, because the system does not allow it "
-                f"({error}). It takes Linux, ip, tc and the rights of an administrator.",
-                markup=False,
-            )
-            yield LOCALHOST
-            return
-        made.publish()
-        console.print(
-            f"the first {link.first_ranks} ranks and the others are joined by "
-            f"{link.mbit_per_s:g} Mbit/s, which the system limits (tc); all that they send "
-            "crosses it with transport=gloo only",
-            markup=False,
-        )
-        yield made.address
-
-
-@contextmanager
-def store_at(address: str) -> Iterator[str]:
-    """Context with the store of one launch, which listens at ``address`` alone; its endpoint.
+def own_store() -> Iterator[str]:
+    """Context with the store of one launch, which no other host reaches; its endpoint.
 
     Torch's rendezvous takes the store that this process has at the port, in place of one that
     would listen at every address.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    with socket.create_server((address, 0)) as listener:
+    with socket.create_server((LOCALHOST, 0)) as listener:
         port: int = listener.getsockname()[1]
         store = TCPStore(
-            address,
+            LOCALHOST,
             port,
             is_master=True,
             wait_for_workers=False,
             multi_tenant=True,
             master_listen_fd=listener.detach(),
         )
-    yield f"{address}:{port}"
+    yield f"{LOCALHOST}:{port}"
     del store  # ends it
 
 

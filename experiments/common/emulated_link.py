@@ -13,9 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
-VARIABLE = "SHARDHET_EMULATED_LINK"  # tells ranks of it
 CLONE_NEWNET = 0x40000000  # sched.h
 BURST, LATENCY = "64kb", "400ms"  # of the bucket; a packet that would wait longer is dropped
 NAMESPACES = Path("/var/run/netns")  # of ip-netns(8)
@@ -29,21 +27,6 @@ class EmulatedLink:
     device: str  # at both ends
     address: str  # of this side
     namespace: str  # of the other side
-
-    @classmethod
-    def of_environment(cls) -> Self | None:
-        """That of this run, as its launcher says; None: there is none."""
-        told = os.environ.get(VARIABLE)
-        if told is None:
-            return None
-        number, device, address, namespace = told.split()
-        return cls(int(number), device, address, namespace)
-
-    def publish(self) -> None:
-        """Tell ranks that are started from now on; gloo listens on this device."""
-        number = str(self.first_ranks)
-        os.environ[VARIABLE] = " ".join((number, self.device, self.address, self.namespace))
-        os.environ["GLOO_SOCKET_IFNAME"] = self.device
 
     def enter(self, rank: int) -> None:
         """Go to the rank's side; before it opens a connection, or starts a thread."""
