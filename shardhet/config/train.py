@@ -12,7 +12,6 @@ from shardhet.config.models import (
     NUM_BYTES,
     DataConf,
     DecoderConf,
-    EncoderConf,
     ModelConf,
     ModelKind,
 )
@@ -309,11 +308,6 @@ def check_fp16_accumulation(is_set: bool, precision: Enum) -> None:
 
 def check_model_fits_data(model: ModelConf, data: DataConf) -> None:
     """Raise if the model cannot be built or cannot be trained on the data."""
-    if isinstance(model, EncoderConf):
-        raise ConfigError(
-            f"model: {model.kind.value} is a shape for shardhet plan and simulate. Choose "
-            "model=hf with the folder of such a model, or a decoder."
-        )
     if isinstance(model, DecoderConf):
         model.to_record(vocab_size=NUM_BYTES, seq_len=data.seq_len)
     elif isinstance(model, HfConf):
