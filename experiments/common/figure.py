@@ -3,7 +3,10 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardhet.apps.cli.plots import WIDTH_INCHES, pyplot
+import matplotlib as mpl
+
+mpl.use("agg")  # draws into a file, with or without a screen
+from matplotlib import pyplot as plt
 
 
 def draw_lines(
@@ -14,8 +17,7 @@ def draw_lines(
     y_label: str,
 ) -> None:
     """Draw named lines of points with both axes logarithmic."""
-    plt = pyplot()
-    drawing, axes = plt.subplots(figsize=(WIDTH_INCHES / 2, 3.2), layout="constrained")
+    drawing, axes = plt.subplots(figsize=(5, 3.2), layout="constrained")
     for name, points in lines.items():
         axes.loglog(*zip(*points, strict=True), "o-", label=name)
     axes.set_xlabel(x_label)

@@ -16,7 +16,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
@@ -79,7 +78,6 @@ def parts(folder: Path, num_steps: int, *, is_quick: bool = False) -> list[Part]
                 f"global_batch_size={batch_size}",
                 f"out={plan}",
                 *reasons,
-                *_picture(folder / "plan.png"),
             ),
         ),
         Part(
@@ -89,7 +87,6 @@ def parts(folder: Path, num_steps: int, *, is_quick: bool = False) -> list[Part]
                 str(plan),
                 f"measured={measured}",
                 f"trace={folder / 'simulated.json'}",
-                *_picture(folder / "step.png"),
             ),
         ),
         Part(
@@ -123,11 +120,6 @@ def parts(folder: Path, num_steps: int, *, is_quick: bool = False) -> list[Part]
             ),
         ),
     ]
-
-
-def _picture(path: Path) -> list[str]:
-    """The override that draws a picture, if that is possible."""
-    return [f"picture={path}"] if find_spec("matplotlib") else []
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -206,7 +198,6 @@ def _where(folder: Path) -> str:
     return f"""To look at next:
   {folder}/run/traces/rank0.json         a real step; open it at https://ui.perfetto.dev
   {folder}/simulated.json                the simulated one, the same way
-  {folder}/plan.png, step.png            the plan and the simulated step as pictures
   {folder}/run/model.safetensors         the trained model
   {folder}/run/checkpoints               the whole state, for resume=PATH under any plan
   {folder}/run/metrics.jsonl             every step, predicted and measured
