@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardhet.training.data import (
-    VOCAB_SIZE,
     Corpus,
     GlobalBatches,
     PySource,
@@ -18,7 +17,6 @@ from shardhet.training.data import (
     TokenBatch,
     held_out_windows,
     is_held_out,
-    table_scores,
 )
 
 GLOBAL_BATCH_SIZE = 12
@@ -195,20 +193,3 @@ def test_held_out_windows_reach_from_the_first_byte_to_the_last() -> None:
     np.testing.assert_array_equal(batch.tokens[0], corpus.held_out[:9])
     np.testing.assert_array_equal(batch.targets[-1], corpus.held_out[-9:])
     assert_equal(batch, held_out_windows(corpus, seq_len=9, num_samples=20))
-
-
-def test_tables_score_a_text_whose_entropy_is_known() -> None:
-    # Two symbols that alternate: one bit each by frequency, none by the symbol before.
-    train = np.tile(np.array([65, 66], dtype=np.uint8), 500_000)
-    corpus = Corpus(train=train, held_out=train)
-    scores = table_scores(train, held_out_windows(corpus, seq_len=10, num_samples=50))
-    assert scores["unigram table"] == pytest.approx(1.0, abs=1e-3)
-    assert scores["bigram table"] == pytest.approx(0.0, abs=1e-3)
-
-
-def test_tables_on_source_text_leave_room_below(corpus: Corpus) -> None:
-    judged = held_out_windows(corpus, seq_len=128, num_samples=500)
-    scores = table_scores(corpus.train, judged)
-    assert 4.0 < scores["unigram table"] < 5.0
-    assert 3.0 < scores["bigram table"] < 4.0
-    assert judged.tokens.max() < VOCAB_SIZE

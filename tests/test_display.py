@@ -40,7 +40,7 @@ def shown(*, is_terminal: bool) -> str:
                 )
             )
         display.show_devices(USES)
-        display.show_score(4, "bits per byte", 3.5, {"bigram table": 3.6})
+        display.show_score(4, "bits per byte", 3.5)
     return console.export_text()
 
 
@@ -53,7 +53,7 @@ def test_lines_in_a_file_say_everything_once() -> None:
         "30000 ms/step   0:00 left",
         "  devices   0: 0% busy 50% waiting   "
         "1: 10% busy 50% waiting   2: 20% busy 50% waiting",
-        "step     4   held-out 3.500 bits per byte   (bigram table 3.600)",
+        "step     4   held-out 3.500 bits per byte",
     ]
 
 

@@ -1,12 +1,14 @@
 """Tokens of a model's own tokenizer are made once, and checked when they are read again."""
 
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
-from shardhet.training.data import Corpus
-from shardhet.training.tokenizing import ModelTokenizer, TokenFile
+from shardhet.training.data import Corpus, mapped
+from shardhet.training.tokenizing import ModelTokenizer
 
 pytest.importorskip("tokenizers", reason="needs the package tokenizers, of the extra hf")
 
@@ -39,27 +41,18 @@ def test_every_document_ends_with_the_end_token(tokenizer: ModelTokenizer) -> No
 
 
 def test_tokens_are_made_once_and_mapped(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
-    first = TokenFile.load(tmp_path / "own", corpus(), tokenizer)
-    made_at = (tmp_path / "own" / "train.npy").stat().st_mtime_ns
-    again = TokenFile.load(tmp_path / "own", corpus(), tokenizer)
-    assert isinstance(again.corpus.train, np.memmap)
-    assert again.corpus.digest == first.corpus.digest
-    assert (tmp_path / "own" / "train.npy").stat().st_mtime_ns == made_at
+    make = mock.Mock(side_effect=partial(tokenizer.tokens_of, corpus()))
+    first, again = (mapped(tmp_path / "own", make) for _ in range(2))
+    assert make.call_count == 1
+    assert isinstance(again.train, np.memmap)
+    assert again.digest == first.digest == tokenizer.tokens_of(corpus()).digest
     assert [path.name for path in tmp_path.iterdir()] == ["own"]
 
 
-def test_files_that_were_changed_or_are_of_another_text_are_refused(
-    tmp_path: Path, tokenizer: ModelTokenizer
-) -> None:
-    folder = tmp_path / "own"
-    TokenFile.load(folder, corpus(), tokenizer)
-    other = Corpus(train=text(40, seed=9), held_out=corpus().held_out)
-    with pytest.raises(ValueError, match="its text digest are not those of this run"):
-        TokenFile.load(folder, other, tokenizer)
-    with pytest.raises(ValueError, match="its tokenizer digest are not"):
-        TokenFile.load(folder, corpus(), ModelTokenizer(tokenizer.state))
-    tokens = np.load(folder / "train.npy")
+def test_files_that_were_changed_are_refused(tmp_path: Path, tokenizer: ModelTokenizer) -> None:
+    make = partial(tokenizer.tokens_of, corpus())
+    tokens = np.array(mapped(tmp_path / "own", make).train)
     tokens[3] ^= 1
-    np.save(folder / "train.npy", tokens)
-    with pytest.raises(ValueError, match="its token digest are not"):
-        TokenFile.load(folder, corpus(), tokenizer)
+    np.save(tmp_path / "own" / "train.npy", tokens)
+    with pytest.raises(ValueError, match="own: its files have been changed since"):
+        mapped(tmp_path / "own", make)

@@ -15,6 +15,7 @@ between two steps, see the same samples in the same order:
 import hashlib
 import json
 import os
+import shutil
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -27,8 +28,7 @@ import numpy.typing as npt
 
 from shardhet.records.layout import Span
 
-VOCAB_SIZE = 256
-COUNTED_AT_ONCE = 2**20  # bytes of text: they take eight times as much memory
+DIGEST_LENGTH_IN_NAMES = 12  # hexadecimal digits
 SEPARATOR = 0  # the byte between two documents; no source file contains it
 
 # Skipped, because it is not source written to be read: installed packages, test suites, and
@@ -106,17 +106,11 @@ class TextDir:
     chat: Chat | None = None
 
     def load(self, cache_dir: Path) -> Corpus:
-        """The corpus, mapped from the token files in ``cache_dir``; built there if absent."""
+        """The corpus, mapped from files in ``cache_dir``; made there if they are absent."""
         places = [each and str(each.absolute()) for each in (self.root, self.held_out)]
         named = f"{places} {self.pattern} {self.held_out_share} {self.field}"
-        folder = cache_dir / hashlib.sha256(named.encode()).hexdigest()[:12]
-        paths = [folder / f"{part}.npy" for part in ("train", "held_out")]
-        if not all(path.exists() for path in paths):
-            corpus = self._read()
-            for path, text in zip(paths, (corpus.train, corpus.held_out), strict=True):
-                _write_array(path, text)
-        train, held_out = (np.load(path, mmap_mode="r") for path in paths)
-        return Corpus(train=train, held_out=held_out)
+        name = hashlib.sha256(named.encode()).hexdigest()[:DIGEST_LENGTH_IN_NAMES]
+        return mapped(cache_dir / name, self._read)
 
     def _read(self) -> Corpus:
         found = [
@@ -229,12 +223,34 @@ def is_held_out(name: str) -> bool:
     return int.from_bytes(first_bytes, "little") % 100 < HELD_OUT_PERCENT
 
 
-def _write_array(path: Path, array: npt.NDArray[np.uint8]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".npy", delete=False) as file:
-        np.save(file, array)
-    # Ranks that start together may all write; every reader finds a complete file.
-    Path(file.name).replace(path)
+def mapped(folder: Path, make: Callable[[], Corpus]) -> Corpus:
+    """What ``make`` returns, from files in ``folder``, which is made once by whoever is first.
+
+    Raises ``ValueError`` if the files are not those that were written.
+    """
+    if not folder.exists():
+        corpus = make()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(dir=folder.parent))
+        np.save(draft / "train.npy", corpus.train)
+        np.save(draft / "held_out.npy", corpus.held_out)
+        (draft / "digest").write_text(corpus.digest, encoding="ascii")
+        try:
+            draft.rename(folder)  # atomic, so that nobody finds half of it
+        except OSError:
+            if not folder.exists():
+                raise
+            shutil.rmtree(draft)  # another rank was first
+    train, held_out = (
+        np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("train", "held_out")
+    )
+    corpus = Corpus(train=train, held_out=held_out)
+    if corpus.digest != (folder / "digest").read_text(encoding="ascii"):
+        raise ValueError(
+            f"{folder}: its files have been changed since they were written. Remove the folder "
+            "to have it made again, or name another data.cache_dir."
+        )
+    return corpus
 
 
 class Batch(Protocol):
@@ -346,21 +362,3 @@ def _check_long_enough(text: npt.NDArray[Any], seq_len: int) -> int:
             f"Lower seq_len or use a longer corpus."
         )
     return last_start
-
-
-def table_scores(train: npt.NDArray[np.uint8], judged: TokenBatch) -> dict[str, float]:
-    """Bits per byte of ``judged`` by counting alone: tables of ``train``, add-one smoothed."""
-    pairs = np.zeros(VOCAB_SIZE**2, dtype=np.int64)
-    for start in range(0, len(train) - 1, COUNTED_AT_ONCE):
-        piece = train[start : start + COUNTED_AT_ONCE + 1].astype(np.int64)
-        pairs += np.bincount(piece[:-1] * VOCAB_SIZE + piece[1:], minlength=VOCAB_SIZE**2)
-    found = pairs.reshape(VOCAB_SIZE, VOCAB_SIZE)
-    counts = found + 1
-    row_bits = np.log2(counts.sum(axis=1, keepdims=True)) - np.log2(counts)
-    byte_counts = found.sum(axis=1) + 1
-    byte_counts[train[-1]] += 1
-    byte_bits = np.log2(byte_counts.sum()) - np.log2(byte_counts)
-    return {
-        "unigram table": float(byte_bits[judged.targets].mean()),
-        "bigram table": float(row_bits[judged.tokens, judged.targets].mean()),
-    }

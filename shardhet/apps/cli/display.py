@@ -1,7 +1,7 @@
 """What rank zero shows of a run: a live table on a terminal, plain lines anywhere else."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
@@ -80,17 +80,10 @@ class Display(OnTerminal):
         """Print something that happens seldom."""
         self.console.print(text, style="bold", markup=False, soft_wrap=True)
 
-    def show_score(
-        self, step: int, name: str, score: float, baselines: Mapping[str, float]
-    ) -> None:
+    def show_score(self, step: int, name: str, score: float) -> None:
         """Show how well the model does on held-out samples."""
-        beside = ", ".join(f"{each} {value:.3f}" for each, value in baselines.items())
-        self.console.print(
-            f"step {step:5d}   held-out {score:.3f} {name}"
-            + (f"   ({beside})" if beside else ""),
-            style="bold",
-            soft_wrap=True,
-        )
+        text = f"step {step:5d}   held-out {score:.3f} {name}"
+        self.console.print(text, style="bold", soft_wrap=True)
 
     def _line(self, metrics: StepMetrics) -> str:
         loss = "none" if metrics.mean_loss is None else f"{metrics.mean_loss:.4f}"

@@ -1,8 +1,7 @@
 """Task: a model with its training samples and its held-out samples."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,13 +19,14 @@ from shardhet.models.decoder import Decoder
 from shardhet.models.pretrained import LanguageModel, Objective, language_loss
 from shardhet.profiler.batch import LossFn
 from shardhet.training.data import (
+    DIGEST_LENGTH_IN_NAMES,
     Batch,
     Batches,
     Corpus,
     GlobalBatches,
     TokenBatch,
     held_out_windows,
-    table_scores,
+    mapped,
 )
 from shardhet.training.samples import (
     MASK_TOKEN,
@@ -35,11 +35,10 @@ from shardhet.training.samples import (
     masked,
     second_half,
 )
-from shardhet.training.tokenizing import ModelTokenizer, TokenFile
-from shardhet.training.trainer import Evaluation, Run, run_plainly
+from shardhet.training.tokenizing import ModelTokenizer
+from shardhet.training.trainer import Run, run_plainly
 
 BYTES = "bytes"  # in place of a tokenizer's digest where each byte is a token
-DIGEST_LENGTH_IN_NAMES = 12  # hexadecimal digits
 DTYPE_BY_PRECISION = {
     Precision.FP64: torch.float64,
     Precision.FP32: torch.float32,
@@ -60,16 +59,10 @@ class Task:
     batches: Batches
     judged: Batch | None  # None: nothing is held out
     data_digest: str  # equal on two machines exactly if their samples are
-    score_name: str  # of what ``score`` returns
-    # Scores of simpler methods: a third of a second, for the rank that shows them.
-    baselines: Callable[[], Mapping[str, float]] = dict
+    score_name: str  # of the bits for each target
     model_name: str | None = None  # None: the name of its kind in the configuration
     loss_fn: LossFn | None = None  # of HetFSDP
     run: Run = run_plainly  # of the trainer
-
-    def score(self, evaluation: Evaluation) -> float:
-        """The score of the model in this evaluation."""
-        return evaluation.bits_per_target
 
 
 def make_task(conf: TrainConf, *, global_batch_size: int, token_dir: Path) -> Task:
@@ -78,26 +71,12 @@ def make_task(conf: TrainConf, *, global_batch_size: int, token_dir: Path) -> Ta
     if isinstance(conf.model, HfConf):
         return _hf_task(conf, conf.model, text, global_batch_size, token_dir)
     batches, judged = _batches(conf, text, global_batch_size)
-    return _in_bytes(
-        Task(
-            module=make_module(conf.model, conf.data, conf.precision),
-            batches=batches,
-            judged=judged,
-            data_digest=f"{text.digest} {BYTES}",
-            score_name="bits per token",
-        ),
-        text,
-    )
-
-
-def _in_bytes(task: Task, text: Corpus) -> Task:
-    """The task on bytes as tokens, with tables as baselines."""
-    if not isinstance(task.judged, TokenBatch):
-        return task
-    return replace(
-        task,
+    return Task(
+        module=make_module(conf.model, conf.data, conf.precision),
+        batches=batches,
+        judged=judged,
+        data_digest=f"{text.digest} {BYTES}",
         score_name="bits per byte",
-        baselines=cache(partial(table_scores, text.train, task.judged)),
     )
 
 
@@ -142,18 +121,17 @@ def _hf_task(
         seed=conf.seed,
         lora=model.adapters(PARAM_DTYPE_BY_PRECISION.get(conf.precision)),
     )
-    task = Task(
+    has_all_bytes = own is None and folder.objective is Objective.NEXT_TOKEN
+    return Task(
         module=module,
         batches=batches,
         judged=judged,
         data_digest=f"{corpus.digest} {BYTES if own is None else own.digest}",
-        score_name="bits per token",
+        score_name="bits per byte" if has_all_bytes else "bits per token",
         model_name=model.name_of(module),
         loss_fn=language_loss,
         run=LanguageModel(folder.objective),
     )
-    has_all_bytes = own is None and folder.objective is Objective.NEXT_TOKEN
-    return _in_bytes(task, text) if has_all_bytes else task
 
 
 def own_tokenizer(model: HfConf, data: DataConf) -> ModelTokenizer | None:
@@ -211,4 +189,4 @@ def _as_tokens(
         return text
     folder = token_dir if data.cache_dir is None else Path(data.cache_dir)
     digests = [each.digest[:DIGEST_LENGTH_IN_NAMES] for each in (own, text)]
-    return TokenFile.load(folder / "_".join(("own", *digests)), text, own).corpus
+    return mapped(folder / "_".join(("own", *digests)), partial(own.tokens_of, text))

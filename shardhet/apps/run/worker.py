@@ -304,11 +304,11 @@ class Run(Hook):
         if self._built.task.judged is None:
             return
         evaluation = self.trainer.evaluate(self._built.task.judged)
-        score, name = self._built.task.score(evaluation), self._built.task.score_name
+        score, name = evaluation.bits_per_target, self._built.task.score_name
         values = {"held_out_loss": evaluation.mean_loss, f"held_out_{_snake(name)}": score}
         self._log.log(step, values)
         if self.is_rank_zero:
-            self._display.show_score(step, name, score, self._built.task.baselines())
+            self._display.show_score(step, name, score)
 
     def _say(self, said: str, level: int = logging.INFO) -> None:
         logger.log(level, "%s", said)
