@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from shardhet import Cluster, Plan, Workload, find_plan, simulate
 from shardhet.apps.compare import main as compare
-from shardhet.apps.demo import EVEN, RUN, _measured_ratio, parts
+from shardhet.apps.demo import commands, measured_ratio
 from shardhet.apps.run.prediction import Outcome, Prediction
 from shardhet.checkpoint import Checkpoints
 from shardhet.pricing.derive import derive_profile
@@ -51,22 +51,22 @@ def test_all_of_it_runs_and_stays_in_one_folder(
 
 
 def test_the_ratio_to_even_sharding_is_measured(tmp_path: Path) -> None:
-    for name, seconds, said in ((RUN, 1.0, 0.9), (EVEN, 1.5, 1.8)):
+    for name, seconds, said in (("run", 1.0, 0.9), ("even", 1.5, 1.8)):
         (tmp_path / name).mkdir()
         lines = [{"step_time_s": 9.0 if i < 3 else seconds} for i in range(10)]
         lines[0]["predicted_step_time_s"] = said
         text = "".join(f"{json.dumps(line)}\n" for line in lines)
         (tmp_path / name / "metrics.jsonl").write_text(text)
     told = "1000 ms a step, and 1500 ms with even sharding: 1.50 times as fast. Predicted: 2.00"
-    assert told in _measured_ratio(tmp_path)
+    assert told in measured_ratio(tmp_path)
 
 
 def test_each_command_reads_what_an_earlier_one_writes() -> None:
     written: list[str] = []
-    for part in parts(Path("demo"), 10):
-        values = dict(each.split("=", 1) for each in part.arguments[1:] if "=" in each)
+    for _, command in commands(Path("demo"), 10):
+        values = dict(each.split("=", 1) for each in command.split() if "=" in each)
         read = [values[key] for key in ("measured", "plan", "plan.path") if key in values]
-        assert all(path in written for path in read if path.startswith("demo")), part
+        assert all(path in written for path in read if path.startswith("demo")), command
         written += [values[key] for key in ("out", "hydra.run.dir") if key in values]
 
 
