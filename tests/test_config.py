@@ -135,7 +135,7 @@ BAD = {
     BY_HAND + "plan.state_shares=[1]": ("state_shares has 1 entries",),
     BY_HAND + "plan.state_shares=[1,0] plan.recompute=[true]": ("recompute has 1 entries",),
     "plan=proportional plan.speeds=[0,0]": ("speeds [0.0, 0.0]", "not all zero"),
-    "logger=wandb": ("logger: wandb", "pip install 'shardhet[wandb]'", "logger=csv"),
+    "logger=wandb": ("logger: wandb", "pip install 'shardhet[wandb]'"),
 }
 
 

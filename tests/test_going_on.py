@@ -1,6 +1,5 @@
 """What a run finds in its folder when it starts again, and what it makes of it."""
 
-import csv
 import shutil
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +17,6 @@ from shardhet.apps.launch.crash import is_repeated, read_failures, save_failure
 from shardhet.apps.launch.leaving import End, agree_on_end
 from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
-from shardhet.apps.run.loggers import CsvLogger, JsonLinesLogger
 from shardhet.apps.run.worker import Run
 from shardhet.comm.failure import Failure, Kind
 from shardhet.planner.present import positions_of
@@ -179,21 +177,6 @@ def test_a_failure_of_the_start_before_is_no_cause_but_tells_a_repetition(
     assert not is_repeated(replace(failure, kind=Kind.LOST), folder)
     folder.begin(cfg)
     assert not is_repeated(failure, folder)
-
-
-def test_the_spreadsheet_has_the_steps_of_earlier_starts(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    for step in (1, 2):
-        lines, table = JsonLinesLogger(folder), CsvLogger(folder)
-        for each in (lines, table):
-            each.log(step, {"loss": 1.0 / step})
-            each.log(step, {f"seconds_{step}": 1.0})
-        lines.close()
-        table.close()
-    with (tmp_path / "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["step"], row["loss"]) for row in rows] == [("1", "1.0"), ("2", "0.5")]
-    assert rows[0]["seconds_2"] == ""
 
 
 @pytest.mark.campaign  # two launches

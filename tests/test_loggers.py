@@ -1,6 +1,5 @@
 """Metrics end up where they were asked to, once each."""
 
-import csv
 import json
 import sys
 import time
@@ -34,15 +33,6 @@ def test_json_lines_are_always_written(tmp_path: Path) -> None:
         {"step": 2, "loss": None, "lr": 0.2},
     ]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_csv_has_a_row_per_step(tmp_path: Path) -> None:
-    log_two_steps(LoggerKind.CSV, RunFolder(tmp_path))
-    rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
-    assert rows == [
-        {"step": "1", "loss": "2.5", "lr": "0.1", "held_out_loss": "3.0"},
-        {"step": "2", "loss": "", "lr": "0.2", "held_out_loss": ""},
-    ]
 
 
 def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
@@ -99,12 +89,10 @@ def log_and_roll_back(kind: LoggerKind, folder: RunFolder) -> None:
 
 
 def test_after_a_roll_back_every_step_counts_once(tmp_path: Path) -> None:
-    log_and_roll_back(LoggerKind.CSV, RunFolder(tmp_path))
+    log_and_roll_back(LoggerKind.NONE, RunFolder(tmp_path))
     losses = [1.0, 2.0, -3.0, -4.0, -5.0]
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["loss"] for line in lines] == losses
-    rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
-    assert [float(row["loss"]) for row in rows] == losses
     dropped = (tmp_path / "rolled_back.jsonl").read_text().splitlines()
     assert list(map(json.loads, dropped)) == [{"step": s, "loss": float(s)} for s in (3, 4)]
 

@@ -154,7 +154,7 @@ def test_srun_is_the_same_program(tmp_path: Path) -> None:
 @pytest.mark.campaign  # a launch
 def test_a_trace_names_what_the_runtime_does_per_unit(tmp_path: Path) -> None:
     steps = ["trace=true", "trace_steps.first_step=2", "trace_steps.num_steps=2"]
-    done = run([*ALONE, *SMALL, *steps, "cluster.num_ranks=2", "logger=csv"], tmp_path)
+    done = run([*ALONE, *SMALL, *steps, "cluster.num_ranks=2"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "profiler_start" not in done.stderr + done.stdout  # a line of torch's own
     [run_dir] = run_dirs(tmp_path)
@@ -163,7 +163,6 @@ def test_a_trace_names_what_the_runtime_does_per_unit(tmp_path: Path) -> None:
         names = [event.get("name") for event in trace["traceEvents"]]
         for name in ("forward blocks.0 [0]", "backward head [0]", "wait_gather blocks.0"):
             assert names.count(name) >= 2
-    assert (run_dir / "metrics.csv").read_text().startswith("step,loss,grad_norm,lr,")
 
 
 @pytest.mark.campaign  # tests of compiling have it without a launch

@@ -59,7 +59,6 @@ class LoggerKind(Enum):
     """Where metrics go besides metrics.jsonl; follows from ``logger=...``."""
 
     NONE = "none"
-    CSV = "csv"
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
 

@@ -1,6 +1,5 @@
 """Loggers of metrics: always metrics.jsonl, and one more if requested."""
 
-import csv
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,30 +43,6 @@ class JsonLinesLogger(MetricsLogger):
 
     def close(self) -> None:
         self._file.close()
-
-
-class CsvLogger(MetricsLogger):
-    """Writes one row per step with any value and one column per name, for a spreadsheet.
-
-    Later names add new columns, so the file is written at the end, from metrics.jsonl: that
-    has the steps of earlier starts, too.
-    """
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-
-    def close(self) -> None:
-        rows: dict[int, dict[str, Any]] = {}
-        with self._folder.metrics_path.open(encoding="utf-8") as lines:
-            for line in lines:
-                values = json.loads(line)
-                rows.setdefault(values["step"], {}).update(values)
-        names = list(dict.fromkeys(name for row in rows.values() for name in row))
-        path = self._folder.path / "metrics.csv"
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, names or ["step"])
-            writer.writeheader()
-            writer.writerows(rows.values())
 
 
 class TensorBoardLogger(MetricsLogger):
@@ -134,7 +109,7 @@ def check_logger(conf: LoggerConf) -> None:
     except ImportError:
         raise ConfigError(
             f"logger: {conf.kind.value} but the package {package} is not installed. Run "
-            f"pip install 'shardhet[{package}]', or set logger=csv."
+            f"pip install 'shardhet[{package}]', or leave logger out."
         ) from None
 
 
@@ -146,8 +121,6 @@ def open_loggers(
     ``first_step`` is the first that this start takes; later ones of earlier starts are void.
     """
     loggers: list[MetricsLogger] = [JsonLinesLogger(folder)]
-    if conf.kind is LoggerKind.CSV:
-        loggers.append(CsvLogger(folder))
     if conf.kind is LoggerKind.TENSORBOARD:
         loggers.append(TensorBoardLogger(folder.path / "tensorboard", first_step=first_step))
     if conf.kind is LoggerKind.WANDB:
