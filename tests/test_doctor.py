@@ -3,28 +3,17 @@
 import re
 import shutil
 import socket
-from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from shardhet.apps import doctor_rank
-from shardhet.apps.doctor import GIB, Facts, Gpu, find_facts, gpu_findings
+from shardhet.apps import doctor, doctor_rank
+from shardhet.apps.doctor_rank import GIB
 from shardhet.apps.launch.rank_env import RankEnv
 from tests.programs import SHARDHET, TORCHRUN, run
 
-CARD = Gpu(name="NVIDIA RTX 4090", memory_bytes=24 * GIB, free_bytes=23 * GIB, has_bf16=True)
-HEALTHY = Facts(
-    versions={"torch": "2.13.0"},
-    torch_for="CUDA 13.0",
-    has_nccl=True,
-    has_driver=True,
-    has_device_files=True,
-    hides_gpus=False,
-    gpus=(CARD, replace(CARD, name="NVIDIA RTX 3090")),
-    gpu_errors=(),
-)
 LAUNCHER = (*TORCHRUN, "--nproc-per-node=2", "-m", "shardhet.apps.doctor")
 DOCTOR = (*SHARDHET, "doctor")
 
@@ -70,52 +59,61 @@ def test_ranks_of_torchrun_check_each_other_and_say_what_failed(tmp_path: Path) 
         shutil.rmtree(folder)
 
 
-def test_where_nothing_is_wrong_nothing_is_said() -> None:
-    assert gpu_findings(HEALTHY) == []
-
-
-NO_GPU = {"gpus": ()}
-OLD_CARD = replace(CARD, name="Tesla V100", capability=(7, 0), has_kernels=False)
-FULL_CARD = replace(CARD, free_bytes=12 * GIB)
-TINY_CARD = replace(CARD, memory_bytes=4 * GIB, free_bytes=GIB // 2)
+@pytest.mark.parametrize(
+    ("cuda", "hides", "files", "what", "fix"),
+    [
+        ("13.0", False, ("nvidia0",), "Error: torch is for CUDA 13.0", "a newer driver"),
+        (None, False, ("nvidia0",), "Error: there is an NVIDIA driver", "nvidia-smi names"),
+        ("13.0", True, ("nvidia0",), "Note: CUDA_VISIBLE_DEVICES hides", "Unset it"),
+        ("13.0", False, ("nvidiactl",), "Note: the container hides", "--gpus all"),
+    ],
+)
+def test_a_driver_without_a_device_comes_with_what_to_do(
+    cuda: str | None,
+    hides: bool,
+    files: tuple[str, ...],
+    what: str,
+    fix: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(doctor, "DEVICE_FILES", tmp_path)
+    monkeypatch.setattr(doctor, "DRIVER", tmp_path / "version")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    if not hides:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert doctor.why_no_gpu() is None
+    for name in ("version", *files):
+        (tmp_path / name).touch()
+    text = doctor.why_no_gpu()
+    assert text is not None
+    assert text.startswith(what)
+    assert fix in text
 
 
 @pytest.mark.parametrize(
-    ("changed", "what", "fix", "prevents_training"),
+    ("free_gib", "gib", "said"),
     [
-        (NO_GPU, "sees no GPU", "a newer driver", True),
-        ({**NO_GPU, "torch_for": "CPUs"}, "a build for CPUs", "nvidia-smi", True),
-        ({**NO_GPU, "hides_gpus": True}, "CUDA_VISIBLE_DEVICES", "Unset it", False),
-        ({**NO_GPU, "has_device_files": False}, "the container", "--gpus all", False),
-        ({"gpu_errors": ("GPU 1: busy",)}, "GPU 1: busy.", "nvidia-smi", True),
-        ({"has_nccl": False}, "no NCCL", "another build", True),
-        (
-            {"gpus": (CARD, OLD_CARD), "built_for": ("sm_75", "sm_86")},
-            "no kernels for GPU 1, Tesla V100 of compute capability 7.0: it is built for sm_75",
-            "an older CUDA",
-            True,
-        ),
-        ({"gpus": (FULL_CARD,)}, "12.0 GiB of GPU 0", "limits.0.memory_gib=10.8", False),
-        ({"gpus": (CARD, TINY_CARD)}, "3.5 GiB of GPU 1", "Stop the processes on it", False),
+        (23, 24, None),
+        (12, 24, "12.0 of 24.0 GiB of cuda:0 of .* are taken.*limits.3.memory_gib=10.8"),
+        (0.5, 4, r"3.5 of 4.0 GiB of .* Stop the processes on it\.$"),
+        (None, 24, None),  # it cannot be asked
     ],
 )
-def test_each_finding_comes_with_its_fix(
-    changed: dict[str, object], what: str, fix: str, prevents_training: bool
+def test_a_card_that_others_use_is_planned_for_with_less(
+    free_gib: float | None, gib: int, said: str | None
 ) -> None:
-    facts = replace(HEALTHY, **changed)  # type: ignore[arg-type]
-    [finding] = gpu_findings(facts)
-    assert what in finding.what
-    assert fix in finding.fix
-    assert finding.prevents_training is prevents_training
-
-
-def test_a_limit_below_one_gib_is_not_proposed() -> None:
-    [finding] = gpu_findings(replace(HEALTHY, gpus=(TINY_CARD,)))
-    assert "limits" not in finding.fix
-
-
-def test_this_host_is_described() -> None:
-    assert find_facts().versions["torch"] == torch.__version__
+    env = RankEnv(rank=3, world_size=4, local_rank=0, store_host="localhost", store_port=0)
+    memory = None if free_gib is None else (free_gib * GIB, gib * GIB)
+    asked = mock.Mock(return_value=memory, side_effect=None if memory else RuntimeError)
+    with (
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("torch.cuda.mem_get_info", asked),
+        mock.patch.object(doctor_rank, "choose_device", return_value=torch.device("cuda", 0)),
+    ):
+        found = doctor_rank.taken_here(env)
+    assert found is None if said is None else re.search(said, str(found))
 
 
 def test_another_loss_than_that_of_one_process_is_an_error(

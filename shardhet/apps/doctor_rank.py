@@ -1,5 +1,7 @@
 """One rank of ``shardhet doctor``: checks that ranks connect, their links, and a step."""
 
+import math
+import socket
 import sys
 from collections import Counter
 from pathlib import Path
@@ -9,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
+from shardhet.apps.cli.streamed import say
 from shardhet.apps.launch.builds import described
 from shardhet.apps.launch.crash import RankConsole
-from shardhet.apps.launch.joining import joined
+from shardhet.apps.launch.joining import choose_device, joined
 from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder, versions
 from shardhet.comm import devices
@@ -23,6 +26,9 @@ from shardhet.records.workload import Workload
 from shardhet.training.optim import OptimizerSpec
 
 NUM_REPEATS = 5
+GIB = 2**30
+# Others may use this part of a GPU's memory, or a GiB: the driver and a desktop take less.
+OTHERS_PART_OF_GPU = 0.1
 HANG_TIMEOUT_S = 60.0  # nothing here takes as long; ten times that before the first step
 WIDTH, NUM_BLOCKS, SAMPLES_PER_RANK = 64, 3, 2
 MAX_REPORTED_GB_S = 1e3
@@ -43,9 +49,11 @@ def main() -> None:
 
 def check_as_rank(folder: RunFolder, env: RankEnv) -> None:
     """Run this rank's part of the checks; the first rank prints."""
+    taken = taken_here(env)  # before this process takes more
     with joined(ClusterConf(), folder, env, hang_timeout_s=HANG_TIMEOUT_S) as device:
         console = RankConsole(quiet=env.rank != 0, soft_wrap=True)
         _check_hosts(console, env, device)
+        say(console, *Channel.of_world().exchange_objects(taken))
         if env.world_size > 1:
             _check_links(console, device)
         else:
@@ -55,6 +63,27 @@ def check_as_rank(folder: RunFolder, env: RankEnv) -> None:
             f"{NUM_STEPS} steps of a small model with uneven batches and shards have the "
             "losses of one process"
         )
+
+
+def taken_here(env: RankEnv) -> str | None:
+    """A note if others use much of the memory of this rank's GPU."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        device = choose_device(ClusterConf(), env)
+        free_bytes, nbytes = torch.cuda.mem_get_info(device)
+    except (RuntimeError, ValueError):  # which joining the others reports
+        return None
+    taken_bytes = nbytes - free_bytes
+    if taken_bytes <= max(GIB, OTHERS_PART_OF_GPU * nbytes):
+        return None
+    usable_gib = math.floor(9 * free_bytes / GIB) / 10
+    limit = f"limits.{env.rank}.memory_gib={usable_gib}"
+    less = f", or plan for less: shardhet plan {limit}" if usable_gib >= 1 else ""
+    return (
+        f"Note: {taken_bytes / GIB:.1f} of {nbytes / GIB:.1f} GiB of {device} of "
+        f"{socket.gethostname()} are taken. Stop the processes on it{less}."
+    )
 
 
 def _check_hosts(console: RankConsole, env: RankEnv, device: torch.device) -> None:

@@ -80,9 +80,11 @@ def described(device: torch.device) -> str:
     """What a rank is told apart by besides its kind: "compute capability 8.6, GenuineIntel"."""
     names = [processor()]
     if device.type == "cuda" and torch.version.cuda:
-        names.insert(
-            0, "compute capability {}.{}".format(*torch.cuda.get_device_capability(device))
-        )
+        names[:0] = [
+            "compute capability {}.{}".format(*torch.cuda.get_device_capability(device)),
+            "no bfloat16 of its own"
+            * (not torch.cuda.is_bf16_supported(including_emulation=False)),
+        ]
     return ", ".join(filter(None, names))
 
 
