@@ -1,6 +1,7 @@
 """Which stream waits for what is in flight, and what ends waits; on a CPU streams are names."""
 
 import json
+import sys
 from threading import Barrier
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardhet.comm import devices, groups
+from shardhet.comm import devices, groups, transport
 from shardhet.comm.calls import Pending, wait_all
 from shardhet.comm.channel import Channel
 from shardhet.comm.failure import LostPeerError, end_waits
 from shardhet.fsdp.sharding.comm import MAX_UNSENT_GATHERS, CommContext
-from tests.worlds import run_ranks
+from tests.worlds import on_ranks, run_ranks
 
 
 class Sending:
@@ -174,3 +175,10 @@ def num_recorded(rank: int) -> int:
 
 def test_torch_keeps_no_record_that_grows_for_thousands_of_steps() -> None:
     assert max(run_ranks(num_recorded, 2)) <= 100
+
+
+@on_ranks(2)
+def test_without_the_folder_of_extras_ranks_of_a_host_talk_over_gloo(rank: int) -> None:
+    assert dist.group.WORLD is not None
+    with mock.patch.dict(sys.modules, {transport.SHARED_HOST: None}):
+        assert transport.meet(dist.group.WORLD, 1) is None

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shardhet import DeviceSpec, HetFSDP, Plan
 from shardhet.comm import collectives
-from shardhet.comm.shared_host.arena import PeerArena
+from shardhet.extras.shared_host.arena import PeerArena
 from shardhet.fsdp.probing.prober import Prober
 from shardhet.fsdp.sharding import flat as flat_module
 from shardhet.fsdp.sharding import flat_grad

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from shardhet import Plan
-from shardhet.comm.shared_host import transport
+from shardhet.extras.shared_host import transport
 from tests.edge_plans import PLANS, UNEVEN, every_plan
 from tests.ordinary import WIDTH, Net, Pair
 from tests.worlds import ends_all_ranks, on_ranks, run_ranks

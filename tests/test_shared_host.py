@@ -21,8 +21,9 @@ from shardhet.comm.calls import Gathering, Reduction
 from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import all_gather_uneven
 from shardhet.comm.failure import LostPeerError
-from shardhet.comm.shared_host.arena import Arena, PeerArena, own_arena
-from shardhet.comm.shared_host.neighbours import (
+from shardhet.comm.transport import SWITCH
+from shardhet.extras.shared_host.arena import Arena, PeerArena, own_arena
+from shardhet.extras.shared_host.neighbours import (
     BOARD_WORDS,
     NUM_PLACES,
     READ,
@@ -30,8 +31,7 @@ from shardhet.comm.shared_host.neighbours import (
     Board,
     Neighbours,
 )
-from shardhet.comm.shared_host.transport import CHUNK_BYTES, SharedHost, meet
-from shardhet.comm.transport import SWITCH
+from shardhet.extras.shared_host.transport import CHUNK_BYTES, SharedHost, meet
 from tests import test_collectives, test_deaths, test_parity
 from tests.hosts import on_different_hosts
 from tests.programs import TORCHRUN, run
@@ -170,8 +170,8 @@ def ask_where_one_may_not(rank: int) -> bool:
     if rank != 1:
         return Neighbours.meet(dist.group.WORLD) is None
     with (
-        mock.patch("shardhet.comm.shared_host.neighbours._peers", {}),
-        mock.patch("shardhet.comm.shared_host.neighbours.PeerArena", refuse),
+        mock.patch("shardhet.extras.shared_host.neighbours._peers", {}),
+        mock.patch("shardhet.extras.shared_host.neighbours.PeerArena", refuse),
     ):
         return Neighbours.meet(dist.group.WORLD) is None
 
@@ -275,7 +275,7 @@ def test_a_peer_that_says_its_last_word_and_ends_is_not_lost() -> None:
         words[READ] = 5
         return False
 
-    with mock.patch("shardhet.comm.shared_host.neighbours._futex", say_it):
+    with mock.patch("shardhet.extras.shared_host.neighbours._futex", say_it):
         board.wait_for(READ, 5)
         words[READ] = 0
         with pytest.raises(LostPeerError, match="is gone"):

@@ -65,7 +65,7 @@ _BASIC = (
     "torch._dynamo",
     "pytest",
     "scipy.optimize",
-    "shardhet.comm.shared_host.transport",
+    "shardhet.extras.shared_host.transport",
     "shardhet.fsdp.module",
 )
 # Where they are installed; 3 s of a core for each rank that has to import them itself.

@@ -60,6 +60,7 @@ NEAR = {
     "planner_large_batch objectives fewer explain steady plan_app",
     "shardhet/pricing": "cost derive recompute reserved planner "
     "workload schedule plan_app demo",
+    "shardhet/extras": "shared_host distributed parity",
     "shardhet/comm": "comm collectives liveness shared_host distributed parity emulated "
     "stillness deaths emulated_deaths",
 }

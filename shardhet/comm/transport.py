@@ -2,7 +2,7 @@
 
 Everything works over torch's process groups alone.  If the ranks of a group share a host,
 a ``Transport`` carries their agreements and their uneven collectives without sockets.  The
-only implementation is in ``shared_host``.
+only implementation is ``extras.shared_host``, without which all goes on over gloo.
 
 ``SHARDHET_TRANSPORT=gloo`` disables it, and lets gloo carry the tensors of accelerators too, in
 place of NCCL: the libraries of two vendors do not understand each other.
@@ -20,7 +20,7 @@ from shardhet.comm.calls import Transport
 
 SWITCH = "SHARDHET_TRANSPORT"
 CHOICES = ("auto", "gloo")
-SHARED_HOST = "shardhet.comm.shared_host.transport"
+SHARED_HOST = "shardhet.extras.shared_host.transport"
 
 
 def wants_gloo() -> bool:

@@ -37,7 +37,12 @@ _OWN = str(Path(_COMM).parent)
 _TORCH = str(Path(torch.__file__).parent)
 _LIBRARIES = (_OWN, _TORCH, sysconfig.get_paths()["stdlib"], "<")
 # A thread that is blocked in a collective is in one of these.
-_WAITING = (_COMM, f"{_TORCH}/distributed/distributed_c10d.py", f"{_TORCH}/distributed/c10d_")
+_WAITING = (
+    _COMM,
+    f"{_OWN}/extras/shared_host",
+    f"{_TORCH}/distributed/distributed_c10d.py",
+    f"{_TORCH}/distributed/c10d_",
+)
 # On the stack while code is compiled or tuned, and not while compiled code runs.
 _COMPILING = (
     f"{_TORCH}/_dynamo/convert_frame.py",

@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 
 from shardhet.comm.failure import LostPeerError, birth
 from shardhet.comm.progress import progress
-from shardhet.comm.shared_host.arena import Arena, PeerArena, Whereabouts, own_arena
 from shardhet.comm.transport import timeout_of
+from shardhet.extras.shared_host.arena import Arena, PeerArena, Whereabouts, own_arena
 
 SYS_FUTEX = 202  # on x86-64
 FUTEX_WAIT, FUTEX_WAKE = 0, 1

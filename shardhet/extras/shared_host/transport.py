@@ -25,8 +25,8 @@ from torch import Tensor
 from shardhet.comm.buffers import BufferPool
 from shardhet.comm.calls import Gathering, Pending, Reduction, Seats, pieces_of, sum_into
 from shardhet.comm.failure import LostPeerError
-from shardhet.comm.shared_host.arena import PeerArena, own_arena
-from shardhet.comm.shared_host.neighbours import Neighbours
+from shardhet.extras.shared_host.arena import PeerArena, own_arena
+from shardhet.extras.shared_host.neighbours import Neighbours
 
 CHUNK_BYTES = 512 * 1024  # stays in a core's cache while several parts are added to it
 
