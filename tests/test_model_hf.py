@@ -285,6 +285,7 @@ def test_what_cannot_be_is_said_before_any_rank_starts(
         (tmp_path, (), "has no config.json"),
         (bare, (), "model.weights: true but .* no safetensors"),
         (bare, ("model.weights=false", "data.seq_len=33"), "takes 1 to 32"),
+        (make_folder(tmp_path, "bert"), ("model.weights=false",), "is not causal.*HetTr"),
         (llama, (lora,), r"model.lora: rank 2 and targets \[\]"),
         (llama, (lora, "model.lora.targets=[wq]"), "Choose among down_proj, gate_proj"),
     ):
@@ -381,15 +382,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_text_is_cut_by_the_tokenizer_in_the_folder(tmp_path: Path, text: Path) -> None:
-    path = make_folder(tmp_path, "bert")
+    path = make_folder(tmp_path, "gpt2")
     save_tokenizer(path, text)
     conf = conf_of(path, "model.weights=false", "data=text_dir", f"data.path={text}")
     make_files(conf, token_dir=tmp_path / "tokens")
     task = make_task(conf, global_batch_size=4, token_dir=tmp_path / "tokens")
     assert task.score_name == "bits per token"
     batch: Any = task.batches[0]
-    is_hidden = batch.targets >= 0
-    assert (batch.tokens[is_hidden] == 0).all()  # [MASK]
+    assert (batch.tokens[:, 1:] == batch.targets[:, :-1]).all()
     plain = conf_of(path, "model.weights=false", "data.tokenizer=BYTES")
     assert not isinstance(plain.model, HfConf) or not plain.model.reads_with_own_tokenizer(
         plain.data  # type: ignore[arg-type]  # text

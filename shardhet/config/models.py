@@ -65,10 +65,6 @@ class ModelConf(Checked, prefix="model."):
         """The name in reports of the model chosen by ``model=choice``."""
         return choice
 
-    def counted_tokens(self, seq_len: int) -> int:
-        """The tokens of a sample that a workload counts with."""
-        return seq_len
-
     @cached_property
     def _described(self) -> dict[tuple[SampleShape, str], Workload]:
         return {}

@@ -64,8 +64,6 @@ class HfConf(ModelConf):
     path: str = MISSING  # a folder with config.json, or a name in the local cache
     weights: bool = True  # those in the folder; false: random ones, by the model's own rules
     lora: LoraConf = field(default_factory=LoraConf)
-    # Of the tokens, for masked language models.
-    mask_fraction: float = checked(0.15, above(0), is_below_one)
     usual_seq_len: int = checked(512, at_least(1))
 
     def __post_init__(self) -> None:
@@ -111,13 +109,6 @@ class HfConf(ModelConf):
         trained = sum(each.numel() for each in module.parameters() if each.requires_grad)
         return f"{type(adapted.get_base_model()).__name__} (LoRA: {trained:,} trained)"
 
-    def counted_tokens(self, seq_len: int) -> int:
-        """Those of the encoder, if there is one."""
-        from shardhet.models.pretrained import Objective
-
-        is_halved = self.folder().objective is Objective.SECOND_HALF
-        return seq_len // 2 if is_halved else seq_len
-
     def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
         """The model's workload, counted on tensors without memory."""
         import torch
@@ -158,14 +149,22 @@ class HfConf(ModelConf):
             with config_errors():
                 folder.on_meta(dtype=torch.float32, lora=self.adapters())
 
-    def check_weights(self) -> None:
-        """Raise ConfigError unless there are weights to start training from."""
+    def check_is_trained(self) -> None:
+        """Raise ConfigError unless text trains it, and there are weights to start from."""
+        from shardhet.models.pretrained import Objective
+
+        folder = self.folder()
+        if folder.objective is not Objective.NEXT_TOKEN:
+            raise ConfigError(
+                f"model.path: the model in {folder.path} is not causal, so it does not learn "
+                "from text token by token. Train it with shardhet.hf.HetTrainer and the data "
+                "collator of its task."
+            )
         if self.lora.rank and not self.weights:
             raise ConfigError(
                 "model.lora: adapters of random weights have nothing to adapt. Set "
                 "model.weights=true, or leave model.lora out."
             )
-        folder = self.folder()
         if self.weights and not folder.has_weights:
             raise ConfigError(
                 f"model.weights: true but {folder.path} has no safetensors. Set "
@@ -184,13 +183,11 @@ class HfConf(ModelConf):
                 for each in self.folder().path.glob(pattern):
                     shutil.copy(each, to)
 
-    def _check_plain_tokens(self, folder: "PretrainedFolder") -> None:
-        from shardhet.models.pretrained import Objective
-
-        needed = NUM_BYTES + (folder.objective is Objective.MASKED)
-        if folder.vocab_size < needed:
+    @staticmethod
+    def _check_plain_tokens(folder: "PretrainedFolder") -> None:
+        if folder.vocab_size < NUM_BYTES:
             raise ConfigError(
-                f"data.tokenizer: {needed} kinds of tokens but the vocab_size in "
+                f"data.tokenizer: {NUM_BYTES} kinds of tokens but the vocab_size in "
                 f"{folder.path}/config.json is {folder.vocab_size}. Choose one with a "
                 "larger vocabulary, or with a tokenizer.json."
             )

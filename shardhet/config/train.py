@@ -228,7 +228,7 @@ class TrainConf(Checked):
             return
         lack = held.lack(
             param_dtype=self.precision.value,
-            tokens_per_sample=self.model.counted_tokens(self.data.seq_len),
+            tokens_per_sample=self.data.seq_len,
             num_moments=self.optim.to_record().count_moments(),
         )
         if lack is not None:
@@ -290,7 +290,7 @@ class TrainConf(Checked):
                 "HetFSDP(model, Plan.load('plan.json')), or choose another model."
             )
         if isinstance(self.model, HfConf):
-            self.model.check_weights()
+            self.model.check_is_trained()
 
     def check_device(self) -> None:
         """Raise if the requested device is not available."""

@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -253,42 +253,6 @@ def mapped(folder: Path, make: Callable[[], Corpus]) -> Corpus:
     return corpus
 
 
-class Batch(Protocol):
-    """Samples in global order, as the arrays that are the model's inputs."""
-
-    @property
-    def arrays(self) -> tuple[npt.NDArray[Any], ...]:
-        """The model's positional arguments; dim 0 of each indexes the samples."""
-        ...
-
-    @property
-    def num_samples(self) -> int:
-        """The number of samples."""
-        ...
-
-    @property
-    def num_targets(self) -> int:
-        """The number of predictions that its loss is summed over."""
-        ...
-
-    def samples(self, span: Span) -> Self:
-        """Only the samples in ``span``."""
-        ...
-
-
-class Batches(Protocol):
-    """The global batch of every step, the same under every plan and world size."""
-
-    @property
-    def global_batch_size(self) -> int:
-        """The number of samples in each batch."""
-        ...
-
-    def __getitem__(self, step: int) -> Batch:
-        """The batch for the next step after ``step`` finished steps."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
     """Samples in global order: at each place, the input token and the token to predict."""
@@ -298,14 +262,17 @@ class TokenBatch:
 
     @property
     def arrays(self) -> tuple[npt.NDArray[Any], ...]:
+        """The model's positional arguments."""
         return self.tokens, self.targets
 
     @property
     def num_samples(self) -> int:
+        """The number of samples."""
         return len(self.tokens)
 
     @property
     def num_targets(self) -> int:
+        """The number of predictions that its loss is summed over."""
         return int((self.targets >= 0).sum())
 
     def samples(self, span: Span) -> "TokenBatch":
@@ -338,6 +305,7 @@ class GlobalBatches:
         _check_long_enough(self.corpus.train, self.seq_len)
 
     def __getitem__(self, step: int) -> TokenBatch:
+        """The batch for the next step after ``step`` finished steps."""
         # The raw words of Philox are the same in every NumPy release; the streams of
         # Generator are not guaranteed to be.
         words = np.random.Philox(key=[self.seed, step]).random_raw(self.global_batch_size)

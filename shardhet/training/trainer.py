@@ -16,7 +16,7 @@ from shardhet.comm.host_copy import HostCopy, to_device
 from shardhet.comm.progress import phase, progress
 from shardhet.fsdp import HetFSDP
 from shardhet.records.layout import Span
-from shardhet.training.data import Batch, Batches
+from shardhet.training.data import GlobalBatches, TokenBatch
 from shardhet.training.device_use import DeviceTimes, DeviceUse
 from shardhet.training.guard import Guard, Unsettled
 from shardhet.training.hooks.bad_steps import OnBadStep
@@ -103,7 +103,7 @@ class Trainer:
         self,
         model: HetFSDP,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        batches: Batches,
+        batches: GlobalBatches,
         *,
         schedule: Schedule,
         max_grad_norm: float = 1.0,
@@ -205,7 +205,7 @@ class Trainer:
         if not self._is_in_step:
             self._settled_s += time.perf_counter() - start_s
 
-    def _run_rounds(self, batch: Batch) -> tuple[float | None, str | None]:
+    def _run_rounds(self, batch: TokenBatch) -> tuple[float | None, str | None]:
         """The mean loss, and why the step has no gradients, if it has none."""
         model, scaler = self.model, self.loss_scaler
         if model.plan.stages is not None:
@@ -278,7 +278,7 @@ class Trainer:
         return self._peak_lrs[0] * fraction
 
     @torch.no_grad()
-    def evaluate(self, judged: Batch) -> Evaluation:
+    def evaluate(self, judged: TokenBatch) -> Evaluation:
         """The loss over all samples of ``judged``, dealt out like training batches.
 
         The last batch may be smaller than a global batch; the last ranks then get fewer
@@ -323,12 +323,14 @@ class Trainer:
         """
         self._peak_memory.forget()
 
-    def _my_part(self, batch: Batch, round_index: int = 0) -> list[Tensor]:
+    def _my_part(self, batch: TokenBatch, round_index: int = 0) -> list[Tensor]:
         arrays = own_arrays(batch, self.model, round_index)
         return [to_device(torch.from_numpy(array), self._device) for array in arrays]
 
 
-def own_arrays(batch: Batch, model: HetFSDP, round_index: int = 0) -> list[npt.NDArray[Any]]:
+def own_arrays(
+    batch: TokenBatch, model: HetFSDP, round_index: int = 0
+) -> list[npt.NDArray[Any]]:
     """What this rank computes in one call; no rows if it has no samples.
 
     That is its samples of a round; of a plan with stages those of all rounds.

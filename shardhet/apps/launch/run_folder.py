@@ -41,9 +41,7 @@ VARIABLE_PREFIXES = ("CUDA_", "GLOO_", "NCCL_", "OMP_", "MKL_", "TORCH", "PYTORC
 IN_MEMORY = Path("/dev/shm")  # a file system that Linux has
 MAY_CHANGE = {"run_dir", "resume", "cluster.num_ranks"}  # where the same run begins anew
 # Keys of what checkpoints hold, or batches and dropout are drawn from.
-OF_CHECKPOINT = re.compile(
-    r"seed|optim\.kind|model\.(?!usual_|path|weights|mask_fraction|.*dropout).*"
-)
+OF_CHECKPOINT = re.compile(r"seed|optim\.kind|model\.(?!usual_|path|weights|.*dropout).*")
 
 
 class _At:

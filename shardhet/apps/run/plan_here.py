@@ -105,10 +105,7 @@ def unlike_measured(conf: TrainConf, setting: Setting) -> list[str]:
     notes = [each.note for each in setting.profile.devices]
     versions = {found[1] for note in notes if (found := MEASURED_WITH.search(note)) is not None}
     pairs: dict[str, tuple[Any, Any]] = {
-        "data.seq_len": (
-            workload.tokens_per_sample,
-            conf.model.counted_tokens(conf.data.seq_len),
-        ),
+        "data.seq_len": (workload.tokens_per_sample, conf.data.seq_len),
         "precision": (workload.param_dtype, conf.precision.value),
         "tensors that the optimizer keeps for each parameter": (
             workload.num_moments,

@@ -16,24 +16,15 @@ from shardhet.config.models import (
 from shardhet.config.pretrained import HfConf
 from shardhet.config.train import Precision, TrainConf
 from shardhet.models.decoder import Decoder
-from shardhet.models.pretrained import LanguageModel, Objective, language_loss
+from shardhet.models.pretrained import LanguageModel, language_loss
 from shardhet.profiler.batch import LossFn
 from shardhet.training.data import (
     DIGEST_LENGTH_IN_NAMES,
-    Batch,
-    Batches,
     Corpus,
     GlobalBatches,
     TokenBatch,
     held_out_windows,
     mapped,
-)
-from shardhet.training.samples import (
-    MASK_TOKEN,
-    STEPLESS_SEED,
-    ChangedBatches,
-    masked,
-    second_half,
 )
 from shardhet.training.tokenizing import ModelTokenizer
 from shardhet.training.trainer import Run, run_plainly
@@ -56,8 +47,8 @@ class Task:
     """A model, its data, and how it is scored."""
 
     module: nn.Module  # on the meta device
-    batches: Batches
-    judged: Batch | None  # None: nothing is held out
+    batches: GlobalBatches
+    judged: TokenBatch | None  # None: nothing is held out
     data_digest: str  # equal on two machines exactly if their samples are
     score_name: str  # of the bits for each target
     model_name: str | None = None  # None: the name of its kind in the configuration
@@ -106,28 +97,19 @@ def _hf_task(
     folder = model.folder()
     own = own_tokenizer(model, conf.data)
     corpus = _as_tokens(conf.data, text, token_dir, own)
-    batches: Batches
     batches, judged = _batches(conf, corpus, global_batch_size)
-    if folder.objective is Objective.MASKED:
-        mask = partial(masked, fraction=model.mask_fraction, mask_token=_mask_token(own))
-        batches = ChangedBatches(text=batches, change=partial(mask, seed=conf.seed))
-        judged = judged and mask(judged, seed=0, step=STEPLESS_SEED)
-    elif folder.objective is Objective.SECOND_HALF:
-        batches = ChangedBatches(text=batches, change=second_half)
-        judged = judged and second_half(judged)
     module = folder.in_memory(
         dtype=DTYPE_BY_PRECISION[conf.precision],
         weights=model.weights,
         seed=conf.seed,
         lora=model.adapters(PARAM_DTYPE_BY_PRECISION.get(conf.precision)),
     )
-    has_all_bytes = own is None and folder.objective is Objective.NEXT_TOKEN
     return Task(
         module=module,
         batches=batches,
         judged=judged,
         data_digest=f"{corpus.digest} {BYTES if own is None else own.digest}",
-        score_name="bits per byte" if has_all_bytes else "bits per token",
+        score_name="bits per byte" if own is None else "bits per token",
         model_name=model.name_of(module),
         loss_fn=language_loss,
         run=LanguageModel(folder.objective),
@@ -151,18 +133,6 @@ def own_tokenizer(model: HfConf, data: DataConf) -> ModelTokenizer | None:
             f"model has {folder.vocab_size}. Set data.tokenizer=BYTES, or fix the folder."
         )
     return tokenizer
-
-
-def _mask_token(own: ModelTokenizer | None) -> int:
-    if own is None:
-        return MASK_TOKEN
-    token = own.token("[MASK]", "<mask>")
-    if token is None:
-        raise ValueError(
-            "tokenizer.json: it has neither [MASK] nor <mask>, but the model guesses masked "
-            "tokens. Set data.tokenizer=BYTES, or fix the folder."
-        )
-    return token
 
 
 def _batches(
