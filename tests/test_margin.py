@@ -4,15 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from shardhet import Plan
 from shardhet.records.cluster import LEAST_FRAGMENTATION, Cluster, DeviceSpec, Link, Node
 from shardhet.records.margin import (
     LEAST_NCCL_BYTES,
     MIB,
     WORKSPACE_BYTES,
     margin_of,
-    most_communicators,
-    num_communicators,
     with_fraction,
     with_libraries,
 )
@@ -60,19 +57,6 @@ def test_collectives_within_nodes_have_communicators_of_their_own() -> None:
     across = WORKSPACE_BYTES + 4 * LEAST_NCCL_BYTES
     assert margin_of(TWO_NODES, 0).library_bytes == across + 2 * 344 * MIB
     assert margin_of(TWO_NODES, 8).library_bytes == across
-    assert [most_communicators(each) for each in ALL] == [4, 4, 6]
-
-
-def test_communicators_of_a_plan() -> None:
-    alone, even = Plan.even(1, microbatch_size=1), Plan.even(3, microbatch_size=1)
-    stores = Plan.by_hand(microbatch_sizes=[1, 1, 0], state_shares=[0.2, 0.2, 0.6])
-    in_levels = replace(stores, two_level_units=("*",))
-    assert [num_communicators(each) for each in (alone, even, stores, in_levels)] == [
-        0,
-        2,
-        4,
-        6,
-    ]
 
 
 def test_pipelines_have_more_and_one_device_has_none() -> None:

@@ -9,7 +9,6 @@ tenth of a device, or more where NCCL's buffers and workspaces take so much that
 from dataclasses import dataclass, replace
 
 from shardhet.records.cluster import Cluster, Node
-from shardhet.records.plan import Plan
 
 MIB = 2**20
 # A communicator of four A100, with NVLink of 300 GB/s one way, takes 688 MB (NVIDIA/nccl, issue
@@ -75,19 +74,3 @@ def _nccl_bytes(cluster: Cluster, node: Node, has_stages: bool) -> int:
 
 def _bytes_of_communicator(bandwidth_bytes_per_s: float) -> int:
     return max(LEAST_NCCL_BYTES, int(NCCL_BYTES_PER_BYTES_PER_S * bandwidth_bytes_per_s))
-
-
-def most_communicators(cluster: Cluster) -> int:
-    """How many communicators a device has at most under a plan without stages."""
-    if cluster.world_size == 1:
-        return 0
-    has_levels = len(cluster.nodes) > 1 and any(len(node.devices) > 1 for node in cluster.nodes)
-    return ALL_RANKS + COMPUTING_RANKS + WITHIN_NODES * has_levels
-
-
-def num_communicators(plan: Plan) -> int:
-    """How many of them this plan without stages has at most on a device."""
-    if plan.world_size == 1:
-        return 0
-    only_stores = any(not rank.rank_batch_size for rank in plan.ranks)
-    return ALL_RANKS + COMPUTING_RANKS * only_stores + WITHIN_NODES * bool(plan.two_level_units)

@@ -261,7 +261,7 @@ def predicted_line(step_s: float, samples_per_s: float, part: float, workload: W
 def proof_lines(report: PlanReport) -> Iterator[str]:
     """What stays free on the devices, and what was proven of the plan."""
     solution, setting = report.solution, report.inputs.setting
-    if (free := margin_line(setting, solution.plan)) is not None:
+    if (free := margin_line([setting])) is not None:
         yield free
     yield f"The simulated step takes {duration(report.times.step_time_s)}."
     if not report.note:

@@ -10,9 +10,8 @@ from shardhet.planner.idle import active_positions
 from shardhet.planner.preference import FULL
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster
-from shardhet.records.margin import margin_of, most_communicators, num_communicators
+from shardhet.records.margin import margin_of
 from shardhet.records.plan import EVERY_UNIT, Plan, is_matched
-from shardhet.records.profiles import Source
 from shardhet.records.workload import Workload
 
 SHOWN_GAP = 1e-4  # the least that is stated
@@ -58,56 +57,34 @@ def form_lines(plan: Plan, workload: Workload) -> Iterator[str]:
         )
 
 
-def margin_line(
-    setting: Setting, plan: Plan | None = None, *, stages: Sequence[Setting] = ()
-) -> str | None:
-    """What of the devices stays free, and for what; None if nothing is known besides tensors.
+def margin_line(settings: Sequence[Setting]) -> str | None:
+    """What stays free of the device with the least for fragmentation, of a plan or its stages.
 
-    ``plan`` is one without stages, whose communicators are counted; None: one with ``stages``.
+    None if nothing is known besides tensors.
     """
-    told = min(stages, key=lambda each: min(_fragmentation(each.cluster)), default=setting)
-    return _margin_text(told, plan)
-
-
-def _fragmentation(cluster: Cluster) -> list[float]:
-    """The part of each device that is left for it."""
-    return [
-        margin_of(cluster, i).fragmentation_bytes / (device.memory_capacity_bytes or 1)
-        for i, device in enumerate(cluster.devices)
-    ]
-
-
-def _margin_text(setting: Setting, plan: Plan | None) -> str | None:
+    setting, i = min(
+        ((each, i) for each in settings for i in range(each.cluster.world_size)),
+        key=lambda pair: _fragmentation(pair[0].cluster, pair[1]),
+    )
     cluster, profile = setting.cluster, setting.profile
     reserved = max(profile.device(str(each.kind)).reserved_bytes for each in cluster.devices)
     if not reserved:
         return None
-    parts = _fragmentation(cluster)
-    i = parts.index(min(parts))
-    margin = margin_of(cluster, i)
+    margin, libraries = margin_of(cluster, i), ""
     if margin.library_bytes is not None:
-        nccl = "NCCL's buffers"
-        if plan is not None:
-            number = counted(most_communicators(cluster), "communicator")
-            nccl += f" of up to {number} (this plan has {num_communicators(plan)})"
-        nccl = f"{nccl} and " * (cluster.world_size > 1)
-        return (
-            f"{margin.total_bytes / GIB:.1f} GiB of {cluster.devices[i].kind} stay free: "
-            f"{margin.library_bytes / GIB:.1f} for {nccl}workspaces of cuBLAS, "
-            f"{margin.fragmentation_bytes / GIB:.1f} for fragmentation. The context of "
-            f"CUDA, {reserved / GIB:.1f} GiB, is in the memory above."
-        )
-    free = f"{1 - cluster.usable_memory_fraction:.0%} of each device stays free"
-    if Source.DERIVED in {each.source for each in profile.devices}:
-        return (
-            f"{free}, as stated, for NCCL's buffers, workspaces and fragmentation. The context "
-            f"of CUDA, {reserved / GIB:.1f} GiB, is in the memory above."
-        )
+        taken = f"{margin.library_bytes / GIB:.1f}"
+        libraries = f": {taken} for cuBLAS and NCCL, the rest for fragmentation"
     return (
-        f"{free} for workspaces and fragmentation. What a process holds besides tensors, "
-        f"communicators' buffers included, is in the memory above: up to "
-        f"{reserved / GIB:.1f} GiB."
+        f"{margin.total_bytes / GIB:.1f} GiB of {cluster.devices[i].kind} stay free"
+        f"{libraries}. What a process holds besides tensors, up to {reserved / GIB:.1f} GiB, "
+        "is in the memory above."
     )
+
+
+def _fragmentation(cluster: Cluster, position: int) -> float:
+    """The part of a device that is left for it."""
+    capacity_bytes = cluster.devices[position].memory_capacity_bytes or 1
+    return margin_of(cluster, position).fragmentation_bytes / capacity_bytes
 
 
 def resident_lines(plan: Plan, workload: Workload) -> Iterator[str]:

@@ -201,7 +201,7 @@ def _result(report: PipelineReport) -> Iterator[str]:
 def _proof(report: PipelineReport) -> Iterator[str]:
     """What stays free on the devices, and what was proven of the pipeline."""
     found, setting = report.solution, report.inputs.setting
-    if (free := margin_line(setting, stages=report.settings)) is not None:
+    if (free := margin_line(report.settings)) is not None:
         yield free
     yield (
         f"No plan in {setting.workload.param_dtype}, with stages or without, is predicted to "
