@@ -120,12 +120,10 @@ def checked_world_size(conf: TrainConf, *, num_launched: int | None) -> int:
     ``num_launched`` is the number of running ranks; None if they have yet to be started.
     """
     check_logger(conf.logger)
-    conf.check_device()
-    conf.optim.check()
+    conf.check()
     conf.check_resume()
     conf.check_rebalance()
     conf.check_holds()
-    conf.check_model_fits_data()
     world_size = conf.world_size(num_launched)
     if isinstance(conf.plan, MeasuredPlanConf):  # planned once it is known who is there
         return world_size

@@ -1,6 +1,5 @@
 """TrainConf: the configuration of a training run, and checks that it can run."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -130,17 +129,92 @@ AUTO = "auto"
 
 
 @dataclass(kw_only=True)
-class TrainConf(Checked):
-    """A training run.  Every key is here or in the class of its group."""
+class RanksConf(Checked):
+    """What training and measuring have in common: a model on ranks."""
 
-    run_dir: str = MISSING
     seed: int = checked(0, at_least(0))  # of weights, batches and dropout
-    num_steps: int = checked(200, at_least(1))
-    max_grad_norm: float = checked(1.0, above(0))
     precision: Precision = Precision.AUTO
     # Products in float16 also sum in float16: twice as fast on GeForce cards, but sums keep 11
     # bits instead of 24, so those of K terms are off by about sqrt(K) / 2^11 of their size.
     fp16_accumulation: bool = False
+    # The run ends, naming the rank, if one stands still while others wait for it: for as long,
+    # or for five times the slowest of the last steps if that is longer; before the first step
+    # has ended, while torch compiles and while a checkpoint is written, ten times as long.
+    # 0 or null: never.
+    hang_timeout_s: float | None = checked(60.0, at_least(0))
+    # gloo: through sockets alone, and in place of NCCL, as GPUs of two vendors need it
+    transport: str = checked("auto", one_of(TRANSPORTS))
+    model: ModelConf = MISSING
+    data: DataConf = MISSING  # of measurements only its shapes matter
+    optim: OptimConf = MISSING
+    cluster: ClusterConf = MISSING
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.precision is Precision.AUTO:
+            self.precision = self._usual_precision
+        check_fp16_accumulation(self.fp16_accumulation, self.precision)
+
+    @property
+    def _usual_precision(self) -> Precision:
+        return Precision.FP32
+
+    @property
+    def _planned_world_size(self) -> int | None:
+        """The number of ranks that the plan is for, if it is for so many alone."""
+        return None
+
+    @property
+    def _usual_world_size(self) -> int:
+        """One rank per visible GPU."""
+        import torch
+
+        is_on_cpu = self.cluster.device is DeviceType.CPU
+        return 1 if is_on_cpu else max(1, torch.cuda.device_count())
+
+    def world_size(self, num_launched: int | None) -> int:
+        """The number of ranks needed; ``num_launched`` is the number running, if any."""
+        stated = {
+            "cluster.num_ranks": self.cluster.num_ranks,
+            "plan": self._planned_world_size,
+            **{f"cluster.{k}": len(v) or None for k, v in self.cluster.per_rank.items()},
+            "the launcher": num_launched,
+        }
+        known = {key: number for key, number in stated.items() if number}
+        if len(set(known.values())) > 1:
+            said = ", ".join(f"{key} says {number}" for key, number in known.items())
+            raise ConfigError(
+                f"number of ranks: {said}, but all must agree. Change or drop one of them."
+            )
+        return next(iter(known.values()), 0) or self._usual_world_size
+
+    def check(self) -> None:
+        """Raise if the device is not here, or the model cannot be trained on the data."""
+        import torch
+
+        if self.cluster.device is DeviceType.CUDA and not torch.cuda.is_available():
+            raise ConfigError(
+                "cluster.device: CUDA but torch finds no GPU. Set cluster.device=CPU, or "
+                "install the torch build for your driver."
+            )
+        self.optim.check()
+        self.check_model_fits_data()
+
+    def check_model_fits_data(self) -> None:
+        """Raise if the model cannot be built or cannot be trained on the data."""
+        if isinstance(self.model, DecoderConf):
+            self.model.to_record(vocab_size=NUM_BYTES, seq_len=self.data.seq_len)
+        elif isinstance(self.model, HfConf):
+            self.model.check_fits(self.data)
+
+
+@dataclass(kw_only=True)
+class TrainConf(RanksConf):
+    """A training run.  Every key is here or in the class of its group."""
+
+    run_dir: str = MISSING
+    num_steps: int = checked(200, at_least(1))
+    max_grad_norm: float = checked(1.0, above(0))
     compile: bool = False  # compile each unit with torch.compile, on ranks where that works
     # Steps between two log lines, and two reports of device use.
     log_every: int = checked(10, at_least(1))
@@ -163,29 +237,14 @@ class TrainConf(Checked):
     # checkpoint, or of a folder with several, which must exist; null: begin at step 0.  Where
     # the launcher starts ranks again, they go on from what this run itself has kept, if any.
     resume: str | None = None
-    # The run ends, naming the rank, if one stands still while others wait for it: for as long,
-    # or for five times the slowest of the last steps if that is longer; before the first step
-    # has ended, while torch compiles and while a checkpoint is written, ten times as long.
-    # 0 or null: never.
-    hang_timeout_s: float | None = checked(60.0, at_least(0))
-    # gloo: through sockets alone, and in place of NCCL, as GPUs of two vendors need it
-    transport: str = checked("auto", one_of(TRANSPORTS))
     trace: bool = False
     trace_steps: TraceConf = field(default_factory=TraceConf)
-    model: ModelConf = MISSING
-    data: DataConf = MISSING
-    optim: OptimConf = MISSING
     lr_scheduler: LrSchedulerConf = MISSING
-    cluster: ClusterConf = MISSING
     plan: PlanConf = MISSING
     logger: LoggerConf = MISSING
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        held = self._plan_holds_for
-        if self.precision is Precision.AUTO:
-            self.precision = Precision.FP32 if held is None else Precision(held.param_dtype)
-        check_fp16_accumulation(self.fp16_accumulation, self.precision)
         rolls_back = self.guard.on_bad_step is OnBadStep.ROLL_BACK
         if rolls_back and not self.checkpoint.every:
             raise ConfigError(
@@ -199,17 +258,18 @@ class TrainConf(Checked):
                 "Lower trace_steps.first_step or trace_steps.num_steps."
             )
 
-    def world_size(self, num_launched: int | None) -> int:
-        """The number of ranks needed; ``num_launched`` is the number running, if any."""
-        stated = {
-            "cluster.num_ranks": self.cluster.num_ranks,
-            "plan": self.plan.stated_world_size,
-            **{f"cluster.{k}": len(v) or None for k, v in self.cluster.per_rank.items()},
-            "the launcher": num_launched,
-        }
-        if not any(stated.values()):
-            return self.plan.usual_world_size or agreed_world_size(stated, self.cluster)
-        return agreed_world_size(stated, self.cluster)
+    @property
+    def _usual_precision(self) -> Precision:
+        held = self._plan_holds_for
+        return Precision.FP32 if held is None else Precision(held.param_dtype)
+
+    @property
+    def _planned_world_size(self) -> int | None:
+        return self.plan.stated_world_size
+
+    @property
+    def _usual_world_size(self) -> int:
+        return self.plan.usual_world_size or super()._usual_world_size
 
     def to_plan(self, world_size: int) -> Plan:
         """The plan for ``world_size`` ranks."""
@@ -283,7 +343,7 @@ class TrainConf(Checked):
 
     def check_model_fits_data(self) -> None:
         """Raise if the model cannot be built or cannot be trained on the data."""
-        check_model_fits_data(self.model, self.data)
+        super().check_model_fits_data()
         if self.model.kind is ModelKind.IMPORTED:
             raise ConfigError(
                 "model: imported is for measure and plan. Train it in a loop of your own, with "
@@ -291,10 +351,6 @@ class TrainConf(Checked):
             )
         if isinstance(self.model, HfConf):
             self.model.check_is_trained()
-
-    def check_device(self) -> None:
-        """Raise if the requested device is not available."""
-        check_device(self.cluster)
 
 
 def check_fp16_accumulation(is_set: bool, precision: Enum) -> None:
@@ -304,41 +360,3 @@ def check_fp16_accumulation(is_set: bool, precision: Enum) -> None:
             f"fp16_accumulation: true but precision is {precision.name}, in which it has no "
             "effect. Set precision=FP16, or leave it out."
         )
-
-
-def check_model_fits_data(model: ModelConf, data: DataConf) -> None:
-    """Raise if the model cannot be built or cannot be trained on the data."""
-    if isinstance(model, DecoderConf):
-        model.to_record(vocab_size=NUM_BYTES, seq_len=data.seq_len)
-    elif isinstance(model, HfConf):
-        model.check_fits(data)
-
-
-def check_device(cluster: ClusterConf) -> None:
-    """Raise if the requested device is not available."""
-    import torch
-
-    if cluster.device is DeviceType.CUDA and not torch.cuda.is_available():
-        raise ConfigError(
-            "cluster.device: CUDA but torch finds no GPU. Set cluster.device=CPU, or "
-            "install the torch build for your driver."
-        )
-
-
-def agreed_world_size(stated: Mapping[str, int | None], cluster: ClusterConf) -> int:
-    """The world size that all stated sizes agree on; else one rank per visible GPU."""
-    known = {key: number for key, number in stated.items() if number is not None}
-    if len(set(known.values())) > 1:
-        said = ", ".join(f"{key} says {number}" for key, number in known.items())
-        raise ConfigError(
-            f"number of ranks: {said}, but all must agree. Change or drop one of them."
-        )
-    return next(iter(known.values()), 0) or _default_world_size(cluster)
-
-
-def _default_world_size(cluster: ClusterConf) -> int:
-    import torch
-
-    if cluster.device is DeviceType.CPU:
-        return 1
-    return max(1, torch.cuda.device_count())
