@@ -7,8 +7,9 @@ unit saved is no longer in a cache.
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -71,31 +72,18 @@ def candidate_sizes(max_microbatch_size: int) -> list[int]:
     return sorted({*powers, max_microbatch_size})
 
 
-@dataclass(slots=True)
-class _Case:
-    """Microbatches of one unit between their forward and their backward."""
-
-    runner: UnitRunner
-    started: Started
-    nbytes: int  # of its graphs
-    taken: list[tuple[float, float]]  # the list that its seconds are appended to
-
-    def finish(self) -> None:
-        self.taken.append(self.runner.backward(self.started))
-
-
 class _Waiting:
     """A queue of cases that wait for their backward; the oldest is next."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._nbytes = 0
-        self._cases: deque[_Case] = deque()
+        self._cases: deque[tuple[int, Callable[[], None]]] = deque()  # bytes, and the backward
         self.has_room = True  # until a case has to be finished to make room
 
-    def add(self, case: _Case) -> None:
-        self._cases.append(case)
-        self._nbytes += case.nbytes
+    def add(self, nbytes: int, finish: Callable[[], None]) -> None:
+        self._cases.append((nbytes, finish))
+        self._nbytes += nbytes
 
     def make_room(self, nbytes: int) -> None:
         while self._cases and self._nbytes + nbytes > self._most_bytes:
@@ -112,9 +100,13 @@ class _Waiting:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        case = self._cases.popleft()
-        case.finish()
-        self._nbytes -= case.nbytes
+        nbytes, finish = self._cases.popleft()
+        finish()
+        self._nbytes -= nbytes
+
+
+def _finish(runner: UnitRunner, case: Started, taken: list[tuple[float, float]]) -> None:
+    taken.append(runner.backward(case))
 
 
 class ComputeMeasurement:
@@ -223,7 +215,7 @@ class ComputeMeasurement:
                 waiting.make_room(nbytes)  # first: memory suffices for just so many bytes
                 case = runner.forward(size, num_microbatches)
                 taken = samples[kind].seconds.setdefault(size, []) if samples else []
-                waiting.add(_Case(runner, case, nbytes, taken))
+                waiting.add(nbytes, partial(_finish, runner, case, taken))
 
     def _activation_bytes(self, kind: str) -> int:
         return self._workload.kind_by_name[kind].activation_bytes

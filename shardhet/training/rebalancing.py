@@ -13,9 +13,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from shardhet.checkpoint import redistribute
 from shardhet.comm.progress import phase
@@ -52,9 +53,11 @@ class NewPlan:
     """What replaced the plan."""
 
     plan: Plan
+    slowness: Mapping[int, float]  # that it was made for, by position
+    expected_s: tuple[float, ...]  # of computing in a step, by position
     predicted_before_s: float  # of a step under the plan before, at the speeds that were found
     predicted_s: float
-    moved_in_s: float  # planning, and moving parameters and optimizer states
+    moved_in_s: float = 0.0  # planning, and moving parameters and optimizer states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,8 +203,8 @@ class Rebalancer(Hook):
         slowness = {self._places[i]: each for i, each in slowness_by_position.items()}
         return at_speeds(self._setting, slowness)
 
-    def _of_rank_zero(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
-        by_position = self._model.exchange_objects((self._model.rank, seconds))
+    def _of_rank_zero(self, value: Any) -> Any:
+        by_position = self._model.exchange_objects((self._model.rank, value))
         return next(theirs for rank, theirs in by_position if rank == 0)
 
     def _observe(self, event: Observed) -> None:
@@ -244,9 +247,9 @@ class Rebalancer(Hook):
         with phase("planning anew"), model.guard("planning anew"):
             mine = self._decide(found) if model.rank == 0 else None
         # Rank zero alone decides: sums of floats might differ between kinds of processors.
-        [decision] = [each for each in model.exchange_objects(mine) if each is not None]
-        if decision.plan is None:
-            return None, decision.why_not
+        decision: NewPlan | str | None = self._of_rank_zero(mine)
+        if not isinstance(decision, NewPlan):
+            return None, decision
         for optimizer in self._run.optimizers:
             optimizer.zero_grad()  # of the step that is over
         redistribute(model, self._run.optimizers, decision.plan)
@@ -255,16 +258,10 @@ class Rebalancer(Hook):
         self._num_steps = -NUM_WARM_UP_STEPS
         self._unread.clear()
         self._times_s.clear()
-        new_plan = NewPlan(
-            plan=decision.plan,
-            predicted_before_s=decision.before_s,
-            predicted_s=decision.after_s,
-            moved_in_s=time.perf_counter() - start_s,
-        )
-        return new_plan, None
+        return replace(decision, moved_in_s=time.perf_counter() - start_s), None
 
-    def _decide(self, found: tuple[float | None, ...]) -> "_Decision":
-        """On rank zero: the best plan at these speeds, or why there is none."""
+    def _decide(self, found: tuple[float | None, ...]) -> NewPlan | str | None:
+        """On rank zero: the best plan at these speeds, or why there is none; None: no news."""
         before = self._model.plan
         slowness = dict(self._slowness)  # of devices that do not compute now, too
         for i, each in enumerate(found):
@@ -272,25 +269,23 @@ class Rebalancer(Hook):
                 slowness[i] = rounded(slowness.get(i, 1.0) * each)
         slowness = {i: each for i, each in slowness.items() if each != 1.0}
         if slowness == self._tried:
-            return _Decision()
+            return None
         self._tried = slowness
         setting = self._at(slowness)
         try:
             plan = self._best(slowness, setting)
         except PlanError as error:
-            return _Decision(why_not=f"no plan was found: {error}")
+            return f"no plan was found: {error}"
         before_s, after_s = (step_seconds(p, setting, self._places) for p in (before, plan))
         if after_s > (1 - LEAST_GAIN) * before_s:
             kept = "" if before.stages is None else ", if stages keep their units"
-            return _Decision(
-                why_not=f"no plan is predicted to be {LEAST_GAIN:.0%} faster{kept}"
-            )
-        return _Decision(
+            return f"no plan is predicted to be {LEAST_GAIN:.0%} faster{kept}"
+        return NewPlan(
             plan=plan,
             slowness=slowness,
             expected_s=compute_seconds(plan, setting, self._places),
-            before_s=before_s,
-            after_s=after_s,
+            predicted_before_s=before_s,
+            predicted_s=after_s,
         )
 
     def _best(self, slowness: Mapping[int, float], setting: Setting) -> Plan:
@@ -328,18 +323,6 @@ class Rebalancer(Hook):
             for new, old in zip(solution.plan.ranks, before.ranks, strict=True)
         )
         return replace(solution.plan, ranks=ranks, units=before.units)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Decision:
-    """What rank zero tells the others."""
-
-    plan: Plan | None = None
-    why_not: str | None = None
-    slowness: dict[int, float] = field(default_factory=dict)
-    expected_s: tuple[float, ...] = ()
-    before_s: float = 0.0
-    after_s: float = 0.0
 
 
 def _of_places(demands: Demands, places: Sequence[int]) -> Demands:

@@ -21,7 +21,7 @@ from shardhet.apps.planning.report import (
     rows_of,
     source_line,
 )
-from shardhet.apps.planning.sentences import margin_line
+from shardhet.apps.planning.sentences import form_lines, margin_line
 from shardhet.config.planning import Inputs, PlannerConf
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
 from shardhet.planner.idle import PartPlan
@@ -181,18 +181,10 @@ def _result(report: PipelineReport) -> Iterator[str]:
     part = found.lower_bound_s / found.step_time_s
     yield predicted_line(found.step_time_s, found.samples_per_s, part, workload)
     plan = found.plan
-    shown = " (the table shows one)" * (plan.num_rounds > 1)
+    yield from form_lines(plan, workload)
     in_flight = ", ".join(str(stage.in_flight) for stage in found.stages)
     seconds = ", ".join(duration(stage.times.round_s) for stage in found.stages)
-    yield (
-        f"A step has {counted(plan.num_rounds, 'round')} of "
-        f"{counted(plan.round_size, 'sample')}{shown}. A round takes {seconds}; at most "
-        f"{in_flight} are in flight."
-    )
-    if not plan.reshard_after_backward:
-        yield "Units stay gathered over all rounds (reshard_after_backward=False)."
-    if not plan.reduce_each_round:
-        yield "Gradients are reduced after the last round (reduce_each_round=False)."
+    yield f"A round takes {seconds}; at most {in_flight} are in flight."
     if unused := unused_in(found, report.inputs):
         yield f"Left out: {named(report.inputs.setting.cluster, unused)}. Start no ranks there."
     yield "shardhet train plan=file runs plans with stages (docs/limits.md)."

@@ -51,6 +51,7 @@ from shardhet.checkpoint.state.held import Held
 from shardhet.checkpoint.state.optimizer_state import Optimizers
 from shardhet.checkpoint.state.ranks import Ranks, step_of
 from shardhet.comm.channel import Channel
+from shardhet.comm.on_host.memory import available_bytes
 from shardhet.comm.progress import phase
 from shardhet.records.nodes import Nodes, keepers
 
@@ -289,12 +290,8 @@ def _check_room(
 def _free_bytes(folder: Path) -> int:
     """The room on the file system of ``folder``; in memory, no more than is available."""
     free = shutil.disk_usage(folder).free
-    facts = Path("/proc/meminfo")
-    if folder.is_relative_to(_IN_MEMORY) and facts.exists():
-        found = re.search(r"MemAvailable:\s+(\d+) kB", facts.read_text("ascii"))
-        if found is not None:
-            free = min(free, int(found[1]) * 1024)
-    return free
+    available = available_bytes() if folder.is_relative_to(_IN_MEMORY) else None
+    return free if available is None else min(free, available)
 
 
 def _mib(num_bytes: int) -> str:
