@@ -58,7 +58,7 @@ NEAR = {
     "observer checkpoint redistribution parity_foreign odd_units fuzz_models",
     "shardhet/planner": "planner planner_search planner_highs planner_receivers planner_bound "
     "planner_large_batch objectives fewer explain steady plan_app",
-    "shardhet/pricing": "cost derive recompute reserved planner "
+    "shardhet/pricing": "cost architectures derive recompute reserved planner "
     "workload schedule plan_app demo",
     "shardhet/extras": "shared_host distributed parity",
     "shardhet/comm": "comm collectives liveness shared_host distributed parity emulated "

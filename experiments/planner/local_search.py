@@ -32,7 +32,7 @@ from shardhet.records.profiles import Timing
 
 HERE = Path(__file__).parent
 CLUSTERS = ("rtx4090_2x3090", "l4_a6000_p40_p100", "h100_a100_20")
-MODELS = ("gpt_125m", "llama_1b", "gpt_1_3b", "gpt_2_7b", "llama_3b")
+MODELS = ("gpt_125m", "bert_large", "llama_1b", "vit_g", "gpt_1_3b", "gpt_2_7b", "llama_3b")
 BATCHES = (8, 24, 64, 128)
 NUM_CASES, NUM_STEPS = 61, 1500  # of cases one has no plan
 RESTART_STEPS = 250  # without a better plan, the walk returns to the best one
