@@ -49,8 +49,10 @@ def write_trace(path: Path, timeline: Timeline, *, position: int) -> None:
 def test_the_unit_that_is_slower_than_predicted_comes_first(
     folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main([str(folder.path)])
+    picture = folder.path / "step.png"
+    main([str(folder.path), "--picture", str(picture)])
     text = capsys.readouterr().out
+    assert picture.stat().st_size
     first = text.split("Computations that differ most")[1].split("\n|")[3]
     assert [each.strip() for each in first.split("|")][:3] == ["1 slow", *SLOWER]
     assert "Device 1 slow computes" in text

@@ -354,6 +354,7 @@ REFUSALS = {
     "out=/nowhere/plan.json": "out: the folder of '/nowhere/plan.json' does not exist",
     "out=/proc/plan.json": "out: '/proc/plan.json': /proc may not be written to (No such file",
     "setting_out=/proc/x": "setting_out: '/proc/x': /proc may not be written to",
+    "picture=plan.txt": "must end in .png, .svg or .pdf",
     "cluster.nodes.0.link.latency_s=-1": "latency_s is -1.0 but must be finite and at least 0",
     "compute_fraction=0": "compute_fraction: 0.0 but it must be above 0",
     "global_batch_size=64.5": "Write a whole number: 64, not 64.0, 1e3 or 64k.",
@@ -412,6 +413,7 @@ REFUSALS = {
     "out=": "out: '' is not a file name",
     "out=conf": "out: 'conf' is not a file name",
     "setting_out=README.md": "setting_out: 'README.md': ",
+    "picture=plan": "picture: 'plan' must end in .png, .svg or .pdf",
     "cluster.nodes.0.link.bandwidth_bytes_per_s=12": "bandwidth_bytes_per_s is 12.0 but",
 }
 
@@ -563,6 +565,26 @@ def test_a_simulated_step_is_shown_and_traced(
     assert "'absent.json' does not exist" in text
     code, text = refused(capsys, command=simulate_main)
     assert "shardhet simulate PLAN key=value" in text
+
+
+def test_pictures_are_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "plan.png"
+    said(capsys, *QUICK, f"out={tmp_path}/plan.json", f"picture={picture}")
+    assert picture.stat().st_size > 5000
+    simulate_main(
+        with_cards(f"{tmp_path}/plan.json", "model=gpt_125m", f"picture={tmp_path}/s.svg")
+    )
+    assert (tmp_path / "s.svg").stat().st_size > 5000
+
+
+def test_without_matplotlib_a_picture_is_refused_before_any_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, text = refused(capsys, "picture=plan.png")
+    assert code == 2
+    assert "pip install 'shardhet[plots]'" in text
 
 
 @pytest.mark.parametrize(

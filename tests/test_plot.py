@@ -1,11 +1,12 @@
 """Runs in a table and a picture."""
 
 import json
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from shardhet.apps.cli.plots import Lane, draw_timeline
 from shardhet.apps.plot import main
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
@@ -45,11 +46,19 @@ def test_runs_are_shown_by_what_they_differ_in(
     assert "nowhere: no run has recorded anything there" in capsys.readouterr().err
 
 
-def test_a_picture_that_cannot_be_drawn_is_refused_before_any_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for out, words in (("runs.txt", "must end in .png"), ("runs.png", "'shardhet[plots]'")):
-        with pytest.raises(SystemExit):
-            main([str(tmp_path), "--out", out])
-        assert words in capsys.readouterr().err
-        monkeypatch.setitem(sys.modules, "matplotlib", None)
+def test_memory_in_pictures_has_the_unit_of_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = [(0.0, 2.0**20), (1.0, 2.0**20)]
+    from matplotlib.figure import Figure
+
+    seen: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, _path: seen.append(figure))
+    for budget, unit in ((2**26, "MiB"), (2**34, "GiB")):
+        lane = Lane(
+            label="0 x", spans=[("agree", 0.0, 1.0)], memory_bytes=held, budget_bytes=budget
+        )
+        draw_timeline("a step", [lane], Path("unused.png"))
+        work, memory = seen.pop().axes
+        assert memory.get_ylabel() == f"{unit} held"
+        assert memory.lines[0].get_ydata()[0] == 2**20 / (2**20 if unit == "MiB" else 2**30)
+        [said] = work.get_legend().get_texts()
+        assert said.get_text() == "waits for the slowest device"

@@ -776,7 +776,8 @@ def test_a_slow_cable_asks_for_stages(
         f"written to {out}",
     ):
         assert line in text
-    simulate_main([str(out), keys[0]])
+    picture = tmp_path / "step.png"
+    simulate_main([str(out), keys[0], f"picture={picture}"])
     simulated = capsys.readouterr().out
     step = re.search(r"predicted step (\S+ \w+): ", text)
     assert step is not None
@@ -785,6 +786,7 @@ def test_a_slow_cable_asks_for_stages(
     assert "a step of 16 samples takes 1.7 s, " in simulated
     assert "of it for other stages" in simulated
     assert "device, in the order of stages" in simulated
+    assert picture.stat().st_size
     plan = Plan.load(out)
     assert plan.stages is not None
     assert len(plan.stages) == 2

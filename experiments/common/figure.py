@@ -3,10 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib as mpl
-
-mpl.use("agg")  # draws into a file, with or without a screen
-from matplotlib import pyplot as plt
+from shardhet.apps.cli.plots import WIDTH_INCHES, pyplot
 
 
 def draw_lines(
@@ -17,7 +14,8 @@ def draw_lines(
     y_label: str,
 ) -> None:
     """Draw named lines of points with both axes logarithmic."""
-    drawing, axes = plt.subplots(figsize=(5, 3.2), layout="constrained")
+    plt = pyplot()
+    drawing, axes = plt.subplots(figsize=(WIDTH_INCHES / 2, 3.2), layout="constrained")
     for name, points in lines.items():
         axes.loglog(*zip(*points, strict=True), "o-", label=name)
     axes.set_xlabel(x_label)

@@ -13,9 +13,12 @@ from typing import Any, Self
 from rich.table import Table
 
 from shardhet.apps.cli.display import device_name
+from shardhet.apps.cli.outputs import check_outputs
+from shardhet.apps.cli.plots import Lane, draw_timeline
 from shardhet.apps.cli.quantities import duration
 from shardhet.apps.cli.streamed import WideConsole, figures_table
 from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.config.checks import ConfigError
 from shardhet.training.hooks.trace import NUM_STEPS, POSITION
 
 COMPUTING = {"forward": "forward", "backward": "backward", "optimizer": "optimizer step"}
@@ -89,7 +92,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("run", type=Path, help="the run folder")
     parser.add_argument("--all", action="store_true", help="list every unit and phase")
+    parser.add_argument(
+        "--picture", type=Path, help="draw each device's step, predicted above measured"
+    )
     given = parser.parse_args(arguments)
+    try:
+        check_outputs(picture=None if given.picture is None else str(given.picture))
+    except ConfigError as error:
+        parser.error(str(error))
     folder = RunFolder(given.run)
     for path, remedy in (
         (folder.devices_path, "Pass the folder of a run: runs/..."),
@@ -113,18 +123,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print("Computations that differ most from what was measured before the run:")
     console.print(_table_of_units(shown))
     console.print(verdict(pairs), markup=False)
+    if given.picture is not None:
+        draw_timeline(f"one step of {given.run}", _lanes(folder, names), given.picture)
+        console.print(f"drawn to {given.picture}", markup=False)
 
 
 def predicted_parts(folder: RunFolder) -> dict[int, StepParts]:
     """The predicted step by position."""
+    events = _predicted_events(folder)
+    return {position: StepParts.of(of_one) for position, of_one in events.items()}
+
+
+def _predicted_events(folder: RunFolder) -> dict[int, list[dict[str, Any]]]:
     events = _read(folder.predicted_trace_path)["traceEvents"]
     timed = [each for each in events if each["ph"] == "X" and each["cat"] in PHASES]
     positions = {each["pid"] for each in timed}
-    return {i: StepParts.of([e for e in timed if e["pid"] == i]) for i in positions}
+    return {i: [e for e in timed if e["pid"] == i] for i in positions}
 
 
 def measured_parts(folder: RunFolder) -> dict[int, StepParts]:
     """The traced steps by position; those of a device that ran kernels by their time."""
+    return {
+        position: StepParts.of(events, num_steps=num_steps)
+        for position, (events, num_steps) in _measured_events(folder).items()
+    }
+
+
+def _measured_events(folder: RunFolder) -> dict[int, tuple[list[dict[str, Any]], int]]:
+    """The events of each position, and of how many steps they are."""
     found = {}
     for path in folder.trace_dir.glob("rank*.json"):
         trace = _read(path)
@@ -133,9 +159,37 @@ def measured_parts(folder: RunFolder) -> dict[int, StepParts]:
         on_host = [each for each in timed if each.get("cat") == ON_HOST]
         if on_device:  # the host's time says nothing of kernels, but of its waits for peers
             on_host = [each for each in on_host if each["name"].partition(" ")[0] in WAITING]
-        events, num_steps = [*on_device, *on_host], int(trace[NUM_STEPS])
-        found[int(trace[POSITION])] = StepParts.of(events, num_steps=num_steps)
+        found[int(trace[POSITION])] = [*on_device, *on_host], int(trace[NUM_STEPS])
     return found
+
+
+def _lanes(folder: RunFolder, names: Sequence[str]) -> list[Lane]:
+    """What each device does, as predicted and below it in the first traced step."""
+    predicted, measured = _predicted_events(folder), _measured_events(folder)
+    lanes = []
+    for i, (events, num_steps) in sorted(measured.items()):
+        lanes += [
+            Lane(label=f"{names[i]}, predicted", spans=_spans(predicted.get(i, []), 1)),
+            Lane(label="measured", spans=_spans(events, num_steps)),
+        ]
+    return lanes
+
+
+def _spans(events: Sequence[dict[str, Any]], num_steps: int) -> list[tuple[str, float, float]]:
+    """Phase, start and seconds of what is in the first of the steps."""
+    timed = [
+        (phase, each["ts"] / 1e6, each["dur"] / 1e6)
+        for each in events
+        if (phase := _phase_of(each)[0]) in PHASES
+    ]
+    first_s = min((start_s for _, start_s, _ in timed), default=0.0)
+    last_s = max((start_s + seconds for _, start_s, seconds in timed), default=0.0)
+    end_s = first_s + (last_s - first_s) / num_steps
+    return [
+        (phase, start_s - first_s, seconds)
+        for phase, start_s, seconds in timed
+        if start_s < end_s
+    ]
 
 
 def _phase_of(event: dict[str, Any]) -> tuple[str, str]:

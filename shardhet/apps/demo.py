@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
@@ -28,9 +29,11 @@ COMMANDS = f"""\
 How fast is each device, for each part of the model and each microbatch size?
 measure model=small cluster=emulated_unlike {{sizes}} out={{out}}/measured
 What should each device compute, and what should it store?
-plan measured={{out}}/measured global_batch_size={{batch}} out={{out}}/plan.json {{reasons}}
+plan measured={{out}}/measured global_batch_size={{batch}} out={{out}}/plan.json {{reasons}} \
+{{plan_drawn}}
 What will one step look like?
-simulate {{out}}/plan.json measured={{out}}/measured trace={{out}}/simulated.json
+simulate {{out}}/plan.json measured={{out}}/measured trace={{out}}/simulated.json \
+{{step_drawn}}
 What is the best plan that treats all devices alike, as stock FSDP does?
 plan measured={{out}}/measured global_batch_size={{batch}} out={{out}}/even.json what_if_s=0 \
 equal=[[0,1,2,3]]
@@ -46,6 +49,7 @@ NEXT = """
 To look at next:
   {out}/run/traces/rank0.json         a real step; open it at https://ui.perfetto.dev
   {out}/simulated.json                the simulated one, the same way
+  {out}/plan.png, step.png            the plan and the simulated step as pictures
   {out}/run/model.safetensors         the trained model
   {out}/run/checkpoints               the whole state, for resume=PATH under any plan
   {out}/run/metrics.jsonl             every step, predicted and measured
@@ -54,8 +58,12 @@ To look at next:
 
 def commands(out: Path, num_steps: int, *, is_quick: bool = False) -> list[tuple[str, str]]:
     """The question and the command of each part, in order."""
+    here = shlex.quote(str(out))
+    can_draw = find_spec("matplotlib") is not None
     lines = COMMANDS.format(
-        out=shlex.quote(str(out)),
+        out=here,
+        plan_drawn=f"picture={here}/plan.png" if can_draw else "",
+        step_drawn=f"picture={here}/step.png" if can_draw else "",
         sizes="max_microbatch_size=4 num_repeats=3" if is_quick else "max_microbatch_size=16",
         batch=8 if is_quick else 32,
         judged=20 if is_quick else 400,

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
+from pathlib import Path
 
 from rich.console import Console
 
@@ -65,7 +66,7 @@ shardhet plan key=value ...
 
   shardhet plan cards='4090+A6000 | 3090x2' network=10GbE model=llama_1b
   shardhet plan model=llama_1b         for the cards of this machine
-  shardhet plan cluster=my_cluster.yaml model=gpt_1_3b out=plan.json
+  shardhet plan cluster=my_cluster.yaml model=gpt_1_3b out=plan.json picture=plan.png
   shardhet plan measured=FOLDER        the three files that shardhet measure has written
   shardhet plan limits.0.memory_gib=8 limits.3.batch=0 'equal=[[1,2]]'
   shardhet plan objective=largest_batch        or least_memory, or throughput
@@ -98,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with refusing("\nNothing was planned."):
         conf, inputs = load(DOOR, request, PlannerConf)
         demands = conf.to_demands(inputs.setting.cluster.devices)
-        check_outputs(out=conf.out)
+        check_outputs(out=conf.out, picture=conf.picture)
         check_folder_output("setting_out", conf.setting_out)
         waiting = Waiting(errors)
         try:
@@ -361,3 +362,8 @@ def _write(conf: PlannerConf, report: PlanReport, console: Console) -> None:
         report.inputs.setting.save(conf.setting_out)
         path = conf.setting_out
         say(console, f"written to {path}: measured={path} takes these devices")
+    if conf.picture is not None:
+        from shardhet.apps.planning.pictures import draw_report
+
+        draw_report(report, Path(conf.picture))
+        say(console, f"drawn to {conf.picture}")

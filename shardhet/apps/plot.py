@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardhet.apps.cli.outputs import check_outputs
+from shardhet.apps.cli.plots import draw_curves
 from shardhet.apps.cli.streamed import WideConsole, figures_table, say
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.config.checks import ConfigError
@@ -101,44 +102,6 @@ def show(records: Sequence[Record]) -> None:
     WideConsole().print(table_of(records))
 
 
-def check_picture(path: str) -> None:
-    """Raise ConfigError if no picture can be drawn to ``path``."""
-    try:
-        import matplotlib  # noqa: F401 -- only to see whether it is here
-    except ImportError:
-        raise ConfigError(
-            "--out: matplotlib is not installed. Run pip install 'shardhet[plots]'."
-        ) from None
-    if Path(path).suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--out: {path!r} must end in .png, .svg or .pdf.")
-
-
-def draw(records: Sequence[Record], path: Path) -> None:
-    """Draw losses (held-out ones as dots), step times and memory over steps, by run."""
-    import matplotlib as mpl
-
-    mpl.use("agg")  # draws into a file, with or without a screen
-    from matplotlib import pyplot as plt
-
-    drawing, panels = plt.subplots(1, 3, figsize=(15, 4), layout="constrained")
-    names = {"loss": "loss", "step_time_s": "seconds per step", "memory_gib": "peak GiB"}
-    for axes, (name, label) in zip(panels, names.items(), strict=True):
-        for each in records:
-            (line,) = axes.plot(*_points(each.curves[name]), linewidth=1, label=each.name)
-            if name == "loss":
-                color = line.get_color()
-                axes.plot(*_points(each.curves["held_out_loss"]), "o", color=color)
-        axes.set_xlabel("step")
-        axes.set_ylabel(label)
-    panels[0].legend(fontsize="small")
-    drawing.savefig(path)
-    plt.close(drawing)
-
-
-def _points(curve: Curve) -> tuple[list[int], list[float]]:
-    return list(curve), list(curve.values())
-
-
 class TableAtTheEnd(Callback):
     """Makes Hydra end a sweep with the table of its runs."""
 
@@ -159,12 +122,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", default="runs.png", help="the picture: .png, .svg or .pdf")
     given = parser.parse_args(arguments)
     try:
-        check_outputs(out=given.out)
-        check_picture(given.out)
+        check_outputs(picture=given.out)
         records = records_in(given.run)
     except ConfigError as error:
         parser.error(str(error))
-    draw(records, Path(given.out))
+    draw_curves({each.name: each.curves for each in records}, Path(given.out))
     show(records)
     say(Console(highlight=False), f"drawn to {given.out}")
 

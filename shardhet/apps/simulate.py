@@ -24,7 +24,7 @@ DOOR = Door(
 shardhet simulate PLAN key=value ...
 
   shardhet simulate plan.json cluster=two_regions_128 model=llama_7b
-  shardhet simulate plan.json measured=FOLDER trace=trace.json
+  shardhet simulate plan.json measured=FOLDER trace=trace.json picture=step.png
 
 Cluster and model are those that the plan was made for. A trace opens in Perfetto.""",
     num_files=1,
@@ -39,16 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with refusing("\nNothing was simulated."):
         conf, inputs = load(DOOR, request, SimulateConf)
         plan = _load_plan(request.files[0])
-        check_outputs(trace=conf.trace)
+        check_outputs(trace=conf.trace, picture=conf.picture)
         stage_of = conf.part_of(inputs, has_stages=True)
         price = price_of(plan, inputs.setting, stage_of)
         timeline = timeline_of(price)
     found = rows_of(plan, price, lambda i: 1 - timeline.idle_fraction(i))
     console = WideConsole()
     _show(inputs, plan, timeline, found, console)
-    if conf.trace is not None:
-        timeline.save_chrome_trace(conf.trace)
-        say(console, f"written to {conf.trace}")
+    _write(conf, inputs, timeline, found, console)
 
 
 def _load_plan(path: str) -> Plan:
@@ -96,3 +94,22 @@ def _show(
     sent_s = sum(event.seconds for event in timeline.collectives)
     used = f"{duration(sent_s)}, {sent_s / step_s:.0%} of the step"
     console.print(f"Links are in use for {used}.")
+
+
+def _write(
+    conf: SimulateConf,
+    inputs: Inputs,
+    timeline: Timeline,
+    found: Sequence[Row],
+    console: Console,
+) -> None:
+    if conf.trace is not None:
+        timeline.save_chrome_trace(conf.trace)
+        say(console, f"written to {conf.trace}")
+    if conf.picture is not None:
+        from shardhet.apps.cli.plots import draw_timeline
+        from shardhet.apps.planning.pictures import lanes
+
+        title = f"one step of {inputs.name}, simulated"
+        draw_timeline(title, lanes(timeline, found), Path(conf.picture))
+        say(console, f"drawn to {conf.picture}")

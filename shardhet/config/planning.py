@@ -313,6 +313,7 @@ class PlannerConf(InputsConf):
     baselines: bool = False
     out: str | None = None  # the plan, as JSON
     setting_out: str | None = None  # a folder: cluster, workload and profile of the plan
+    picture: str | None = None  # needs matplotlib
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -338,7 +339,7 @@ class PlannerConf(InputsConf):
             self._check_beside("max_stages", self.refused_beside_stages())
         if self.whole_matrices:
             beside = [key for key in ("optimizer_on_host", "baselines") if getattr(self, key)]
-            others = ("setting_out", "whole_matrices")
+            others = ("picture", "setting_out", "whole_matrices")
             beside += [key for key in self.refused_beside_stages() if key not in others]
             self._check_beside("whole_matrices", beside)
         for key in ("min_samples_per_s", "spared"):
@@ -370,6 +371,7 @@ class PlannerConf(InputsConf):
             "leave_out=auto": self.leave_out == "auto",
             "limits": bool(self.limits),
             "equal": bool(self.equal),
+            "picture": self.picture is not None,
             "setting_out": self.setting_out is not None,
             "whole_matrices": self.whole_matrices,
         }
@@ -418,6 +420,7 @@ class SimulateConf(InputsConf):
     """The configuration of ``shardhet simulate``, besides the plan."""
 
     trace: str | None = None  # for Perfetto
+    picture: str | None = None  # needs matplotlib
 
 
 def register_planning_schemas() -> None:
