@@ -14,7 +14,6 @@ from shardhet import HetFSDP, Plan, Stage
 from shardhet.comm.channel import Channel
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.stages.exchange import StageExchange
-from shardhet.fsdp.stages.runtime import StageRuntime
 from shardhet.fsdp.step.launches import RUNS
 from shardhet.fsdp.step.turn_walk import TurnWalk
 from shardhet.models.decoder import Decoder
@@ -162,7 +161,7 @@ def listed(model: HetFSDP, schedule: Schedule, *, in_one_order: bool) -> Step:
     """The same from the list."""
     runtime = model._runtime
     place: tuple[Any, ...] = ()
-    if isinstance(runtime, StageRuntime):
+    if model.plan.stages is not None:
         place = runtime.stage, runtime.in_flight
     ops = ops_of(schedule, *place, in_one_order=in_one_order)
 

@@ -532,7 +532,8 @@ class Odd(nn.Module):
         return losses, (targets >= 0).sum()
 
 
-ODDITIES = {  # by what is done: what a plan of stages says, and one of rounds
+ODDITIES: dict[str, tuple[str, str | None]] = {
+    # By what is done: what a plan of stages says, and one of rounds; None: not compared.
     "clips": ("do not grow as the gradient", "do not grow as the gradient"),
     "halves": ("", ""),
     "returns a view": ("or a view of one or of another", "or a view of one or of another"),
@@ -543,7 +544,7 @@ ODDITIES = {  # by what is done: what a plan of stages says, and one of rounds
     "writes to what is frozen": ("writes to what unit 'blocks.0' has returned", ""),
     "hook between": ("or gives it a hook", ""),
     "checkpoint": ("is called by gradient checkpointing", "during backward"),
-    "flag": ("were passed other samples or other values", ""),
+    "flag": ("were passed other samples or other values", None),
 }
 
 
@@ -561,6 +562,8 @@ def _odd(rank: int, oddity: str, plan: Plan) -> None:
 @pytest.mark.parametrize("oddity", ODDITIES)
 def test_what_is_odd_is_as_in_one_process_or_refused(oddity: str, has_stages: bool) -> None:
     message = ODDITIES[oddity][not has_stages]
+    if message is None:
+        pytest.skip("ranks have samples of their own, and so arguments")
     plan = staged([2, 2], [1, 1]) if has_stages else Plan.even(2, microbatch_size=2)
     plan = plan if has_stages else replace(plan, num_rounds=2)
     if not message:

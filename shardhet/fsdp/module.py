@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from shardhet.comm.groups import default_group
 from shardhet.comm.liveness import watch_unless_decided
 from shardhet.comm.members import Members, is_rehearsal, planned_device
-from shardhet.comm.progress import progress
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.caches import CacheSwitch
 from shardhet.fsdp.microbatch.layered import autocast_as, autocast_dtype_now
@@ -32,15 +31,13 @@ from shardhet.fsdp.sharding.build import build_units, find_pieces, planned_units
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.materialize import RowSource
-from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.stages.channels import comm_of_units
 from shardhet.fsdp.stages.refusals import beyond_stages, find_units_by
-from shardhet.fsdp.stages.runtime import runtime_by
+from shardhet.fsdp.stages.runtime import StageRuntime
 from shardhet.fsdp.stages.step import Pipeline
 from shardhet.fsdp.step.intercept import intercept
 from shardhet.fsdp.step.mean_backward import MeanBackward, warn_of_large_output
 from shardhet.fsdp.step.observer import Activity, Observer
-from shardhet.fsdp.step.runtime import Runtime
 from shardhet.fsdp.step.unit_by_unit import check_is_not_open, unit_by_unit
 from shardhet.fsdp.surface import guard_root
 from shardhet.records.cluster import DeviceSpec
@@ -147,9 +144,10 @@ class HetFSDP(ModuleInRounds):
         self._loss, self._caches = FusedLoss(loss_fn), CacheSwitch(module)
         self._batch_dim, self._forward = batch_dims(batch_dim, module.forward), module.forward
         self._make_runtime = partial(
-            _runtime_by,
+            StageRuntime,
             built,
             root,
+            root_comm=self._comm,
             control=members.control,
             peers=self._peers,
             seed=seed,
@@ -174,17 +172,18 @@ class HetFSDP(ModuleInRounds):
 
     def compute_by(self, plan: Plan, of_units: CommContext) -> None:
         """Take steps as ``plan`` says, with units gathered over ``of_units``.  Collective."""
-        before: Runtime | None = self.__dict__.get("_runtime")
-        progress.stage = None
-        observers = before and before.observers
-        self._runtime = self._make_runtime(plan, self._comm, of_units, observers=observers)
+        before: StageRuntime | None = self.__dict__.get("_runtime")
+        observers = None if before is None else before.observers
+        self._runtime = self._make_runtime(plan=plan, comm=of_units, observers=observers)
         if before is not None:
             self._runtime.rounds.end_step(before.rounds.step)
             self._runtime.asks_to_end = before.asks_to_end
             self._runtime.raises_bad_loss = before.raises_bad_loss
             self._runtime.follow(plan, before.rounds.batches_per_step)
         self._backward = self._make_backward(self._runtime)
-        self._pipeline = Pipeline.of(self._runtime, self._backward, self._run_module)
+        self._pipeline = None
+        if plan.stages is not None:
+            self._pipeline = Pipeline(self._runtime, self._backward, self._run_module)
         intercept(self.module, self._runtime.calls, self._loss.for_plan(plan), self._pieces)
 
     # Training #
@@ -304,18 +303,6 @@ def _know_params(model: HetFSDP, hooks: ParamHooks, before: ParamsBefore) -> Non
     host_step.know(model._param_by_fqn.values(), model._comm, model._peers)
     before.give_up(model._peers)
     hooks.leave_out_present(model._param_by_fqn)
-
-
-def _runtime_by(
-    units: Sequence[FSDPUnit],
-    root: FSDPUnit,
-    plan: Plan,
-    comm: CommContext,
-    of_units: CommContext,
-    **options: Any,
-) -> Runtime:
-    """The runtime of a rank of ``plan``; ``comm`` is that of all ranks."""
-    return runtime_by(plan, comm)(units, root, plan=plan, comm=of_units, **options)
 
 
 def _loss_of_none(device: torch.device) -> tuple[Tensor, Tensor]:

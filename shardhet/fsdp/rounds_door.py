@@ -28,6 +28,7 @@ class ModuleInRounds(ModuleWithState):
     plan: Plan
     position: int
     _precision: MixedPrecision
+    _runtime: StageRuntime
     _backward: MeanBackward
     _forward: Callable[..., Any]  # of the wrapped module
     _batch_dim: BatchDims
@@ -107,7 +108,6 @@ class ModuleInRounds(ModuleWithState):
 
         For trainers whose loss is computed from what the module returns.
         """
-        assert isinstance(self._runtime, StageRuntime), "plans without stages need none"
         self._function = self._runtime.function = function
         try:
             yield

@@ -220,6 +220,11 @@ class Plan(ShownPlan, Document):
         whole = (range(self.world_size),)
         return whole if self.stages is None else positions_by_stage(self.stages)
 
+    @property
+    def pipeline(self) -> tuple[Stage, ...]:
+        """The stages, or the one that has all units."""
+        return self.stages or (Stage(units=("*",), num_ranks=self.world_size),)
+
     def group_of(self, position: int) -> range:
         """The positions that compute the same units as ``position``."""
         return group_with(position, self.groups)

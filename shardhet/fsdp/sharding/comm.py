@@ -92,7 +92,7 @@ class CommContext:
         self.holds_for = plan.holds_for
         computes = [rank.rank_batch_size > 0 for rank in plan.ranks]
         self.computing = tuple(i for i, each in enumerate(computes) if each)
-        self._groups = [*zip(plan.stages or (), plan.groups, strict=False)]
+        self._groups = [*zip(plan.pipeline, plan.groups, strict=True)]
         self.resident_units = tuple(plan.resident_units)
         of_plan = carriers(self.nodes, computes)
         self.gather_channel, self.reduce_channel = (

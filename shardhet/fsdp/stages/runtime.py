@@ -15,9 +15,8 @@ from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.probing.known_calls import UNKNOWN
 from shardhet.fsdp.probing.prober import Findings
-from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.residence import share_holders
-from shardhet.fsdp.stages.calls import Kind, StageCalls
+from shardhet.fsdp.stages.calls import Kind
 from shardhet.fsdp.stages.parts import carried_of, check_dropouts, parts_of
 from shardhet.fsdp.stages.refusals import check_hooks, refuse
 from shardhet.fsdp.stages.rounds import StageRound
@@ -30,74 +29,29 @@ from shardhet.records.schedule import (
     Schedule,
     make_schedule,
 )
-from shardhet.records.stages import positions_by_stage, rounds_in_flight, stage_by_unit
-
-
-def runtime_by(plan: Plan, comm: CommContext) -> Callable[..., Runtime]:
-    """Makes the runtime of a rank of ``plan``; ``comm`` is that of all ranks."""
-    return Runtime if plan.stages is None else partial(StageRuntime, root_comm=comm)
+from shardhet.records.stages import rounds_in_flight, stage_by_unit
 
 
 class StageRuntime(Runtime):
-    """The runtime of a rank of one stage of a pipeline."""
+    """The runtime of a rank of one stage; without stages all ranks are one."""
 
-    _make_calls = StageCalls
     function: Callable[..., Any] | None = None  # see ``HetFSDP.computing``
-
-    def __init__(self, *args: Any, root_comm: CommContext, plan: Plan, **kwargs: Any) -> None:
-        super().__init__(*args, plan=plan, **kwargs)
-        assert plan.stages is not None
-        self.plan, self.stages = plan, plan.stages
-        self.control, self.peers = self._control, self._peers
-        self.positions = positions_by_stage(self.stages)
-        position = self._control.position
-        self.stage = next(i for i, each in enumerate(self.positions) if position in each)
-        progress.stage = self.stage
-        self.unit_fqns = [unit.fqn for unit in self.units]
-        self.stage_by_fqn = stage_by_unit(self.stages, self.unit_fqns)
-        self._follow_rounds()
-        self._dropouts = [e for e in self._module.modules() if isinstance(e, _DropoutNd)]
-        self.root_comm = root_comm  # of all ranks; that of units is of those of a stage
-        computing = [i for i, rank in enumerate(plan.ranks) if rank.rank_batch_size]
-        self._computing = tuple(computing)  # of all stages
-        own = self.positions[self.stage]
-        self.computing_here = tuple(i for i in computing if i in own)
 
     def follow(self, plan: Plan, batches_per_step: int = 1) -> None:
         """See ``Runtime.follow``."""
         super().follow(plan, batches_per_step)
-        if hasattr(self, "stage"):  # else the stage is not known yet
-            self._follow_rounds()
-
-    def _follow_rounds(self) -> None:
-        # By stage
-        self.in_flight = rounds_in_flight(self.stages, self.rounds.number)
+        self.stage = plan.groups.index(own := plan.group_of(self.control.position))
+        progress.stage = None if plan.stages is None else self.stage
+        self.computing_here = tuple(i for i in self.root_comm.computing if i in own)
+        self.unit_fqns = [unit.fqn for unit in self.units]
+        self.stage_by_fqn = stage_by_unit(plan.pipeline, self.unit_fqns)
+        self.in_flight = rounds_in_flight(plan.pipeline, self.rounds.number)  # by stage
+        self._dropouts = [e for e in self._module.modules() if isinstance(e, _DropoutNd)]
         self._index_by_key: dict[Any, int] = {}  # of findings, on this rank
         self._kinds: dict[int, Kind] = {}  # by index of findings
         self._schedules: dict[tuple[int, int], Schedule] = {}  # and number of rounds
 
-    @property
-    def comms(self) -> tuple[CommContext, ...]:
-        """See ``Runtime.comms``."""
-        return (self._comm, self.root_comm)
-
     # Before the rounds
-
-    def begin_step(self) -> None:
-        """Unshard the root on all ranks, before any stage waits for another.  Collective."""
-        self.abandon()
-        self.features.begin()
-        for comm, receivers in (
-            (self.root_comm, self._computing),
-            (self._comm, self.computing_here),
-        ):
-            comm.receivers = receivers
-            comm.mark_compute()
-            comm.mark_rows_changed()
-        if self._comm.host_memory.lets_copies_wait:
-            for unit in self.all_units:
-                unit.copy_to_device()
-        self.walk.take_in(self.root)
 
     def know(
         self, rounds: Sequence[StageRound], run_module: RunModule, *, is_training: bool
@@ -112,7 +66,7 @@ class StageRuntime(Runtime):
                 float(known.get(key, UNKNOWN)) if each.batch.num_samples else math.inf
                 for key, each in zip(keys, rounds, strict=True)
             ]
-            rows = self._control.exchange(mine)
+            rows = self.control.exchange(mine)
             unknown = []
             for i, column in enumerate(zip(*rows, strict=True)):
                 found = {int(x) for x in column if x != math.inf}
@@ -131,9 +85,9 @@ class StageRuntime(Runtime):
         """Run the whole model on all ranks; the index of what is found.  Collective."""
         doing = progress.doing
         progress.mark(f"{doing}, the probe of its first call of this kind")
-        if self._plan.resident_units:
-            share_holders(self.flats, self._control)
-        self._comm.receivers = self._computing
+        if self.plan.resident_units:
+            share_holders(self.flats, self.control)
+        self._comm.receivers = self.root_comm.computing
         self.step.has_gradients = torch.is_grad_enabled()
         self._enter(each)
         with self.calls.dropout.taken_over(is_needed=True):
@@ -148,7 +102,7 @@ class StageRuntime(Runtime):
             kind = self._kind_of(findings)
         except ValueError as error:
             problem = str(error)
-        told = [each for each in self._control.exchange_objects(problem) if each]
+        told = [each for each in self.control.exchange_objects(problem) if each]
         if kind is None or told:  # ranks without samples see less
             raise ValueError(told[0])
         self._kinds[index] = kind
@@ -167,7 +121,7 @@ class StageRuntime(Runtime):
         }
         for what, found in refused.items():
             refuse(what, is_there=bool(found), where=progress.doing)
-        parts = parts_of(findings, fqns, self.stage_by_fqn, len(self.stages))
+        parts = parts_of(findings, fqns, self.stage_by_fqn, len(self.in_flight))
         if not findings.results:  # a rank without samples hands nothing over
             return Kind(findings, parts[self.stage], [], [])
         called = [fqns[each.unit] for each in findings.schedule.segments]
@@ -225,35 +179,18 @@ class StageRuntime(Runtime):
         """
         self.step.has_gradients = torch.is_grad_enabled()
         self._enter(each)
-        call, batch = each.call, each.batch
+        call = each.call
         self.step.num_visits.clear()
         self.walk.begin_round()
         self._known.begin(each.index, call, run_module, is_training=is_training, splits=True)
-        output: Any = ()
-        if batch.num_samples:
-            assert isinstance(self.calls, StageCalls)
-            kind = self._kinds[each.index]
-            is_needed = kind.findings.has_root_dropout
-            taken_over = self.calls.dropout.taken_over(is_needed=is_needed)
-            with self._random.around(is_training), taken_over:
-                self._random.seed("", 0, batch.step, batch.first_sample, is_training)
-                output = self.calls.run_part(run_module, call, kind, received)
-            self.walk.end_forward()
-        else:
-            self.walk.pass_forward()
-        self._known.end_forward(follows=self.rounds.have_begun, is_cut=batch.is_cut)
-        return output
+        kind = self._kinds[each.index]
+        run = partial(self.calls.run_part, run_module, call, kind, received)
+        return self.run_forward(kind.findings, run, is_training=is_training)
 
     def backward_round(self, each: StageRound, run_autograd: Callable[[], None]) -> None:
         """This stage's part of a round's backward."""
         self._enter(each)
-        self.walk.begin_backward()
-        if each.batch.num_samples:
-            with self.step.in_autograd(self._comm.device.type):
-                run_autograd()
-        if self._inputs is not None:
-            self._inputs.end_round()
-        self.walk.end_backward()
+        self.run_backward(run_autograd)
 
     def begin_phase(self, now: RoundPhase, following: RoundPhase) -> None:
         """Let what a backward that follows begins with come back from the host meanwhile."""
@@ -275,14 +212,3 @@ class StageRuntime(Runtime):
                 unit.pass_over()
         self.walk.reduce_rest()
         self.end_rounds()
-
-    def end_rounds(self) -> None:
-        """Reshard what stayed, once the last round is finished."""
-        self.walk.end_step()
-        self.root_comm.wait_all_sent()
-        self.step.batch = None
-
-    def abandon(self) -> None:
-        """See ``Runtime.abandon``."""
-        super().abandon()
-        self.root_comm.wait_all_sent()

@@ -48,20 +48,12 @@ from shardhet.fsdp.step.mean_backward import (
 from shardhet.fsdp.step.observer import Activity
 from shardhet.fsdp.step.output import Laws, Output
 from shardhet.fsdp.step.rounds import Moment
-from shardhet.fsdp.step.runtime import Runtime
 from shardhet.records.layout import Span
 from shardhet.records.schedule import Phase, RoundPhase, one_forward_one_backward
 
 
 class Pipeline:
     """The steps of one rank of a pipeline."""
-
-    @classmethod
-    def of(
-        cls, runtime: Runtime, backward: MeanBackward, run_module: RunModule
-    ) -> "Pipeline | None":
-        """Those that ``runtime`` takes; None if its plan has no stages."""
-        return cls(runtime, backward, run_module) if isinstance(runtime, StageRuntime) else None
 
     def __init__(
         self, runtime: StageRuntime, backward: MeanBackward, run_module: RunModule
@@ -73,7 +65,7 @@ class Pipeline:
         self._run_module = run_module
         self._comm = comm = runtime.root_comm
         self._stage = stage = runtime.stage
-        self._is_last = stage == len(runtime.stages) - 1
+        self._is_last = stage == len(runtime.in_flight) - 1
         self._exchange = StageExchange(runtime)
         # Of the step in progress
         self._told: list[list[Passed]] = []  # what every rank is passed, by position and round
@@ -105,7 +97,7 @@ class Pipeline:
             self._agree("forward_backward", calls)
             if not self._rounds:
                 raise ValueError(f"forward_backward: no rank has samples. {DEAL}")
-            runtime.begin_step()
+            self._begin_step()
             runtime.norms.begin()
             runtime.know(self._rounds, self._run_module, is_training=is_training)
             kinds = [runtime.kind_for(each.index) for each in self._rounds]
@@ -175,7 +167,7 @@ class Pipeline:
             self._agree("model(...)", calls)
             if not self._rounds:
                 return None
-            runtime.begin_step()
+            self._begin_step()
             checksums = _checksums(calls, self._comm.device)
             self._exchange.begin(self._rounds, {Phase.FORWARD: 1, Phase.BACKWARD: 0})
             sizes = [sum(each) for each in zip(*(r.sizes for r in self._rounds), strict=True)]
@@ -245,6 +237,13 @@ class Pipeline:
             self._told = told = self._control.exchange_objects(passed)
         position = self._control.position
         self._rounds = rounds_of(self._plan, position, step, calls, told, caller=caller)
+
+    def _begin_step(self) -> None:
+        """Unshard the root on all ranks, before any stage waits for another.  Collective."""
+        runtime = self._runtime
+        runtime.begin_step()
+        runtime.features.begin()
+        runtime.unshard_root(self._comm.computing, runtime.computing_here)
 
     def _forward(self, now: RoundPhase, *, is_training: bool) -> None:
         runtime, each = self._runtime, self._rounds[now.round]

@@ -21,11 +21,8 @@ class HostSlabs:
     ) -> None:
         self._plan, self._control, self._nodes = plan, control, comm.nodes
         # By position: rounds that the rank has begun and not finished at most.
-        self._held = [1] * plan.world_size
-        if plan.stages is not None:
-            held = rounds_in_flight(plan.stages, num_rounds)
-            groups = zip(held, plan.groups, strict=True)
-            self._held = [n for n, group in groups for _ in group]
+        groups = zip(rounds_in_flight(plan.pipeline, num_rounds), plan.groups, strict=True)
+        self._held = [n for n, group in groups for _ in group]
         self.inputs: InputsOnHost | None = None  # the plan keeps none of this rank's there
         if plan.ranks[control.position].inputs_on_host:
             self.inputs = InputsOnHost(comm, self._held[control.position])
@@ -64,13 +61,12 @@ class HostSlabs:
 
 def _bytes_on_host(plan: Plan, position: int, seen: Sequence[SeenInput]) -> int:
     """What the host of the rank at ``position`` keeps of a round's inputs."""
-    rank, stage = plan.ranks[position], None
-    if plan.stages is not None:
-        stage = plan.stages[plan.groups.index(plan.group_of(position))]
+    rank = plan.ranks[position]
+    stage = plan.pipeline[plan.groups.index(plan.group_of(position))]
     by_tensor = {
         each.tensor: each.bytes_per_sample
         for each in seen
-        if rank.keeps_input_on_host(each.fqn) and (stage is None or stage.has(each.fqn))
+        if rank.keeps_input_on_host(each.fqn) and stage.has(each.fqn)
     }
     unused = ALIGNMENT * len(by_tensor) * rank.num_microbatches
     return int(rank.rank_batch_size * sum(by_tensor.values())) + unused

@@ -1,6 +1,7 @@
 """One training step on this rank: forward and backward."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.seeds import RandomStates
 from shardhet.fsdp.sharding.unit import FSDPUnit
+from shardhet.fsdp.stages.calls import StageCalls
 from shardhet.fsdp.step.around import Visits
-from shardhet.fsdp.step.calls import StepInProgress, UnitCalls
+from shardhet.fsdp.step.calls import StepInProgress
 from shardhet.fsdp.step.features import FeatureGathers
 from shardhet.fsdp.step.host_slabs import HostSlabs
 from shardhet.fsdp.step.observer import Activity, Observers
@@ -36,9 +38,7 @@ from shardhet.records.plan import Plan
 
 
 class Runtime:
-    """Takes all units of one model through its steps."""
-
-    _make_calls: Callable[..., UnitCalls] = UnitCalls
+    """Takes all units of one model through its steps; ``StageRuntime`` is what is made."""
 
     def __init__(
         self,
@@ -47,6 +47,7 @@ class Runtime:
         *,
         plan: Plan,
         comm: CommContext,
+        root_comm: CommContext,
         control: Channel,
         peers: Peers,
         seed: int,
@@ -63,8 +64,8 @@ class Runtime:
         self.rounds = Rounds(plan)
         self.asks_to_end = self.is_asked_to_end = False  # this rank; any, at the last backward
         self.raises_bad_loss = True  # that is not finite
-        self._comm = comm
-        self._control, self._peers = control, peers
+        self._comm, self.root_comm = comm, root_comm  # of those of a stage, and of all ranks
+        self.control, self.peers = control, peers
         self._random = RandomStates(seed, comm.device)
         self._module, self.norms = module, norms
         self._caches, self._loss = caches, loss
@@ -74,7 +75,7 @@ class Runtime:
         self.own_samples = range(0)  # of the last forward, in the global batch
         self._inputs: InputsOnHost | None = None
         self.step = StepInProgress()
-        self.calls = self._make_calls(
+        self.calls = StageCalls(
             module,
             units,
             step=self.step,
@@ -88,14 +89,14 @@ class Runtime:
 
     def follow(self, plan: Plan, batches_per_step: int = 1) -> None:
         """Compute as ``plan`` says from the next forward on, so many of its batches a step."""
-        self._plan = plan
-        self._rank_plan = plan.ranks[self._control.position]
+        self.plan = plan
+        self._rank_plan = plan.ranks[self.control.position]
         self.rounds.follow(plan, batches_per_step)
         self._comm.num_rounds = self.rounds.number
         self.features.has_rounds = plan.num_rounds > 1
         if self._inputs is not None:
             self._inputs.wait()
-        self._slabs = HostSlabs(plan, self._comm, self._control, self.rounds.number)
+        self._slabs = HostSlabs(plan, self._comm, self.control, self.rounds.number)
         self._inputs = self._slabs.inputs
         visits = Visits(
             staying=self.walk.staying,
@@ -113,12 +114,12 @@ class Runtime:
             norms=self.norms,
             caches=self._caches,
             loss=self._loss,
-            control=self._control,
+            control=self.control,
             device=self._comm.device,
             plan=plan,
         )
         self._prober = Prober(probed, form=self.rounds.form)
-        self._known = KnownCalls(self._prober, self._control)
+        self._known = KnownCalls(self._prober, self.control)
         self.calls.follow(visits, self._prober, self._known)
 
     @property
@@ -134,7 +135,7 @@ class Runtime:
     @property
     def comms(self) -> tuple[CommContext, ...]:
         """Those that units and the root are gathered over."""
-        return (self._comm,)
+        return tuple(dict.fromkeys((self._comm, self.root_comm)))
 
     @property
     def known_to_stay(self) -> frozenset[int]:
@@ -154,17 +155,16 @@ class Runtime:
                 has_gradients=self.step.has_gradients, awaits_backward=self.step.awaits_backward
             )
         else:
-            self.abandon()
-            self._comm.mark_rows_changed()
+            self.begin_step()
         self.features.begin()
-        call, is_ragged = beside_others(call, self._control)
+        call, is_ragged = beside_others(call, self.control)
         most = max(self._rank_plan.microbatch_sizes, default=0)
         splits = is_ragged or self.rounds.is_cut or call.num_samples > most
         index = self._known.index_of(call, is_training=is_training, splits=splits)
         with self.observers.watch("", Activity.AGREE):
             self.step.batch, index = agree_on_batch(
-                self._plan,
-                self._control,
+                self.plan,
+                self.control,
                 num_samples=call.num_samples,
                 index=index,
                 rounds=self.rounds,
@@ -178,14 +178,10 @@ class Runtime:
                 self.features.is_in_forward = False
                 return None
             index = self._known.latest  # its turns are taken all the same
-        self._comm.receivers = self._comm.receivers_for(self.step.batch.computing)
+        receivers = self._comm.receivers_for(self.step.batch.computing)
         if self.rounds.receivers is not None and self.step.has_gradients:
-            self._comm.receivers = self.rounds.receivers
-        self._comm.mark_compute()  # gathers read shards that the optimizer wrote
-        if self._comm.host_memory.lets_copies_wait:
-            for unit in self.all_units:
-                unit.copy_to_device()
-        self.walk.take_in(self.root)
+            receivers = self.rounds.receivers
+        self.unshard_root(receivers, receivers)
         if index == UNKNOWN:
             progress.mark("model(...), the probe of its first call of this kind")
         with self.calls.dropout.taken_over(is_needed=index == UNKNOWN):
@@ -197,32 +193,59 @@ class Runtime:
         self.step.num_visits.clear()
         self.walk.is_behind = call.is_behind
         self.walk.begin(findings.schedule, self.rounds.moment.round, findings.staying)
-        output = None
         if is_training:
             self.norms.begin()
-        if self.step.batch.num_samples:
+        output = self.run_forward(
+            findings, partial(run_module, *call.with_all()), is_training=is_training
+        )
+        if not self.step.batch.num_samples:
+            output = findings.make_empty_output(self.calls.anchor)
+        self._end_forward(is_training)
+        return output
+
+    def begin_step(self) -> None:
+        """Begin anew, and read rows again that are on the host."""
+        self.abandon()
+        for comm in self.comms:
+            comm.mark_rows_changed()
+
+    def unshard_root(self, everywhere: tuple[int, ...], here: tuple[int, ...]) -> None:
+        """Unshard the root at positions ``everywhere``, and later units of this stage at those
+        ``here``.  Collective.
+        """
+        for comm, receivers in {self.root_comm: everywhere, self._comm: here}.items():
+            comm.receivers = receivers
+            comm.mark_compute()  # gathers read shards that the optimizer wrote
+        if self._comm.host_memory.lets_copies_wait:
+            for unit in self.all_units:
+                unit.copy_to_device()
+        self.walk.take_in(self.root)
+
+    def run_forward(
+        self, findings: Findings, run: Callable[[], Any], *, is_training: bool
+    ) -> Any:
+        """Take all turns of a round's forward; what ``run`` returns on ranks with samples."""
+        batch, output = self.step.batch, None
+        assert batch is not None
+        if batch.num_samples:
             taken_over = self.calls.dropout.taken_over(is_needed=findings.has_root_dropout)
             with self._random.around(is_training), taken_over:
-                self._random.seed(
-                    "", 0, self.step.batch.step, self.step.batch.first_sample, is_training
-                )
-                output = run_module(*call.with_all())
+                self._random.seed("", 0, batch.step, batch.first_sample, is_training)
+                output = run()
             self.walk.end_forward()
         else:
             self.walk.pass_forward()
-            output = findings.make_empty_output(self.calls.anchor)
         self._count_everywhere(findings)
-        self._known.end_forward(follows=self.rounds.have_begun, is_cut=self.step.batch.is_cut)
-        self._end_forward(is_training)
+        self._known.end_forward(follows=self.rounds.have_begun, is_cut=batch.is_cut)
         return output
 
     def _count_everywhere(self, findings: Findings) -> None:
         """Copy numbers that the forward changed in attributes to ranks without samples."""
         assert self.step.batch is not None
         num_computing = len(self.step.batch.computing)
-        if findings.counted and 0 < num_computing < len(self._plan.ranks):
+        if findings.counted and 0 < num_computing < len(self.plan.ranks):
             CountedNumbers(self._module, findings.counted).take_over(
-                self._control,
+                self.control,
                 source=self.step.batch.computing[0],
                 is_here=bool(self.step.batch.num_samples),
             )
@@ -230,13 +253,12 @@ class Runtime:
     def _end_forward(self, is_training: bool) -> None:
         self.features.is_in_forward = False
         if is_training:
-            self.norms.apply(self._control)
+            self.norms.apply(self.control)
         self.step.awaits_backward = torch.is_grad_enabled()
         if self.step.awaits_backward:
             self.walk.go_on()  # while the loss is computed and shared
         else:
-            self.walk.end_step()
-            self.step.batch = None
+            self.end_rounds()
 
     # Backward #
 
@@ -250,6 +272,17 @@ class Runtime:
         """Take all turns of backward; computing ranks call ``run_autograd``.  Collective."""
         assert self.step.batch is not None
         self.step.awaits_backward = False
+        self.run_backward(run_autograd)
+        if self.rounds.is_last:
+            self.walk.reduce_rest()
+            self.end_rounds()
+        else:
+            self.rounds.end_round(self.step.batch.num_together)
+        self.step.batch = None
+
+    def run_backward(self, run_autograd: Callable[[], None]) -> None:
+        """Take all turns of a round's backward."""
+        assert self.step.batch is not None
         self.walk.begin_backward()
         if self.step.batch.num_samples:
             with self.step.in_autograd(self._comm.device.type):
@@ -258,11 +291,11 @@ class Runtime:
         if self._inputs is not None:
             self._inputs.end_round()
         self.walk.end_backward()
-        if self.rounds.is_last:
-            self.walk.reduce_rest()
-            self.walk.end_step()
-        else:
-            self.rounds.end_round(self.step.batch.num_together)
+
+    def end_rounds(self) -> None:
+        """Reshard what stayed, once the last round is finished."""
+        self.walk.end_step()
+        self.root_comm.wait_all_sent()
         self.step.batch = None
 
     @property
@@ -277,6 +310,7 @@ class Runtime:
     def abandon(self) -> None:
         """End a step without its backward: nothing stays in flight, everything is sharded."""
         self.walk.abandon()
+        self.root_comm.wait_all_sent()
         self.norms.drop()
         if self._inputs is not None:
             self._inputs.drop()
