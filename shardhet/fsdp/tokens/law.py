@@ -1,0 +1,440 @@
+"""The token law: what a module computes of a sequence is what it computes of pieces of it.
+
+A try runs the module on a few tokens and on unlike pieces of them, with random parameters and
+arguments in float32 or wider.  Results of the pieces have to be those of the whole, and so have
+gradients.  Pieces are computed
+
+    apart     as tiles are: nothing in a piece may depend on a token of another
+    together  as by devices that share a sample: all pieces at once, and only
+              ``F.scaled_dot_product_attention`` sees keys and values of the others
+
+What depends on how long a sequence is, as a sliding window does, does not show among few
+tokens: the attention of devices that share a sample refuses masks when it is called.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.stateless import _reparametrize_module
+
+from shardhet.fsdp.microbatch.batching import (
+    BatchAxis,
+    Join,
+    Layout,
+    Rule,
+    VisitRules,
+    find_axis,
+    flatten,
+    unflatten,
+)
+from shardhet.fsdp.microbatch.layered import tensors_in
+from shardhet.fsdp.probing.comparing import Cut, are_close, fingerprint
+from shardhet.fsdp.probing.law import Refusal
+from shardhet.fsdp.probing.module_state import attributes_of, restored_modules
+from shardhet.fsdp.probing.watch import Watcher
+from shardhet.fsdp.sharding.seeds import restored_random_state, seed_generators
+from shardhet.records.layout import Span
+
+Made = dict[tuple[str, int], list[Tensor]]  # results, by name and call of a module inside
+NUM_TOKENS, FIRST = 23, 13  # a prime number, of which no window or stride is a part
+SEED = 0
+
+
+class NotByTokensError(ValueError):
+    """What a module computes depends for one token on others; says where."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByTokens:
+    """A module whose calls may be cut into pieces of their tokens."""
+
+    rules: VisitRules  # whose samples are tokens
+    draws: bool  # whether it draws random numbers; in a try nothing is dropped
+    # Bytes that its graph holds besides arguments, parameters and results, per byte of these
+    # arguments and results.
+    kept_ratio: float
+
+
+def by_tokens(
+    fqn: str,
+    module: nn.Module,
+    function: Callable[..., Any],
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    *,
+    together: bool = False,
+    order: Sequence[int] | None = None,
+) -> ByTokens:
+    """How the module's call with such arguments, (args, kwargs), is cut into pieces of tokens.
+
+    ``function`` is its own forward.  ``order`` says which of ``NUM_TOKENS`` tokens are in the
+    first ``FIRST`` places, the first piece, and which in the others.  Raises
+    ``NotByTokensError``.  The module, what it holds and random generators are left as they
+    were.
+    """
+    leaves, spec = flatten(arguments)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    total, axes = _axes_of(fqn, tensors)
+    number = min(NUM_TOKENS, total)
+    spans = (Span(0, first := max(1, number * FIRST // NUM_TOKENS)), Span(first, number))
+    device = tensors[0].device
+    with ExitStack() as stack:
+        stack.enter_context(restored_random_state(device))
+        stack.enter_context(restored_modules(module))
+        seed_generators(device, SEED)
+        params = {name: _random_like(each) for name, each in _held_by(module)}
+        given = [
+            _few(t, axis, number, total, as_given=together)
+            for t, axis in zip(tensors, axes, strict=True)
+        ]
+        stack.enter_context(_reparametrize_module(module, params))
+        try_out = _Try(
+            fqn=fqn,
+            module=module,
+            function=function,
+            leaves=leaves,
+            spec=spec,
+            inputs=(axes, given),
+            params=[each for each in params.values() if each.requires_grad],
+            spans=spans,
+            order=torch.tensor(order or range(number), device=device),
+        )
+        try:
+            return try_out.outcome(together=together, arguments=Layout.of(leaves, spec))
+        except (Refusal, Exception) as error:
+            if isinstance(error, NotByTokensError):
+                raise
+            raise NotByTokensError(
+                f"{fqn}: tried on a few of its tokens, it raises {type(error).__name__}: "
+                f"{error}"
+            ) from None
+
+
+@dataclass(eq=False, kw_only=True)
+class _Try:
+    """One module, run whole and in pieces."""
+
+    fqn: str
+    module: nn.Module
+    function: Callable[..., Any]
+    leaves: list[Any]
+    spec: Any
+    inputs: tuple[Sequence[Rule], list[Tensor]]  # of all tokens
+    params: list[Tensor]
+    spans: tuple[Span, Span]
+    order: Tensor  # [tokens]
+    draws: bool = False
+    eps: float = 0.0
+    kept: dict[int, int] = field(default_factory=dict)  # bytes of storages in the whole's graph
+    here: Any = field(default_factory=threading.local)  # what the thread's run has made so far
+
+    def outcome(self, *, together: bool, arguments: Layout) -> ByTokens:
+        """What has been found of the module; raises ``NotByTokensError``."""
+        held = self._held()
+        with self._recording(), _no_autocast(self.order.device.type):
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._note, lambda kept: kept)
+            with hooks:
+                whole = self._run(self.inputs[1], None)
+            parts = _in_lockstep(self) if together else [self.run_piece(i) for i in (0, 1)]
+        try:
+            rules = self._rules(whole, parts, ("", 0))
+        except NotByTokensError:
+            for at in whole:  # the first of the modules inside it to end that is why
+                self._rules(whole, parts, at)
+            raise
+        if self._held() != held:
+            raise NotByTokensError(f"{self.fqn}: each of its calls changes what it holds")
+        results = whole["", 0]
+        self._check_gradients(results, [part["", 0] for part in parts], rules)
+        given = [*self.inputs[1], *results]
+        outside = {_storage(t): _bytes(t) for t in given}
+        kept = sum(
+            self.kept[s] for s in self.kept.keys() - {*outside, *map(_storage, self.params)}
+        )
+        return ByTokens(
+            rules=VisitRules(
+                arguments=arguments,
+                inputs=tuple(self.inputs[0]),
+                results=self.here.results,
+                outputs=rules,
+                is_differentiable=tuple(t.requires_grad for t in results),
+            ),
+            draws=self.draws,
+            kept_ratio=kept / max(1, sum(outside.values())),
+        )
+
+    def run_piece(self, part: int, meeting: "_Meeting | None" = None) -> Made:
+        """What modules return for a piece, by their names and calls."""
+        span = self.spans[part]
+        tokens = self.order[span.start : span.stop].tolist()
+        pieces = [
+            axis.select(t, tokens, len(self.order)) if isinstance(axis, BatchAxis) else t
+            for axis, t in zip(*self.inputs, strict=True)
+        ]
+        return self._run(pieces, None if meeting is None else (meeting, part))
+
+    def _run(self, tensors: Sequence[Tensor], meets: Any) -> Made:
+        made: Made = {}
+        self.here.made = made
+        self.here.calls, self.here.meets = Counter(), meets
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = unflatten(leaves, self.spec)
+        watcher = _DropsNothing(is_cut=False, refuses_random=False)
+        with torch.enable_grad(), watcher, watcher.call(self.fqn, tensors):
+            output = self.function(*args, **kwargs)
+        if watcher.is_unpredictable:
+            raise NotByTokensError(f"{self.fqn}: it draws random numbers")
+        self.draws |= watcher.draws
+        self.eps = max(self.eps, watcher.eps)
+        made["", 0] = tensors_in(output)
+        self.here.results = Layout.of(*flatten(output))
+        return made
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Attention of a piece to all, in the place of torch's."""
+        meets = getattr(self.here, "meets", None)
+        how = {"scale": scale, "enable_gqa": enable_gqa}
+        if meets is None:
+            return _attention(query, key, value, attn_mask, dropout_p, is_causal, **how)
+        meeting, part = meets
+        span = self.spans[part]
+        if attn_mask is not None:
+            raise NotByTokensError(f"{self.fqn}: its attention has a mask or bias of its own")
+        if query.shape[-2] != span.numel or key.shape[-2] != span.numel:
+            raise NotByTokensError(f"{self.fqn}: its attention is not among a sample's tokens")
+        pairs = meeting.meet(part, (key, value))
+        key, value = (torch.cat([each[i] for each in pairs], dim=-2) for i in (0, 1))
+        mine = self.order[span.start : span.stop]
+        mask = self.order <= mine[:, None] if is_causal else None
+        return _attention(query, key, value, mask, dropout_p, **how)
+
+    def _rules(
+        self, whole: Made, parts: Sequence[Made], at: tuple[str, int]
+    ) -> tuple[Rule, ...]:
+        """The rule of each result of a call of a module."""
+        where = f"{self.fqn}.{at[0]}" if at[0] else self.fqn
+        pieces = [part.get(at, []) for part in parts]
+        if any(len(piece) != len(whole[at]) for piece in pieces):
+            raise NotByTokensError(f"{where}: it returns other results for other tokens")
+        columns = zip(whole[at], zip(*pieces, strict=True), strict=True)
+        return tuple(self._rule(where, one, each) for one, each in columns)
+
+    def _rule(self, where: str, whole: Tensor, parts: Sequence[Tensor]) -> Rule:
+        what = f"{where}: its result of shape {tuple(whole.shape)}"
+        if not whole.isfinite().all():
+            raise NotByTokensError(f"{what} is not finite for random parameters")
+        sizes = (self.spans[0].numel, len(self.order))
+        try:
+            axes = find_axis(parts[0], whole, sizes)
+        except ValueError:
+            raise NotByTokensError(f"{what} has no row for each token") from None
+        pieces = [self.order[s.start : s.stop].tolist() for s in self.spans]
+        for axis in axes:
+            rows = [axis.select(whole, piece, len(self.order)) for piece in pieces]
+            if all(are_close(*pair, self.eps) for pair in zip(parts, rows, strict=True)):
+                return axis
+        if axes:
+            raise NotByTokensError(f"{what} depends for one token on the other tokens")
+        is_shared = all(are_close(part, whole, self.eps) for part in parts)
+        if is_shared and not whole.requires_grad:
+            return Join.SHARED
+        eps = max(self.eps, torch.finfo(torch.float32).eps)
+        is_count = whole.dtype is not torch.bool and bool(whole.any())
+        if is_count and Join.SUM in Cut(
+            whole.detach(), [part.detach() for part in parts], self.spans
+        ).laws(eps):
+            return Join.SUM
+        raise NotByTokensError(f"{what} is no sum over tokens and has no row for each")
+
+    def _check_gradients(
+        self, whole: Sequence[Tensor], parts: Any, rules: Sequence[Rule]
+    ) -> None:
+        ends: list[Tensor] = [torch.zeros((), device=self.order.device) for _ in (0, 1)]
+        for i, (one, rule) in enumerate(zip(whole, rules, strict=True)):
+            if not one.requires_grad:
+                continue
+            factors = torch.randn(one.shape, dtype=one.dtype, device=one.device)
+            ends[0] = ends[0] + (one * factors).sum()
+            for part, span in zip(parts, self.spans, strict=True):
+                piece = self.order[span.start : span.stop].tolist()
+                is_cut = isinstance(rule, BatchAxis)
+                of_part = rule.select(factors, piece, len(self.order)) if is_cut else factors
+                ends[1] = ends[1] + (part[i] * of_part).sum()
+        leaves = [t for t in (*self.params, *self.inputs[1]) if t.requires_grad]
+        if not leaves or not ends[0].requires_grad:
+            return
+        found = [
+            torch.autograd.grad(end, leaves, allow_unused=True, materialize_grads=True)
+            for end in ends
+        ]
+        for of_whole, of_parts in zip(*found, strict=True):
+            if not (of_whole.isfinite().all() and are_close(of_parts, of_whole, self.eps)):
+                raise NotByTokensError(
+                    f"{self.fqn}: a gradient of shape {tuple(of_whole.shape)} is no sum over "
+                    "pieces of its tokens"
+                )
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """A context in which a run keeps what modules inside this one return."""
+
+        def record(fqn: str) -> Callable[..., None]:
+            def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+                if (made := getattr(self.here, "made", None)) is not None:
+                    made[fqn, self.here.calls[fqn]] = tensors_in(output)
+                    self.here.calls[fqn] += 1
+
+            return hook
+
+        with ExitStack() as stack:
+            for fqn, each in self.module.named_modules():
+                if fqn:
+                    stack.callback(each.register_forward_hook(record(fqn)).remove)
+            yield
+
+    def _held(self) -> dict[Any, Any]:
+        """Fingerprints of attributes, and versions of buffers."""
+        found: dict[Any, Any] = {
+            at: fingerprint(value) for at, _, value in attributes_of(self.module)
+        }
+        return found | {name: each._version for name, each in self.module.named_buffers()}
+
+    def _note(self, saved: Tensor) -> Tensor:
+        self.kept[_storage(saved)] = _bytes(saved)
+        return saved
+
+
+class _DropsNothing(Watcher):
+    """Leaves dropout out, and notes draws and narrow dtypes; tensors may be from anywhere."""
+
+    def _check(self, tensor: Tensor, used_by: str) -> int | None:
+        return 0
+
+
+class _Meeting:
+    """Where pieces wait for each other, in threads."""
+
+    def __init__(self, number: int) -> None:
+        self.barrier = threading.Barrier(number)
+        self._brought: list[Any] = [None] * number
+
+    def meet(self, part: int, brought: Any) -> list[Any]:
+        """What all have brought."""
+        self._brought[part] = brought
+        self.barrier.wait()
+        found = list(self._brought)
+        self.barrier.wait()
+        return found
+
+
+def _in_lockstep(try_out: _Try) -> list[Made]:
+    """What modules return for pieces whose attention meets."""
+    meeting, errors = _Meeting(2), list[BaseException]()
+    found: list[Any] = [None, None]
+
+    def run(part: int) -> None:
+        try:
+            with _no_autocast(try_out.order.device.type):
+                found[part] = try_out.run_piece(part, meeting)
+        except threading.BrokenBarrierError:
+            pass
+        except BaseException as error:
+            errors.append(error)
+        finally:  # who has left is not waited for
+            meeting.barrier.abort() if errors else None
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in (0, 1)]
+    F.scaled_dot_product_attention = try_out.attend
+    try:
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    finally:
+        F.scaled_dot_product_attention = _attention
+    if errors:
+        raise errors[0]
+    return found
+
+
+_attention = F.scaled_dot_product_attention
+
+
+def _axes_of(fqn: str, tensors: Sequence[Tensor]) -> tuple[int, list[Rule]]:
+    """The number of tokens, and where tensors have them."""
+    first = next((t for t in tensors if t.dim() > 1), None)
+    if first is None or first.shape[1] < 2:
+        raise NotByTokensError(f"{fqn}: no argument has a dimension of several tokens")
+    number = first.shape[1]
+    found: list[Rule] = []
+    for tensor in tensors:
+        dims = sorted(range(tensor.dim()), key=lambda dim: (dim == 0, dim))
+        fitting = [dim for dim in dims if tensor.shape[dim] == number]
+        found.append(BatchAxis(fitting[0]) if fitting else Join.SHARED)
+    return number, found
+
+
+def _held_by(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _random_like(held: Tensor) -> Tensor:
+    """A random parameter of its shape, in float32 or wider; a copy of a buffer."""
+    if not held.is_floating_point():
+        return held.detach().clone()
+    dtype = torch.promote_types(held.dtype, torch.float32)
+    if not isinstance(held, nn.Parameter):
+        return held.detach().to(dtype, copy=True)
+    made = torch.randn(held.shape, dtype=dtype, device=held.device)
+    made = made * held.shape[-1] ** -0.5 if held.dim() > 1 else 1 + 0.3 * made
+    return made.requires_grad_(held.requires_grad)
+
+
+def _few(tensor: Tensor, axis: Rule, number: int, total: int, *, as_given: bool) -> Tensor:
+    """A random argument for fewer tokens; integers are from among the argument's own."""
+    if tensor.is_floating_point():
+        shape = (
+            axis.shape(tensor.shape, number) if isinstance(axis, BatchAxis) else tensor.shape
+        )
+        dtype = torch.promote_types(tensor.dtype, torch.float32)
+        return torch.randn(shape, dtype=dtype, device=tensor.device, requires_grad=True)
+    if not isinstance(axis, BatchAxis):
+        return tensor
+    few = axis.narrow(tensor, Span(0, number), total)
+    if as_given or not tensor.numel():  # positions follow on each other
+        return few
+    values = tensor.unique()
+    return values[torch.randint(len(values), few.shape, device=tensor.device)]
+
+
+def _no_autocast(device_type: str) -> Any:
+    if not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _bytes(tensor: Tensor) -> int:
+    return prod(tensor.shape) * tensor.element_size()
