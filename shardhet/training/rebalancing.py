@@ -144,7 +144,7 @@ class Rebalancer(Hook):
         self._names = [str(each) for each in devices]
         self._places = places_of(model.plan, setting)  # in the cluster, by position
         self._placed_demands = _of_places(self._demands, self._places)
-        self._slowness: dict[int, float] = {}  # by position, found so far
+        self._slowness: Mapping[int, float] = {}  # by position, found so far
         setting.check_plan(model.plan, name="setting")
         expected_s = compute_seconds(model.plan, setting, self._places)
         self._expected_s = self._of_rank_zero(expected_s)
