@@ -60,7 +60,6 @@ class LoggerKind(Enum):
 
     NONE = "none"
     TENSORBOARD = "tensorboard"
-    WANDB = "wandb"
 
 
 @dataclass(kw_only=True)
@@ -381,8 +380,6 @@ class LoggerConf:
     """Where metrics go besides metrics.jsonl."""
 
     kind: LoggerKind = LoggerKind.NONE
-    project: str = "shardhet"  # only wandb has projects
-    is_offline: bool = True  # only wandb can be online
 
 
 def _proportional(
