@@ -10,7 +10,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from shardhet.apps.cli.on_terminal import OnTerminal
-from shardhet.apps.cli.streamed import figures_table
+from shardhet.apps.cli.streamed import figures_table, say
 from shardhet.profiler.measure import Measurement
 from shardhet.records.profiles import Collectives, DeviceProfile
 
@@ -46,50 +46,35 @@ class Progress(OnTerminal):
 def show_measurement(console: Console, measured: Measurement, folder: Path) -> None:
     """Show the measurement as tables, its folder, and what to type next."""
     setting = measured.setting
-    for device in setting.profile.devices:
+    profile, nodes = setting.profile, setting.cluster.nodes
+    for device in profile.devices:
         console.print(f"\n{device.device_kind}: {device.note}", style="bold", soft_wrap=True)
         console.print(compute_table(device))
-        console.print(
-            f"optimizer: {device.optimizer_seconds_per_element * 1e9:.2f} ns per stored "
-            "element",
-            soft_wrap=True,
-        )
-    for node in setting.cluster.nodes:
+        optimizer_ns = device.optimizer_seconds_per_element * 1e9
+        say(console, f"optimizer: {optimizer_ns:.2f} ns per stored element")
+    for node in nodes:
         if node.host_bytes_per_s is not None:
             free, pace = node.host_memory_bytes, node.host_bytes_per_s / 1e9
-            console.print(
-                f"host {node.host}: optimizers there move {pace:.1f} GB/s"
-                + ("" if free is None else f", in {free / 2**30:.1f} GiB of its memory"),
-                soft_wrap=True,
-            )
-    if setting.profile.turn_overhead_s:
-        console.print(
-            f"overhead of the runtime: {setting.profile.turn_overhead_s * 1e6:.0f} us per unit "
-            "and phase",
-            soft_wrap=True,
-        )
-    if setting.profile.collectives.points:
+            room = "" if free is None else f", in {free / 2**30:.1f} GiB of its memory"
+            say(console, f"host {node.host}: optimizers there move {pace:.1f} GB/s{room}")
+    if profile.turn_overhead_s:
+        overhead_us = profile.turn_overhead_s * 1e6
+        say(console, f"overhead of the runtime: {overhead_us:.0f} us per unit and phase")
+    if profile.collectives.points:
         console.print(f"\ncollectives over {setting.cluster.world_size} devices", style="bold")
-        console.print(collectives_table(setting.profile.collectives))
-        console.print(
-            "collectives slow down overlapping compute by this part of their time: "
-            + ", ".join(
-                f"{device.overlap_excess:.0%} on {device.device_kind}"
-                for device in setting.profile.devices
-            ),
-            soft_wrap=True,
-        )
-    for node in setting.cluster.nodes:
-        if node.link is not None:
-            console.print(
-                f"links on {node.host}: latency {node.link.latency_s * 1e6:.0f} us, "
-                f"{node.link.bandwidth_bytes_per_s / 1e9:.2f} GB/s ({node.link.source})",
-                soft_wrap=True,
-            )
-    for warning in warnings_of(setting.profile.devices):
+        console.print(collectives_table(profile.collectives))
+        excesses = (f"{e.overlap_excess:.0%} on {e.device_kind}" for e in profile.devices)
+        slowed = "collectives slow down overlapping compute by this part of their time"
+        say(console, f"{slowed}: {', '.join(excesses)}")
+    for node in nodes:
+        if (link := node.link) is not None:
+            speed = f"{link.bandwidth_bytes_per_s / 1e9:.2f} GB/s ({link.source})"
+            latency = f"latency {link.latency_s * 1e6:.0f} us"
+            say(console, f"links on {node.host}: {latency}, {speed}")
+    for warning in warnings_of(profile.devices):
         console.print(warning, style="yellow", soft_wrap=True)
-    console.print(f"\nwritten to {folder}; next:", soft_wrap=True)
-    console.print(f"  shardhet plan measured={folder} global_batch_size=64", soft_wrap=True)
+    say(console, f"\nwritten to {folder}; next:")
+    say(console, f"  shardhet plan measured={folder} global_batch_size=64")
 
 
 def warnings_of(devices: Sequence[DeviceProfile]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Self
 
 from rich.table import Table
@@ -87,37 +88,26 @@ class Outcome:
         return beside(prediction.step_time_s, self._step_times_s)
 
     def table(self, plan: Plan, prediction: Prediction) -> Table:
-        """A table with measured and predicted values of each device."""
-        table = figures_table("device", "busy", "predicted", "peak memory", "predicted")
-        for i, rank in enumerate(plan.ranks):
-            busy = [uses[i].busy_share for uses in self._looks[1:] or self._looks]
-            peak_bytes = self._looks[-1][i].peak_memory_bytes
-            table.add_row(
-                f"{i} {rank.device.kind or 'device'}",
-                f"{sum(busy) / len(busy):.0%}",
-                f"{prediction.busy_shares[i]:.0%}",
-                f"{peak_bytes / MIB:.0f} MiB",
-                f"{prediction.memory_bytes[i] / MIB:.0f} MiB",
-            )
-        return table
-
-    def memory_table(self, plan: Plan, prediction: Prediction) -> Table:
-        """A table with measured and predicted parts of each device's memory.
+        """What was measured of each device, and in brackets what was predicted.
 
         What a device keeps are its rows, gradients and optimizer states; the rest of the peak
         are the other tensors of a step, and on a CPU the process.
         """
-        table = figures_table("MiB (predicted)", "kept", "rest of the peak", "on the host")
+        of_memory = ("peak, MiB", "kept", "rest of the peak", "on the host")
+        table = figures_table("measured (predicted)", "busy", *of_memory)
         for i, rank in enumerate(plan.ranks):
+            busy = fmean(uses[i].busy_share for uses in self._looks[1:] or self._looks)
             use, parts = self._looks[-1][i], prediction.memory[i]
-            kept = parts.state_bytes
+            peak, kept = use.peak_memory_bytes, use.kept.on_device
             pairs = (
-                (use.kept.on_device, kept),
-                (use.peak_memory_bytes - use.kept.on_device, parts.total_bytes - kept),
+                (peak, parts.total_bytes),
+                (kept, parts.state_bytes),
+                (peak - kept, parts.total_bytes - parts.state_bytes),
                 (use.kept.on_host, parts.host_bytes),
             )
             table.add_row(
                 f"{i} {rank.device.kind or 'device'}",
+                f"{busy:.0%} ({prediction.busy_shares[i]:.0%})",
                 *(f"{had / MIB:,.1f} ({said / MIB:,.1f})" for had, said in pairs),
             )
         return table

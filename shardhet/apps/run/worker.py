@@ -204,8 +204,6 @@ class Run(Hook):
         elif self._log.prediction is not None:
             console.print(self._log.outcome.beside(self._log.prediction), soft_wrap=True)
             console.print(self._log.outcome.table(self._model.plan, self._log.prediction))
-            memory = self._log.outcome.memory_table(self._model.plan, self._log.prediction)
-            console.print(memory)
         console.print(f"written to {self._folder.path}", soft_wrap=True)
 
     @contextmanager

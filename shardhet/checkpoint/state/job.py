@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,6 @@ from shardhet.checkpoint.threads import Thread
 SECONDS_BETWEEN_LOOKS = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """How rank zero's part ended."""
-
-    failure: str | None = None
-
-
 class Job:
     """The writing of one checkpoint on one rank, here or in a thread."""
 
@@ -37,7 +29,7 @@ class Job:
         self._held: Held | None = held
         self._description = held.described(holdings, writer)
         self._report: Report | None = None
-        self._outcome: _Outcome | None = None
+        self._is_over, self._failure = False, ""  # of rank zero's part, and how it failed
         self._has_written = threading.Event()
         self._stops = threading.Event()
         self._thread: Thread | None = None
@@ -89,7 +81,7 @@ class Job:
             store.set(str(self._ranks.position), self.written().to_json())
             while self._ranks.is_writer and not self._stops.is_set():
                 if store.check(keys):
-                    with suppress(Exception):  # kept as the outcome
+                    with suppress(Exception):  # kept as the failure
                         texts = store.multi_get(keys)
                         self.complete([Report.from_json(text) for text in texts])
                     break
@@ -102,15 +94,15 @@ class Job:
         """
         if not self._ranks.is_writer:
             return
-        if self._outcome is None:
+        if not self._is_over:
+            self._is_over = True
             try:
                 self._complete(reports)
-                self._outcome = _Outcome()
             except Exception as error:
                 files.give_up(self._path)
-                self._outcome = _Outcome(in_words(error))
-        if self._outcome.failure is not None:
-            raise CheckpointError(self._outcome.failure)
+                self._failure = in_words(error)
+        if self._failure:
+            raise CheckpointError(self._failure)
 
     def _complete(self, reports: Sequence[Report]) -> None:
         if any(report.failure is not None for report in reports):
