@@ -293,6 +293,34 @@ def sum_into(output: Tensor, parts: Sequence[Tensor]) -> None:
             output.add_(part)
 
 
+def received_sum(
+    call: Reduction, messages: Messages, positions: Sequence[int], own: Tensor | None
+) -> Callable[[], None]:
+    """Receive parts from ``positions``; what then puts their sum, in this order, in the output.
+
+    ``own`` is this rank's part, read in place; the first of the others is received into the
+    output, and the rest into scratch buffers.
+    """
+    output, scratch, here = call.output, call.scratch, call.channel.position
+    others = [i for i in positions if i != here] if output.numel() else []
+    buffers = [
+        scratch.lend(output.numel(), dtype=output.dtype, device=output.device)
+        for _ in others[1:]
+    ]
+    parts = dict(zip(others, [output, *buffers], strict=False))
+    for other, part in parts.items():
+        messages.receive(part, other)
+    if own is not None:
+        parts[here] = own
+
+    def add_up() -> None:
+        sum_into(output, [parts[i] for i in positions if i in parts])
+        for buffer in buffers:
+            scratch.take_back(buffer)
+
+    return add_up
+
+
 def _check_splits(
     shard: Tensor, full: Tensor | None, split_numels: Sequence[int], seats: Seats
 ) -> None:

@@ -30,6 +30,7 @@ from shardhet.comm.calls import (
     Seats,
     in_rank_order,
     pieces_of,
+    received_sum,
     sum_into,
 )
 from shardhet.comm.channel import Channel
@@ -97,30 +98,13 @@ def _gather_by_send_recv(call: Gathering) -> Pending:
 
 
 def _reduce_by_send_recv(call: Reduction) -> Pending:
-    # The first part from another rank is received into the output, the others into scratch
-    # buffers; this rank's own part is read in place.
-    output, scratch, position = call.output, call.scratch, call.channel.position
-    messages = Messages(call.channel)
-    others = [i for i in call.contributors if i != position] if output.numel() else []
-    buffers = [
-        scratch.lend(output.numel(), dtype=output.dtype, device=output.device)
-        for _ in others[1:]
-    ]
-    part_by_position = dict(zip(others, [output, *buffers], strict=False))
-    for other, part in part_by_position.items():
-        messages.receive(part, other)
+    messages, own = Messages(call.channel), None
     if call.full is not None:
         pieces = pieces_of(call.full, call.split_numels)
-        part_by_position[position] = pieces[position]
+        own = pieces[call.channel.position]
         for other, piece in enumerate(pieces):
             messages.send(piece, other)
-
-    def add_in_plan_order() -> None:
-        sum_into(output, [part_by_position[i] for i in sorted(part_by_position)])
-        for buffer in buffers:
-            scratch.take_back(buffer)
-
-    return messages.post(finish=add_in_plan_order)
+    return messages.post(finish=received_sum(call, messages, sorted(call.contributors), own))
 
 
 def _gather_by_all_to_all(call: Gathering) -> Pending:

@@ -40,7 +40,7 @@ from shardhet.comm.calls import (
     failing_as_peers,
     in_rank_order,
     pieces_of,
-    sum_into,
+    received_sum,
 )
 
 
@@ -127,24 +127,10 @@ def _reduce_in_group(call: Reduction, ring: _Ring, pieces: list[Tensor] | None) 
     for owner, carriers in enumerate(ring.carriers_by_position):
         if owner != position and position in carriers and pieces is not None:
             messages.send(pieces[owner], owner)
-    output, own = call.output, ring.carriers_by_position[position]
-    others = [i for i in own if i != position] if output.numel() else []
-    buffers = [
-        call.scratch.lend(output.numel(), dtype=output.dtype, device=output.device)
-        for _ in others[1:]
-    ]
-    sum_by_position = dict(zip(others, [output, *buffers], strict=False))
-    for other, part in sum_by_position.items():
-        messages.receive(part, other)
-    if position in own and pieces is not None:
-        sum_by_position[position] = pieces[position]
-
-    def add_up() -> None:
-        sum_into(output, [sum_by_position[i] for i in own if i in sum_by_position])
-        for buffer in buffers:
-            call.scratch.take_back(buffer)
-
-    if others:
+    carriers = ring.carriers_by_position[position]
+    own = pieces[position] if position in carriers and pieces is not None else None
+    add_up = received_sum(call, messages, carriers, own)
+    if call.output.numel() and set(carriers) - {position}:
         return messages.post(finish=add_up)
     add_up()
     return messages.post()
