@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shardhet.apps.compare import StepParts, main, verdict
 from shardhet.apps.launch.run_folder import RunFolder
+from shardhet.extras.compare import StepParts, main, verdict
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import DeviceSpec
 from shardhet.simulator.simulation import simulate

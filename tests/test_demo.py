@@ -8,10 +8,10 @@ import pytest
 from safetensors import safe_open
 
 from shardhet import Cluster, Plan, Workload, find_plan, simulate
-from shardhet.apps.compare import main as compare
-from shardhet.apps.demo import commands, measured_ratio
 from shardhet.apps.run.prediction import Outcome, Prediction
 from shardhet.checkpoint import Checkpoints
+from shardhet.extras.compare import main as compare
+from shardhet.extras.demo import commands, measured_ratio
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import PlannedUnit
@@ -23,7 +23,7 @@ from tests.programs import run
 def test_all_of_it_runs_and_stays_in_one_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = run(["-m", "shardhet.apps.demo", "--quick", "--out=demo"], tmp_path, within_s=380)
+    done = run(["-m", "shardhet.extras.demo", "--quick", "--out=demo"], tmp_path, within_s=380)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "a step was predicted to take" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["demo"]

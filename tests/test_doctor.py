@@ -9,12 +9,12 @@ from unittest import mock
 import pytest
 import torch
 
-from shardhet.apps import doctor, doctor_rank
-from shardhet.apps.doctor_rank import GIB
 from shardhet.apps.launch.rank_env import RankEnv
+from shardhet.extras import doctor, doctor_rank
+from shardhet.extras.doctor_rank import GIB
 from tests.programs import SHARDHET, TORCHRUN, run
 
-LAUNCHER = (*TORCHRUN, "--nproc-per-node=2", "-m", "shardhet.apps.doctor")
+LAUNCHER = (*TORCHRUN, "--nproc-per-node=2", "-m", "shardhet.extras.doctor")
 DOCTOR = (*SHARDHET, "doctor")
 
 

@@ -122,7 +122,7 @@ def parts(*, is_quick: bool, is_whole: bool) -> list[Part]:
         Part(f"examples/{p.name}", ["-m", "shardhet", "rehearse", str(p), *CARDS])
         for p in examples
     ]
-    demo = ["-m", "shardhet.apps.demo", "--out=demo", *(["--quick"] if is_quick else [])]
+    demo = ["-m", "shardhet.extras.demo", "--out=demo", *(["--quick"] if is_quick else [])]
     return [Part("tests", suite), Part("demo", demo), *programs]
 
 

@@ -5,7 +5,7 @@ from importlib import import_module
 
 # Command -> (module with ``main(arguments)``, what it is for).
 COMMANDS = {
-    "doctor": ("shardhet.apps.doctor", "check versions, devices and links for problems"),
+    "doctor": ("shardhet.extras.doctor", "check versions, devices and links for problems"),
     "cluster": ("shardhet.apps.cluster", "describe these cards in a file, to plan for them"),
     "measure": ("shardhet.apps.measure", "measure the speed of these devices with a model"),
     "plan": ("shardhet.apps.plan", "find the best plan for a cluster and a model"),
@@ -18,7 +18,10 @@ COMMANDS = {
     ),
     "export": ("shardhet.apps.checkpoint_export", "write a checkpoint's model as one file"),
     "plot": ("shardhet.apps.plot", "show and draw losses, step times and memory of runs"),
-    "compare": ("shardhet.apps.compare", "show where a run was slower than predicted, by unit"),
+    "compare": (
+        "shardhet.extras.compare",
+        "show where a run was slower than predicted, by unit",
+    ),
 }
 
 

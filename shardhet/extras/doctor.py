@@ -1,7 +1,7 @@
 """``shardhet doctor``: shows versions, devices and links, and what would prevent training.
 
     shardhet doctor                                        this host, with ranks of its own
-    torchrun --nnodes=2 ... -m shardhet.apps.doctor        ranks and links of several hosts
+    torchrun --nnodes=2 ... -m shardhet.extras.doctor        ranks and links of several hosts
 
 It checks versions and devices.  Then it starts ranks as ``shardhet train`` does, measures
 their links, and trains a small model with uneven batches and shards, whose losses must be those
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="shardhet doctor",
         description="Show versions, devices and links, and what would prevent training.",
         epilog="On several hosts: torchrun --nnodes=2 --nproc-per-node=4 ... "
-        "-m shardhet.apps.doctor",
+        "-m shardhet.extras.doctor",
     )
     parser.add_argument(
         "--ranks", type=int, help="how many to start (default: one per GPU, two without)"
@@ -74,7 +74,7 @@ def _ranks_work(console: RankConsole, num_ranks: int) -> bool:
     console.print(f"\nstarting {num_ranks} rank{'s' * (num_ranks > 1)} ...")
     folder = Path(tempfile.mkdtemp(prefix="shardhet_doctor_"))
     try:
-        start_ranks(RunFolder(folder), num_ranks, worker_module="shardhet.apps.doctor_rank")
+        start_ranks(RunFolder(folder), num_ranks, worker_module="shardhet.extras.doctor_rank")
     except RunFailedExit as exit_:
         if exit_.code != 1:  # stopped, or output closed: this says nothing about the ranks
             shutil.rmtree(folder, ignore_errors=True)
@@ -88,7 +88,7 @@ def _ranks_work(console: RankConsole, num_ranks: int) -> bool:
 
 def _check_as_launched(env: RankEnv) -> None:
     """Run as a rank that torchrun or srun has started; the rank itself reports a failure."""
-    from shardhet.apps.doctor_rank import check_as_rank
+    from shardhet.extras.doctor_rank import check_as_rank
 
     env.publish()
     folder = Path(tempfile.mkdtemp(prefix="shardhet_doctor_"))
