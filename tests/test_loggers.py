@@ -4,6 +4,8 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -41,6 +43,36 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 2.5)]
+
+
+def test_wandb_is_told_every_number_and_stays_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    def init(**settings: Any) -> Any:
+        calls.append(settings)
+        return SimpleNamespace(
+            define_metric=lambda *names, **settings: calls.append((names, settings)),
+            log=calls.append,
+            finish=lambda: calls.append("finished"),
+        )
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    (tmp_path / "config.yaml").write_text("num_steps: 2\n")
+    log_two_steps(LoggerKind.WANDB, RunFolder(tmp_path))
+    assert calls[0] == {
+        "project": "shardhet",
+        "name": tmp_path.name,
+        "id": RunFolder(tmp_path).identity().rpartition("_")[2],
+        "resume": "allow",
+        "dir": str(tmp_path),
+        "config": {"num_steps": 2},
+        "mode": "offline",
+    }
+    assert calls[1] == (("*",), {"step_metric": "step"})
+    assert calls[2] == {"step": 1, "loss": 2.5, "lr": 0.1}
+    assert calls[-1] == "finished"
 
 
 def log_and_roll_back(kind: LoggerKind, folder: RunFolder) -> None:
@@ -94,7 +126,22 @@ def test_tensorboard_hides_steps_that_a_later_start_takes_again(tmp_path: Path) 
     assert found == [(1, 1.0), (2, 2.0), (3, -3.0), (4, -4.0)]
 
 
-def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(ConfigError, match=r"pip install 'shardhet\[tensorboard\]'"):
-        check_logger(LoggerConf(kind=LoggerKind.TENSORBOARD))
+def test_a_real_wandb_run_lies_in_the_run_folder(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="needs the package wandb, of the extra of that name")
+    (tmp_path / "config.yaml").write_text("num_steps: 2\n")
+    log_two_steps(LoggerKind.WANDB, RunFolder(tmp_path))
+    [run_dir] = (tmp_path / "wandb").glob("offline-run-*")
+    [written] = run_dir.glob("*.wandb")
+    deadline_s = time.monotonic() + 30  # a process of wandb's own writes, a little later
+    while b"held_out_loss" not in written.read_bytes():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("kind", [LoggerKind.TENSORBOARD, LoggerKind.WANDB])
+def test_a_missing_package_is_named_with_its_extra(
+    kind: LoggerKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, kind.value, None)
+    with pytest.raises(ConfigError, match=rf"pip install 'shardhet\[{kind.value}\]'"):
+        check_logger(LoggerConf(kind=kind))

@@ -60,6 +60,7 @@ class LoggerKind(Enum):
 
     NONE = "none"
     TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
 
 
 @dataclass(kw_only=True)
@@ -380,6 +381,8 @@ class LoggerConf:
     """Where metrics go besides metrics.jsonl."""
 
     kind: LoggerKind = LoggerKind.NONE
+    project: str = "shardhet"  # only wandb has projects
+    is_offline: bool = True  # only wandb can be online
 
 
 def _proportional(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 import shardhet
 from shardhet.apps.launch.rank_env import is_task_of_srun
@@ -290,6 +290,12 @@ class RunFolder:
     def load_config(self) -> TrainConf:
         """The configuration that ``begin`` wrote."""
         return load_resolved(self.start_config_path)
+
+    def config_values(self) -> dict[str, Any]:
+        """The same as plain values, for other programs."""
+        values = OmegaConf.to_container(OmegaConf.load(self.config_path))
+        assert isinstance(values, dict)
+        return {str(key): value for key, value in values.items()}
 
 
 def describe_process() -> dict[str, Any]:

@@ -70,16 +70,47 @@ class TensorBoardLogger(MetricsLogger):
         self._writer.close()
 
 
+class WandbLogger(MetricsLogger):
+    """Logs to a Weights & Biases run; offline runs are uploaded later with ``wandb sync``.
+
+    ``step`` is a metric, which the others are drawn over: wandb's own steps only increase, and
+    what is logged at an earlier one would be lost.  It forgets nothing, so steps that are taken
+    again come twice.
+    """
+
+    def __init__(self, folder: RunFolder, conf: LoggerConf) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=conf.project,
+            name=folder.path.name,
+            id=folder.identity().rpartition("_")[2],  # a run that goes on is one run there, too
+            resume="allow",
+            dir=str(folder.path),
+            config=folder.config_values(),
+            mode="offline" if conf.is_offline else "online",
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, values: Mapping[str, float | None]) -> None:
+        self._run.log({"step": step, **values})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
 def check_logger(conf: LoggerConf) -> None:
     """Raise if the package of the chosen logger is not installed."""
-    if conf.kind is LoggerKind.TENSORBOARD:
-        try:
-            import tensorboard  # noqa: F401 -- only to see whether it is here
-        except ImportError:
-            raise ConfigError(
-                "logger: tensorboard but the package tensorboard is not installed. Run pip "
-                "install 'shardhet[tensorboard]', or leave logger out."
-            ) from None
+    package = {LoggerKind.TENSORBOARD: "tensorboard", LoggerKind.WANDB: "wandb"}.get(conf.kind)
+    if package is None:
+        return
+    try:
+        __import__(package)
+    except ImportError:
+        raise ConfigError(
+            f"logger: {conf.kind.value} but the package {package} is not installed. Run "
+            f"pip install 'shardhet[{package}]', or leave logger out."
+        ) from None
 
 
 def open_loggers(
@@ -92,6 +123,8 @@ def open_loggers(
     loggers: list[MetricsLogger] = [JsonLinesLogger(folder)]
     if conf.kind is LoggerKind.TENSORBOARD:
         loggers.append(TensorBoardLogger(folder.path / "tensorboard", first_step=first_step))
+    if conf.kind is LoggerKind.WANDB:
+        loggers.append(WandbLogger(folder, conf))
     return loggers
 
 
