@@ -223,3 +223,24 @@ def test_a_step_takes_as_long_as_is_simulated(name: str, part: float) -> None:
             # The input of the first unit has no gradient: a product less than priced.
             expected_s = simulated_s - rank.rank_batch_size
             assert found.step_s == pytest.approx(expected_s, rel=0.01), found
+
+
+def _reserved(rank: int, plan: Plan) -> tuple[int, int]:
+    """What the pools of all streams have held at most, and the most of a step."""
+    mine = plan.ranks[rank].rank_batch_size
+    with Accelerator().installed() as accelerator:
+        module = nn.Sequential(*(Block() for _ in range(NUM_UNITS)))
+        model = HetFSDP(module, plan, units=[Block], device=accelerator.device)
+        x = torch.randn(mine, WIDTH).to(accelerator.device)
+        for _ in range(2):  # its call is examined
+            model.backward(model(x).sum(), mine)
+            for param in model.parameters():
+                param.grad = None
+        return sum(accelerator.memory.most_by_pool.values()), accelerator.memory.peak_bytes
+
+
+def test_activations_take_the_memory_that_gradients_had() -> None:
+    # At the fullest moment, the end of forward, there are no gradients.
+    plan = Plan.by_hand(microbatch_sizes=[16 * WIDTH] * 2, state_shares=[0.9, 0.1])
+    for reserved, peak in run_ranks(_reserved, 2, plan):
+        assert reserved - peak <= WIDTH**2 * 4 / 2, (reserved, peak)  # half a unit

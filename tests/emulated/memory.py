@@ -1,6 +1,6 @@
 """What was done with the memory of a device, and whether the streams were in order."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -57,6 +57,8 @@ class Memory:
         self._kept: list[tuple[Clock, int]] = []
         self._held_bytes = 0
         self.peak_bytes = 0
+        self._held_by_pool: Counter[int] = Counter()
+        self.most_by_pool: dict[int, int] = {}  # which the allocator keeps for that stream
 
     @property
     def allocated_bytes(self) -> int:
@@ -66,7 +68,7 @@ class Memory:
 
     def allocate(self, nbytes: int, stream: Stream) -> Held:
         held = Held(nbytes, stream.number, Clock(self._tombs[stream.number]))
-        self._count(nbytes)
+        self._count(nbytes, held.pool)
         return held
 
     def reallocate(self, held: Held, nbytes: int, stream: Stream) -> None:
@@ -74,7 +76,7 @@ class Memory:
         held.nbytes, held.pool = nbytes, stream.number
         held.follows, held.accesses = Clock(self._tombs[stream.number]), []
         held.is_freed = False
-        self._count(nbytes)
+        self._count(nbytes, held.pool)
 
     def free(self, held: Held) -> None:
         if not held.is_freed:
@@ -83,7 +85,7 @@ class Memory:
             for access in held.accesses:
                 tomb.join(Clock({access.moment.stream: access.moment.time}))
             held.is_freed, held.accesses = True, []
-            self._count(-held.nbytes)
+            self._count(-held.nbytes, held.pool)
             if held.recorded is not None:
                 self._kept.append((Clock(held.recorded.clock), held.nbytes))
                 held.recorded = None
@@ -116,9 +118,12 @@ class Memory:
     def _name(self, access: Access) -> str:
         return self._host.name_by_stream[access.moment.stream]
 
-    def _count(self, nbytes: int) -> None:
+    def _count(self, nbytes: int, pool: int) -> None:
         self._held_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+        self._held_by_pool[pool] += nbytes
+        most = self.most_by_pool.get(pool, 0)
+        self.most_by_pool[pool] = max(most, self._held_by_pool[pool])
 
 
 def _is_covered(old: Access, new: Access) -> bool:

@@ -13,14 +13,16 @@ alive, who writes and reads it, and who waits for whom:
                          (resident: over steps)
     whole gradient       1st backward turn ..        compute               reduce, peers
                          end of its reduction
-    part of the sum      reduce .. zero_grad         reduce                optimizer (compute)
+    part of the sum      reduce .. zero_grad         reduce, compute       optimizer (compute)
+                                                     (sums of rounds)
 
     gather before it writes the unsharded storage   waits for compute_event: earlier kernels
                                                     that read it, the optimizer's writes
     compute before it reads parameters              waits for the gather (wait_for_unshard)
     optimizer before it writes the shard            waits for peers to have read it
                                                     (CommContext.wait_all_sent)
-    reduce before it reads the whole gradient       waits for compute (FlatGradient.reduce)
+    reduce before it reads the whole gradient and   waits for compute (FlatGradient.reduce),
+    writes its part of the sum                      of whose pool the memory of both is
     compute before it reads the part of the sum     waits for reduce (FlatGradient.finish),
                                                     and only then lends the buffer again
 

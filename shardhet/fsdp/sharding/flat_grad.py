@@ -123,10 +123,13 @@ class FlatGradient:
             elif self._on_host is not None:
                 self._reduced = self._whole
             return
-        # The compute stream wrote the gradient; the reduce stream reads it.
+        # In the compute stream's pool, like the whole gradient: activations may have its memory
+        # once .grad is dropped.  A pool of the reduce stream would keep it.
+        self._reduced = torch.empty(self._own_numel, dtype=self._dtype, device=comm.device)
+        # The compute stream wrote the gradient, and used what the part's memory was before; the
+        # reduce stream reads the one and writes the other.
         comm.reduce_scatter_stream.wait_stream(comm.current_stream())
         with comm.on_stream(comm.reduce_scatter_stream):
-            self._reduced = torch.empty(self._own_numel, dtype=self._dtype, device=comm.device)
             self._reduction = reduce_scatter_uneven(
                 self._reduced,
                 self._whole,
@@ -144,25 +147,24 @@ class FlatGradient:
 
     def finish(self) -> None:
         """REDUCING -> REDUCED: wait for this rank's part and for readers of its gradients."""
-        comm = self._comm
+        comm, stream = self._comm, self._comm.current_stream()
         if self._reduction is not None:
-            with comm.on_stream(comm.reduce_scatter_stream):
+            stream = comm.reduce_scatter_stream
+            with comm.on_stream(stream):
                 self._reduction.complete()
-                # On the stream that allocated both.
-                self._add_to_total(comm.reduce_scatter_stream)
-                event = comm.record_event(comm.reduce_scatter_stream)
-            # .grad is read on the compute stream.
-            comm.current_stream().wait_event(event)
-            self._reduction = None
-            if self._whole is not None:
-                # Not earlier: peers and the reduce stream were reading it.
-                comm.buffers.take_back(self._whole)
-        self._add_to_total(comm.current_stream())
+        event = comm.record_event(stream)
+        # .grad is read, and the memory of both is given out again, on the compute stream.
+        comm.current_stream().wait_event(event)
+        if self._reduction is not None and self._whole is not None:
+            # Not earlier: peers and the reduce stream were reading it.
+            comm.buffers.take_back(self._whole)
+        self._reduction = None
+        self._add_to_total(event)
         self._whole = None
         self.state = GradState.REDUCED
 
-    def _add_to_total(self, stream: Any) -> None:
-        """Add what was reduced on ``stream`` to the total of the rounds."""
+    def _add_to_total(self, event: Any) -> None:
+        """Add what was reduced when ``event`` is reached to the total of the rounds."""
         reduced, self._reduced = self._reduced, None
         if reduced is None:
             return
@@ -170,8 +172,8 @@ class FlatGradient:
             lent = self._whole if reduced is self._whole else None
             self._on_host.add(
                 reduced,
-                after=self._comm.record_event(stream),
-                stream=stream,
+                after=event,
+                stream=self._comm.current_stream(),
                 drop=_Freeing(self._comm, [reduced], lent),
             )
         elif self._total is None:

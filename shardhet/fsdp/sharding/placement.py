@@ -13,7 +13,7 @@ On the host, where the plan says ``optimizer_on_host``:
     optimizer                waits for all copies that read its rows (CommContext.wait_all_sent)
     copy to the host         waits for its reduction
     host before it reads     waits for the copy (GradientOnHost.take)
-    reduce before it frees   waits for the copy (CopyLane.hold)
+    compute before it frees  waits for the copy (CopyLane.hold)
 
 What is gathered in another dtype is cast on the device: processors would take longer for it
 than for the optimizer's step.
@@ -152,7 +152,7 @@ class GradientOnHost:
     ) -> None:
         """Launch the copy of what was reduced once ``after`` is reached; add it to the total.
 
-        ``reduced`` was allocated on ``stream``; ``drop`` gives its memory back.
+        ``reduced`` is of the pool of ``stream``; ``drop`` gives its memory back.
         """
         comm, is_first = self._comm, self._total is None
         if self._total is None:
