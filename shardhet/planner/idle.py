@@ -95,7 +95,6 @@ class PartSearch:
     solved: Callable[[Positions, Setting, float], PlanSolution]
     keeps_times: bool = True  # devices of a part compute as in the whole
     whole: PlanSolution | None = None  # of all devices; None: to be searched for like a part
-    likely: Positions = ()  # a part that is perhaps the best: it goes first, then those near it
     missed: PlanError | None = None  # why there is none
     missed_s: dict[Positions, float] = field(default_factory=dict)  # bounds on what was missed
     num_searched: int = 0
@@ -106,14 +105,10 @@ class PartSearch:
     def run(self) -> PartPlan | None:
         """The fastest part that was found, which may be the whole; None if there is none."""
         every, demands = self._every, self.demands
-        first = self.likely or every
-        parts = list(self._parts(every, every))
-        if self.likely:
-            parts = [*self._parts(first, every), every, *parts]
-        if demands.has_even_state or demands.has_even_batches:
-            first, parts = every, []  # all do alike
+        all_alike = demands.has_even_state or demands.has_even_batches
+        parts = [] if all_alike else list(self._parts(every, every))
         if self.whole is None:
-            parts.insert(0, first)
+            parts.insert(0, every)
         else:
             self._seen.add(every)
         while self._try(parts) and len(parts) > 1:
@@ -151,8 +146,7 @@ class PartSearch:
             if setting is not None and self._has_room(positions, setting):
                 bounded.append((self._least_step_s(setting), positions, setting))
         # The whole goes first unless others may be far faster: parts are then soon ruled out.
-        first = self.likely or self._every
-        bounded.sort(key=lambda each: each[0] / (FAR if each[1] == first else 1))
+        bounded.sort(key=lambda each: each[0] / (FAR if each[1] == self._every else 1))
         faster: list[PartPlan] = []
         for bound_s, positions, setting in bounded:
             at_most_s = min(self.at_most_s, self._most_s(len(positions), faster))

@@ -330,7 +330,7 @@ class Judge:
                 r"With 8 times as much memory it would gain ([\d.]+)%", line
             ):
                 gain = self.gains["all memory 8 times as much"]
-                is_gain = abs(gain - float(found[1]) / 100) <= FALSE + 5e-3
+                is_gain = abs(gain - float(found[1]) / 100) <= FALSE * (1 + gain) + 5e-3
                 self.is_so("what limits", is_gain, f"{line} {gain:.2%}")
 
     # Rounds

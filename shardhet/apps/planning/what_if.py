@@ -19,7 +19,6 @@ from shardhet.planner import Demands, PlanError, PlanSolution, solve
 from shardhet.planner.advice.explain import Gain, Situation, Variant
 from shardhet.planner.advice.fewer import faster_on_fewer
 from shardhet.planner.baselines import compute_only, even, memory_only, one_round
-from shardhet.planner.idle import Positions, active_positions
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
 from shardhet.planner.task import TOO_SLOW
 from shardhet.pricing.derive import meets_over_gloo, slowest_of
@@ -42,11 +41,6 @@ class Asked:
     effort: Effort = DEFAULT_EFFORT
 
     @property
-    def likely(self) -> Positions:
-        """The devices that take part in the plan."""
-        return () if self.best is None else active_positions(self.best)
-
-    @property
     def most(self) -> float:
         """No plan is faster on these devices, however much memory there is.
 
@@ -65,11 +59,13 @@ class Asked:
     def solved(self, there: Situation, least: float) -> PlanSolution:
         """The plan for another situation; ``PlanError`` if it is seen that none is as fast.
 
-        Where some only store, a plan that leaves them idle may follow from a slower one.
+        If one is, it is searched for anew, as for a plan that is asked for: of plans that are
+        nearly as fast another may be preferred.  Where devices are idle or only store, a faster
+        plan may follow from a slower one.
         """
         best = self.best
-        all_compute = best and all(best.plan.ranks[i].rank_batch_size for i in self.likely)
-        return solve(
+        search = partial(
+            solve,
             there.setting,
             global_batch_size=self.conf.global_batch_size,
             demands=there.demands,
@@ -77,9 +73,10 @@ class Asked:
             tolerance=self.conf.tolerance,
             is_bounded=False,
             near=None if best is None else best.plan.form,
-            likely=there.likely,
-            at_most_s=self.step_s(least) if all_compute else inf,
         )
+        if least and best and all(rank.rank_batch_size for rank in best.plan.ranks):
+            search(at_most_s=self.step_s(least))
+        return search()
 
     def reached(self, there: Situation, least: float) -> float:
         """Its samples per second."""
@@ -87,7 +84,7 @@ class Asked:
 
     def here(self, demands: Demands) -> Situation:
         """The same devices with other demands."""
-        return Situation(setting=self.inputs.setting, demands=demands, likely=self.likely)
+        return Situation(setting=self.inputs.setting, demands=demands)
 
 
 def without_some(asked: Asked) -> BetterWithout | None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from math import inf
 
-from shardhet.planner.idle import Positions
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.pricing.cost import CostModel
@@ -56,7 +55,6 @@ class Situation:
 
     setting: Setting
     demands: Demands
-    likely: Positions = ()  # that take part in the best plan, probably
 
     @property
     def cluster(self) -> Cluster:
@@ -319,10 +317,7 @@ def with_another(situation: Situation, kind: str) -> Situation | None:
         limits={moved(position): each for position, each in demands.limits.items()},
         equal=tuple(tuple(map(moved, each)) for each in demands.equal),
     )
-    likely = tuple(map(moved, situation.likely))
-    if last in situation.likely:
-        likely = tuple(sorted((*likely, last + 1)))
-    return Situation(setting=larger, demands=demands, likely=likely)
+    return Situation(setting=larger, demands=demands)
 
 
 def slowest_kinds(solution: PlanSolution) -> str:
