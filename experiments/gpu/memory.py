@@ -24,6 +24,7 @@ from experiments.gpu.results import (
 )
 from experiments.gpu.scale import Job
 from shardhet import Plan, simulate
+from shardhet.apps.launch.joining import choose_allocator
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.step_cost import MemoryParts
 from shardhet.profiler.measure import Measurement
@@ -38,6 +39,7 @@ RESERVED_TOLERANCE = 0.10
 
 def run(job: Job, record: Recorder) -> None:
     """Predict every plan, then train it."""
+    choose_allocator()  # as `shardhet train` does
     measured = measure_here(job, seconds=job.budget_s / 2)
     for case, plan in plans_by_hand(job).items():
         free_everything(job.device)
