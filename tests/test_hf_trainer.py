@@ -166,7 +166,11 @@ CLASSIFIER_IN_STAGES = Plan.by_hand(
 
 
 @pytest.mark.parametrize(
-    "plan, num_batches", one_in(3, [(IN_ROUNDS, 2), (PLAN, 1), (CLASSIFIER_IN_STAGES, 1)])
+    "plan, num_batches",
+    one_in(
+        3,
+        [(IN_ROUNDS, 2), (PLAN, 1), (CLASSIFIER_IN_STAGES, 1), (CLASSIFIER_IN_STAGES, 2)],
+    ),
 )
 def test_a_mean_over_samples_is_trained_as_on_one_process(
     tmp_path: Path, plan: Plan, num_batches: int

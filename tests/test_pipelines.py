@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from shardhet import HetFSDP, Plan, Stage, gather_features
 from shardhet.fsdp.stages.absent import Absent
 from shardhet.models.decoder import Decoder
+from shardhet.training.dealing.batches import Share
 from tests.beside import Beside
 from tests.misdeeds import CAUSE, commit
 from tests.selection import one_in, only
@@ -176,9 +177,11 @@ def _logits(rank: int, plan: Plan) -> None:
     torch.manual_seed(0)
     module = Leaky("logits").double()
     model = HetFSDP(copy.deepcopy(module), plan, units=UNITS)
-    for num_samples in (plan.global_batch_size, 4, 1, 0):
+    more = 3 * plan.global_batch_size - 1  # some ranks have a round less
+    for num_samples in (plan.global_batch_size, 4, more, 1, 0):
         inputs, targets = batch_of(num_samples, 1)
-        mine = plan.sample_indices(model.position, num_samples)
+        share = Share.in_stages(plan, model.position, num_samples)
+        mine = share.of(list(range(num_samples)))
         with torch.no_grad():
             logits, means = model(inputs[mine], targets[mine])
             if not num_samples:
@@ -340,8 +343,7 @@ def _refused(rank: int, what: str, way: str, plan: Plan) -> None:
     if what == "model(...)":
         model(*given)
     if what == "too many samples":
-        with torch.no_grad():
-            model(*(each.repeat(2, 1) for each in given))
+        model.forward_backward(*(each.repeat(2, 1) for each in given))
     if what == "own_samples":
         model.own_samples  # noqa: B018
     if what == "gather_features":
@@ -393,7 +395,7 @@ REFUSED = {
     "names": ("", "stages[0] names 'block.1', 'blocks.9', which the model does not have"),
     "idle": ("ends", "forward calls no unit of stage 1"),
     "model(...)": ("", "model.forward_backward"),
-    "too many samples": ("", "model(...): this rank got"),
+    "too many samples": ("", "forward_backward: this rank got"),
     "own_samples": ("", "own_samples: the plan has 2 stages"),
     "gather_features": ("", "gather_features: the plan has stages"),
     "other samples": ("", "the stages were passed other samples"),

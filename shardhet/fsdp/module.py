@@ -196,8 +196,8 @@ class HetFSDP(ModuleInRounds):
         made of zeros.  ``loss_inputs`` (a tensor or a tuple) are passed on to ``loss_fn``.
 
         Under stages it is for evaluation, with gradients disabled: every rank passes its
-        samples of all rounds, as to ``forward_backward``, and ranks of the last stage get the
-        output of theirs, others one without samples.
+        samples of all rounds, as to ``forward_backward`` or in more rounds, and ranks of the
+        last stage get the output of theirs, others one without samples.
         """
         if torch.is_inference_mode_enabled():  # whose tensors do not tell that they are written
             with torch.inference_mode(mode=False), torch.no_grad():

@@ -86,7 +86,7 @@ class ModuleInRounds(ModuleWithState):
                     "whose global batch is that of the step."
                 )
             call = self._call_of_batch(args, kwargs, loss_inputs)
-            parts = self._parts(call, caller="forward_backward")
+            parts = self._parts(call, self.plan.num_rounds, caller="forward_backward")
         if self._pipeline is not None:
             calls = [self._call_of_round(part, call) for part in parts]
             return self._pipeline.step(calls, scaler, is_training=self.module.training)
@@ -117,25 +117,26 @@ class ModuleInRounds(ModuleWithState):
     def step_of(
         self,
         rounds: Sequence[Mapping[str, Any]],
-        num_tokens: int,
+        divisors: Sequence[float | None],
         scaler: torch.amp.GradScaler | None = None,
     ) -> float | None:
         """As ``forward_backward`` in stages, given the arguments of every round.  Collective.
 
-        There may be fewer rounds than a step has.  ``num_tokens`` are those of all of them.
+        There may be fewer rounds than a step has.  ``divisors`` are of their losses, as of
+        ``backward``, all of them or none.
         """
         assert self._pipeline is not None, "plans without stages call model(...)"
         with self._peers.guard("forward_backward"):
             self._check_intact()
             calls = [self._call_of_round(((), dict(each), ())) for each in rounds]
         return self._pipeline.step(
-            calls, scaler, is_training=self.module.training, num_tokens=num_tokens
+            calls, scaler, is_training=self.module.training, divisors=divisors
         )
 
     def _evaluate_stages(
         self, pipeline: Pipeline, args: Any, kwargs: Any, loss_inputs: Any
     ) -> Any:
-        """The output of the samples of a whole step, without gradients.  Collective."""
+        """The output of the samples of all rounds, without gradients.  Collective."""
         with self._peers.guard("model(...)"):
             if torch.is_grad_enabled():
                 raise ValueError(
@@ -144,7 +145,9 @@ class ModuleInRounds(ModuleWithState):
                 )
             self._check_intact()
             call = self._call_of_batch(args, kwargs, loss_inputs)
-            parts = self._parts(call, caller="model(...)")
+            own = self.plan.ranks[self.position].rank_batch_size or 1
+            number = max(self.plan.num_rounds, -(-call.num_samples // own))
+            parts = self._parts(call, number, caller="model(...)")
             calls = [self._call_of_round(part, call) for part in parts]
         return pipeline.evaluate(call, calls, is_training=self.module.training)
 
@@ -163,9 +166,9 @@ class ModuleInRounds(ModuleWithState):
         )
         return replace(call, of_loss=choices_of(self._loss.loss_fn))
 
-    def _parts(self, call: ModelCall, *, caller: str) -> list[Arguments]:
+    def _parts(self, call: ModelCall, num_rounds: int, *, caller: str) -> list[Arguments]:
         own = self.plan.ranks[self.position].rank_batch_size
-        return call.in_rounds(self.plan.num_rounds, own, caller=caller)
+        return call.in_rounds(num_rounds, own, caller=caller)
 
     def _call_of_round(self, part: Arguments, whole: ModelCall | None = None) -> ModelCall:
         own = self.plan.ranks[self.position].rank_batch_size

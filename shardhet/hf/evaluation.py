@@ -6,9 +6,10 @@ import math
 from functools import reduce
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.trainer_pt_utils import nested_numpify
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
@@ -16,6 +17,7 @@ from shardhet.fsdp.probing.module_state import restored_names
 from shardhet.hf.predictions import joined, mixes, predictions_in
 from shardhet.hf.rank_loss import RankLoss
 from shardhet.hf.view import TrainerView
+from shardhet.training.dealing.batches import Share
 from shardhet.training.dealing.rows import num_rows
 
 
@@ -46,12 +48,14 @@ class EvaluationPass:
         # Of each batch, of all ranks: predictions, labels, inputs
         self._batches: list[list[Any]] = []
         self._mixes = False  # preprocess_logits_for_metrics mixes samples
+        self._is_last_stage = trainer.het.position in trainer.plan.groups[-1]
 
     def add(self, inputs: dict[str, Any]) -> None:
         """Evaluate this rank's samples of one batch.  Collective."""
         loss_sum, num_items, *parts = self._predict(inputs)
         if num_items is not None:
-            self._sums.append((loss_sum, num_items, num_rows(inputs)))
+            number = num_rows(inputs) if self._is_last_stage else 0
+            self._sums.append((loss_sum, num_items, number))
         if self._loss_only:
             return
         is_first = not self._batches
@@ -64,15 +68,19 @@ class EvaluationPass:
         self._batches.append(self._of_all(mine))
 
     def _of_all(self, mine: list[Any]) -> list[Any]:
-        """The parts of all ranks, joined.  Collective."""
+        """The parts of all ranks, joined in the order of samples.  Collective."""
         whole: list[Any] = [None] * len(mine)
         for rank_parts in self._trainer.het.exchange_objects(mine):
             whole = list(map(joined, whole, rank_parts))
-        return whole
-
-    def _has_outputs(self, inputs: dict[str, Any]) -> bool:
-        """Whether this rank gets the model's outputs for samples of ``inputs``."""
-        return num_rows(inputs) > 0
+        arrays = [each for each in tree_leaves(whole) if isinstance(each, np.ndarray)]
+        plan = self._trainer.plan
+        if plan.stages is None or not arrays:
+            return whole
+        samples = list(range(len(arrays[0])))  # which ranks have round after round
+        shares = (Share.in_stages(plan, i, len(samples)) for i in plan.groups[-1])
+        order = np.argsort([sample for share in shares for sample in share.of(samples)])
+        in_order: list[Any] = tree_map_only(np.ndarray, lambda each: each[order], whole)
+        return in_order
 
     @torch.no_grad()
     def _predict(self, inputs: dict[str, Any]) -> tuple[float, int | None, Any, Any, Any]:
@@ -90,7 +98,7 @@ class EvaluationPass:
             else:
                 loss_sum, num_items = torch.zeros(()), None
                 outputs = trainer.het(**inputs)
-        if self._loss_only or not self._has_outputs(inputs):
+        if self._loss_only or not (num_rows(inputs) and self._is_last_stage):
             return float(loss_sum), num_items, None, None, None
         logits = predictions_in(outputs, self._ignore_keys, has_loss=has_labels)
         labels: Any = tuple(inputs[name] for name in names) if has_labels else None

@@ -8,7 +8,7 @@ over the batch, a contrastive one), is found out on the first batch rather than 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardhet.fsdp import HetFSDP
 from shardhet.records.layout import Span
+from shardhet.records.plan import Plan
 from shardhet.training.dealing.rows import num_rows, rows_at, rows_of
 
 IGNORED = -100  # transformers' label for positions without a label
@@ -105,6 +106,52 @@ def probes(
         spans = (Span(0, num), Span(0, middle), Span(middle, num))
         found.append([rows_of(whole, span) for span in spans])
     return found
+
+
+def probes_in_stages(
+    model: HetFSDP, inputs: dict[str, Any], label_names: Sequence[str], num_classes: int
+) -> list[Parts]:
+    """As ``probes``, of samples that all stages have.  Collective."""
+    plan, position = model.plan, model.position
+    counts = [int(n) for (n,) in model.exchange([num_rows(inputs)])]
+    num_samples = sum(counts[i] for i in plan.groups[-1])
+    first, second, uneven = halves_of_last_stage(plan, num_samples)
+    own = plan.sample_indices(position, num_samples)
+
+    def rows(part: Collection[int]) -> list[int]:
+        return [row for row, sample in enumerate(own) if sample in part]
+
+    return [
+        [rows_at(changed, rows(part)) for part in (first | second, first, second)]
+        for changed in (
+            unevenly_labelled(inputs, label_names, rows(uneven)),
+            relabelled(inputs, label_names, rows(first), num_classes),
+        )
+    ]
+
+
+def halves_of_last_stage(plan: Plan, num_samples: int) -> tuple[set[int], set[int], set[int]]:
+    """Two parts of a step's samples for ``find_kind``, and those whose labels become fewer.
+
+    Each part is of one round, so that all stages have it in one order; a rank of the last stage
+    has samples of both, or losses of parts would add up whatever their kind is.  Raises
+    ``ValueError`` if none has two samples.
+    """
+    rounds = [
+        [plan.round_samples(i, number, num_samples) for i in plan.groups[-1]]
+        for number in range(min(2, plan.num_rounds))
+    ]
+    uneven = {own[0] for own in rounds[0] if own}
+    if any(len(own) > 1 for own in rounds[0]):
+        first = {i for own in rounds[0] for i in own[: (len(own) + 1) // 2]}
+        return first, {i for own in rounds[0] for i in own} - first, uneven
+    if len(rounds) > 1 and any(rounds[1]):
+        first, second = ({i for own in each for i in own} for each in rounds)
+        return first, second, uneven
+    raise ValueError(
+        "HetTrainer: no rank of the last stage has two samples of the first batch, which show "
+        "whether the loss is a sum or a mean. Give one of them two, or the plan a round more."
+    )
 
 
 def _columns(inputs: Mapping[str, Any], label_names: Sequence[str]) -> list[str]:

@@ -1,9 +1,15 @@
-"""A rank's part of the loss: what transformers computes, as a sum over samples or tokens."""
+"""A rank's part of the loss: what transformers computes, as a sum over samples or tokens.
+
+In stages the last one computes it within the model's forward: the runtime calls
+``compute_loss`` where it would call the model, on all ranks; in stages before the last one it
+ends in its middle.  So a step is one call with all rounds of all its batches.
+"""
 
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +19,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_utils import unwrap_peft_model
 
 from shardhet.fsdp.probing.module_state import restored_names
-from shardhet.hf.losses import LossKind, check_positions, find_kind, num_labels, probes
+from shardhet.hf.losses import (
+    LossKind,
+    check_positions,
+    find_kind,
+    num_labels,
+    probes,
+    probes_in_stages,
+)
 from shardhet.hf.view import TrainerView
 from shardhet.records.layout import Span
 from shardhet.training.dealing.rows import num_rows, rounds_of, rows_of
@@ -36,6 +49,11 @@ class RankLoss:
         self._num_labels: deque[tuple[float, float]] = deque()
         self._divisor: float | None = None  # of the batch in progress
         self._mean_before = 0.0  # what the batches before it add up to
+        self._rounds: list[tuple[dict[str, Any], float | None]] = []  # kept, with divisors
+        # What stages call in place of the module, with outputs and without
+        self._within = [
+            partial(self._computed_within, with_outputs=each) for each in (False, True)
+        ]
 
     def sums(
         self, inputs: dict[str, Any], *, with_outputs: bool = True
@@ -43,27 +61,38 @@ class RankLoss:
         """This rank's loss sum, the number of items in it, and perhaps the model's outputs."""
         self.find_kind(inputs)
         loss, outputs = self._loss(inputs, with_outputs=with_outputs)
+        if not self._is_last_stage:
+            return loss, 0, outputs
         return *self.summed(loss, inputs), outputs
+
+    @property
+    def _is_last_stage(self) -> bool:
+        """Whether this rank gets what the model returns."""
+        return self._trainer.het.position in self._trainer.plan.groups[-1]
 
     def find_kind(self, inputs: dict[str, Any], others: dict[str, Any] | None = None) -> None:
         """Find out the kind of the loss on the first batch, of which ``others`` are samples,
         too.  Collective.
         """
-        names = self._trainer.label_names
+        trainer, names, between = self._trainer, self._trainer.label_names, None
         if self.kind is None:
-            tried = probes(inputs, names, self.num_classes)
+            if trainer.plan.stages is None:
+                tried = probes(inputs, names, self.num_classes)
+                between = _of_another_rank(trainer, inputs, others or inputs)
+            else:
+                tried = probes_in_stages(trainer.het, inputs, names, self.num_classes)
 
             def loss_of(part: dict[str, Any], number: float) -> Tensor:
                 with self._said_to_be(number):
                     return self._loss(part, with_outputs=False)[0]
 
-            with leaving_nothing(self._trainer):
+            with leaving_nothing(trainer):
                 self.kind = find_kind(
-                    self._trainer.het,
+                    trainer.het,
                     tried,
                     names,
                     loss_of,
-                    between=_of_another_rank(self._trainer, inputs, others or inputs),
+                    between=between,
                     predicts_next=self.predicts_next,
                 )
 
@@ -117,11 +146,6 @@ class RankLoss:
             return torch.zeros((), device=self._trainer.args.device), 0
         return loss * num_items, num_items
 
-    def num_items(self, inputs: dict[str, Any]) -> int:
-        """The number of items in the loss of this rank's samples."""
-        counted = self._num_counted(inputs) if self.kind is LossKind.SUM else None
-        return self._num_labels_in(inputs) if counted is None else int(counted)
-
     def _num_labels_in(self, inputs: dict[str, Any]) -> int:
         is_shifted = self.kind is LossKind.SHIFTED_MEAN
         return num_labels(inputs, self._trainer.label_names, is_shifted=is_shifted)
@@ -155,6 +179,7 @@ class RankLoss:
         trainer = self._trainer
         self.try_again(math.inf)
         self._num_labels.clear()
+        self._rounds.clear()
         if trainer.het.rounds_left == 1:
             return
         labels = [
@@ -163,7 +188,8 @@ class RankLoss:
             for is_shifted in (False, True)
         ]
         rows = trainer.het.exchange([float(num_items_in_batch or 0), *labels])
-        self._num_items, *totals = map(sum, zip(*rows, strict=True))
+        computing = (rows[i] for i in trainer.plan.groups[-1])
+        self._num_items, *totals = map(sum, zip(*computing, strict=True))
         self._num_labels.extend(zip(totals[::2], totals[1::2], strict=True))
 
     def run_batch(self, inputs: dict[str, Any], num_items_in_batch: Any) -> float:
@@ -172,6 +198,11 @@ class RankLoss:
         """
         trainer = self._trainer
         rounds = rounds_of(inputs, trainer.plan, trainer.het.position)
+        if trainer.plan.stages is not None:
+            self.find_kind(inputs)
+            self._begin_batch(num_items_in_batch)
+            self._rounds += [(each, self._divisor) for each in rounds]
+            return self._run_kept() if trainer.accelerator.sync_gradients else 0.0
         if trainer.accelerator.sync_gradients:  # a last step may have fewer batches
             no_rows = rows_of(inputs, Span(0, 0))
             rounds += [no_rows] * (trainer.het.rounds_left - len(rounds))
@@ -183,6 +214,16 @@ class RankLoss:
                 self._begin_batch(num_items_in_batch)
             self._backward(loss_sum, num_items)
         return self.mean_so_far - self._mean_before
+
+    def _run_kept(self) -> float:
+        """Forward and backward of all rounds of a step in stages; its mean loss."""
+        scaler = self._trainer.loss_scaler
+        of_step = None if scaler is None else scaler.begin_step()
+        rounds, divisors = zip(*self._rounds, strict=True)
+        with self._trainer.het.computing(self._sum_within):
+            mean = self._trainer.het.step_of(rounds, divisors, of_step)
+        self.check_scale()
+        return mean or 0.0
 
     def _begin_batch(self, num_items_in_batch: Any) -> None:
         """Go on to the next batch of the step; raises ``ValueError`` if it cannot be added."""
@@ -247,20 +288,37 @@ class RankLoss:
     def _loss(self, inputs: dict[str, Any], *, with_outputs: bool) -> tuple[Tensor, Any]:
         """The result of ``compute_loss`` for this rank's samples, as a sum if possible."""
         trainer = self._trainer
-        one = self._number_if_counted(inputs)
+        if trainer.plan.stages is not None:
+            with trainer.het.computing(self._within[with_outputs]):
+                found: tuple[Tensor, Any] = trainer.het(**inputs)
+            return found
         if not num_rows(inputs):
-            trainer.het(**self.as_called(inputs, one))
+            trainer.het(**self.as_called(inputs, self._number_if_counted(inputs)))
             return torch.zeros((), device=trainer.args.device), None
-        return self.computed(trainer.het, inputs, one, with_outputs=with_outputs)
+        return self._computed(trainer.het, inputs, with_outputs=with_outputs)
 
-    def computed(
-        self, model: nn.Module, inputs: dict[str, Any], one: Any, *, with_outputs: bool
+    def _computed(
+        self, model: nn.Module, inputs: dict[str, Any], *, with_outputs: bool
     ) -> tuple[Tensor, Any]:
         """What ``compute_loss`` returns, called as a plain Trainer calls it."""
         loss: Any = self._trainer.compute_loss(
-            model, dict(inputs), return_outputs=with_outputs, num_items_in_batch=one
+            model,
+            dict(inputs),
+            return_outputs=with_outputs,
+            num_items_in_batch=self._number_if_counted(inputs),
         )
         return loss if with_outputs else (loss, None)
+
+    def _computed_within(
+        self, module: nn.Module, *, with_outputs: bool, **inputs: Any
+    ) -> tuple[Tensor, Any]:
+        with self._trainer.compute_loss_context_manager():
+            return self._computed(module, inputs, with_outputs=with_outputs)
+
+    def _sum_within(self, module: nn.Module, **inputs: Any) -> tuple[Tensor, Tensor]:
+        loss, _ = self._computed_within(module, with_outputs=False, **inputs)
+        loss_sum, num_items = self.summed(loss, inputs)
+        return loss_sum, torch.tensor(int(num_items))
 
     def _number_if_counted(self, inputs: dict[str, Any]) -> Tensor | None:
         """The number of items that ``compute_loss`` is told, so that it gives a sum."""

@@ -37,8 +37,6 @@ from shardhet.hf.loaders import (
 from shardhet.hf.planned import planned_for
 from shardhet.hf.rank_loss import RankLoss
 from shardhet.hf.resuming import WholeState, chosen, inner
-from shardhet.hf.stages.staged_evaluation import StagedEvaluation
-from shardhet.hf.stages.staged_loss import StagedLoss
 from shardhet.hf.view import TrainerView
 from shardhet.records.plan import Plan, plan_of
 from shardhet.training.hooks.hooks import Hook
@@ -97,7 +95,7 @@ class HetTrainer(TrainerView):
         check_optimizer(self.optimizer, {id(p) for p in wrapped.parameters()})
         _choose_collating(self, collates_whole_batch)
         self._args_as_given, self._args_at_last = given, dict(vars(args))
-        self.rank_loss = (RankLoss if self.plan.stages is None else StagedLoss)(self)
+        self.rank_loss = RankLoss(self)
         self.loss_scaler = LossScaler(wrapped.device) if args.fp16 else None
         self.accelerator.scaler = self.loss_scaler and self.loss_scaler.grad_scaler
         self._whole_state, self._counts = WholeState(self), InputCounts(wrapped)
@@ -289,8 +287,7 @@ class HetTrainer(TrainerView):
         handler = self.callback_handler
         handler.eval_dataloader = dataloader
         self._set_training(False)
-        pass_of = EvaluationPass if self.plan.stages is None else StagedEvaluation
-        evaluation = pass_of(self, self.rank_loss, prediction_loss_only, ignore_keys)
+        evaluation = EvaluationPass(self, self.rank_loss, prediction_loss_only, ignore_keys)
         for inputs in dataloader:
             evaluation.add(inputs)
             self.control = handler.on_prediction_step(self.args, self.state, self.control)

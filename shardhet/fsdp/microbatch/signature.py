@@ -181,6 +181,8 @@ class ModelCall:
         Plain values and tensors without samples count with every sample.  [2] on ``device``,
         modulo ``CHECKSUM_END``.
         """
+        if not self.num_samples:
+            return torch.zeros(2, dtype=torch.float64, device=device)
         total = torch.zeros(self.num_samples, dtype=torch.int64, device=device)
         for leaf, dim, factor in self._factors():
             if isinstance(leaf, bool | int | float | complex | str | bytes):

@@ -21,11 +21,12 @@ class Passed(NamedTuple):
 
     num_samples: int
     lengths: Any  # shapes without samples
+    divisor: float | None = None  # of its loss, if that is known
 
     @classmethod
-    def of(cls, call: ModelCall) -> "Passed":
+    def of(cls, call: ModelCall, divisor: float | None) -> "Passed":
         """That of a call."""
-        return cls(call.num_samples, call.lengths)
+        return cls(call.num_samples, call.lengths, divisor)
 
 
 @dataclass(slots=True)
@@ -37,6 +38,7 @@ class StageRound:
     moment: Moment
     batch: RankBatch
     index: int = UNKNOWN  # of the findings for its call
+    divisor: float | None = None  # of its loss
 
     @classmethod
     def of(
@@ -97,6 +99,7 @@ def rounds_of(
         if any(sizes):
             moment = Moment(step, len(rounds), before)
             rounds.append(StageRound.of(plan, position, call, sizes, moment))
+            rounds[-1].divisor = row[0].divisor
             before += rounds[-1].batch.num_together
     return rounds
 

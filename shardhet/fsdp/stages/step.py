@@ -18,6 +18,7 @@ round after the other.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -83,18 +84,18 @@ class Pipeline:
         scaler: GradScaler | None = None,
         *,
         is_training: bool,
-        num_tokens: int = 0,
+        divisors: Sequence[float | None] = (),
     ) -> float | None:
         """All rounds of a step, given this rank's call of each; the mean loss.  Collective.
 
-        Gradients are those of the loss times the scale of ``scaler``.  ``num_tokens`` are those
-        of all rounds, if they are known before; else 0.
+        Gradients are those of the loss times the scale of ``scaler``.  With ``divisors`` of all
+        rounds they are those of the sum of the rounds' losses over them, which is returned.
         """
         runtime, exchange = self._runtime, self._exchange
         with self._peers.guard("forward_backward"):
             check_scaler(scaler, is_float16=self._backward.is_float16)
             _check_arguments(calls)
-            self._agree("forward_backward", calls)
+            calls = self._agree("forward_backward", calls, divisors)
             if not self._rounds:
                 raise ValueError(f"forward_backward: no rank has samples. {DEAL}")
             self._begin_step()
@@ -107,8 +108,9 @@ class Pipeline:
                     "stages cannot do yet. Call them in one way in all rounds."
                 )
             number = len(self._rounds)
-            scale = _scale(self._rounds, num_tokens)
-            seed = torch.full_like(self._sums.zero_()[0], scale)
+            is_divided = None not in [each.divisor for each in self._rounds]
+            scale = None if is_divided else _scale(self._rounds)
+            seed = torch.full_like(self._sums.zero_()[0], scale or 1.0)
             # On every rank: a scaler that has not scaled anything refuses to unscale.
             self._seed = seed if scaler is None else scaler.scale(seed)
             checksums = _checksums(calls, self._comm.device)
@@ -138,8 +140,8 @@ class Pipeline:
             have_samples = [any(of.num_samples for of in each) for each in self._told]
             known.check_written([row[2] for row in rows], have_samples)
         of_loss = torch.tensor(rows, dtype=torch.float64)[:, :2]
-        assert num_tokens in (0, of_loss[:, 1].sum()), "counted as the model does"
-        return self._backward.end_step(of_loss, has_grad, None if num_tokens else scale)
+        self._backward.is_divided = is_divided
+        return self._backward.end_step(of_loss, has_grad, scale)
 
     def _share(
         self, numbers: Sequence[float], checksums: HostCopy, caller: str
@@ -164,7 +166,7 @@ class Pipeline:
         with self._peers.guard("model(...)"):
             is_there = is_training and bool(len(runtime.norms))
             refuse("batch norm in training mode", is_there=is_there, where="model(...)")
-            self._agree("model(...)", calls)
+            calls = self._agree("model(...)", calls)
             if not self._rounds:
                 return None
             self._begin_step()
@@ -222,8 +224,13 @@ class Pipeline:
 
     # Before the rounds
 
-    def _agree(self, caller: str, calls: Sequence[ModelCall]) -> None:
-        """Agree on the rounds of the step that begins.  Collective."""
+    def _agree(
+        self, caller: str, calls: Sequence[ModelCall], divisors: Sequence[float | None] = ()
+    ) -> Sequence[ModelCall]:
+        """Agree on the rounds of the step that begins; ``calls`` of all of them.  Collective.
+
+        Ranks may have unlike numbers; they have no samples in the others.
+        """
         step, flats = self._runtime.rounds.step, self._runtime.flats
         has_changed = any(flat.residence.has_changed() for flat in flats)
         with self._runtime.observers.watch("", Activity.AGREE):
@@ -233,10 +240,14 @@ class Pipeline:
             _check_entered(caller, step, [row[1:3] for row in entered])
             if any(row[2] > 1 for row in entered):
                 forget_changed(flats, self._control)
-            passed = [Passed.of(each) for each in calls]
-            self._told = told = self._control.exchange_objects(passed)
+            passed = list(map(Passed.of, calls, divisors or [None] * len(calls)))
+            told: list[list[Passed]] = self._control.exchange_objects(passed)
+        most, none = max(map(len, told)), [replace(calls[-1], num_samples=0)]
+        calls = [*calls, *none * (most - len(calls))]
+        self._told = [[*each, *[Passed(0, ())] * (most - len(each))] for each in told]
         position = self._control.position
-        self._rounds = rounds_of(self._plan, position, step, calls, told, caller=caller)
+        self._rounds = rounds_of(self._plan, position, step, calls, self._told, caller=caller)
+        return calls
 
     def _begin_step(self) -> None:
         """Unshard the root on all ranks, before any stage waits for another.  Collective."""
@@ -258,9 +269,10 @@ class Pipeline:
         if not n:
             return
         if self._is_last:
-            loss_sum = self._loss_of(output, kind.findings.laws)
+            divisor = each.divisor or 1.0
+            loss_sum = self._loss_of(output, kind.findings.laws, divisor)
             self._made[now.round] = edges_of([loss_sum])
-            self._seeds[now.round] = self._seed.to(loss_sum.dtype)
+            self._seeds[now.round] = (self._seed / divisor).to(loss_sum.dtype)
             return
         self._made[now.round] = edges_of(differentiable(output, kind.sent))
         self._exchange.give(now, [tensor.detach() for tensor in output])
@@ -269,14 +281,14 @@ class Pipeline:
         """What the stage before hands over for the forward of a round, once it is here."""
         return [each for each in self._exchange.take(now) if each is not None]
 
-    def _loss_of(self, output: Any, laws: Laws) -> Tensor:
+    def _loss_of(self, output: Any, laws: Laws, divisor: float) -> Tensor:
         loss_sum, num_tokens = loss_pair(output)
         check_is_number(loss_sum)
         if len(self._rounds) > 1 or len(self._runtime.computing_here) > 1:
             Output(output, laws).check_adds_up(loss_sum, num_tokens, "forward_backward")
         check_is_wide(loss_sum, "forward_backward")
         self._backward.check_leaves(loss_sum, divides_late=True)
-        self._sums[0] += loss_sum.detach()
+        self._sums[0] += loss_sum.detach().double() / divisor
         self._sums[1] += num_tokens
         return loss_sum
 
@@ -314,8 +326,6 @@ def _checksums(calls: Sequence[ModelCall], device: torch.device) -> HostCopy:
     return HostCopy(torch.stack([each.checksums(device) for each in calls]))
 
 
-def _scale(rounds: Sequence[StageRound], num_tokens: int) -> float:
+def _scale(rounds: Sequence[StageRound]) -> float:
     """By what losses are multiplied: see [Note: Scale of the loss] in ``mean_backward``."""
-    if num_tokens:
-        return 1.0 / num_tokens
     return 2.0 ** -round(math.log2(sum(each.batch.num_together for each in rounds)))

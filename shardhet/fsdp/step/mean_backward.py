@@ -71,7 +71,7 @@ class MeanBackward:
         self._control = rows.control
         self._peers = rows.peers
         self._is_in_backward = False
-        self._is_divided = False  # the loss, by what ``backward`` is told
+        self.is_divided = False  # the loss, by what ``backward`` is told
         # Of the rounds of the step so far
         self._sums: Tensor | None = None  # losses and tokens of every rank, [world_size, 2]
         self._laws: list[Laws] = []  # see ``check_factors``
@@ -186,16 +186,16 @@ class MeanBackward:
         if self._sums is None:
             return 0.0
         losses, counts = map(sum, self._sums.T.tolist())
-        return float(losses if self._is_divided else losses / counts if counts else losses)
+        return float(losses if self.is_divided else losses / counts if counts else losses)
 
     def _check_divisor(self, divisor: float | None, divisors: set[float]) -> None:
         """Raise ``ValueError`` unless ranks, and rounds of a step, agree on there being one."""
         if len(divisors) > 1 or not all(each >= 0 for each in divisors):
             raise ValueError(_UNLIKE_DIVISORS.format(sorted(divisors)))
         is_divided = divisor is not None
-        if self._runtime.rounds.have_begun and is_divided != self._is_divided:
+        if self._runtime.rounds.have_begun and is_divided != self.is_divided:
             raise ValueError(_DIVISOR_OF_SOME)
-        self._is_divided = is_divided
+        self.is_divided = is_divided
 
     def _scale(self, num_tokens: Tensor, divisor: float | None) -> Tensor:
         """By what to multiply the loss of a round in which all ranks have so many tokens.

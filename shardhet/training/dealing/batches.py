@@ -35,11 +35,10 @@ class Share:
 
     @classmethod
     def in_stages(cls, plan: Plan, position: int, num_samples: int) -> Self:
-        """Those of ``num_samples`` for ``position``, one step of the plan after the other."""
-        starts = range(0, num_samples, plan.global_batch_size)
-        one = cls.of_step(plan, position).spans
-        spans = [Span(at + each.start, at + each.stop) for at in starts for each in one]
-        return cls(tuple(spans))
+        """Those of ``num_samples`` for ``position``, in as many rounds as they fill."""
+        first, own = plan.first_sample(position), plan.ranks[position].rank_batch_size
+        rounds = range(0, max(1, num_samples), plan.round_size)
+        return cls(tuple(Span(at + first, at + first + own) for at in rounds))
 
     @property
     def numel(self) -> int:

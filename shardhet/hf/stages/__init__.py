@@ -1,1 +1,0 @@
-"""A HetTrainer under a plan with stages."""
