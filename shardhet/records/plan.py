@@ -24,6 +24,7 @@ from shardhet.records.by_hand import (
 )
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.codec import OMITTABLE, Document
+from shardhet.records.context import Groups, PlanInGroups, check_groups, groups_by_hand
 from shardhet.records.layout import Owned
 from shardhet.records.schedule import StepForm
 from shardhet.records.shown import ShownPlan
@@ -55,6 +56,7 @@ class RankPlan:
     # of the host, where the optimizer steps.
     optimizer_on_host: Annotated[bool, OMITTABLE] = False
     owned: tuple[Owned, ...] | None = None  # of ``whole_matrices``; None: by its share
+    token_share: float | None = None  # of its context group's samples; None: it is in none
 
     @property
     def rank_batch_size(self) -> int:
@@ -129,7 +131,7 @@ class HoldsFor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Plan(ShownPlan, Document):
+class Plan(ShownPlan, PlanInGroups, Document):
     """One entry per device, in an order that the plan itself defines.
 
     The samples of a round and every flat tensor are dealt in this order.  A step takes the
@@ -147,6 +149,8 @@ class Plan(ShownPlan, Document):
     reduce_each_round: Annotated[bool, OMITTABLE] = True  # False: gradients are reduced last
     last_round_size: int | None = None  # samples of the last round; None: as many as of any
     stages: tuple[Stage, ...] | None = None  # of a pipeline; None: all devices have all units
+    # Positions that compute the same samples, each its tokens (``records.context``).
+    context_groups: Groups | None = None
     two_level_units: Annotated[tuple[str, ...], OMITTABLE] = ()  # cross once per node
     resident_units: Annotated[tuple[str, ...], OMITTABLE] = ()  # frozen parts stay whole
     # Patterns of units of which each parameter is stored whole, by one device.
@@ -167,6 +171,7 @@ class Plan(ShownPlan, Document):
             rank.check_inputs_on_host(i, fqns)
         if self.stages is not None:
             _check_stages(self, self.stages)
+        check_groups(self, SHARES_TOLERANCE)
         total = sum(rank.state_share for rank in self.ranks)
         if self.stages is None and abs(total - 1) > SHARES_TOLERANCE:
             raise ValueError(
@@ -212,7 +217,7 @@ class Plan(ShownPlan, Document):
     @property
     def round_size(self) -> int:
         """The number of samples in one round, over all devices of a group."""
-        return sum(self.ranks[i].rank_batch_size for i in self.groups[0])
+        return sum(self.ranks[i].rank_batch_size for i in self.groups[0] if self.leads(i))
 
     @property
     def groups(self) -> tuple[range, ...]:
@@ -237,8 +242,8 @@ class Plan(ShownPlan, Document):
 
     def first_sample(self, position: int) -> int:
         """Index in a round of the first sample dealt to the device at ``position``."""
-        group = self.group_of(position)
-        return sum(self.ranks[i].rank_batch_size for i in group if i < position)
+        before = range(self.group_of(position).start, self.context_group(position)[0])
+        return sum(self.ranks[i].rank_batch_size for i in before if self.leads(i))
 
     def round_samples(
         self, position: int, round_index: int, num_samples: int | None = None
@@ -296,6 +301,8 @@ class Plan(ShownPlan, Document):
         whole_matrices: bool | Sequence[str] = False,
         global_batch_size: int | None = None,
         stages: Sequence[Stage] | None = None,
+        context_groups: Sequence[Sequence[int]] | None = None,
+        token_shares: Sequence[float] | None = None,
     ) -> Self:
         """A plan from one entry per device, for each round.
 
@@ -309,7 +316,9 @@ class Plan(ShownPlan, Document):
         So is ``whole_matrices``, where True are the units with a number in their name: each
         of their parameters is stored by one device, as Muon needs it.
         With a ``global_batch_size`` the last round has what is left of it.  ``stages`` make it
-        a pipeline: they take the devices in this order.
+        a pipeline: they take the devices in this order.  Positions of a list in
+        ``context_groups`` compute the same samples, each its tokens, in proportion to
+        ``token_shares``, one number per device (None: even).
         """
         sizes = microbatches_of_each(microbatch_sizes, num_microbatches, rank_batch_sizes)
         world_size = len(sizes)
@@ -322,8 +331,10 @@ class Plan(ShownPlan, Document):
         in_stages = None if stages is None else records_of_each("stages", Stage, stages)
         groups = positions_by_stage(in_stages) if in_stages else (range(world_size),)
         shares = shares_of_each(state_shares, specs, groups)
+        shared, tokens = groups_by_hand(context_groups, token_shares, world_size)
         check_lengths(world_size, state_shares=shares, devices=specs)
-        round_size = sum(map(sum, sizes[: groups[0].stop]))
+        dealt = set(range(groups[0].stop)) - {i for group in shared for i in group[1:]}
+        round_size = sum(map(sum, (sizes[i] for i in dealt)))
         return cls(
             ranks=tuple(
                 RankPlan(
@@ -333,6 +344,7 @@ class Plan(ShownPlan, Document):
                     inputs_on_host=patterns_of(with_inputs[i], "inputs_on_host", EVERY_UNIT),
                     optimizer_on_host=truth(f"optimizer_on_host[{i}]", on_host[i]),
                     device=specs[i],
+                    token_share=tokens[i],
                 )
                 for i in range(world_size)
             ),
@@ -345,6 +357,7 @@ class Plan(ShownPlan, Document):
             whole_matrices=patterns_of(whole_matrices, "whole_matrices", EVERY_BLOCK) or None,
             last_round_size=last_round_size(global_batch_size, num_rounds, round_size),
             stages=None if in_stages is None else tuple(in_stages),
+            context_groups=shared or None,
         )
 
     @classmethod

@@ -31,8 +31,8 @@ def plan_table(plan: Any) -> str:
     columns = ["device", "samples", "microbatches", "recomputes", "state"]
     on_host = any(rank.inputs_on_host or rank.optimizer_on_host for rank in plan.ranks)
     columns += ["on the host"] * on_host + ["stage"] * (plan.stages is not None)
-    owns = any(rank.owned for rank in plan.ranks)
-    columns += ["matrices"] * owns
+    owns, shares = any(rank.owned for rank in plan.ranks), plan.context_groups is not None
+    columns += ["matrices"] * owns + ["tokens"] * shares
     rows, numbers = [columns], samples_of_step(plan)
     for positions in alike(plan, lambda i: plan.ranks[i].state_share):
         rank = plan.ranks[positions[0]]
@@ -50,6 +50,7 @@ def plan_table(plan: Any) -> str:
         if plan.stages is not None:
             cells.append(str(plan.groups.index(plan.group_of(positions[0]))))
         cells += [f"{sum(each.number for each in rank.owned or ())}"] * owns
+        cells += ["all" if rank.token_share is None else f"{rank.token_share:.2%}"] * shares
         rows.append(cells)
     return "\n".join([_heading(plan), *_drawn(rows)])
 
@@ -86,15 +87,10 @@ def _drawn(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def samples_of_step(plan: Any) -> list[int]:
     """How many samples of a step each device computes, by position."""
-    found: list[int] = []
-    for group in plan.groups:
-        left = plan.round_size if plan.last_round_size is None else plan.last_round_size
-        for i in group:  # a last round that is smaller is dealt in this order
-            own = plan.ranks[i].rank_batch_size
-            last = min(own, left)
-            left -= last
-            found.append((plan.num_rounds - 1) * own + last)
-    return found
+    return [
+        (plan.num_rounds - 1) * rank.rank_batch_size + sum(plan.last_microbatch_sizes(i))
+        for i, rank in enumerate(plan.ranks)
+    ]
 
 
 def alike(plan: Any, share: Callable[[int], float]) -> list[range]:
@@ -105,7 +101,8 @@ def alike(plan: Any, share: Callable[[int], float]) -> list[range]:
         rank = plan.ranks[i]
         on_host = rank.inputs_on_host, rank.optimizer_on_host
         same = (rank.device.kind, rank.microbatch_sizes, rank.recomputed_units, on_host)
-        return (*same, numbers[i], plan.group_of(i), rank.owned)
+        shared = plan.context_group(i)[1:] and plan.context_group(i), rank.token_share
+        return (*same, numbers[i], plan.group_of(i), rank.owned, shared)
 
     found: list[range] = []
     for i in range(plan.world_size):
