@@ -40,6 +40,7 @@ from shardhet.fsdp.step.mean_backward import MeanBackward, warn_of_large_output
 from shardhet.fsdp.step.observer import Activity, Observer
 from shardhet.fsdp.step.unit_by_unit import check_is_not_open, unit_by_unit
 from shardhet.fsdp.surface import guard_root
+from shardhet.fsdp.tokens.skeleton import Skeleton
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan
 
@@ -121,6 +122,8 @@ class HetFSDP(ModuleInRounds):
             self._comm.follow(plan, self._control)
             norms.warn(plan, position=members.control.position)
             of_units = comm_of_units(plan, self._comm, self._control)
+            if plan.context_groups is not None:
+                self._skeleton = Skeleton(module, loss_fn)
             modules_of_units = find_units_by(plan, module, units, loss_fn)
             self.beyond_stages = beyond_stages(module, modules_of_units)
             *built, root = build_units(
@@ -223,7 +226,8 @@ class HetFSDP(ModuleInRounds):
     ) -> Any:
         kind = self.device.type
         autocast = autocast_as(kind, autocast_dtype_now(kind))  # also of probes of one context
-        with self._loss.of(loss_inputs), self._caches.off(), autocast:
+        tokens = self._runtime.attending_outside()
+        with self._loss.of(loss_inputs), self._caches.off(), autocast, tokens:
             wrapped = partial(self._function, self.module) if self._function else self.module
             output = wrapped(*args, **kwargs)
             output = self._loss.of_output(output)

@@ -62,6 +62,11 @@ def why_not(model: HetFSDP, plan: Plan) -> str | None:
                 f"plan: position {i} is for {new.device} but {old.device} in the plan that is "
                 "followed now. Keep the devices in their positions, or leave them out."
             )
+    if plan.context_groups is not None and model._skeleton is None:
+        return (
+            "plan: it has context groups, and the one that the model was wrapped with has "
+            "none. Wrap the model with a plan that has some."
+        )
     if (reason := _why_other_units(model, plan)) is not None:
         return reason
     if plan.units and plan.units != before.units:

@@ -19,6 +19,7 @@ from shardhet.fsdp.stages.runtime import StageRuntime
 from shardhet.fsdp.stages.step import Pipeline
 from shardhet.fsdp.state_door import ModuleWithState
 from shardhet.fsdp.step.mean_backward import MeanBackward
+from shardhet.fsdp.tokens.skeleton import Skeleton
 from shardhet.records.plan import Plan
 
 
@@ -35,6 +36,7 @@ class ModuleInRounds(ModuleWithState):
     _ragged: Mapping[str, CountRows]
     _pipeline: Pipeline | None = None  # of a plan with stages
     _loss: FusedLoss
+    _skeleton: Skeleton | None = None  # of a plan with context groups
     _function: Callable[..., Any] | None = None  # called with the module instead of it
 
     def backward(
@@ -155,6 +157,9 @@ class ModuleInRounds(ModuleWithState):
         """A call with this rank's samples of all rounds of a batch."""
         of_loss = loss_inputs if isinstance(loss_inputs, tuple) else (loss_inputs,)
         planned = self.plan.num_rounds * self.plan.ranks[self.position].rank_batch_size
+        if self._runtime.tokens is not None:
+            filled = self._runtime.tokens.cutter.filled((args, kwargs, of_loss))
+            args, kwargs, of_loss = filled
         call = ModelCall.of(
             self._forward,
             args,
@@ -172,6 +177,8 @@ class ModuleInRounds(ModuleWithState):
 
     def _call_of_round(self, part: Arguments, whole: ModelCall | None = None) -> ModelCall:
         own = self.plan.ranks[self.position].rank_batch_size
+        if self._runtime.tokens is not None and self._skeleton is not None:
+            part = self._runtime.tokens.cutter.cut(part, self._skeleton.check)
         call = ModelCall.of(
             self._forward, *part, self._batch_dim, ragged=self._ragged, planned=own
         )
@@ -238,6 +245,13 @@ class ModuleInRounds(ModuleWithState):
         sum over their divisors if ``backward`` was given them.  The same on all ranks.
         """
         return self._backward.mean_so_far
+
+    def own_tokens(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a tensor [samples, tokens, ...]: in a context group its tokens,
+        for labels that the model is not given; else all of them.
+        """
+        tokens = self._runtime.tokens
+        return tensor if tokens is None else tokens.cutter.own_tokens(tensor)
 
     @property
     def own_samples(self) -> range:

@@ -87,13 +87,15 @@ class Attention(nn.Module):
         self.qkv = Projection(config.width, config.width + 2 * config.kv_width)
         self.out = Projection(config.width, config.width, init_gain=out_init_gain)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, positions_BT: Tensor | None = None) -> Tensor:
         num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
         heads_BTHC = self.qkv(x_BTD).unflatten(-1, (-1, self.head_width))
         # Queries and keys are rotated by the same angles, so they are rotated together.
         qk_BTHC, v_BTKC = heads_BTHC.split([num_heads + num_kv_heads, num_kv_heads], dim=2)
         q_BHTC, k_BKTC = (
-            rotate_by_position(qk_BTHC).transpose(1, 2).split([num_heads, num_kv_heads], dim=1)
+            rotate_by_position(qk_BTHC, positions_BT)
+            .transpose(1, 2)
+            .split([num_heads, num_kv_heads], dim=1)
         )
         mixed_BHTC = F.scaled_dot_product_attention(
             q_BHTC,
@@ -105,7 +107,7 @@ class Attention(nn.Module):
         return self.out(mixed_BHTC.transpose(1, 2).flatten(2))
 
 
-def rotate_by_position(x_BTHC: Tensor) -> Tensor:
+def rotate_by_position(x_BTHC: Tensor, positions_BT: Tensor | None = None) -> Tensor:
     """Rotate each pair of channels (i, i + C/2) by position * base^(-2i/C) (RoFormer).
 
     The angles are computed where they are used: a buffer would be uninitialized after the meta
@@ -115,13 +117,14 @@ def rotate_by_position(x_BTHC: Tensor) -> Tensor:
     angle_dtype = torch.promote_types(x_BTHC.dtype, torch.float32)
     device = x_BTHC.device
     exponents_C = torch.arange(0, head_width, 2, device=device, dtype=angle_dtype) / head_width
-    positions_T = torch.arange(num_tokens, device=device, dtype=angle_dtype)
-    angles_TC = torch.outer(positions_T, ROTARY_BASE**-exponents_C)
-    cos_T1C = angles_TC.cos().to(x_BTHC.dtype).unsqueeze(1)
-    sin_T1C = angles_TC.sin().to(x_BTHC.dtype).unsqueeze(1)
+    if positions_BT is None:
+        positions_BT = torch.arange(num_tokens, device=device)
+    angles_BTC = positions_BT.to(angle_dtype)[..., None] * ROTARY_BASE**-exponents_C
+    cos_BT1C = angles_BTC.cos().to(x_BTHC.dtype).unsqueeze(-2)
+    sin_BT1C = angles_BTC.sin().to(x_BTHC.dtype).unsqueeze(-2)
     first, second = x_BTHC.chunk(2, dim=-1)
     return torch.cat(
-        (first * cos_T1C - second * sin_T1C, first * sin_T1C + second * cos_T1C), dim=-1
+        (first * cos_BT1C - second * sin_BT1C, first * sin_BT1C + second * cos_BT1C), dim=-1
     )
 
 
@@ -151,8 +154,9 @@ class Block(nn.Module):
         self.mlp = Mlp(config, out_init_gain=out_init_gain)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
+    def forward(self, x_BTD: Tensor, positions_BT: Tensor | None = None) -> Tensor:
+        mixed_BTD = self.attention(self.attention_norm(x_BTD), positions_BT)
+        x_BTD = x_BTD + self.dropout(mixed_BTD)
         return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
 
 
@@ -197,9 +201,12 @@ class Decoder(nn.Module):
         self.head = Head(config)
 
     def forward(
-        self, tokens_BT: Tensor, targets_BT: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        position_ids: Tensor | None = None,  # [B, T]; None: samples are whole
     ) -> Tensor | tuple[Tensor, Tensor]:
         x_BTD = self.embedding(tokens_BT)
         for block in self.blocks:
-            x_BTD = block(x_BTD)
+            x_BTD = block(x_BTD, position_ids)
         return self.head(x_BTD, targets_BT)

@@ -15,6 +15,7 @@ from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
 from shardhet.fsdp.step.observer import Activity, Observers
 from shardhet.fsdp.step.rank_batch import RankBatch
 from shardhet.fsdp.step.rounds import Moment
+from shardhet.fsdp.tokens.attention import ContextGroup
 from shardhet.records.plan import RankPlan
 from shardhet.records.schedule import Phase
 
@@ -106,6 +107,7 @@ class Visits:
     observers: Observers
     device_type: str
     inputs: InputsOnHost | None  # those of units that the plan keeps on the host
+    tokens: ContextGroup | None = None  # that this rank is in
 
     def of(
         self,
@@ -160,7 +162,7 @@ def _seeds(visits: Visits, one: OneVisit) -> Surrounding | None:
     if not one.module.module.training:
         return None
     # A call that runs once for all samples draws the same numbers on every rank.
-    first_sample = one.batch.first_sample if one.rules.is_batched else 0
+    first_sample = one.batch.seeded_as if one.rules.is_batched else 0
     return Seeded(
         visits.random,
         one.fqn,
@@ -172,6 +174,10 @@ def _seeds(visits: Visits, one: OneVisit) -> Surrounding | None:
 
 def _norms(visits: Visits, one: OneVisit) -> Surrounding | None:
     return NotedNorms(visits.norms, one.batch.first_sample) if len(visits.norms) else None
+
+
+def _tokens(visits: Visits, one: OneVisit) -> Surrounding | None:
+    return None if visits.tokens is None else visits.tokens.around(one.module.fqn)
 
 
 def _observers(visits: Visits, one: OneVisit) -> Surrounding | None:
@@ -191,5 +197,6 @@ SURROUNDINGS: list[Callable[[Visits, OneVisit], Surrounding | None]] = [
     _seeds,
     _norms,
     _attributes,
+    _tokens,
     _observers,
 ]

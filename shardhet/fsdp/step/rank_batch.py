@@ -14,6 +14,8 @@ from shardhet.fsdp.sharding.residence import forget_changed
 from shardhet.fsdp.step.rounds import Rounds
 from shardhet.records.plan import Plan
 
+MEMBER = 2**40  # more than the samples of any step
+
 
 @dataclass(frozen=True, slots=True)
 class RankBatch:
@@ -24,6 +26,12 @@ class RankBatch:
     num_together: int  # samples of all ranks
     computing: tuple[int, ...]  # positions of all ranks that compute something
     step: int  # number of steps finished before
+    member: int = 0  # of those that compute these samples together
+
+    @property
+    def seeded_as(self) -> int:
+        """The first sample, as seeds have it: members draw for other tokens."""
+        return self.first_sample + self.member * MEMBER
 
     @property
     def num_samples(self) -> int:
@@ -52,20 +60,22 @@ def agree_on_batch(
     index: int,
     rounds: Rounds,
     flats: Sequence[FlatTensor] = (),
+    checksum: float = 0.0,
 ) -> tuple[RankBatch, int]:
     """This rank's part of the batch, and the index of the findings to use.  Collective.
 
     ``index`` is that of this rank's findings; the returned one is UNKNOWN unless all computing
     ranks have the same.  What was written of ``flats``, all that there are, does not stay
-    unsharded any longer.  Raises ``ValueError`` on all ranks if they call the model in
-    different ways, or with more samples than the plan gives them.
+    unsharded any longer.  ``checksum`` is of samples that others compute, too.  Raises
+    ``ValueError`` on all ranks if they call the model in different ways, or with more samples
+    than the plan gives them.
     """
     with_gradients = torch.is_grad_enabled()
     moment, num_rounds = rounds.moment, rounds.number
     finished = moment.step * num_rounds + moment.round
     has_changed = any(flat.residence.has_changed() for flat in flats)
     mine = 4 * index + 2 * has_changed + with_gradients
-    rows = control.enter("model(...)", [num_samples, mine, finished])
+    rows = control.enter("model(...)", [num_samples, mine, finished, checksum])
     gradients = [bool(int(row[1]) % 2) for row in rows]
     for name, values in (
         ("gradients enabled", gradients),
@@ -84,10 +94,16 @@ def agree_on_batch(
     position = control.position
     if with_gradients:
         _check_fits_plan(plan, sizes)
+    for group in plan.context_groups or ():
+        if len({(rows[i][0], rows[i][3]) for i in group}) > 1:
+            raise ValueError(_UNLIKE_MEMBERS.format(list(group)))
+    dealt = [size if plan.leads(i) else 0 for i, size in enumerate(sizes)]
+    members = plan.context_group(position)
     batch = RankBatch(
         microbatch_sizes=plan.ranks[position].split(num_samples),
-        first_sample=moment.num_samples_before + sum(sizes[:position]),
-        num_together=sum(sizes),
+        first_sample=moment.num_samples_before + sum(dealt[: members[0]]),
+        num_together=sum(dealt),
+        member=members.index(position),
         computing=tuple(i for i, size in enumerate(sizes) if size),
         step=moment.step,
     )
@@ -112,6 +128,10 @@ def _check_fits_plan(plan: Plan, sizes: Sequence[int]) -> None:
             )
 
 
+_UNLIKE_MEMBERS = (
+    "model(...): positions {} of the plan are a context group, but got unlike samples. Pass "
+    "all of them the same whole samples, those of plan.sample_indices: tokens are cut for you."
+)
 _DEAL = "Let shardhet.loader(dataset, model) deal the global batch."
 _JOINED = (
     "If a sample has {} rows (torch.cat([chosen, rejected])), pass them as arguments of their "

@@ -1,6 +1,7 @@
 """One training step on this rank: forward and backward."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,7 @@ from shardhet.fsdp.step.observer import Activity, Observers
 from shardhet.fsdp.step.rank_batch import agree_on_batch, beside_others
 from shardhet.fsdp.step.rounds import Rounds
 from shardhet.fsdp.step.turn_walk import TurnWalk
+from shardhet.fsdp.tokens.attention import ContextGroup
 from shardhet.records.plan import Plan
 
 
@@ -98,6 +100,7 @@ class Runtime:
             self._inputs.wait()
         self._slabs = HostSlabs(plan, self._comm, self.control, self.rounds.number)
         self._inputs = self._slabs.inputs
+        self.tokens = ContextGroup.of(plan, self._module, self._comm, self.control)
         visits = Visits(
             staying=self.walk.staying,
             rank_plan=self._rank_plan,
@@ -106,6 +109,7 @@ class Runtime:
             observers=self.observers,
             device_type=self._comm.device.type,
             inputs=self._inputs,
+            tokens=self.tokens,
         )
         probed = ProbedModel(
             module=self._module,
@@ -121,6 +125,12 @@ class Runtime:
         self._prober = Prober(probed, form=self.rounds.form)
         self._known = KnownCalls(self._prober, self.control)
         self.calls.follow(visits, self._prober, self._known)
+
+    def attending_outside(self) -> AbstractContextManager[None]:
+        """A context for what the model computes outside of units; not in a probe."""
+        if self.tokens is None or self._prober.probe is not None:
+            return nullcontext()
+        return self.tokens.around("").in_function(0, is_repeated=False)
 
     @property
     def all_units(self) -> tuple[FSDPUnit, ...]:
@@ -169,6 +179,7 @@ class Runtime:
                 index=index,
                 rounds=self.rounds,
                 flats=self.flats,
+                checksum=0.0 if self.tokens is None else self.tokens.cutter.checksum,
             )
         first = self.step.batch.first_sample - self.rounds.moment.num_samples_before
         self.own_samples = range(first, first + self.step.batch.num_samples)
@@ -230,7 +241,7 @@ class Runtime:
         if batch.num_samples:
             taken_over = self.calls.dropout.taken_over(is_needed=findings.has_root_dropout)
             with self._random.around(is_training), taken_over:
-                self._random.seed("", 0, batch.step, batch.first_sample, is_training)
+                self._random.seed("", 0, batch.step, batch.seeded_as, is_training)
                 output = run()
             self.walk.end_forward()
         else:

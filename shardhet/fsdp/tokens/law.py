@@ -89,7 +89,7 @@ def by_tokens(
         stack.enter_context(restored_random_state(device))
         stack.enter_context(restored_modules(module))
         seed_generators(device, SEED)
-        params = {name: _random_like(each) for name, each in _held_by(module)}
+        params = _random_params(module, device)
         given = [
             _few(t, axis, number, total, as_given=together)
             for t, axis in zip(tensors, axes, strict=True)
@@ -102,7 +102,7 @@ def by_tokens(
             leaves=leaves,
             spec=spec,
             inputs=(axes, given),
-            params=[each for each in params.values() if each.requires_grad],
+            params=[each for each in dict.fromkeys(params.values()) if each.requires_grad],
             spans=spans,
             order=torch.tensor(order or range(number), device=device),
         )
@@ -392,19 +392,28 @@ def _axes_of(fqn: str, tensors: Sequence[Tensor]) -> tuple[int, list[Rule]]:
     return number, found
 
 
-def _held_by(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
+def _random_params(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """Random parameters, and copies of buffers.  Layers that are alike have the same ones."""
+    by_id: dict[int, Tensor] = {}
+    by_kind: dict[Any, Tensor] = {}
+    for name, held in module.named_parameters():
+        kind = name.split(".")[-2:], held.shape, held.dtype, held.requires_grad
+        if str(kind) not in by_kind:
+            by_kind[str(kind)] = _random_like(held, device)
+        by_id[id(held)] = by_kind[str(kind)]
+    names = module.named_parameters(remove_duplicate=False)
+    copies = {name: _random_like(each, device) for name, each in module.named_buffers()}
+    return {name: by_id[id(each)] for name, each in names} | copies
 
 
-def _random_like(held: Tensor) -> Tensor:
+def _random_like(held: Tensor, device: torch.device) -> Tensor:
     """A random parameter of its shape, in float32 or wider; a copy of a buffer."""
     if not held.is_floating_point():
         return held.detach().clone()
     dtype = torch.promote_types(held.dtype, torch.float32)
     if not isinstance(held, nn.Parameter):
         return held.detach().to(dtype, copy=True)
-    made = torch.randn(held.shape, dtype=dtype, device=held.device)
+    made = torch.randn(held.shape, dtype=dtype, device=device)
     made = made * held.shape[-1] ** -0.5 if held.dim() > 1 else 1 + 0.3 * made
     return made.requires_grad_(held.requires_grad)
 
