@@ -19,6 +19,7 @@ from shardhet.comm import devices
 from shardhet.fsdp.microbatch.host_inputs import HostInput
 from shardhet.fsdp.step import host_slabs
 from shardhet.models.decoder import Decoder, DecoderConfig
+from tests.beside import Beside
 from tests.emulated.accelerator import Accelerator
 from tests.selection import one_in
 from tests.worlds import on_ranks, run_ranks, run_ranks_expecting_failure
@@ -116,6 +117,28 @@ def test_an_unfinished_step_leaves_nothing() -> None:
     assert not spied.inputs
     with pytest.raises(RuntimeError, match="a gradient arrived for the output"):
         first[0].backward()
+
+
+def test_what_backward_passes_over_is_let_go() -> None:
+    """The results of two blocks are used by nothing."""
+
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Any:
+            y = self.blocks[1](self.blocks[0](x).tanh())
+            self.blocks[3](self.blocks[2](y))
+            return y.square().sum(), len(x)
+
+    torch.manual_seed(0)
+    module = Unused().double()
+    plan = Plan.by_hand(microbatch_sizes=[2], recompute=True, inputs_on_host=[["*"]])
+    both = Beside(module, plan, units=[nn.Linear])
+    for _ in range(2):
+        both.step(torch.randn(2, 3).double())
+    assert not both.model._runtime._inputs._now.kept  # type: ignore[union-attr]
 
 
 def test_longer_samples_find_room() -> None:

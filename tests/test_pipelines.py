@@ -188,6 +188,10 @@ def _logits(rank: int, plan: Plan) -> None:
                 assert logits.dim() == means.dim() == 0  # as without stages
                 continue
             expected = module(inputs, targets)
+            of_all = gather_features(logits)
+        shares = [Share.in_stages(plan, i, num_samples) for i in plan.groups[-1]]
+        order = [i for share in shares for i in share.of(list(range(num_samples)))]
+        torch.testing.assert_close(of_all, expected[0][order], rtol=1e-12, atol=1e-12)
         if model.position not in plan.groups[-1]:
             mine = []
         assert logits.shape == (len(mine), SEQ_LEN, WORDS)
@@ -344,6 +348,9 @@ def _refused(rank: int, what: str, way: str, plan: Plan) -> None:
         model(*given)
     if what == "too many samples":
         model.forward_backward(*(each.repeat(2, 1) for each in given))
+    if what == "unit by unit":
+        with model.unit_by_unit():
+            model.forward_backward(*given)
     if what == "own_samples":
         model.own_samples  # noqa: B018
     if what == "gather_features":
@@ -396,8 +403,9 @@ REFUSED = {
     "idle": ("ends", "forward calls no unit of stage 1"),
     "model(...)": ("", "model.forward_backward"),
     "too many samples": ("", "forward_backward: this rank got"),
+    "unit by unit": ("", "called inside unit_by_unit()"),
     "own_samples": ("", "own_samples: the plan has 2 stages"),
-    "gather_features": ("", "gather_features: the plan has stages"),
+    "gather_features": ("", "gather_features: the plan has several rounds, or stages"),
     "other samples": ("", "the stages were passed other samples"),
     "fewer samples": ("", "the stages got"),
     "other lengths": ("", "Pad them alike"),

@@ -212,6 +212,9 @@ def test_a_loss_that_is_not_finite_in_any_round_drops_the_whole_step(
             run_round(both.model, bad_round, *batch, factor=bad)
         assert both.model.step == bad_round + 1
         assert all(param.grad is None for param in both.model.parameters())
+        runtime = both.model._runtime
+        assert all(unit.state is UnitState.SHARDED for unit in runtime.all_units)
+        assert not runtime.walk._launched
     both.step(*batch)
 
 

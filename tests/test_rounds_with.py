@@ -1,6 +1,7 @@
 """Steps of several rounds together with what surrounds a step."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from shardhet.fsdp.step.observer import Activity, Observed
 from shardhet.training.compiling import compile_units
 from tests.beside import Beside, is_exact
 from tests.parity import compare_grads, rows_of
+from tests.selection import one_in
 from tests.test_rounds import FORMS, plan_of
 from tests.worlds import on_ranks, run_ranks, run_ranks_expecting_failure
 
@@ -258,9 +260,47 @@ def test_a_divisor_is_taken_if_it_is_known(rank: int) -> None:
     is_exact(mean, both.step_of_one(x))
     compare_grads(model, both.plain)
     assert model.mean_so_far == mean
-    output = model(x[: len(plan.round_samples(model.position, 0))])
-    with pytest.raises(ValueError, match=r"divisor is .* on different ranks"):
-        model.backward(*output, divisor=1.0 + rank)
+
+
+UNLIKE = "on different ranks"
+DIVISORS: list[tuple[list[list[float | None]], str]] = [  # by round and rank
+    ([[1.0, 2.0]], rf"divisor is \[1.0, 2.0\] {UNLIKE}"),
+    ([[None, 2.0]], rf"divisor is \[2.0, inf\] {UNLIKE}"),
+    ([[0.0, 0.0]], rf"divisor is \[0.0\] {UNLIKE}"),
+    ([[-2.0, -2.0]], rf"divisor is \[-2.0\] {UNLIKE}"),
+    ([[float("nan")] * 2], rf"divisor is \[nan.* {UNLIKE}"),
+    ([[None, None], [2.0, 2.0]], "in all rounds of a step, or in none"),
+    ([[2.0, 2.0], [None, None]], "in all rounds of a step, or in none"),
+]
+
+
+def _divides(rank: int, rounds: list[list[float | None]]) -> None:
+    model, x = deep(plan_of(2, 2)).model, samples(plan_of(2, 2))
+    for divisors in rounds:
+        model.backward(*model(x[: 2 - rank]), divisor=divisors[rank])
+
+
+@pytest.mark.parametrize("rounds, message", one_in(3, DIVISORS))
+def test_divisors_are_above_zero_and_alike(
+    rounds: list[list[float | None]], message: str
+) -> None:
+    for outcome in run_ranks_expecting_failure(_divides, 2, rounds):
+        assert re.search(message, outcome.message), outcome.message
+
+
+def _begins_anew(rank: int) -> None:
+    model, x = deep(plan_of(2, 2)).model, samples(plan_of(2, 2))
+    model.backward(*model(x[: 2 - rank]))
+    if rank:
+        model.step = model.step  # as when a run goes on there
+    model(x[: 2 - rank])
+
+
+def test_a_rank_that_begins_a_step_anew_alone_is_told() -> None:
+    for outcome in run_ranks_expecting_failure(_begins_anew, 2):
+        assert (
+            "ranks differ in the number of its finished rounds: [1.0, 0.0]" in outcome.message
+        )
 
 
 @on_ranks(3)

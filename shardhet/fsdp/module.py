@@ -26,7 +26,7 @@ from shardhet.fsdp.params.optimizer_gate import ParamsBefore
 from shardhet.fsdp.params.param_hooks import ParamHooks
 from shardhet.fsdp.params.row_group import RowGroup, Rows
 from shardhet.fsdp.params.row_params import guard
-from shardhet.fsdp.rounds_door import ModuleInRounds
+from shardhet.fsdp.rounds_door import ModuleInRounds, in_tuple
 from shardhet.fsdp.sharding.build import build_units, find_pieces, planned_units
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.flat import FlatTensor
@@ -38,7 +38,7 @@ from shardhet.fsdp.stages.step import Pipeline
 from shardhet.fsdp.step.intercept import intercept
 from shardhet.fsdp.step.mean_backward import MeanBackward, warn_of_large_output
 from shardhet.fsdp.step.observer import Activity, Observer
-from shardhet.fsdp.step.unit_by_unit import check_is_not_open, unit_by_unit
+from shardhet.fsdp.step.unit_by_unit import unit_by_unit
 from shardhet.fsdp.surface import guard_root
 from shardhet.fsdp.tokens.skeleton import Skeleton
 from shardhet.records.cluster import DeviceSpec
@@ -208,11 +208,9 @@ class HetFSDP(ModuleInRounds):
         if self._pipeline is not None:
             output = self._evaluate_stages(self._pipeline, args, kwargs, loss_inputs)
             return _loss_of_none(self.device) if output is None else output
-        loss_inputs = loss_inputs if isinstance(loss_inputs, tuple) else (loss_inputs,)
         with self._peers.guard("model(...)"):
-            check_is_not_open(self._runtime)
-            self._check_intact()
-            call = self._call_of_round((args, kwargs, loss_inputs))
+            self._check_can_run()
+            call = self._call_of_round((args, kwargs, in_tuple(loss_inputs)))
             with self._forgetting_rounds():
                 output = self._runtime.forward(self._run_module, call, self.module.training)
         output = self._backward.expect(output)

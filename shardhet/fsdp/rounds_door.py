@@ -19,6 +19,7 @@ from shardhet.fsdp.stages.runtime import StageRuntime
 from shardhet.fsdp.stages.step import Pipeline
 from shardhet.fsdp.state_door import ModuleWithState
 from shardhet.fsdp.step.mean_backward import MeanBackward
+from shardhet.fsdp.step.unit_by_unit import check_is_not_open
 from shardhet.fsdp.tokens.skeleton import Skeleton
 from shardhet.records.plan import Plan
 
@@ -80,7 +81,7 @@ class ModuleInRounds(ModuleWithState):
             self.drop_rounds()
         mean = None
         with self._peers.guard("forward_backward"):
-            self._check_intact()
+            self._check_can_run()
             if self._pipeline is not None and self.batches_per_step > 1:
                 raise ValueError(
                     f"forward_backward: batches_per_step is {self.batches_per_step}, but stages"
@@ -129,7 +130,7 @@ class ModuleInRounds(ModuleWithState):
         """
         assert self._pipeline is not None, "plans without stages call model(...)"
         with self._peers.guard("forward_backward"):
-            self._check_intact()
+            self._check_can_run()
             calls = [self._call_of_round(((), dict(each), ())) for each in rounds]
         return self._pipeline.step(
             calls, scaler, is_training=self.module.training, divisors=divisors
@@ -145,7 +146,7 @@ class ModuleInRounds(ModuleWithState):
                     "model(...): the plan has stages, whose forward and backward are one call. "
                     "Call model.forward_backward; to evaluate, call this in torch.no_grad()."
                 )
-            self._check_intact()
+            self._check_can_run()
             call = self._call_of_batch(args, kwargs, loss_inputs)
             own = self.plan.ranks[self.position].rank_batch_size or 1
             number = max(self.plan.num_rounds, -(-call.num_samples // own))
@@ -155,19 +156,20 @@ class ModuleInRounds(ModuleWithState):
 
     def _call_of_batch(self, args: Any, kwargs: Any, loss_inputs: Any) -> ModelCall:
         """A call with this rank's samples of all rounds of a batch."""
-        of_loss = loss_inputs if isinstance(loss_inputs, tuple) else (loss_inputs,)
-        planned = self.plan.num_rounds * self.plan.ranks[self.position].rank_batch_size
+        given: Arguments = (args, kwargs, in_tuple(loss_inputs))
         if self._runtime.tokens is not None:
-            filled = self._runtime.tokens.cutter.filled((args, kwargs, of_loss))
-            args, kwargs, of_loss = filled
+            given = self._runtime.tokens.cutter.filled(given)
+        return self._call(given, self.plan.num_rounds)
+
+    def _check_can_run(self) -> None:
+        check_is_not_open(self._runtime)
+        self._check_intact()
+
+    def _call(self, given: Arguments, num_rounds: int = 1) -> ModelCall:
+        """A call with this rank's samples of so many rounds."""
+        planned = num_rounds * self.plan.ranks[self.position].rank_batch_size
         call = ModelCall.of(
-            self._forward,
-            args,
-            kwargs,
-            of_loss,
-            self._batch_dim,
-            ragged=self._ragged,
-            planned=planned,
+            self._forward, *given, self._batch_dim, ragged=self._ragged, planned=planned
         )
         return replace(call, of_loss=choices_of(self._loss.loss_fn))
 
@@ -176,12 +178,9 @@ class ModuleInRounds(ModuleWithState):
         return call.in_rounds(num_rounds, own, caller=caller)
 
     def _call_of_round(self, part: Arguments, whole: ModelCall | None = None) -> ModelCall:
-        own = self.plan.ranks[self.position].rank_batch_size
         if self._runtime.tokens is not None and self._skeleton is not None:
             part = self._runtime.tokens.cutter.cut(part, self._skeleton.check)
-        call = ModelCall.of(
-            self._forward, *part, self._batch_dim, ragged=self._ragged, planned=own
-        )
+        call = self._call(part)
         if self._pipeline is not None and call.has_rows:
             raise ValueError(
                 "model(...): the plan has stages, but rows of a ragged argument "
@@ -192,7 +191,7 @@ class ModuleInRounds(ModuleWithState):
             _warn_of_long(self._comm, tokens_of(call.leaves))
         cut_from = whole if self.plan.num_rounds > 1 else None
         call = call.brought(self._comm.device, self._precision.param_dtype)
-        return replace(call, cut_from=cut_from, of_loss=choices_of(self._loss.loss_fn))
+        return replace(call, cut_from=cut_from)
 
     def drop_rounds(self) -> None:
         """Begin the step anew at the next call, without the rounds so far.  Collective.
@@ -288,6 +287,11 @@ class ModuleInRounds(ModuleWithState):
     def is_asked_to_end(self) -> bool:
         """Whether any rank called ``ask_to_end`` before the last backward; same on all."""
         return self._runtime.is_asked_to_end
+
+
+def in_tuple(loss_inputs: Any) -> tuple[Any, ...]:
+    """What ``loss_fn`` gets: a tuple, or one argument."""
+    return loss_inputs if isinstance(loss_inputs, tuple) else (loss_inputs,)
 
 
 def _warn_of_long(comm: CommContext, tokens: int) -> None:

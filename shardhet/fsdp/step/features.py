@@ -43,12 +43,9 @@ class _Shape(NamedTuple):
 class FeatureGathers:
     """The gathers of features since the last forward of one model."""
 
-    def __init__(
-        self, comm: CommContext, control: Channel, peers: Peers, *, has_stages: bool
-    ) -> None:
+    def __init__(self, comm: CommContext, control: Channel, peers: Peers) -> None:
         self.is_in_forward = False
-        self.has_rounds = False  # whether the plan has several
-        self._has_stages = has_stages
+        self.has_parts = False  # whether the plan has several rounds, or stages
         self._comm = comm
         self._control = control
         self._peers = peers
@@ -65,21 +62,17 @@ class FeatureGathers:
     def gather(self, features: Tensor) -> Tensor:
         """See ``gather_features``."""
         with self._peers.guard("gather_features"):
-            if self._has_stages:
-                raise ValueError(
-                    "gather_features: the plan has stages, of which only the last has "
-                    "features. Give a plan without stages."
-                )
             if self.is_in_forward:
                 raise RuntimeError(
                     "gather_features was called inside the model, where a rank without samples "
                     "computes nothing. Return the features, and call it between model(...) and "
                     "model.backward."
                 )
-            if self.has_rounds and torch.is_grad_enabled():
+            if self.has_parts and torch.is_grad_enabled():
                 raise ValueError(
-                    "gather_features: the plan has several rounds, of which each has features "
-                    "of its own samples only. Give a plan of one round."
+                    "gather_features: the plan has several rounds, or stages, of which each "
+                    "has features of its own samples only. Give a plan of one round without "
+                    "stages, or disable gradients."
                 )
             if not features.dim():
                 raise ValueError(
@@ -174,7 +167,7 @@ def gather_features(features: Tensor) -> Tensor:
 
     Raises ``RuntimeError`` on every rank if no model was called before, or from inside of one,
     and ``ValueError`` if rows of ranks differ in shape or dtype, or, with gradients, if the
-    plan has several rounds.
+    plan has several rounds, or stages.
     """
     gathers = None if _latest is None else _latest()
     if gathers is None:

@@ -95,7 +95,8 @@ class MeanBackward:
             several = self._runtime.rounds.number > 1
             self.check_leaves(loss_sum, divides_late=several and divisor is None)
             with self._runtime.observers.watch("", Activity.AGREE):
-                rows = self.enter("model.backward", divisor or 0.0, num_samples)
+                told = math.inf if divisor is None else divisor
+                rows = self.enter("model.backward", told, num_samples)
                 self._check_divisor(divisor, {row[1] for row in rows})
                 # Read after backward is launched: the host then waits only for the end of
                 # forward, while the device, which still has backward queued, is not idle.
@@ -190,7 +191,7 @@ class MeanBackward:
 
     def _check_divisor(self, divisor: float | None, divisors: set[float]) -> None:
         """Raise ``ValueError`` unless ranks, and rounds of a step, agree on there being one."""
-        if len(divisors) > 1 or not all(each >= 0 for each in divisors):
+        if len(divisors) > 1 or not all(each > 0 for each in divisors):
             raise ValueError(_UNLIKE_DIVISORS.format(sorted(divisors)))
         is_divided = divisor is not None
         if self._runtime.rounds.have_begun and is_divided != self.is_divided:
@@ -305,7 +306,7 @@ _NO_SAMPLES = (
     "row per sample; a model without arguments has none."
 )
 _UNLIKE_DIVISORS = (
-    "model.backward: divisor is {} on different ranks (0.0: none) but must be the same and "
+    "model.backward: divisor is {} on different ranks (inf: none) but must be the same and "
     "above 0."
 )
 _DIVISOR_OF_SOME = "model.backward: give a divisor in all rounds of a step, or in none of them."

@@ -72,7 +72,7 @@ class Runtime:
         self._module, self.norms = module, norms
         self._caches, self._loss = caches, loss
         self.walk = TurnWalk(units, root, comm=comm, observers=self.observers)
-        self.features = FeatureGathers(comm, control, peers, has_stages=plan.stages is not None)
+        self.features = FeatureGathers(root_comm, control, peers)
         self.had_samples = True  # on any rank, in the last forward
         self.own_samples = range(0)  # of the last forward, in the global batch
         self._inputs: InputsOnHost | None = None
@@ -95,7 +95,7 @@ class Runtime:
         self._rank_plan = plan.ranks[self.control.position]
         self.rounds.follow(plan, batches_per_step)
         self._comm.num_rounds = self.rounds.number
-        self.features.has_rounds = plan.num_rounds > 1
+        self.features.has_parts = plan.num_rounds > 1 or plan.stages is not None
         if self._inputs is not None:
             self._inputs.wait()
         self._slabs = HostSlabs(plan, self._comm, self.control, self.rounds.number)
@@ -307,6 +307,7 @@ class Runtime:
         """Reshard what stayed, once the last round is finished."""
         self.walk.end_step()
         self.root_comm.wait_all_sent()
+        self.features.is_in_forward = False
         self.step.batch = None
 
     @property
