@@ -1,4 +1,6 @@
-"""Optimizers and inputs in the memory of hosts: drawn steps are exact, all waits matter."""
+"""Optimizers and inputs in the memory of hosts, and tiles: drawn steps are exact, all waits
+matter.
+"""
 
 import random
 from collections.abc import Callable, Sequence
@@ -54,8 +56,31 @@ def with_inputs_on_host(case: Case) -> Case:
     return replace(case, plan=replace(case.plan, ranks=tuple(ranks)))
 
 
-# By what is on the host: how a case gets it there, and the first seed.
-PLACES = {"optimizer": (on_host, 7000), "inputs": (with_inputs_on_host, 8000)}
+def in_tiles(case: Case) -> Case:
+    """The case without dropout, of which each tile draws its own, with tiles on some ranks."""
+    draw = random.Random(f"tiles {case.seed}")
+    ranks = [
+        replace(
+            rank,
+            tiled_units=draw.choice([("*",), ("*",), ("blocks.*",), ("*.up", "*.norm"), ()]),
+            tokens_per_tile=draw.choice([1, 2, 3]),
+        )
+        for rank in case.plan.ranks
+    ]
+    return replace(
+        case,
+        plan=replace(case.plan, ranks=tuple(ranks)),
+        shape=replace(case.shape, dropout=0.0),
+        course=replace(case.course, has_dropout=False),
+    )
+
+
+# By what is on the host, or in tiles: how a case gets there, and the first seed.
+PLACES = {
+    "optimizer": (on_host, 7000),
+    "inputs": (with_inputs_on_host, 8000),
+    "tiles": (in_tiles, 9000),
+}
 every_place = pytest.mark.parametrize("place", PLACES)
 
 

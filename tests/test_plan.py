@@ -324,6 +324,8 @@ VALID_CHANGES = [
     put("ranks", 0, "recomputed_units", ["blocks.*"]),
     put("ranks", 0, "optimizer_on_host", True),
     put("ranks", 0, "inputs_on_host", ["*"]),
+    put("ranks", 0, "tiled_units", ["*"]),
+    put("ranks", 0, "tokens_per_tile", 4),
     put("ranks", 0, "device", {}),
     put("ranks", 0, "device", "host", "b"),
     put("ranks", 1, "device", "uuid", "GPU-8"),
@@ -336,6 +338,8 @@ RANK_FIELDS = (
     "recomputed_units",
     "inputs_on_host",
     "optimizer_on_host",
+    "tiled_units",
+    "tokens_per_tile",
 )
 UNIT_FIELDS = ("fqn", "numel")
 TOP_FIELDS = ("version", "reshard_after_forward", "ranks", "units")
@@ -350,6 +354,8 @@ ILL_TYPED: dict[str, list[Any]] = {
     "recomputed_units": [None, "*", True, {}, [1], [None], [["*"]]],
     "inputs_on_host": ["*", True, {}, [1], [None], [["*"]]],
     "optimizer_on_host": [0, "true", []],
+    "tiled_units": ["*", True, {}, [1], [None], [["*"]]],
+    "tokens_per_tile": [0, -1, 1.5, "4", True, []],
     "fqn": [None, 1, [], True],
     "numel": [None, "96", 9.5, True, -1],
 }
@@ -361,7 +367,7 @@ def mutations() -> Iterator[Any]:
     places |= {field: ("ranks", 0, field) for field in RANK_FIELDS}
     places |= {field: ("units", 0, field) for field in UNIT_FIELDS}
     for field, place in places.items():
-        if field not in ("inputs_on_host", "optimizer_on_host"):
+        if field not in RANK_FIELDS[4:]:
             yield pytest.param(drop(*place), field, place, id=f"{field} missing")
         for value in ILL_TYPED[field]:
             shown = repr(value) if len(repr(value)) < 40 else "huge"

@@ -209,3 +209,17 @@ def patterns_of(claim: Any, key: str, every: tuple[str, ...]) -> tuple[str, ...]
             "'blocks.0', or 'blocks.*'."
         )
     return tuple(map(str, listed))
+
+
+def check_units(units: Sequence[Any]) -> None:
+    fqns = [unit.fqn for unit in units]
+    for i, unit in enumerate(units):
+        if unit.numel < 0 or unit.fqn in fqns[:i]:
+            raise ValueError(
+                f"plan: units[{i}] has fqn {unit.fqn!r} and numel {unit.numel}, but names must "
+                f"differ and numel be at least 0. Make the plan again for this model."
+            )
+
+
+def names_in_full(patterns: Sequence[str]) -> list[str]:
+    return [each for each in patterns if not set(each) & set("*?[")]

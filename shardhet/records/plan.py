@@ -12,8 +12,10 @@ from typing import Annotated, Any, ClassVar, Self
 from shardhet.records.by_hand import (
     batches_by_speed,
     check_lengths,
+    check_units,
     last_round_size,
     microbatches_of_each,
+    names_in_full,
     of_each,
     parts_of_groups,
     patterns_of,
@@ -23,7 +25,7 @@ from shardhet.records.by_hand import (
     whole,
 )
 from shardhet.records.cluster import DeviceSpec
-from shardhet.records.codec import OMITTABLE, Document
+from shardhet.records.codec import OMITTABLE, Document, PositiveInt
 from shardhet.records.context import Groups, PlanInGroups, check_groups, groups_by_hand
 from shardhet.records.layout import Owned
 from shardhet.records.schedule import StepForm
@@ -38,6 +40,7 @@ from shardhet.records.stages import (
 
 EVERY_UNIT = ("*",)
 EVERY_BLOCK = ("*[0-9]*",)  # the units that are one of several: ``blocks.3``
+TOKENS_PER_TILE = 2048  # enough for kernels of matrix products to run at full speed
 SHARES_TOLERANCE = 1e-6  # hand-written thirds do not sum to exactly one
 
 
@@ -57,6 +60,10 @@ class RankPlan:
     optimizer_on_host: Annotated[bool, OMITTABLE] = False
     owned: tuple[Owned, ...] | None = None  # of ``whole_matrices``; None: by its share
     token_share: float | None = None  # of its context group's samples; None: it is in none
+    # Patterns of units, or of modules inside them, that are computed in tiles: so many tokens
+    # of a sequence at a time, in forward and backward, where tokens do not meet.
+    tiled_units: Annotated[tuple[str, ...], OMITTABLE] = ()
+    tokens_per_tile: Annotated[PositiveInt, OMITTABLE] = TOKENS_PER_TILE
 
     @property
     def rank_batch_size(self) -> int:
@@ -71,6 +78,10 @@ class RankPlan:
     def recomputes(self, unit_fqn: str) -> bool:
         """Whether the unit's activations are recomputed in backward instead of kept."""
         return is_matched(unit_fqn, tuple(self.recomputed_units))
+
+    def tiles(self, fqn: str) -> bool:
+        """Whether a unit, or a module inside one, is computed in tiles."""
+        return is_matched(fqn, tuple(self.tiled_units))
 
     def keeps_input_on_host(self, unit_fqn: str) -> bool:
         """Whether the unit's inputs are in the memory of the host from forward to backward."""
@@ -164,10 +175,10 @@ class Plan(ShownPlan, PlanInGroups, Document):
             raise ValueError("plan: it has no devices. Give one entry per device.")
         for i, rank in enumerate(self.ranks):
             _check_rank(i, rank)
-        _check_units(self.units)
+        check_units(self.units)
         for i, rank in enumerate(self.ranks):
             # Without the model's units, those that are named in full are known.
-            fqns = [unit.fqn for unit in self.units] or _names_in_full(rank.inputs_on_host)
+            fqns = [unit.fqn for unit in self.units] or names_in_full(rank.inputs_on_host)
             rank.check_inputs_on_host(i, fqns)
         if self.stages is not None:
             _check_stages(self, self.stages)
@@ -291,6 +302,8 @@ class Plan(ShownPlan, PlanInGroups, Document):
         recompute: bool | Sequence[bool | Sequence[str]] = False,
         inputs_on_host: bool | Sequence[bool | Sequence[str]] = False,
         optimizer_on_host: bool | Sequence[bool] = False,
+        tiles: bool | Sequence[bool | Sequence[str]] = False,
+        tokens_per_tile: int = TOKENS_PER_TILE,
         devices: Sequence[DeviceSpec] | None = None,
         reshard_after_forward: bool = True,
         num_rounds: int = 1,
@@ -312,7 +325,9 @@ class Plan(ShownPlan, PlanInGroups, Document):
         much as any other.  ``recompute`` is one bool, or one bool or list of unit patterns per
         device.  So is ``inputs_on_host``: the inputs of these recomputed units (True: of all of
         them) wait for backward on the host.  ``optimizer_on_host`` is one bool, or one per
-        device; ``two_level_units`` and ``resident_units`` are one bool or a list of patterns.
+        device.  So is ``tiles``: what units compute token by token is computed
+        ``tokens_per_tile`` tokens at a time; a pattern of modules ("*.mlp") is of those alone.
+        ``two_level_units`` and ``resident_units`` are one bool or a list of patterns.
         So is ``whole_matrices``, where True are the units with a number in their name: each
         of their parameters is stored by one device, as Muon needs it.
         With a ``global_batch_size`` the last round has what is left of it.  ``stages`` make it
@@ -326,6 +341,7 @@ class Plan(ShownPlan, PlanInGroups, Document):
         with_inputs = of_each("inputs_on_host", inputs_on_host, world_size)
         if inputs_on_host is True and any(claim is not False for claim in claims):
             with_inputs = [claim is not False for claim in claims]  # that recompute any
+        with_tiles = of_each("tiles", tiles, world_size)
         on_host = of_each("optimizer_on_host", optimizer_on_host, world_size)
         specs = records_of_each("devices", DeviceSpec, devices or [DeviceSpec()] * world_size)
         in_stages = None if stages is None else records_of_each("stages", Stage, stages)
@@ -343,6 +359,8 @@ class Plan(ShownPlan, PlanInGroups, Document):
                     recomputed_units=patterns_of(claims[i], "recompute", EVERY_UNIT),
                     inputs_on_host=patterns_of(with_inputs[i], "inputs_on_host", EVERY_UNIT),
                     optimizer_on_host=truth(f"optimizer_on_host[{i}]", on_host[i]),
+                    tiled_units=patterns_of(with_tiles[i], "tiles", EVERY_UNIT),
+                    tokens_per_tile=whole("tokens_per_tile", tokens_per_tile),
                     device=specs[i],
                     token_share=tokens[i],
                 )
@@ -427,6 +445,11 @@ def _check_stages(plan: "Plan", stages: tuple[Stage, ...]) -> None:
 
 
 def _check_rank(i: int, rank: RankPlan) -> None:
+    if rank.tokens_per_tile < 1:
+        raise ValueError(
+            f"plan: ranks[{i}] has tokens_per_tile {rank.tokens_per_tile} but it must be at "
+            "least 1."
+        )
     if any(size < 1 for size in rank.microbatch_sizes):
         raise ValueError(
             f"plan: ranks[{i}] has microbatch sizes {rank.microbatch_sizes} but each must be "
@@ -437,17 +460,3 @@ def _check_rank(i: int, rank: RankPlan) -> None:
             f"plan: ranks[{i}] has state_share {rank.state_share} but it must lie between 0 "
             "and 1."
         )
-
-
-def _check_units(units: Sequence[PlannedUnit]) -> None:
-    fqns = [unit.fqn for unit in units]
-    for i, unit in enumerate(units):
-        if unit.numel < 0 or unit.fqn in fqns[:i]:
-            raise ValueError(
-                f"plan: units[{i}] has fqn {unit.fqn!r} and numel {unit.numel}, but names must "
-                f"differ and numel be at least 0. Make the plan again for this model."
-            )
-
-
-def _names_in_full(patterns: Sequence[str]) -> list[str]:
-    return [each for each in patterns if not set(each) & set("*?[")]

@@ -99,7 +99,7 @@ def alike(plan: Any, share: Callable[[int], float]) -> list[range]:
 
     def key(i: int) -> tuple[object, ...]:
         rank = plan.ranks[i]
-        on_host = rank.inputs_on_host, rank.optimizer_on_host
+        on_host = rank.inputs_on_host, rank.optimizer_on_host, rank.tiled_units
         same = (rank.device.kind, rank.microbatch_sizes, rank.recomputed_units, on_host)
         shared = plan.context_group(i)[1:] and plan.context_group(i), rank.token_share
         return (*same, numbers[i], plan.group_of(i), rank.owned, shared)
@@ -127,8 +127,17 @@ def microbatches(sizes: Sequence[int]) -> str:
 
 
 def recomputed(rank: Any, units: Sequence[str]) -> str:
-    """Which of these units are recomputed, in few words: ``12 of 24 blocks, head``."""
-    if not rank.microbatch_sizes or not rank.recomputed_units:
+    """Which units are recomputed, in few words: ``12 of 24 blocks, head``; and tiles."""
+    if not rank.microbatch_sizes:
+        return "-"
+    of_units = _recomputed(rank, units)
+    if not rank.tiled_units:
+        return of_units
+    return f"{of_units}; in tiles of {rank.tokens_per_tile:,} tokens"
+
+
+def _recomputed(rank: Any, units: Sequence[str]) -> str:
+    if not rank.recomputed_units:
         return "-"
     if rank.recomputed_units == ("*",):
         return "all"

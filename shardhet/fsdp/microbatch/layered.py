@@ -44,6 +44,8 @@ class Visit:
     device_type: str
     around: tuple[Surrounding, ...]
     inputs_on_host: InputsOnHost | None = None  # where its inputs wait for backward
+    only_inputs: bool = False  # whether gradients of parameters are dropped, as in a probe
+    only_backward: bool = False  # whether nobody looks at the values of its results
 
     @property
     def spans(self) -> list[Span]:
@@ -96,7 +98,7 @@ class _VisitFunction(torch.autograd.Function):
         call.autocast_dtype = autocast_dtype_now(visit.device_type)
         with visit.in_phase(Phase.FORWARD):
             ctx.save_for_backward(*call.keep(tensors))
-            for i in range(len(call.spans)):
+            for i in range(1 if visit.only_backward else len(call.spans)):
                 with visit.in_microbatch(Phase.FORWARD, i):
                     if visit.recomputes:
                         # Tensors of this forward that require gradients have no graph.
@@ -133,7 +135,7 @@ class _VisitFunction(torch.autograd.Function):
                     else:
                         graph = call.graphs[i]
                         call.graphs[i] = _Graph([])
-                    graph.backward(call.joined.pieces_of(i, grads))
+                    graph.backward(call.joined.pieces_of(i, grads), visit.only_inputs)
                     input_grads.add(i, graph.inputs)
             if call.kept is not None:
                 call.kept.finish()
@@ -151,9 +153,11 @@ class _Graph:
         """Record where backward begins: the edges of those outputs that need a gradient."""
         self._edges = [get_gradient_edge(t) if t.requires_grad else None for t in outputs]
 
-    def backward(self, grads: Sequence[Tensor | None]) -> None:
+    def backward(self, grads: Sequence[Tensor | None], only_inputs: bool) -> None:
         """Accumulate into parameters and ``inputs``; ``grads`` are gradients of the outputs."""
-        run_backward(self._edges, grads)
+        into = [t for t in self.inputs if t.requires_grad] if only_inputs else []
+        if into or not only_inputs:
+            run_backward(self._edges, grads, into)
         self._edges = []
 
 
@@ -240,7 +244,9 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def run_backward(
-    ends: Sequence[Tensor | GradientEdge | None], grads: Sequence[Tensor | None]
+    ends: Sequence[Tensor | GradientEdge | None],
+    grads: Sequence[Tensor | None],
+    inputs: Sequence[Tensor] = (),
 ) -> None:
     """``torch.autograd.backward`` from those that have a gradient, without its checks of their
     shapes, for which it imports sympy.
@@ -253,7 +259,13 @@ def run_backward(
     if pairs:
         found, given = zip(*pairs, strict=True)
         _engine_run_backward(
-            found, given, False, False, (), allow_unreachable=True, accumulate_grad=True
+            found,
+            given,
+            False,
+            False,
+            tuple(inputs),
+            allow_unreachable=True,
+            accumulate_grad=True,
         )
 
 

@@ -24,7 +24,8 @@ from shardhet.fsdp.probing.rules import PARTS
 from shardhet.records.layout import Span
 
 ATTACHED = "AttachedBackward"
-_KNOWN = (ATTACHED, "CheckpointFunctionBackward")  # torch's gives no gradient of one tensor
+# Checkpoints of torch give no gradient of one tensor; tiles keep a law of their own.
+_KNOWN = (ATTACHED, "CheckpointFunctionBackward", "_VisitFunctionBackward")
 
 Gradients = Mapping[Any, Tensor]
 

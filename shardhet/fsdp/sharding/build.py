@@ -22,7 +22,7 @@ from shardhet.fsdp.sharding.flat import FlatTensor, ParamSlot
 from shardhet.fsdp.sharding.host_room import FlatKind, meet_room
 from shardhet.fsdp.sharding.materialize import RowSource, is_on_meta, materialize, move_buffers
 from shardhet.fsdp.sharding.residence import check_resident_units
-from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
+from shardhet.fsdp.sharding.unit import Casts, FSDPUnit, UnitModule
 from shardhet.fsdp.sharding.wrapping import UnitModules
 from shardhet.records.layout import FlatLayout, cut_by_shares
 from shardhet.records.plan import EVERY_UNIT, Plan, PlannedUnit, is_matched
@@ -268,7 +268,8 @@ def casting(
         return forward
 
     def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(param_dtype) if tensor.is_floating_point() else tensor
+        casts = tensor.is_floating_point() and not Casts.are_off
+        return tensor.to(param_dtype) if casts else tensor
 
     @wraps(forward)
     def cast_and_forward(*args: Any, **kwargs: Any) -> Any:
@@ -319,19 +320,21 @@ def _check_same_values(of_params: list[Any], module: nn.Module, control: Channel
         )
 
 
-def _warn_of_patterns(plan: Plan, fqns: Sequence[str]) -> None:
+def _warn_of_patterns(plan: Plan, fqns: Sequence[str], inside: Sequence[str]) -> None:
     """Warn of patterns of units that name none: a step takes more memory or time than meant."""
     patterns = {
         "recomputed_units": {each for rank in plan.ranks for each in rank.recomputed_units},
         "inputs_on_host": {each for rank in plan.ranks for each in rank.inputs_on_host},
         "two_level_units": set(plan.two_level_units),
         "whole_matrices": set(plan.whole_matrices or ()),
+        "tiled_units": {each for rank in plan.ranks for each in rank.tiled_units},
     }
     for key, of_key in patterns.items():
+        may_be = (*fqns, ROOT_FQN, *(inside if key == "tiled_units" else ()))
         unknown = [
             each
             for each in sorted(of_key.difference(EVERY_UNIT))
-            if not any(is_matched(fqn, (each,)) for fqn in (*fqns, ROOT_FQN))
+            if not any(is_matched(fqn, (each,)) for fqn in may_be)
         ]
         if unknown:
             named = ", ".join(filter(None, fqns[:3]))
@@ -345,7 +348,13 @@ def _warn_of_patterns(plan: Plan, fqns: Sequence[str]) -> None:
 def _check_plan_is_for(plan: Plan, drafts: Sequence[UnitDraft], *, is_told: bool) -> None:
     fqns = [fqn for draft in drafts for fqn in draft.modules.fqns]
     if is_told:
-        _warn_of_patterns(plan, fqns)
+        inside = [
+            f"{fqn}.{name}"
+            for draft in drafts
+            for fqn, module in zip(draft.modules.fqns, draft.modules.modules, strict=True)
+            for name, _ in module.named_modules()
+        ]
+        _warn_of_patterns(plan, fqns, inside)
     for i, rank in enumerate(plan.ranks):
         rank.check_inputs_on_host(i, fqns)
     frozen = [e.fqn for e in drafts if any(not slot.is_trainable for slot in e.slots)]

@@ -1,6 +1,7 @@
 """A unit: the parameters that are gathered and reduced together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -17,6 +18,24 @@ class UnitState(Enum):
     SHARDED = auto()  # at the start, and after reshard()
     GATHERING = auto()  # after unshard(): the collective is in flight
     UNSHARDED = auto()  # after wait_for_unshard(): modules hold whole parameters
+
+
+class Casts:
+    """Whether units cast their inputs to the dtype of gathered parameters: not in a try of what
+    they compute, whose parameters are in float32 or wider.
+    """
+
+    are_off = False
+
+    @classmethod
+    @contextmanager
+    def off(cls) -> Iterator[None]:
+        """A context without."""
+        cls.are_off = True
+        try:
+            yield
+        finally:
+            cls.are_off = False
 
 
 @dataclass(frozen=True, slots=True)

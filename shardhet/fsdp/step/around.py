@@ -16,6 +16,7 @@ from shardhet.fsdp.step.observer import Activity, Observers
 from shardhet.fsdp.step.rank_batch import RankBatch
 from shardhet.fsdp.step.rounds import Moment
 from shardhet.fsdp.tokens.attention import ContextGroup
+from shardhet.fsdp.tokens.tiles import Tiles
 from shardhet.records.plan import RankPlan
 from shardhet.records.schedule import Phase
 
@@ -107,6 +108,7 @@ class Visits:
     observers: Observers
     device_type: str
     inputs: InputsOnHost | None  # those of units that the plan keeps on the host
+    tiles: Tiles
     tokens: ContextGroup | None = None  # that this rank is in
 
     def of(
@@ -133,12 +135,16 @@ class Visits:
             backward=backward,
         )
         around = [make(self, one) for make in SURROUNDINGS]
+        recomputes = unit is not None and self.rank_plan.recomputes(module.fqn)
+        function = module.forward
+        if unit is not None:
+            function = self.tiles.function_of(module, recomputes=recomputes)
         return Visit(
             unit_fqn=one.fqn,
-            function=module.forward,
+            function=function,
             rules=rules,
             microbatch_sizes=batch.microbatch_sizes,
-            recomputes=unit is not None and self.rank_plan.recomputes(module.fqn),
+            recomputes=recomputes,
             param_addresses=frozenset(flat.unsharded_address for flat in flats),
             device_type=self.device_type,
             around=tuple(each for each in around if each is not None),

@@ -110,7 +110,8 @@ class UnitCalls:
             progress.mark(f"forward of unit {unit.fqn!r}")
             self._prober.enter(unit_index, needs_backward, module.fqn, (args, kwargs))
             with self._visiting_unit(unit.fqn):
-                return probe.call(module.fqn, module.forward, args, kwargs)
+                function = self._visits.tiles.function_of(module, is_probe=True)
+                return probe.call(module.fqn, function, args, kwargs)
         segment, needs_backward = self._walk.expect(unit_index, needs_backward)
         self._walk.begin_turn()
         call = self._step.num_visits[unit.fqn]

@@ -36,6 +36,7 @@ from shardhet.fsdp.step.rank_batch import agree_on_batch, beside_others
 from shardhet.fsdp.step.rounds import Rounds
 from shardhet.fsdp.step.turn_walk import TurnWalk
 from shardhet.fsdp.tokens.attention import ContextGroup
+from shardhet.fsdp.tokens.tiles import Tiles
 from shardhet.records.plan import Plan
 
 
@@ -110,6 +111,7 @@ class Runtime:
             device_type=self._comm.device.type,
             inputs=self._inputs,
             tokens=self.tokens,
+            tiles=Tiles(self._rank_plan, self._comm.device),
         )
         probed = ProbedModel(
             module=self._module,

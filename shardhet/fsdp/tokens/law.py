@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.nn.utils.stateless import _reparametrize_module
 
@@ -41,6 +42,7 @@ from shardhet.fsdp.probing.law import Refusal
 from shardhet.fsdp.probing.module_state import attributes_of, restored_modules
 from shardhet.fsdp.probing.watch import Watcher
 from shardhet.fsdp.sharding.seeds import restored_random_state, seed_generators
+from shardhet.fsdp.sharding.unit import Casts
 from shardhet.records.layout import Span
 
 Made = dict[tuple[str, int], list[Tensor]]  # results, by name and call of a module inside
@@ -81,17 +83,21 @@ def by_tokens(
     """
     leaves, spec = flatten(arguments)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    total, axes = _axes_of(fqn, tensors)
+    total, axes = axes_of(fqn, tensors)
+    if total < 2:
+        raise NotByTokensError(f"{fqn}: it is called with a single token")
     number = min(NUM_TOKENS, total)
     spans = (Span(0, first := max(1, number * FIRST // NUM_TOKENS)), Span(first, number))
-    device = tensors[0].device
+    # A module whose tensors are fake, as it is when it is described, is tried on the host.
+    device = torch.device("cpu") if isinstance(tensors[0], FakeTensor) else tensors[0].device
     with ExitStack() as stack:
         stack.enter_context(restored_random_state(device))
         stack.enter_context(restored_modules(module))
+        stack.enter_context(Casts.off())
         seed_generators(device, SEED)
         params = _random_params(module, device)
         given = [
-            _few(t, axis, number, total, as_given=together)
+            _few(t, axis, number, total, device=device, as_given=together)
             for t, axis in zip(tensors, axes, strict=True)
         ]
         stack.enter_context(_reparametrize_module(module, params))
@@ -211,7 +217,7 @@ class _Try:
     ) -> Tensor:
         """Attention of a piece to all, in the place of torch's."""
         meets = getattr(self.here, "meets", None)
-        how = {"scale": scale, "enable_gqa": enable_gqa}
+        how: Any = {"scale": scale, "enable_gqa": enable_gqa}
         if meets is None:
             return _attention(query, key, value, attn_mask, dropout_p, is_causal, **how)
         meeting, part = meets
@@ -275,8 +281,9 @@ class _Try:
             ends[0] = ends[0] + (one * factors).sum()
             for part, span in zip(parts, self.spans, strict=True):
                 piece = self.order[span.start : span.stop].tolist()
-                is_cut = isinstance(rule, BatchAxis)
-                of_part = rule.select(factors, piece, len(self.order)) if is_cut else factors
+                of_part = factors
+                if isinstance(rule, BatchAxis):
+                    of_part = rule.select(factors, piece, len(self.order))
                 ends[1] = ends[1] + (part[i] * of_part).sum()
         leaves = [t for t in (*self.params, *self.inputs[1]) if t.requires_grad]
         if not leaves or not ends[0].requires_grad:
@@ -378,11 +385,11 @@ def _in_lockstep(try_out: _Try) -> list[Made]:
 _attention = F.scaled_dot_product_attention
 
 
-def _axes_of(fqn: str, tensors: Sequence[Tensor]) -> tuple[int, list[Rule]]:
+def axes_of(fqn: str, tensors: Sequence[Tensor]) -> tuple[int, list[Rule]]:
     """The number of tokens, and where tensors have them."""
     first = next((t for t in tensors if t.dim() > 1), None)
-    if first is None or first.shape[1] < 2:
-        raise NotByTokensError(f"{fqn}: no argument has a dimension of several tokens")
+    if first is None:
+        raise NotByTokensError(f"{fqn}: no argument has a dimension of tokens")
     number = first.shape[1]
     found: list[Rule] = []
     for tensor in tensors:
@@ -408,6 +415,8 @@ def _random_params(module: nn.Module, device: torch.device) -> dict[str, Tensor]
 
 def _random_like(held: Tensor, device: torch.device) -> Tensor:
     """A random parameter of its shape, in float32 or wider; a copy of a buffer."""
+    if isinstance(held, FakeTensor) and not isinstance(held, nn.Parameter):
+        return torch.zeros(held.shape, dtype=held.dtype, device=device)
     if not held.is_floating_point():
         return held.detach().clone()
     dtype = torch.promote_types(held.dtype, torch.float32)
@@ -418,16 +427,26 @@ def _random_like(held: Tensor, device: torch.device) -> Tensor:
     return made.requires_grad_(held.requires_grad)
 
 
-def _few(tensor: Tensor, axis: Rule, number: int, total: int, *, as_given: bool) -> Tensor:
+def _few(
+    tensor: Tensor,
+    axis: Rule,
+    number: int,
+    total: int,
+    *,
+    device: torch.device,
+    as_given: bool,
+) -> Tensor:
     """A random argument for fewer tokens; integers are from among the argument's own."""
     if tensor.is_floating_point():
         shape = (
             axis.shape(tensor.shape, number) if isinstance(axis, BatchAxis) else tensor.shape
         )
         dtype = torch.promote_types(tensor.dtype, torch.float32)
-        return torch.randn(shape, dtype=dtype, device=tensor.device, requires_grad=True)
+        return torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
     if not isinstance(axis, BatchAxis):
         return tensor
+    if isinstance(tensor, FakeTensor):
+        return torch.zeros(axis.shape(tensor.shape, number), dtype=tensor.dtype, device=device)
     few = axis.narrow(tensor, Span(0, number), total)
     if as_given or not tensor.numel():  # positions follow on each other
         return few

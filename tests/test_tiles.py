@@ -1,0 +1,153 @@
+"""Tiles: a long sample takes little memory, and its gradients stay those of one process."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardhet import HetFSDP, Plan
+from shardhet.models.decoder import Decoder
+from tests.beside import Beside, is_exact
+from tests.small_models import WIDTH, kind, small_decoder
+from tests.worlds import on_ranks
+
+LONG = 64
+
+
+def decoder() -> Decoder:
+    return Decoder(small_decoder(seq_len=LONG)).double()
+
+
+def words(num_samples: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, 256, (num_samples, LONG))
+    return tokens, tokens.roll(-1, 1).masked_fill(tokens < 40, -1)
+
+
+def summed(model: nn.Module, *batch: Tensor) -> Any:
+    return model(*batch)
+
+
+@pytest.mark.parametrize("tiles", [[True, False], [["*.mlp", "head"], ["blocks.1"]]])
+@pytest.mark.parametrize("recompute", [False, [["blocks.*"], True]], ids=["kept", "again"])
+@on_ranks(2)
+def test_a_step_in_tiles_is_that_of_one_process(rank: int, tiles: Any, recompute: Any) -> None:
+    torch.manual_seed(0)
+    plan = Plan.by_hand(
+        microbatch_sizes=[2, 1],
+        num_microbatches=[1, 2],
+        recompute=recompute,
+        tiles=tiles,
+        tokens_per_tile=7,
+    )
+    both = Beside(decoder(), plan, loss=summed)
+    for _ in range(2):
+        both.step(*words(4))
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+class Sizes:
+    """The most elements of a tensor of a module's calls, by the module's name."""
+
+    def __init__(self, model: nn.Module, *names: str) -> None:
+        self.most = dict.fromkeys(names, 0)
+        for name in names:
+            model.get_submodule(name).register_forward_hook(self._note(name))
+
+    def _note(self, name: str) -> Any:
+        def note(_module: nn.Module, _args: Any, output: Tensor) -> None:
+            self.most[name] = max(self.most[name], output.numel())
+
+        return note
+
+
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@on_ranks(1)
+def test_no_more_logits_than_of_a_tile_are_there(
+    rank: int, param_dtype: torch.dtype | None
+) -> None:
+    """From the first call on, whose samples are tried in tiles too."""
+    module = decoder().float()
+    sizes = Sizes(module, "head.projection", "blocks.0.mlp.gate_up")
+    plan = Plan.by_hand(microbatch_sizes=[1], tiles=True, tokens_per_tile=8)
+    model = HetFSDP(module, plan, param_dtype=param_dtype)
+    model.forward_backward(*words(1))
+    tile = 23  # tokens of a try, and of a tile of up to three samples
+    assert sizes.most["head.projection"] <= 3 * tile * 256
+    assert sizes.most["blocks.0.mlp.gate_up"] <= 3 * tile * 2 * 24
+
+
+@on_ranks(1)
+def test_a_loss_of_the_head_s_output_is_computed_in_its_tiles(rank: int) -> None:
+    """If it is a sum over tokens; not if it compares neighbours, which stays as it is."""
+
+    def of_each(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(logits.shape[1])
+        loss_sum = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return loss_sum, torch.tensor(targets.numel())
+
+    def of_next(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return of_each(logits[:, :-1], targets[:, 1:])
+
+    seen: list[int] = []
+    for loss_fn, is_tiled in ((of_each, True), (of_next, False)):
+        seen.clear()
+        torch.manual_seed(0)
+        plain = decoder()
+        x, targets = words(2)[0], words(2)[0]
+
+        def noted(
+            logits: Tensor, *rest: Tensor, loss_fn: Any = loss_fn, seen: Any = seen
+        ) -> Any:
+            seen.append(logits.shape[1])
+            return loss_fn(logits, *rest)
+
+        plan = Plan.by_hand(microbatch_sizes=[2], tiles=True, tokens_per_tile=8)
+        model = HetFSDP(copy.deepcopy(plain), plan, loss_fn=loss_fn)
+        mean = model.forward_backward(x, loss_inputs=targets)
+        is_whole = max(seen) >= LONG - 1
+        loss_sum, number = loss_fn(plain(x), targets)
+        assert abs(mean - float(loss_sum.detach() / number)) < 1e-12 * abs(mean)
+        assert is_whole != is_tiled
+
+
+@on_ranks(1)
+def test_a_module_that_is_named_and_mixes_tokens_is_refused(rank: int) -> None:
+    plan = Plan.by_hand(microbatch_sizes=[1], tiles=[["*.attention"]], tokens_per_tile=8)
+    with pytest.raises(ValueError, match=r"blocks.0.attention.* in tiles. Leave it out"):
+        HetFSDP(decoder(), plan).forward_backward(*words(1))
+    plan = Plan.by_hand(microbatch_sizes=[1], tiles=[["*.mpl"]])
+    with pytest.warns(UserWarning, match=r"tiled_units has \['\*.mpl'\] but no unit"):
+        HetFSDP(decoder(), plan)
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH, bias=False), nn.Dropout()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.linear(x)).square()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@on_ranks(1)
+def test_tiles_of_a_dropout_repeat_their_masks_in_backward(rank: int, recompute: bool) -> None:
+    """The loss grows with the square of the last weight, and so it is half of the product of
+    weight and gradient, if the gradient has the same masks.
+    """
+    torch.manual_seed(0)
+    plan = Plan.by_hand(
+        microbatch_sizes=[2], tiles=True, tokens_per_tile=5, recompute=recompute
+    )
+    units = kind(lambda self, x: self.units[1](self.units[0](x)))(Dropped)
+    model = HetFSDP(units, plan, units=["units.0", "units.1"])
+    result = model(torch.randn(2, LONG, WIDTH, dtype=torch.float64))
+    is_zero = result == 0
+    assert not torch.equal(is_zero[:, :5], is_zero[:, 5:10])
+    mean = model.backward(result.sum(), 2)
+    weight = dict(model.named_parameters())["units.1.linear.weight"]
+    assert weight.grad is not None
+    is_exact(float((weight * weight.grad).sum()) / 2, mean)
