@@ -11,7 +11,7 @@ from hashlib import blake2b, sha256
 from pathlib import Path
 
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
-from shardhet.planner.preference import TOLERANCE
+from shardhet.planner.problem.demands import TOLERANCE
 from shardhet.pricing.setting import Setting
 from tests.test_planner import WORKLOAD, random_case
 

@@ -44,6 +44,20 @@ plan = find_plan(setting, global_batch_size=30)
 print(plan.global_batch_size, simulate(plan, setting).step_time_s > 0)
 """
 
+PLANNED_FOR = """
+import os, sys, types
+
+def answer(*_):
+    heavy = {"shardhet.planner.find", "shardhet.pricing.cost", "scipy", "torch"}
+    os.write(1, str(sorted(heavy & set(sys.modules))).encode())
+    os._exit(0)  # what was not flushed is lost
+
+sys.modules["shardhet.apps.planning.answering"] = types.SimpleNamespace(answer=answer)
+from shardhet.apps.plan import main
+
+main(["cluster=rtx4090_2x3090", "model=gpt_125m"])
+"""
+
 LOADED = """
 import sys
 print(sorted({"torch", "scipy", "numpy", "hydra", "omegaconf"} & set(sys.modules)))
@@ -85,6 +99,12 @@ def test_a_plan_is_found_and_simulated_without_torch() -> None:
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
     assert run_python("import shardhet" + LOADED) == "[]"
+
+
+def test_what_is_planned_for_is_said_before_the_search_is_imported() -> None:
+    first, _, loaded = run_python(PLANNED_FOR).splitlines()
+    assert first.startswith("gpt_125m: 162,")
+    assert loaded == "[]"
 
 
 def test_the_public_names_are_listed() -> None:

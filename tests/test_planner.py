@@ -12,7 +12,8 @@ from shardhet.planner import Demands, DeviceLimits, PlanError, find_plan, solve
 from shardhet.planner.baselines import compute_only, even, memory_only
 from shardhet.planner.candidates.recompute import recompute_choices
 from shardhet.planner.forms import BatchRounds
-from shardhet.planner.preference import TOLERANCE, preferred
+from shardhet.planner.preference import preferred
+from shardhet.planner.problem.demands import TOLERANCE
 from shardhet.planner.problem.problem import Group, Problem
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort, search
 from shardhet.planner.task import FormTask

@@ -9,7 +9,8 @@ from shardhet.apps.plan import main
 from shardhet.planner import Demands, DeviceLimits, PlanError, PlanSolution, solve
 from shardhet.planner.forms import rounds_of
 from shardhet.planner.idle import active_positions
-from shardhet.planner.preference import FULL, TOLERANCE
+from shardhet.planner.preference import FULL
+from shardhet.planner.problem.demands import TOLERANCE
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from tests.selection import one_in

@@ -598,7 +598,8 @@ between_nodes: {latency_s: 1.0e-04, bandwidth_bytes_per_s: 0.2e+9}
     keys = ("model=gpt_125m", "global_batch_size=16", "max_stages=2")
     plan_main([f"cluster={path}", *keys])
     text = capsys.readouterr().out
-    assert "float32; 3 devices; a step is 16 samples in 2 stages" in text
+    assert "float32; 3 devices of 3 kinds; a step is 16 samples" in text
+    assert "A pipeline of 2 stages:" in text
     assert "Better without " in text
     assert "the Tesla V100-SXM2-16GB (device 2): " in text
     assert "bfloat16 instead of float32" in text
@@ -609,7 +610,8 @@ between_nodes: {latency_s: 1.0e-04, bandwidth_bytes_per_s: 0.2e+9}
     assert float(in_float16[1]) > 2 * float(stages[1])
     plan_main([f"cluster={path}", *keys, "explain=true", "leave_out=never"])
     text = capsys.readouterr().out
-    assert "float32; 3 devices; a step is 16 samples in 2 stages" in text
+    assert "float32; 3 devices of 3 kinds; a step is 16 samples" in text
+    assert "A pipeline of 2 stages:" in text
     gap = re.search(r"more than (\d+)% faster: the compute alone takes .* (\S+) (m?s)\.", text)
     assert gap is not None
     assert int(gap[1]) > 0
@@ -767,7 +769,7 @@ def test_a_slow_cable_asks_for_stages(
     plan_main([*keys, "global_batch_size=16", "explain=true"])
     text = capsys.readouterr().out
     for line in (
-        "16 samples in 2 stages",
+        "A pipeline of 2 stages:",
         "over 3 Gbit/s",
         "Without stages: ",
         "more than",
@@ -848,7 +850,7 @@ def test_what_is_told_beside_stages_is_of_their_memory_and_of_plans_without_them
         reports.append(report)
         show_pipeline(report, console, explains=explains)
 
-    monkeypatch.setattr("shardhet.apps.plan.show_pipeline", shown)
+    monkeypatch.setattr("shardhet.apps.planning.answering.show_pipeline", shown)
     keys = ("cluster=lab", "model=gpt_125m", "max_stages=2", "global_batch_size=16")
     out = tmp_path / "plan.json"
     plan_main([*keys, "leave_out=never", "explain=true", f"out={out}"])

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shardhet.apps import plan as plan_app
 from shardhet.apps.cli.streamed import StreamedTable, Waiting
+from shardhet.apps.plan import main
+from shardhet.apps.planning import answering
 
 
 def test_a_table_is_printed_row_by_row() -> None:
@@ -49,8 +50,8 @@ def test_the_plan_is_shown_and_written_before_anything_else_is_planned(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(plan_app, "forms", interrupted)
+    monkeypatch.setattr(answering, "forms", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        plan_app.main(["cluster=rtx4090_2x3090", "model=gpt_125m", f"out={tmp_path}/plan.json"])
+        main(["cluster=rtx4090_2x3090", "model=gpt_125m", f"out={tmp_path}/plan.json"])
     assert "predicted step" in capsys.readouterr().out
     assert (tmp_path / "plan.json").is_file()

@@ -23,7 +23,8 @@ from experiments.common.results import markdown_table
 from experiments.sentences.exhaustive import Asked, Combination, Exhaustive, TooManyError
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
 from shardhet.planner.idle import active_positions
-from shardhet.planner.preference import FULL, TOLERANCE
+from shardhet.planner.preference import FULL
+from shardhet.planner.problem.demands import TOLERANCE
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.pricing.step_cost import StepCost

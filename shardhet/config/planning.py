@@ -30,8 +30,7 @@ from shardhet.config.checks import (
 from shardhet.config.compose import register_schemas
 from shardhet.config.models import ModelConf, SampleShape
 from shardhet.config.train import check_fp16_accumulation
-from shardhet.planner.preference import TOLERANCE
-from shardhet.planner.problem.demands import Demands, DeviceLimits
+from shardhet.planner.problem.demands import TOLERANCE, Demands, DeviceLimits
 from shardhet.planner.stages.groups import MAX_STAGES
 from shardhet.pricing import derive
 from shardhet.pricing.part import part_of

@@ -19,10 +19,14 @@ Nothing is proven of plans whose last round is smaller, or of which devices are 
 (``idle.PartSearch``).
 """
 
-from shardhet.planner.find import find_plan, solve
+from typing import TYPE_CHECKING, Any
+
 from shardhet.planner.problem.demands import Demands, DeviceLimits
 from shardhet.planner.problem.solution import PlanError, PlanSolution
-from shardhet.planner.search.search import Effort
+
+if TYPE_CHECKING:
+    from shardhet.planner.find import find_plan, solve
+    from shardhet.planner.search.search import Effort
 
 __all__ = [
     "Demands",
@@ -33,3 +37,12 @@ __all__ = [
     "find_plan",
     "solve",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What searches is imported when first used."""
+    if name not in __all__:
+        raise AttributeError(f"module 'shardhet.planner' has no attribute {name!r}")
+    from shardhet.planner import find
+
+    return getattr(find, name)

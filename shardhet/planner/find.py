@@ -16,8 +16,8 @@ from math import inf
 from shardhet.planner.candidates.candidates import LeastCompute
 from shardhet.planner.forms import BatchRounds, rounds_of
 from shardhet.planner.idle import PartSearch, Positions, active_positions, with_idle
-from shardhet.planner.preference import TOLERANCE, Bounded, lacks, preferred
-from shardhet.planner.problem.demands import Demands
+from shardhet.planner.preference import Bounded, lacks, preferred
+from shardhet.planner.problem.demands import TOLERANCE, Demands
 from shardhet.planner.problem.solution import PlanError, PlanSolution
 from shardhet.planner.receivers import depends_on_shares
 from shardhet.planner.residents import with_residents

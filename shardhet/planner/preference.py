@@ -29,7 +29,6 @@ from shardhet.pricing.cost import CostModel
 from shardhet.records.cluster import Cluster
 from shardhet.records.plan import RankPlan
 
-TOLERANCE = 5e-3  # of the step: less than any prediction is wrong by
 FULL = 0.97  # of a budget
 ROUNDING = 1e-9
 

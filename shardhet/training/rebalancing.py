@@ -23,7 +23,7 @@ from shardhet.comm.progress import phase
 from shardhet.fsdp.step.observer import Activity, Observed
 from shardhet.planner import Demands, PlanError, solve
 from shardhet.planner.owners import with_owners
-from shardhet.planner.preference import TOLERANCE
+from shardhet.planner.problem.demands import TOLERANCE
 from shardhet.planner.stages.again import planned_again
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting

@@ -26,7 +26,8 @@ from rich.console import Console
 from experiments.common import by_seed
 from experiments.common.results import markdown_table
 from shardhet.apps.cli.streamed import Waiting
-from shardhet.apps.plan import DOOR, show
+from shardhet.apps.plan import DOOR
+from shardhet.apps.planning.answering import show
 from shardhet.apps.planning.inputs import composed, read_request
 from shardhet.apps.planning.what_if import Asked, forms, that_fit
 from shardhet.config.compose import to_checked

@@ -11,7 +11,6 @@ from rich.console import Console
 from shardhet.apps.cli.quantities import (
     GIB,
     MIB,
-    counted,
     duration,
     of_budget_in,
     percent,
@@ -19,6 +18,7 @@ from shardhet.apps.cli.quantities import (
 )
 from shardhet.apps.cli.streamed import StreamedTable, figures_table, say
 from shardhet.apps.planning.fewer_devices import BetterWithout, estimated, ranges
+from shardhet.apps.planning.heading import source_line
 from shardhet.apps.planning.sentences import (
     OVER_GLOO,
     form_lines,
@@ -35,7 +35,6 @@ from shardhet.pricing.derive import meets_over_gloo
 from shardhet.pricing.setting import Setting
 from shardhet.pricing.step_cost import RankCost, StepCost
 from shardhet.records.plan import Plan, RankPlan
-from shardhet.records.profiles import Source
 from shardhet.records.shown import (
     alike,
     microbatches,
@@ -121,48 +120,16 @@ def rows_of(
 
 def show_plan(report: PlanReport, console: Console) -> None:
     """Print the plan and what it reaches."""
-    say(console, *_heading(report))
+    say(console, report.note)
     _show_devices(report, console)
     lines = list(_result(report))
     if report.without is not None:
         lines += [
             report.without.gain_line,
-            "This plan leaves them out.",
+            f"This plan leaves them out. {source_line(report.inputs)}",
             *report.without.launch_lines(),
         ]
     say(console, *lines)
-
-
-def _heading(report: PlanReport) -> Iterator[str]:
-    inputs, plan = report.inputs, report.solution.plan
-    workload, cluster = inputs.setting.workload, inputs.setting.cluster
-    kinds = len({device.kind for device in cluster.devices})
-    tokens = workload.tokens_per_sample
-    frozen = workload.trained_numel < workload.numel
-    trained = f" ({workload.trained_numel:,} trained)" if frozen else ""
-    yield (
-        f"{inputs.name}: {workload.numel:,} parameters{trained} in "
-        f"{len(workload.units)} units, "
-        f"{workload.param_dtype}; {counted(cluster.world_size, 'device')} of "
-        f"{counted(kinds, 'kind')}; a step is {counted(plan.global_batch_size, 'sample')}"
-        + (f" of {tokens:,} tokens" if tokens > 1 else "")
-    )
-    yield source_line(inputs)
-    if report.note:
-        yield report.note
-
-
-def source_line(inputs: Inputs) -> str:
-    """Whether figures were measured, as far as the profile knows."""
-    profile = inputs.setting.profile
-    sources = {device.source for device in profile.devices}
-    if Source.DERIVED in sources:
-        assumed = inputs.setting.cluster.assumed
-        return " ".join([f"Times are {profile.note}; they were not measured.", assumed]).strip()
-    if profile.collectives.source is Source.DERIVED:
-        return f"Times were measured, but collectives are {profile.collectives.note}."
-    sources.add(profile.collectives.source)
-    return "Times were measured." if sources == {Source.MEASURED} else "Times were imported."
 
 
 def owners_note(solution: PlanSolution, bound_s: float) -> str:

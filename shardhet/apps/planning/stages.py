@@ -19,7 +19,6 @@ from shardhet.apps.planning.report import (
     on_host_lines,
     predicted_line,
     rows_of,
-    source_line,
 )
 from shardhet.apps.planning.sentences import form_lines, margin_line
 from shardhet.config.planning import Inputs, PlannerConf
@@ -107,16 +106,8 @@ def pipeline_below(
 
 def show_pipeline(report: PipelineReport, console: Console, *, explains: bool = False) -> None:
     """Print the pipeline, what it reaches, what it is compared with, and what was proven."""
-    setting, found = report.inputs.setting, report.solution
-    workload, cluster = setting.workload, setting.cluster
-    batch = found.stages[0].solution.plan.global_batch_size
-    lines = [
-        f"{report.inputs.name}: {workload.numel:,} parameters in {len(workload.units)} units, "
-        f"{workload.param_dtype}; {counted(cluster.world_size, 'device')}; a step is "
-        f"{counted(batch, 'sample')} in {counted(len(found.stages), 'stage')}",
-        source_line(report.inputs),
-    ]
-    say(console, *lines)
+    found = report.solution
+    say(console, f"A pipeline of {counted(len(found.stages), 'stage')}:")
     console.print(_table(report))
     proof = _proof(report) if explains else ()
     said = (_result(report), _on_host(report), _hand_over(found), _rivals(report), proof)

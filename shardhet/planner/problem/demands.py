@@ -4,13 +4,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardhet.planner.forms import BatchRounds
-from shardhet.pricing.hosts import HostPart
 from shardhet.records.cluster import Cluster
 from shardhet.records.codec import repeated
 from shardhet.records.schedule import StepForm
+
+if TYPE_CHECKING:
+    from shardhet.pricing.hosts import HostPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,9 @@ class DeviceLimits:
 
 
 NO_LIMITS = DeviceLimits()
+TOLERANCE = (
+    5e-3  # of the step, by which a simpler plan may be slower: predictions are wrong by more
+)
 SUM_TOLERANCE = 1e-6  # on a sum of shares that are written as decimals
 
 
@@ -37,7 +42,7 @@ class Role:
     device_kind: str | None
     budget_bytes: int
     limits: DeviceLimits  # without the budget
-    host: HostPart | None = None  # where its optimizer may step; None: on the device only
+    host: "HostPart | None" = None  # where its optimizer may step; None: on the device only
     host_bytes: float = inf  # that it may take of the host's memory, if the others take none
 
 
@@ -240,10 +245,10 @@ class Demands:
     def roles(self, cluster: Cluster) -> list[Role]:
         """The role of every device, in the order of the cluster; equal roles are one object."""
         shares = self.state_shares(cluster.world_size)
-        usual: dict[tuple[str | None, int | None, HostPart | None, float], Role] = {}
+        usual: dict[tuple[object, ...], Role] = {}
         known: dict[Role, Role] = {}
         roles = []
-        hosts, memory = self._host_parts(cluster), host_bytes(self, cluster)
+        hosts, memory = _host_parts(self, cluster), host_bytes(self, cluster)
         for i, device in enumerate(cluster.devices):
             key = (device.kind, cluster.memory_budget_bytes(i), hosts[i], memory[i])
             is_usual = i not in self.limits and i not in shares
@@ -266,13 +271,6 @@ class Demands:
             roles.append(usual[key] if is_usual else role)
         return roles
 
-    def _host_parts(self, cluster: Cluster) -> list[HostPart | None]:
-        """Where the optimizer of each device may step besides on the device."""
-        if not self.may_keep_optimizer_on_host:
-            return [None] * cluster.world_size
-        numbers = [(node, len(node.devices)) for node in cluster.nodes]
-        return [HostPart.of(node, number) for node, number in numbers for _ in range(number)]
-
     def with_budgets(
         self, nbytes_by_position: Mapping[int, float], what: str = "memory_budget_bytes"
     ) -> "Demands":
@@ -292,6 +290,16 @@ class Demands:
     def budgets(self, cluster: Cluster) -> list[int]:
         """``budget_bytes`` of every device, in the order of the cluster."""
         return [self.budget_bytes(cluster, i) for i in range(cluster.world_size)]
+
+
+def _host_parts(demands: Demands, cluster: Cluster) -> "list[HostPart | None]":
+    """Where the optimizer of each device may step besides on the device."""
+    if not demands.may_keep_optimizer_on_host:
+        return [None] * cluster.world_size
+    from shardhet.pricing.hosts import HostPart  # imports numpy
+
+    numbers = [(node, len(node.devices)) for node in cluster.nodes]
+    return [HostPart.of(node, number) for node, number in numbers for _ in range(number)]
 
 
 def host_bytes(demands: Demands, cluster: Cluster) -> list[float]:

@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 from math import inf
+from typing import TYPE_CHECKING
 
-from shardhet.pricing.step_cost import StepCost
 from shardhet.records.plan import Plan
+
+if TYPE_CHECKING:
+    from shardhet.pricing.step_cost import StepCost  # imports numpy
 
 
 class PlanError(ValueError):
@@ -25,7 +28,7 @@ class PlanSolution:
     """The best plan found, its predicted cost, and a bound that no plan can beat."""
 
     plan: Plan
-    predicted: StepCost  # of the plan as it will run: shares rounded to rows
+    predicted: "StepCost"  # of the plan as it will run: shares rounded to rows
     # Of the step time of any plan among the candidates in which all devices take part, or those
     # that do in this one.
     lower_bound_s: float

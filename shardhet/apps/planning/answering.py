@@ -1,0 +1,342 @@
+"""What ``shardhet plan`` answers: the best plan, what limits it, and what would help."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+
+from rich.console import Console
+
+from shardhet.apps.cli.streamed import Waiting, say
+from shardhet.apps.planning.fewer_devices import ranges, without_idle
+from shardhet.apps.planning.keeping import keep_plan
+from shardhet.apps.planning.report import (
+    PlanReport,
+    limit_lines,
+    owners_note,
+    pace_line,
+    proof_lines,
+    show_plan,
+)
+from shardhet.apps.planning.stages import faster_pipeline, show_pipeline
+from shardhet.apps.planning.what_if import (
+    MAX_SHOWN,
+    Asked,
+    forms,
+    in_float16,
+    show_best,
+    show_gains,
+    show_simpler,
+    that_fit,
+    without_some,
+)
+from shardhet.config.checks import number_of
+from shardhet.config.planning import LEAST_THROUGHPUT, Inputs, PlannerConf
+from shardhet.planner import Demands, PlanError, PlanSolution, solve
+from shardhet.planner.advice.explain import (
+    MANY_KINDS,
+    NEGLIGIBLE,
+    OFF,
+    Gain,
+    Objective,
+    Resource,
+    Situation,
+    Variant,
+    lost_at_other_speeds,
+    more_of_each,
+    tried,
+)
+from shardhet.planner.advice.fewer import LEAST_GAIN
+from shardhet.planner.objectives import largest_batch, largest_batch_size, least_memory
+from shardhet.planner.owners import with_owners
+from shardhet.planner.search.search import Effort
+from shardhet.pricing.cost import CostModel
+from shardhet.pricing.setting import Setting
+from shardhet.simulator.simulation import simulate
+
+# Sufficient for comparisons; the plan itself is searched until it is proven optimal.
+COMPARED = Effort(relative_gap=1e-4)
+COMPARED_IF_UNLIKE = Effort(relative_gap=1e-3, max_exact_additions=1e7)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A plan, and its objective for the explanation."""
+
+    solution: PlanSolution
+    value: float
+    objective: Objective | None  # None: too slow to evaluate often
+    note: str = ""
+
+
+def answer(conf: PlannerConf, inputs: Inputs, demands: Demands, console: Console) -> None:
+    """Plan, show, and write; where no plan exists, say what would help, and exit with 1."""
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    waiting = Waiting(errors)
+    try:
+        show(conf, inputs, demands, console, waiting)
+    except PlanError as error:
+        say(errors, str(error))
+        alone, of_alone = conf.without_stages(inputs)
+        asked = Asked(conf=alone, inputs=of_alone, demands=demands, best=None)
+        with waiting.for_("trying what would help"):
+            for line in that_fit(asked):
+                say(errors, line)
+        raise SystemExit(1) from None
+
+
+def show(
+    conf: PlannerConf, inputs: Inputs, demands: Demands, console: Console, waiting: Waiting
+) -> None:
+    """Plan, show and write the plan at once, then what takes more planning as it comes."""
+    whole = conf, inputs
+    conf, inputs = conf.without_stages(inputs)
+    answer, without = None, None
+    if whole[0].max_stages > 1:
+        with waiting.for_("planning"), suppress(PlanError):
+            answer = _answer(conf, inputs, demands)
+        flat = None if answer is None else answer.solution
+        if _show_faster_pipeline(*whole, demands, flat, console, waiting):
+            return
+    with waiting.for_("planning"):
+        answer = answer or _answer(conf, inputs, demands)
+        if conf.leave_out == "auto":
+            best, part = answer.solution, None if conf.measured else conf.part_of(inputs)
+            without = without_some(_asked(conf, inputs, demands, best)) or without_idle(
+                inputs, best, smaller=part
+            )
+        if without is not None:
+            inputs = replace(inputs, setting=without.part.setting)
+            demands = demands.only(without.part.positions)
+            answer = _answer(conf, inputs, demands)
+        solution = answer.solution
+        asked = _asked(conf, inputs, demands, solution)
+        report = PlanReport(
+            inputs=inputs,
+            demands=demands,
+            solution=solution,
+            times=simulate(solution.plan, inputs.setting),
+            note=answer.note,
+            without=without,
+        )
+    show_plan(report, console)
+    _tell_time(conf, inputs, solution.samples_per_s, console)
+    _write(conf, report, console)
+    if conf.explain:
+        say(console, *proof_lines(report))
+    if conf.baselines:
+        note = _comparison_note(demands, inputs.setting.cluster.world_size)
+        show_simpler(asked, console, waiting, note=note)
+    if answer.objective is not None and conf.what_if_s:
+        _show_what_would_help(answer, asked, console, waiting)
+    if conf.explain and conf.what_if_s and conf.objective == "throughput":
+        with waiting.for_("planning for other speeds"):
+            line = _steadiness(asked)
+        say(console, line)
+
+
+def _show_what_would_help(
+    answer: _Answer, asked: Asked, console: Console, waiting: Waiting
+) -> None:
+    """What limits the plan, and what would help: the best of it, or everything."""
+    objective, conf, begin_s = answer.objective, asked.conf, time.monotonic()
+    assert objective is not None
+    unit = "samples" if conf.objective == "largest_batch" else "samples/s"
+    more = more_of_each(asked.here(asked.demands), objective)
+    more.sort(key=lambda each: not each.is_advice)
+    variants = [*forms(asked), *more]
+
+    def gains(some: Sequence[Variant], num_best: int | None = None) -> Iterator[Gain]:
+        left_s = inf if conf.explain else conf.what_if_s - (time.monotonic() - begin_s)
+        return tried(
+            some,
+            answer.value,
+            num_best=num_best,
+            within_s=left_s,
+            beside=lambda each: waiting.for_(f"trying {each.change}"),
+        )
+
+    if conf.explain:
+        found = show_gains(variants, gains(variants), console, unit=unit)
+        say(console, pace_line(answer.solution), *limit_lines(answer.solution, found))
+        return
+    tenths = [each for each in variants if each.is_limit]
+    endless = [each for each in variants if each.is_endless]
+    found = [*gains(tenths, 1), *gains(endless)]
+    is_known = len(found) == len(tenths) + len(endless)
+    limits = limit_lines(answer.solution, found) if is_known else ()
+    say(console, pace_line(answer.solution), *limits)
+    # No memory of one kind gives more than eight times as much of all.  Cards help most, as a
+    # rule: of what follows, what is seen to help less is not searched.
+    most = max((gain.value for gain in found if gain.variant.is_endless), default=inf)
+    bounds = {Resource.DEVICES: inf, Resource.MEMORY: most, None: inf}
+    advice = [
+        replace(each, most=min(each.most, bound))
+        for resource, bound in bounds.items()
+        for each in variants
+        if each.is_advice and each.resource is resource
+    ]
+    show_best([*gains(advice, MAX_SHOWN)], len(advice), console, unit=unit)
+
+
+def _show_faster_pipeline(
+    conf: PlannerConf,
+    inputs: Inputs,
+    demands: Demands,
+    flat: PlanSolution | None,
+    console: Console,
+    waiting: Waiting,
+) -> bool:
+    """Show and write a pipeline if one is faster than the plan without stages.
+
+    Then, if a part of the devices is faster still, or all are in float16, that.
+    """
+    effort = _compared(inputs.setting)
+    alone, of_alone = conf.without_stages(inputs)
+    with waiting.for_("planning stages"):
+        better = None if flat is None else without_some(_asked(alone, of_alone, demands, flat))
+        fewer = None if better is None else better.part
+        report = faster_pipeline(conf, inputs, flat, fewer, demands=demands, effort=effort)
+    if report is None:
+        say(console, f"No faster pipeline of up to {conf.max_stages} stages was found.")
+        return False
+    show_pipeline(report, console, explains=conf.explain)
+    _tell_time(conf, inputs, report.solution.samples_per_s, console)
+    reached = report.solution.samples_per_s
+    if better is not None and better.part.solution.samples_per_s > LEAST_GAIN * reached:
+        better = replace(better, samples_per_s_with_all=reached)
+        say(console, better.gain_line)
+    with waiting.for_("planning stages in float16"):
+        half = in_float16(conf, inputs, demands, report.solution.step_time_s)
+    say(console, half)
+    keep_plan(inputs.setting, report.solution.plan, conf.out, console)
+    return True
+
+
+def _tell_time(conf: PlannerConf, inputs: Inputs, samples_per_s: float, to: Console) -> None:
+    """Say how long ``for_tokens`` take, and what they cost where power or prices are known."""
+    if conf.for_tokens is None:
+        return
+    cluster, tokens = inputs.setting.cluster, number_of("for_tokens", conf.for_tokens)
+    hours = tokens / samples_per_s / inputs.setting.workload.tokens_per_sample / 3600
+    days = f" ({hours / 24:,.1f} days)" * (hours >= 48)
+    time = f"{hours:,.1f} hours{days}" if hours >= 2 else f"{60 * hours:,.0f} minutes"
+    watts_of = {kind.kind: kind.board_power_w for kind in cluster.kinds}
+    watts = [watts_of.get(str(device.kind)) or 0.0 for device in cluster.devices]
+    kwh = sum(watts) * hours / 1000 * all(watts)  # 0: not known of every card
+    energy = f", and at most {kwh:,.1f} kWh by the limits of the boards" if kwh else ""
+    if conf.price_per_kwh and not kwh:
+        say(to, "price_per_kwh: left out, because board_power_w is not stated of every kind.")
+    cost = (conf.price_per_kwh or 0) * kwh + (conf.price_per_hour or 0) * hours
+    said = f"{conf.for_tokens} tokens take {time}{energy}"
+    say(to, f"{said}. They cost {cost:,.2f}." if cost else f"{said}.")
+
+
+def _compared(setting: Setting) -> Effort:
+    """The effort of comparisons, each of which takes long where many kinds are unlike."""
+    kinds = {device.kind for device in setting.cluster.devices}
+    return COMPARED if len(kinds) <= MANY_KINDS else COMPARED_IF_UNLIKE
+
+
+def _steadiness(asked: Asked) -> str:
+    """What the plan loses if one kind of device is not as fast as the profile says."""
+    assert asked.best is not None
+    here = asked.here(asked.demands)
+    fastest = replace(asked, conf=replace(asked.conf, tolerance=0.0))
+    loss = lost_at_other_speeds(asked.best, here, fastest.reached)
+    if loss is None:
+        why = (
+            "one kind"
+            if len(here.kinds) == 1
+            else f"{len(here.kinds)} kinds are too many to ask"
+        )
+        return f"What it loses at other speeds was not asked: {why}."
+    said = f"With each kind's speed {OFF:.0%} off, this plan"
+    if loss.is_none:
+        return f"{said} is still the best, to within {NEGLIGIBLE:.1%}."
+    return (
+        f"{said} loses at most {loss.relative:.1%} of the best ({loss.variant.of} "
+        f"{loss.variant.change})."
+    )
+
+
+def _asked(conf: PlannerConf, inputs: Inputs, demands: Demands, best: PlanSolution) -> Asked:
+    effort = _compared(inputs.setting)
+    return Asked(conf=conf, inputs=inputs, demands=demands, best=best, effort=effort)
+
+
+def _comparison_note(demands: Demands, world_size: int) -> str:
+    """Which demands the simpler plans cannot meet."""
+    limits = demands.limits.values()
+    if not (limits or demands.equal):
+        return ""
+    fixed = "even batches are not those that limits fix; " * any(
+        each.rank_batch_size is not None for each in limits
+    )
+    fixed += "even state is not what limits ask for; " * any(
+        each.state_share is not None
+        or (each.max_state_share is not None and each.max_state_share * world_size < 1)
+        for each in limits
+    )
+    return f" ({fixed.removesuffix('; ')})" if fixed else ""
+
+
+def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
+    """The best plan for the requested objective."""
+    setting = inputs.setting
+    if conf.objective == "largest_batch":
+        solution = largest_batch(setting, demands=demands)
+        size = solution.plan.global_batch_size
+
+        def batch_size(situation: Situation, _: float) -> float:
+            model = CostModel(situation.setting)
+            return float(largest_batch_size(model, situation.demands))
+
+        most = largest_batch_size(CostModel(setting), demands, has_rows=False)
+        note = f"the largest batch that fits in one round: {size}"
+        if most > size:  # shares of whole rows may fit in between
+            note = f"a batch of {size} fits in one round, and none of {most + 1}"
+        return _Answer(solution, size, batch_size, note)
+    batch = conf.global_batch_size
+    spared = conf.to_spared(setting.cluster.devices)
+    best = solve(setting, global_batch_size=batch, demands=demands, tolerance=conf.tolerance)
+    if conf.whole_matrices:
+        best, bound_s = with_owners(best, CostModel(setting), demands)
+        return _Answer(best, best.samples_per_s, None, owners_note(best, bound_s))
+    if conf.objective == "throughput":
+        asked = _asked(conf, inputs, demands, best)
+        return _Answer(best, best.samples_per_s, asked.reached)
+    wanted = conf.min_samples_per_s or LEAST_THROUGHPUT * best.samples_per_s
+    least = least_memory(
+        setting,
+        global_batch_size=batch,
+        min_samples_per_s=wanted,
+        devices=spared,
+        demands=demands,
+        effort=_compared(setting),
+    )
+    which = "no device" if not spared else f"none of devices {ranges(spared)}"
+    if len(spared) == 1:
+        which = f"device {spared[0]} never"
+    note = (
+        f"the least memory for {wanted:.4g} samples/s: {which} uses more than "
+        f"{least.budget_fraction:.1%} of its budget (no plan can do with less than "
+        f"{least.lower_bound:.1%})"
+    )
+    return _Answer(least.solution, wanted, None, note)
+
+
+def _write(conf: PlannerConf, report: PlanReport, console: Console) -> None:
+    """Write the requested files."""
+    keep_plan(report.inputs.setting, report.solution.plan, conf.out, console)
+    if conf.setting_out is not None:
+        report.inputs.setting.save(conf.setting_out)
+        path = conf.setting_out
+        say(console, f"written to {path}: measured={path} takes these devices")
+    if conf.picture is not None:
+        from shardhet.apps.planning.pictures import draw_report
+
+        draw_report(report, Path(conf.picture))
+        say(console, f"drawn to {conf.picture}")
