@@ -147,7 +147,7 @@ def told_by_rank_one(error: str, *parts: str) -> Any:
     "The plan was made for another model",
     "layers.1: planned absent, found 20",
     "blocks.7: planned 9, found absent",
-    "Run the planner on this model",
+    "Give HetFSDP the model, units and loss_fn that it was made with, or run the planner",
 )
 def test_a_plan_for_another_model_names_the_units_that_differ(rank: int) -> None:
     planned = (PlannedUnit(fqn="layers.0", numel=20), PlannedUnit(fqn="blocks.7", numel=9))

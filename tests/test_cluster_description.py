@@ -304,6 +304,7 @@ def test_hosts_of_one_line_may_be_named() -> None:
         ("4090 | ", "cards: ' ' but a host has cards, as in '4090"),
         ("a: 4090 | 3090", "names some hosts. Name all, or none."),
         ("4090x0", "cards: '4090x0' but a host has cards"),
+        ("4090, 3090x2", "cards: '4090, 3090x2' but a host has cards"),
         ("RTX", "cards: kind 'RTX' is not known"),
         ("a: 4090 | a: 3090", "cards: cluster: hosts ['a'] appear twice"),
     ],

@@ -19,6 +19,7 @@ from shardhet.comm.failure import LostPeerError
 from shardhet.comm.groups import (
     Communicators,
     count_alike,
+    default_group,
     new_group,
     part_of,
     side_channel,
@@ -99,6 +100,12 @@ def test_a_wrong_number_of_ranks_is_refused_with_a_table(num_planned: int) -> No
     ]
     assert lines[-2] == "  rank 3: L4 24.0 GiB on b (GPU-9)"
     assert lines[-1] == f"Start {num_planned} ranks or make a plan for 4 devices."
+
+
+def test_a_process_that_has_not_met_the_others_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(RuntimeError, match=r"3 ranks .* not met the others"):
+        default_group(None)
 
 
 def test_devices_that_do_not_fit_are_refused_with_a_table_and_a_mend() -> None:

@@ -418,4 +418,10 @@ def break_connections(channel: Channel) -> None:
 
 def default_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return ``group``, or else the group of all processes; None if this is the only one."""
+    launched = os.environ.get("WORLD_SIZE", "1")  # by torchrun and its like
+    if group is None and launched != "1" and not dist.is_initialized():
+        raise RuntimeError(
+            f"{launched} ranks were started but this one has not met the others. Call "
+            "torch.distributed.init_process_group() first."
+        )
     return dist.group.WORLD if group is None and dist.is_initialized() else group

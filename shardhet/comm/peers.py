@@ -307,8 +307,8 @@ class Peers:
                 steps = store.get(f"{ENDED}{position}").decode()
                 return (
                     f"{name} ended without an exception after {steps}, while this rank is in "
-                    f"{doing} of step {progress.step + 1}. Give every rank as many batches: is "
-                    "its loader shorter?"
+                    f"{doing} of step {progress.step + 1}. Every rank makes the same calls: is "
+                    "its loader shorter, or do only some ranks make this call?"
                 )
             key = f"{PROCESS}{position}"  # of those that have come so far
             host, pid = json.loads(store.get(key)) if store.check([key]) else (None, 0)

@@ -126,7 +126,7 @@ def _card(written: str, known: Mapping[str, DeviceKind]) -> dict[str, Any]:
     # "RTX 580" and "rx 580" are no 580 cards: the x of a number follows no letter of its case.
     count = re.fullmatch(r"(\d{1,2}) *[xX*] *(.+)|(.+?) *(?<![a-z])[x*] *(\d{1,3})", name)
     number, name = (count[1] or count[4], count[2] or count[3]) if count else ("1", name)
-    if not name or int(number) < 1:
+    if not name or int(number) < 1 or re.search("[,;/&]", name):
         raise ValueError(
             f"{written!r} but a host has cards, as in '4090+A6000 | 3090x2'. Write each "
             "with + between two cards, x2 behind two alike, and | between two hosts."

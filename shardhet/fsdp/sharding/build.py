@@ -374,5 +374,6 @@ def _check_plan_is_for(plan: Plan, drafts: Sequence[UnitDraft], *, is_told: bool
     ]
     raise ValueError(
         f"The plan was made for another model: elements per unit differ in "
-        f"{'; '.join(differing[:8])}. Run the planner on this model, or load its own plan."
+        f"{'; '.join(differing[:8])}. Give HetFSDP the model, units and loss_fn that it was "
+        "made with, or run the planner on this model."
     )
