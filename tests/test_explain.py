@@ -10,12 +10,14 @@ from shardhet.apps.plan import main as plan_main
 from shardhet.apps.planning.inputs import load, read_request
 from shardhet.apps.planning.report import limit_lines, pace_line
 from shardhet.config.planning import PlannerConf
-from shardhet.planner import Demands, DeviceLimits, PlanSolution, solve
+from shardhet.planner import Demands, DeviceLimits, PlanError, PlanSolution, solve
 from shardhet.planner.advice.explain import (
     OFF,
     Gain,
+    Reach,
     Resource,
     Situation,
+    Variant,
     at_other_speed,
     larger_situations,
     lost_at_other_speeds,
@@ -137,6 +139,28 @@ def test_what_is_no_better_than_the_best_is_not_asked_how_much_it_gives() -> Non
     assert asked == sorted(asked)
     assert asked[-1] > 1.05 * asked[0]
     assert len([*tried(more_of_each(of, reached), value, within_s=0)]) == 1
+
+
+def test_what_is_within_a_change_that_gives_nothing_is_not_asked() -> None:
+    asked = list[str]()
+
+    def reach(name: str, value: float) -> Reach:
+        def of(least: float) -> tuple[float, str]:
+            asked.append(name)
+            if value < least:
+                raise PlanError("slower")
+            return value, ""
+
+        return of
+
+    variants = [
+        Variant("hosts", "both", reach("both", 1.0)),
+        Variant("hosts", "one", reach("one", 2.0), within="both"),
+        Variant("memory", "much", reach("much", 3.0)),
+        Variant("memory", "more", reach("more", 2.0), within="much"),
+    ]
+    assert [gain.value for gain in tried(variants, 1.0)] == [1.0, 1.0, 3.0, 2.0]
+    assert asked == ["both", "much", "more"]
 
 
 @pytest.mark.parametrize("seed", [1])

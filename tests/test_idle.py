@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import combinations
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from experiments.pipelines.brute_force.instances import drawn
 from shardhet.planner import Demands, DeviceLimits, PlanError, PlanSolution, solve
 from shardhet.planner.advice.explain import Situation, larger_situations
-from shardhet.planner.idle import active_positions, with_idle
+from shardhet.planner.idle import PartSearch, active_positions, with_idle
 from shardhet.planner.search.search import Effort
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
@@ -194,6 +195,32 @@ def test_no_set_of_devices_is_faster_than_the_one_that_was_found(
     for tolerance in (0.0, 5e-3):
         found = solve(setting, global_batch_size=6, tolerance=tolerance)
         assert found.predicted.step_time_s <= (1 + tolerance + 1e-6) * least_s
+
+
+def test_of_alike_nodes_one_is_left_out_and_parts_have_the_kind_that_is_asked() -> None:
+    cluster = Cluster.load(DESCRIBED / "a10g_v100_t4_64.yaml")
+    every = range(cluster.world_size)
+
+    def search(demands: Demands, with_kind: str | None = None) -> PartSearch:
+        return PartSearch(
+            setting=derived(cluster),
+            global_batch_size=64,
+            demands=demands,
+            at_most_s=inf,
+            least_gain=1.0,
+            slack=1.0,
+            smaller=lambda _: None,
+            solved=lambda *_: pytest.fail("not asked"),
+            with_kind=with_kind,
+        )
+
+    nodes = {frozenset(here) for here in cluster.positions_by_node}
+    limited = Demands(limits={0: DeviceLimits(rank_batch_size=1)})
+    for demands, number in ((Demands(), 3), (limited, 12)):
+        assert len(nodes.intersection(search(demands)._sets(tuple(every)))) == number
+    v100s = tuple(i for i in every if "V100" in str(cluster.devices[i].kind))
+    for kind, is_asked in (("Tesla V100-SXM2-16GB", True), ("Tesla T4", False), (None, True)):
+        assert search(Demands(), kind)._meets_demands(v100s) == is_asked
 
 
 def test_devices_are_left_idle_also_where_hosts_may_hold_a_part() -> None:

@@ -69,6 +69,7 @@ def solve(
     tolerance: float | None = None,
     is_bounded: bool = True,
     near: StepForm | None = None,
+    with_kind: str | None = None,
     at_most_s: float = inf,
 ) -> PlanSolution:
     """The fastest plan that fits every budget, with a bound on what any plan can reach.
@@ -76,9 +77,9 @@ def solve(
     With a ``tolerance``, the plan to prefer of those that are slower by at most this part
     (``shardhet.planner.preference``).  Unless ``is_bounded``, the bound holds only for plans
     that meet demanded shares to the element, which takes a search less.  Plans of the form
-    ``near`` are looked at first, as probably the best.  Raises ``PlanError`` with the nearest
-    miss if nothing fits, or if no step is as short as ``at_most_s``, which is seen sooner than
-    how long the best takes.
+    ``near`` are looked at first, as probably the best, and of sets of devices only those with
+    one of ``with_kind``.  Raises ``PlanError`` with the nearest miss if nothing fits, or if no
+    step is as short as ``at_most_s``, which is seen sooner than how long the best takes.
     """
     global_batch_size = whole("global_batch_size", global_batch_size)
     if global_batch_size < 1:
@@ -88,8 +89,8 @@ def solve(
     _check_size(setting)
     demands.check(setting.cluster.world_size)
     demands.check_batches(setting.cluster.world_size, global_batch_size)
-    prices = _priced(setting, demands)
-    asked = _Asked(prices, global_batch_size, demands, effort, is_bounded, near, at_most_s)
+    given = (effort, is_bounded, near, at_most_s, with_kind)
+    asked = _Asked(_priced(setting, demands), global_batch_size, demands, *given)
     found = _of_part(asked, demands.not_idle(setting.cluster.world_size), tolerance)
     return found or _of_all_or_fewer(asked, tolerance)
 
@@ -151,6 +152,7 @@ def _of_all_or_fewer(asked: "_Asked", tolerance: float | None) -> PlanSolution:
         slack=1 + max(tolerance or 0.0, NO_GAIN),
         smaller=partial(part_of, asked.setting),
         solved=solved,
+        with_kind=asked.with_kind,
     )
     best = search.run()
     if best is None:
@@ -272,6 +274,7 @@ class _Asked:
     is_bounded: bool
     near: StepForm | None = None  # of several rounds, looked at first
     at_most_s: float = inf  # slower plans are not asked for
+    with_kind: str | None = None
 
     @property
     def setting(self) -> Setting:

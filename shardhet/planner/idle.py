@@ -7,7 +7,8 @@ are left idle one after the other: kinds, types of nodes, nodes, regions, the de
 in a region, the slowest kinds together, one device of those that are alike, those that only
 store, and those that do nothing.  First, each set is also tried alone, without all others;
 later, beside those that take part.  In every round the set whose removal or return helps most
-goes or comes back, until none helps.
+goes or comes back, until none helps.  Of nodes that are alike one is tried, and sets of few of
+many devices only where no larger set helps.
 
 A set is searched for only if its bound allows a gain: no step is shorter than all its
 communication, or than the batch divided by the sum of what the devices compute per second, and
@@ -15,9 +16,10 @@ none fits that has no room for the state.  So many sets cost little.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from typing import Any
 
 import numpy as np
 
@@ -33,8 +35,9 @@ from shardhet.pricing.turns import taking_part
 from shardhet.records.cluster import Node
 from shardhet.records.plan import RankPlan
 
-MAX_SEARCHES, MAX_SEARCHES_IF_UNLIKE = 8, 3  # those with the least bounds
+MAX_SEARCHES, MAX_SEARCHES_IF_UNLIKE = 16, 3  # those with the least bounds
 FAR = 2.0
+FINE = 1 / 64  # of all devices: sets of fewer come after larger ones
 MAX_KINDS = 16  # of which each is left out alone; of more, only the slowest
 MAX_SETS = 64  # of nodes, regions and others that are each left out
 Positions = tuple[int, ...]
@@ -95,6 +98,7 @@ class PartSearch:
     solved: Callable[[Positions, Setting, float], PlanSolution]
     keeps_times: bool = True  # devices of a part compute as in the whole
     whole: PlanSolution | None = None  # of all devices; None: to be searched for like a part
+    with_kind: str | None = None  # only parts with such a device are searched
     missed: PlanError | None = None  # why there is none
     missed_s: dict[Positions, float] = field(default_factory=dict)  # bounds on what was missed
     num_searched: int = 0
@@ -146,9 +150,17 @@ class PartSearch:
             if setting is not None and self._has_room(positions, setting):
                 bounded.append((self._least_step_s(setting), positions, setting))
         # The whole goes first unless others may be far faster: parts are then soon ruled out.
-        bounded.sort(key=lambda each: each[0] / (FAR if each[1] == self._every else 1))
+        kept = set(self.found[-1].positions if self.found else self._every)
+        fine = FINE * len(self._every)
+
+        def is_fine(part: Positions) -> bool:
+            return part != self._every and len(kept.symmetric_difference(part)) < fine
+
+        bounded.sort(key=lambda e: (is_fine(e[1]), e[0] / (FAR if e[1] == self._every else 1)))
         faster: list[PartPlan] = []
         for bound_s, positions, setting in bounded:
+            if faster and is_fine(positions):
+                break  # such sets are looked at beside what is faster
             at_most_s = min(self.at_most_s, self._most_s(len(positions), faster))
             is_whole = positions == self._every
             if bound_s >= at_most_s or (
@@ -226,11 +238,29 @@ class PartSearch:
                 yield frozenset(kinds[kind])
             if number & (number - 1) == 0:  # 1, 2, 4, ... kinds
                 yield frozenset(together)
-        for sets in (types, nodes, regions, cells):
+        for sets in (types, self._unlike(nodes), regions, cells):
             if len(sets) <= MAX_SETS:
                 yield from map(frozenset, sets.values())
         if len(alike) <= MAX_KINDS:
             yield from (frozenset({i}) for i in alike.values())
+
+    def _unlike(self, nodes: dict[str, set[int]]) -> Mapping[Any, set[int]]:
+        """The devices of nodes by host, of those that are alike on one only."""
+        profile, demands, cluster = self.setting.profile, self.demands, self.setting.cluster
+        if demands.limits or demands.equal or profile.groups or profile.pairs:
+            return nodes  # each may be told from the others
+        first: dict[Any, set[int]] = {}
+        for members in nodes.values():
+            node, devices = (
+                cluster.node_of[min(members)],
+                map(cluster.devices.__getitem__, members),
+            )
+            doing = sorted(
+                (str(each.kind), each.memory_capacity_bytes or 0) for each in devices
+            )
+            alike = replace(node, host=node_type(node), devices=())
+            first.setdefault((alike, len(node.devices), tuple(doing)), members)
+        return first
 
     def _meets_demands(self, part: Positions) -> bool:
         """Whether all devices are in the part that must do something, and of those that must do
@@ -239,7 +269,9 @@ class PartSearch:
         inside, devices = set(part), range(self.setting.cluster.world_size)
         is_needed = any(self.demands.needs(i) for i in devices if i not in inside)
         alike = (len(inside.intersection(e)) in (0, len(set(e))) for e in self.demands.equal)
-        return bool(part) and not is_needed and all(alike)
+        kinds = {self.setting.cluster.devices[i].kind for i in part}
+        has_kind = self.with_kind is None or self.with_kind in kinds
+        return bool(part) and has_kind and not is_needed and all(alike)
 
     def _compute_s(self, part: Positions) -> float:
         """A bound on the compute of a part, in the times of the whole."""

@@ -277,6 +277,8 @@ def search_table(
     ``at_most_s``: nothing slower is asked for.  With ``is_only_faster``, the search ends once
     nothing can be that fast.
     """
+    if at_most_s < inf and not builder.may_be_within(at_most_s * (1 + ROUNDING)):
+        raise PlanError(TOO_SLOW)
     limit_s = at_most_s * (1 + effort.relative_gap) if is_only_faster else inf
     cut_s = _close_cut_s(builder, min(builder.first_cut_s(), at_most_s), at_most_s)
     while True:

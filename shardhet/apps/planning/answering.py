@@ -145,7 +145,7 @@ def _show_what_would_help(
     assert objective is not None
     unit = "samples" if conf.objective == "largest_batch" else "samples/s"
     more = more_of_each(asked.here(asked.demands), objective)
-    more.sort(key=lambda each: not each.is_advice)
+    more.sort(key=lambda each: each.is_advice)  # after what it is within
     variants = [*forms(asked), *more]
 
     def gains(some: Sequence[Variant], num_best: int | None = None) -> Iterator[Gain]:

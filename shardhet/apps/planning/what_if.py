@@ -70,12 +70,12 @@ class Asked:
             global_batch_size=self.conf.global_batch_size,
             demands=there.demands,
             effort=self.effort,
-            tolerance=self.conf.tolerance,
+            tolerance=self.conf.tolerance or None,  # equally fast plans are equally good here
             is_bounded=False,
             near=None if best is None else best.plan.form,
         )
         if least and best and all(rank.rank_batch_size for rank in best.plan.ranks):
-            search(at_most_s=self.step_s(least))
+            search(at_most_s=self.step_s(least), with_kind=there.changed_kind)
         return search()
 
     def reached(self, there: Situation, least: float) -> float:
@@ -130,16 +130,17 @@ def forms(asked: Asked) -> Iterator[Variant]:
     if can_have_stages and is_slow and not conf.refused_beside_stages():
         yield Variant("stages", f"max_stages={MAX_STAGES}", partial(_in_stages, asked))
     inputs, optimizer = demands.may_keep_inputs_on_host, demands.may_keep_optimizer_on_host
-    for more in ((True, False), (False, True), (True, True)):
+    both = "inputs_on_host=true optimizer_on_host=true"
+    for more in ((True, True), (True, False), (False, True)):
         if not ((more[0] and inputs) or (more[1] and optimizer)):
-            keys = zip(more, ("inputs_on_host=true", "optimizer_on_host=true"), strict=True)
-            key = " ".join(key for is_on, key in keys if is_on)
+            key = " ".join(key for is_on, key in zip(more, both.split(), strict=True) if is_on)
             kept = replace(
                 demands,
                 may_keep_inputs_on_host=more[0] or inputs,
                 may_keep_optimizer_on_host=more[1] or optimizer,
             )
-            yield Variant("host memory", key, partial(_with, asked, kept), most=asked.most)
+            reach = partial(_with, asked, kept)
+            yield Variant("host memory", key, reach, most=asked.most, within=both)
     states_memory = any(node.host_memory_bytes is not None for node in setting.cluster.nodes)
     if asked.best is None and states_memory:
         key = "more memory of hosts, with inputs_on_host=true optimizer_on_host=true,"

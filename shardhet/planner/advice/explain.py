@@ -55,6 +55,8 @@ class Situation:
 
     setting: Setting
     demands: Demands
+    # Only devices of this kind changed: what is as fast as asked for has one of them.
+    changed_kind: str | None = None
 
     @property
     def cluster(self) -> Cluster:
@@ -96,6 +98,7 @@ class Variant:
     resource: Resource | None = None  # None: other plans, which a key allows
     device_kind: str | None = None  # None: of all devices, or of the links
     most: float = inf  # no plan reaches more
+    within: str = ""  # a change that allows all that this one does
 
     @property
     def is_advice(self) -> bool:
@@ -149,13 +152,16 @@ def tried(
 ) -> Iterator[Gain]:
     """What changes give, one after the other in ``beside``, for about ``within_s`` seconds.
 
-    If only the ``num_best`` best of them matter, what is seen to be worse gives nothing.
+    If only the ``num_best`` best of them matter, what is seen to be worse gives nothing, nor
+    does what is ``within`` a change before it that gives nothing.
     """
-    begin_s, best = time.monotonic(), list[float]()
+    begin_s, best, useless = time.monotonic(), list[float](), set[str]()
     for each in variants:
         with beside(each):
-            gain = gain_of(each, value, best[-1] if len(best) == num_best else 0.0)
+            asked = replace(each, most=value) if each.within in useless else each
+            gain = gain_of(asked, value, best[-1] if len(best) == num_best else 0.0)
         yield gain
+        useless |= {each.change} if gain.is_none else set()
         if time.monotonic() - begin_s > within_s:
             return
         best = sorted((*best, gain.value), reverse=True)[:num_best]
@@ -170,7 +176,14 @@ def more_of_each(situation: Situation, objective: Objective) -> list[Variant]:
         return kind if resource is Resource.DEVICES else f"{resource.value} of {kind}"
 
     return [
-        Variant(named(resource, kind), change, _reach(objective, more), resource, kind)
+        Variant(
+            named(resource, kind),
+            change,
+            _reach(objective, more),
+            resource,
+            kind,
+            within=EIGHTFOLD_NAME * (resource is Resource.MEMORY and change != EIGHTFOLD_NAME),
+        )
         for resource, kind, change, more in larger_situations(situation)
     ]
 
@@ -190,12 +203,15 @@ def lost_at_other_speeds(
     kinds, worst = situation.kinds, None
     if not 1 < len(kinds) <= MAX_KINDS:
         return None
+    fastest_s = solution.fastest_s or solution.predicted.step_time_s
+    fastest = solution.plan.global_batch_size / fastest_s
     for kind in kinds:
         for speed, change in ((1 - OFF, "slower"), (1 + OFF, "faster")):
             other = at_other_speed(situation, frozenset({kind}), speed)
             predicted = CostModel(other.setting).predict(solution.plan)
             value = solution.plan.global_batch_size / predicted.step_time_s
-            variant = Variant(kind, change, _reach(objective, other))
+            most = inf if speed > 1 else fastest  # nothing gains by a slower device
+            variant = Variant(kind, change, _reach(objective, other), most=most)
             loss = gain_of(variant, value, value * (1 + worst.relative) if worst else 0.0)
             if worst is None or loss.relative > worst.relative:
                 worst = loss
@@ -216,8 +232,8 @@ def larger_situations(situation: Situation) -> list[Larger]:
     everyone, of_all = tuple(kinds), frozenset(kinds)
     larger: list[Larger] = [
         (Resource.COMPUTE, None, f"{tenth} faster", _faster(situation, of_all)),
-        (Resource.MEMORY, None, f"{tenth} more", _roomier(situation, of_all, 1 + MORE)),
         (Resource.MEMORY, None, EIGHTFOLD_NAME, _roomier(situation, of_all, EIGHTFOLD)),
+        (Resource.MEMORY, None, f"{tenth} more", _roomier(situation, of_all, 1 + MORE)),
     ]
     if profile.collectives.points and cluster.world_size > 1:
         two_levels = None if profile.two_levels is None else _faster_links(profile.two_levels)
@@ -233,9 +249,9 @@ def larger_situations(situation: Situation) -> list[Larger]:
         kinds = sorted(kinds, key=lambda kind: -numbers[kind])[:MAX_KINDS]
         everyone = tuple(kinds)
     for kind in kinds:
-        one = frozenset({kind})
-        larger.append((Resource.COMPUTE, kind, f"{tenth} faster", _faster(situation, one)))
-        roomier = _roomier(situation, one, 1.0, GIB)
+        one, alone = frozenset({kind}), replace(situation, changed_kind=kind)
+        larger.append((Resource.COMPUTE, kind, f"{tenth} faster", _faster(alone, one)))
+        roomier = _roomier(alone, one, 1.0, GIB)
         larger.append((Resource.MEMORY, kind, "1 GiB more each", roomier))
     added = ((kind, with_another(situation, kind)) for kind in everyone)
     larger += [(Resource.DEVICES, kind, "one more", more) for kind, more in added if more]
@@ -317,7 +333,7 @@ def with_another(situation: Situation, kind: str) -> Situation | None:
         limits={moved(position): each for position, each in demands.limits.items()},
         equal=tuple(tuple(map(moved, each)) for each in demands.equal),
     )
-    return Situation(setting=larger, demands=demands)
+    return Situation(setting=larger, demands=demands, changed_kind=kind)
 
 
 def slowest_kinds(solution: PlanSolution) -> str:

@@ -175,6 +175,12 @@ class TableBuilder:
         """No plan has a shorter step."""
         return max(self.turns.comm_s, self.all_compute_s) + self.model.overhead_s
 
+    def may_be_within(self, at_most_s: float) -> bool:
+        """Whether a step of at most ``at_most_s`` may exist; false proves that none does."""
+        left_s = at_most_s - self.turns.exposed_comm_s - self.model.overhead_s
+        together = sum(times.most_within(at_most_s, left_s) for times in self._groups)
+        return together >= self.rounds.round_size
+
     def stride(self, cut_s: float) -> int:
         """Between batches, so that no device has too many of them; 1 if there are few."""
         longest = max(len(window) for window in self._windows(cut_s))

@@ -154,6 +154,12 @@ class GroupTimes:
             largest = min(largest, int(cut_s / self.least_seconds_per_sample))
         return largest
 
+    def most_within(self, most_s: float, left_s: float) -> int:
+        """The largest batch of all members whose compute may take ``left_s`` of ``most_s``."""
+        most = self.most(most_s)
+        each = min(member.most_within(most, left_s) for member in self._members)
+        return self.count * self.num_members * each
+
     def _batches(self, window: range, stride: int) -> Ints:
         """The batches that each member may compute."""
         if self._fixed:

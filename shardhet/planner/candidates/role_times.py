@@ -19,6 +19,7 @@ from shardhet.records.plan import EVERY_UNIT, RankPlan
 from shardhet.records.schedule import Phase, StepForm
 
 MAX_MICROBATCH_SIZE = 2048  # larger ones are not looked at
+MOST_TRIED = 64  # batches, for a bound
 
 
 class PortShares(NamedTuple):
@@ -164,6 +165,19 @@ class RoleTimes:
             )
             for rank in self._terms.treatments
         )
+
+    def most_within(self, most: int, left_s: float) -> int:
+        """The largest batch up to ``most`` that may fit, and may take at most ``left_s``."""
+        if not most or not self.needs_more_if_larger:
+            return most
+        terms, sizes = self._terms, 2 ** np.arange(min(most, len(self._sizes)).bit_length())
+        excess = terms.model.profile.device(self._role.device_kind).overlap_excess
+        seconds, slowed_s = _least_seconds(terms, self._seconds, sizes, excess)
+        batches = np.unique(np.linspace(1, most, min(most, MOST_TRIED)).astype(np.int64))
+        step_s = terms.rounds.in_whole_ones * batches[:, None, None] * seconds + slowed_s
+        fits = self._room(terms.treatments, batches, sizes[None]) >= 0
+        may_be = (fits & (step_s <= left_s)).any(axis=(1, 2))
+        return int(np.append(batches - 1, most)[np.flatnonzero(may_be).max(initial=-1) + 1])
 
     def of_choices(
         self, choices: Ints, batches: Ints, sizes: Ints, all_seconds: Floats
@@ -349,3 +363,26 @@ class RoleTimes:
         # ``Problem.rounded`` takes row_numel off all room, so it is added here.
         within = np.minimum(left, np.where(computes, most, most_idle) + row_numel)
         return np.where(computes & (left < least), -1.0, within)
+
+
+def _least_seconds(
+    terms: Terms, seconds: Mapping[str, Floats], sizes: Ints, excess: float
+) -> tuple[Floats, float]:
+    """[treatments, sizes] seconds that a sample takes at least, and what collectives add.
+
+    Sizes are powers of two.  A microbatch needs the memory of the power below it at least, and
+    takes per sample as long as the fastest that is smaller than the power above it.
+    """
+    found, slowed_s = np.zeros((len(terms.treatments), len(sizes))), 0.0
+    least_s = {}
+    for name, each in seconds.items():  # [2, 1 + sizes]
+        per_sample = each[:, 1:] / np.arange(1, each.shape[1])
+        last = np.minimum(2 * sizes - 1, per_sample.shape[1]) - 1
+        least_s[name] = np.minimum.accumulate(per_sample, axis=1)[:, last]
+    for i, of_turn in enumerate(terms.turns.classes):
+        of_class = least_s[of_turn.kind.name]
+        again = terms.are_recomputed[:, i, None] * of_class[0]
+        found += of_turn.num_units * (of_class.sum(axis=0) + again)
+        for (_, comm_s, _), phase_s in zip(terms.of_rounds, of_class, strict=True):
+            slowed_s += excess * float(comm_s[:, i].sum()) * bool(phase_s.all())
+    return found, slowed_s
