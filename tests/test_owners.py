@@ -1,23 +1,28 @@
 """Which device stores which matrices: as fast as any assignment, and within memory."""
 
+from functools import partial
 from itertools import product
 from math import inf, prod
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardhet.planner import Demands, PlanError, solve
-from shardhet.planner.owners import OwnersProblem, assigned, with_owners
-from shardhet.pricing.cost import CostModel
-from shardhet.pricing.matrices import Matrices, matrices_s, operations
+from shardhet.planner import Demands, DeviceLimits, PlanError, solve
+from shardhet.planner.owners import OwnersProblem, assigned
+from shardhet.planner.stages.find import find_pipeline
+from shardhet.pricing.matrices import Matrices, matrices_s, operations, trained_matrices
+from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
 from shardhet.records.layout import ALIGNMENT_NUMEL, FlatLayout, Owned, cut_by_shares
-from shardhet.records.plan import Plan, is_matched
+from shardhet.records.plan import EVERY_BLOCK, Plan, is_matched
+from shardhet.simulator.stages import price_of
 from tests.selection import one_in
 from tests.test_layout import LAYOUTS
 from tests.test_planner import WORKLOAD, random_case
+from tests.test_stage_planning import CARDS, cluster_of, derived
 
 WITHIN = 1.02  # of the bound, in the median
 
@@ -119,16 +124,18 @@ def test_plans_fit_with_owners_that_prediction_and_runtime_agree_on(first: int) 
     num_fitting = 0
     for seed in range(first, first + 5):
         cluster, profile, batch = random_case(seed)
-        setting, demands = Setting(cluster, WORKLOAD, profile), Demands(max_rounds=1)
+        setting = Setting(cluster, WORKLOAD, profile)
+        demands = Demands(max_rounds=1, whole_matrices=EVERY_BLOCK)
         try:
-            rows = solve(setting, global_batch_size=batch, demands=demands)
-            solution, bound_s = with_owners(rows, CostModel(setting), demands)
+            solution = solve(setting, global_batch_size=batch, demands=demands)
         except PlanError:
             continue
         num_fitting += 1
         plan = solution.plan
         assert solution.fits
-        assert 0 < bound_s <= solution.predicted.optimizer_s * (1 + 1e-6)
+        bound_s, optimizer_s = solution.optimizer_bound_s, solution.predicted.optimizer_s
+        assert 0 < bound_s <= optimizer_s * (1 + 1e-6)
+        assert 0 < solution.lower_bound_s < solution.predicted.step_time_s
         assert Plan.from_json(plan.to_json()) == plan
         assert "matrices" in str(plan)
         owned = [Matrices({e.shape: e.number for e in rank.owned or ()}) for rank in plan.ranks]
@@ -151,3 +158,57 @@ def test_owners_of_another_model_are_refused() -> None:
     owned = [[Owned(shape=(3, 5), number=2)], []]
     with pytest.raises(ValueError, match=r"own 2 parameters of shape \(3, 5\)"):
         cut_by_shares(layouts, [0.5, 0.5], [True] * len(layouts), owned)
+
+
+def test_stages_have_owners_that_prediction_agrees_on() -> None:
+    setting = derived(cluster_of(CARDS[:1] * 2, CARDS[2:]))
+    demands = Demands(whole_matrices=EVERY_BLOCK, may_keep_inputs_on_host=True)
+    found = find_pipeline(
+        setting,
+        global_batch_size=8,
+        smaller=partial(part_of, setting),
+        max_stages=2,
+        demands=demands,
+        needs_all=True,
+    )
+    assert found is not None
+    plan, price = found.plan, price_of(found.plan, setting)
+    assert plan.whole_matrices == EVERY_BLOCK
+    assert price.step_time_s == pytest.approx(found.step_time_s)
+    assert all(rank.fits for rank in price.ranks)
+    owned = [sum(each.number for each in rank.owned or ()) for rank in plan.ranks]
+    blocks = [unit for unit in setting.workload.units if is_matched(unit.fqn, EVERY_BLOCK)]
+    kinds = map(setting.workload.kind_of, blocks)
+    assert sum(owned) == sum(len(trained_matrices(kind)) for kind in kinds)
+    for rank, number, cost in zip(plan.ranks, owned, price.ranks, strict=True):
+        device = setting.profile.device(rank.device.kind)
+        of_rows_s = device.optimizer_seconds_per_element * cost.stored_numel
+        assert bool(number) == (cost.optimizer_s > of_rows_s * (1 + 1e-9))
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"may_keep_optimizer_on_host": True}, "optimizers on hosts"),
+        ({"equal": [(0, 1)]}, "equal devices"),
+        ({"limits": {0: DeviceLimits(state_share=0.3)}}, "exact shares of the state"),
+    ],
+)
+def test_what_owners_are_not_chosen_with_is_refused(asked: dict[str, Any], said: str) -> None:
+    cluster, profile, batch = random_case(3)
+    demands = Demands(whole_matrices=EVERY_BLOCK, **asked)
+    with pytest.raises(ValueError, match=f"together with {said} is not planned for"):
+        solve(Setting(cluster, WORKLOAD, profile), global_batch_size=batch, demands=demands)
+
+
+def test_owners_keep_limits_and_batches_make_room_for_them() -> None:
+    """Cut by rows the state of case 3 fills the devices beside the fastest batches."""
+    cluster, profile, batch = random_case(3)
+    setting = Setting(cluster, WORKLOAD, profile)
+    limits = {0: DeviceLimits(max_state_share=0.1, rank_batch_size=2)}
+    demands = Demands(whole_matrices=EVERY_BLOCK, limits=limits)
+    solution = solve(setting, global_batch_size=batch, demands=demands)
+    first = solution.plan.ranks[0]
+    assert solution.fits
+    assert first.rank_batch_size * solution.plan.num_rounds == 2
+    assert solution.predicted.ranks[0].stored_numel <= 0.1 * WORKLOAD.numel

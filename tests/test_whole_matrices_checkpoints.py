@@ -1,13 +1,14 @@
 """Checkpoints and redistribution of matrices that one rank stores whole, and their states."""
 
 import random
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from shardhet import Plan, redistribute
-from shardhet.checkpoint import CheckpointError, load, save
+from shardhet.checkpoint import CheckpointError, Replicas, load, save
 from tests.ordinary import Net
 from tests.selection import one_in
 from tests.test_whole_matrices import (
@@ -23,21 +24,31 @@ from tests.test_whole_matrices import (
 from tests.worlds import run_ranks
 
 
-def begin(rank: int, plan: Plan, kind: str, folder: str) -> None:
+def begin(rank: int, plan: Plan, kind: str, folder: str, in_copies: bool = False) -> None:
     pair = Wholes(plan, kind)
     for step in range(2):
         pair.step(step)
-    save(pair.model, pair.mine, folder)
+    if not in_copies:
+        save(pair.model, pair.mine, folder)
+        return
+    replicas = Replicas(Path(folder, str(rank)))
+    replicas.save(pair.model, pair.mine)
+    replicas.wait(pair.model)
 
 
-def go_on(rank: int, plan: Plan, kind: str, folder: str) -> None:
+def go_on(rank: int, plan: Plan, kind: str, folder: str, in_copies: bool = False) -> None:
     pair = Wholes(plan, kind)
     for step in range(2):
         pair.step_plain(step)
-    load(pair.model, pair.mine, folder)
+    if in_copies:
+        assert Replicas(Path(folder, str(rank))).load_latest(pair.model, pair.mine) is not None
+    else:
+        load(pair.model, pair.mine, folder)
     pair.same_params(1e-12)
     for step in range(2, 4):
         pair.step(step)
+    if in_copies:
+        return
     plain = Net()
     optimizers = two_optimizers(plain, kind)
     load(plain, optimizers, folder)  # in one process
@@ -58,6 +69,15 @@ def test_a_checkpoint_of_owners_loads_under_any_plan_of_owners(
     plans = [draw_plan(draw, has_stages=draw.random() < 0.3) for _ in range(2)]
     run_ranks(begin, plans[0].world_size, plans[0], kind, folder)
     run_ranks(go_on, plans[1].world_size, plans[1], kind, folder)
+
+
+@pytest.mark.parametrize("seed", one_in(3, range(len(KINDS))))
+def test_owners_go_on_from_replicas_when_a_node_is_lost(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(f"replicas {seed}")
+    plans, kind = [draw_plan(draw, 3) for _ in range(2)], [*KINDS][seed]
+    run_ranks(begin, 3, plans[0], kind, str(tmp_path), True)
+    shutil.rmtree(tmp_path / "1")
+    run_ranks(go_on, 3, plans[1], kind, str(tmp_path), True)
 
 
 def move(rank: int, plans: list[Plan], kind: str) -> None:

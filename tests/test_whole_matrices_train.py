@@ -51,3 +51,12 @@ def test_a_plan_that_is_made_anew_for_a_slow_device_has_owners_again() -> None:
         assert course.found[0][1].new_plan is not None
         assert course.plan.whole_matrices == EVERY_BLOCK
         assert sum(each.number for rank in course.plan.ranks for each in rank.owned or ()) == 3
+
+
+def test_a_plan_that_is_made_at_the_start_has_owners_for_muon(tmp_path: Path) -> None:
+    write_pages(tmp_path / "pages")
+    keys = (*MUON[:-2], f"data.path={tmp_path}/pages", "plan=measured", "cluster.kinds=[a,b]")
+    keys += ("plan.global_batch_size=4", "plan.max_microbatch_size=2", "plan.time_limit_s=1")
+    found = losses(tmp_path / "two", 2, *keys)
+    assert len(found) == 4
+    assert found[-1] < found[0]

@@ -37,6 +37,7 @@ from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import CLUSTER_FILE, PROFILE_FILE, WORKLOAD_FILE, Setting
 from shardhet.records.cluster import USABLE_MEMORY_FRACTION, Cluster, DeviceSpec
 from shardhet.records.margin import with_fraction, with_libraries
+from shardhet.records.plan import EVERY_BLOCK
 
 OBJECTIVES = ("throughput", "largest_batch", "least_memory")
 LEAVE_OUT = ("ask", "auto", "never")
@@ -337,10 +338,8 @@ class PlannerConf(InputsConf):
         if self.max_stages > 1:
             self._check_beside("max_stages", self.refused_beside_stages())
         if self.whole_matrices:
-            beside = [key for key in ("optimizer_on_host", "baselines") if getattr(self, key)]
-            others = ("picture", "setting_out", "whole_matrices")
-            beside += [key for key in self.refused_beside_stages() if key not in others]
-            self._check_beside("whole_matrices", beside)
+            beside = [f"objective={self.objective}"] * (self.objective != OBJECTIVES[0])
+            self._check_beside("whole_matrices", beside + ["baselines"] * self.baselines)
         for key in ("min_samples_per_s", "spared"):
             value = getattr(self, key)
             if value and self.objective != "least_memory":
@@ -372,7 +371,6 @@ class PlannerConf(InputsConf):
             "equal": bool(self.equal),
             "picture": self.picture is not None,
             "setting_out": self.setting_out is not None,
-            "whole_matrices": self.whole_matrices,
         }
         return [key for key, is_set in beside.items() if is_set]
 
@@ -403,6 +401,7 @@ class PlannerConf(InputsConf):
             may_keep_inputs_on_host=self.inputs_on_host,
             may_keep_optimizer_on_host=self.optimizer_on_host,
             may_keep_frozen_weights=self.resident_units,
+            whole_matrices=EVERY_BLOCK if self.whole_matrices else (),
         )
         with config_errors():
             demands.check(len(devices))

@@ -16,6 +16,7 @@ from math import inf
 from shardhet.planner.candidates.candidates import LeastCompute
 from shardhet.planner.forms import BatchRounds, rounds_of
 from shardhet.planner.idle import PartSearch, Positions, active_positions, with_idle
+from shardhet.planner.owners import owned_batches
 from shardhet.planner.preference import Bounded, lacks, preferred
 from shardhet.planner.problem.demands import TOLERANCE, Demands
 from shardhet.planner.problem.solution import PlanError, PlanSolution
@@ -90,8 +91,18 @@ def solve(
     demands.check(setting.cluster.world_size)
     demands.check_batches(setting.cluster.world_size, global_batch_size)
     given = (effort, is_bounded, near, at_most_s, with_kind)
-    asked = _Asked(_priced(setting, demands), global_batch_size, demands, *given)
-    found = _of_part(asked, demands.not_idle(setting.cluster.world_size), tolerance)
+    prices = _priced(setting, demands)
+    asked = _Asked(prices, global_batch_size, demands, *given)
+    batches = partial(_solve_rows, asked, tolerance)
+    if demands.whole_matrices:
+        return owned_batches(batches, prices[0], demands, at_most_s)
+    return batches(demands)
+
+
+def _solve_rows(asked: "_Asked", tolerance: float | None, demands: Demands) -> PlanSolution:
+    """``solve``, of demands that were checked, without whole matrices."""
+    asked = replace(asked, demands=demands)
+    found = _of_part(asked, demands.not_idle(asked.setting.cluster.world_size), tolerance)
     return found or _of_all_or_fewer(asked, tolerance)
 
 
@@ -199,9 +210,8 @@ def _of_all(asked: "_Asked", tolerance: float | None) -> "_Found":
 
 def _with_less_on_hosts(asked: "_Asked") -> list[Demands]:
     """What is asked, and the same with less on hosts; equally fast plans: the first."""
-    demands = asked.demands
-    least, *_ = demands.with_less_on_hosts()
-    return [demands] if least == demands else [demands, least]
+    least, *_ = asked.demands.with_less_on_hosts()
+    return [asked.demands] if least == asked.demands else [asked.demands, least]
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,10 +248,9 @@ def _solve(asked: "_Asked", tolerance: float | None) -> _Found:
         met.missed.lower_bound_s = min(met.bounds_s + met.unproven_s)
         raise met.missed
     bound_s = min(met.best_s, *(met.bounds_s or met.unproven_s))
-    best = replace(met.best, lower_bound_s=bound_s)
     if met.best_s > asked.at_most_s:
         raise PlanError(TOO_SLOW)
-    return _Found(best, (met.tasks, met.slower))
+    return _Found(replace(met.best, lower_bound_s=bound_s), (met.tasks, met.slower))
 
 
 def _search_rest(asked: "_Asked", met: "_Met") -> None:
@@ -423,8 +432,7 @@ def _is_exact(task: FormTask) -> bool:
 
     With hosts, they are priced as if all devices of a host copied at once.
     """
-    demands = task.demands
-    on_hosts = demands.may_keep_inputs_on_host or demands.may_keep_optimizer_on_host
+    on_hosts = task.demands.may_keep_inputs_on_host or task.demands.may_keep_optimizer_on_host
     return task.rounds.are_equal and not on_hosts and not depends_on_shares(task.model)
 
 

@@ -12,6 +12,7 @@ three: that of the relaxation, of the relaxation in which no device has more of 
 it could have of that shape alone, and of the integer programme, which gets ``MOST_S`` seconds.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any
@@ -19,9 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.demands import NO_LIMITS, Demands
 from shardhet.planner.problem.solution import PlanError, PlanSolution
 from shardhet.planner.search.assignment import silenced
+from shardhet.planner.task import TOO_SLOW
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.matrices import (
     Matrices,
@@ -30,13 +32,14 @@ from shardhet.pricing.matrices import (
     trained_matrices,
 )
 from shardhet.records.layout import Owned
-from shardhet.records.plan import EVERY_BLOCK, Plan, is_matched
+from shardhet.records.plan import Plan, is_matched
 
 Floats = NDArray[np.float64]
 
 MOST_S = 2.5  # of the integer programme, that it may take
 GAP = 0.005  # relative, of assignments that are good enough
 MAX_TRIES = 8  # with less room where memory was too full
+PARTS = (1.0, 0.98, 0.95, 0.9, 0.8, 0.65)  # of budgets, for which batches are planned
 
 
 @dataclass(frozen=True)
@@ -187,62 +190,106 @@ class _Programme:
         return Owners(numbers, cut, found.fun, bound_s)
 
 
-def with_owners(
-    solution: PlanSolution,
-    model: CostModel,
+def owned_batches(
+    batches: Callable[[Demands], PlanSolution],
+    prices: CostModel,
     demands: Demands,
-    units: tuple[str, ...] = EVERY_BLOCK,
-) -> tuple[PlanSolution, float]:
-    """The plan with whole matrices of these units, and a bound on its slowest optimizer.
+    at_most_s: float,
+) -> PlanSolution:
+    """The plan with whole matrices; the fastest batches beside which they fit.
+
+    A step is its turns, and then the slowest optimizer: batches and owners meet in memory only.
+    So batches are planned for all of the budgets, and for less of them while owners do not fit.
+    """
+    budgets, bound_s, missed = demands.budgets(prices.cluster), 0.0, PlanError(TOO_SLOW)
+    rows = replace(demands, whole_matrices=())
+    for part in PARTS:
+        less = {i: int(part * budget) for i, budget in enumerate(budgets)}
+        try:
+            solution = batches(rows.with_budgets(less) if part < 1 else rows)
+            bound_s = bound_s or solution.lower_bound_s
+            found = with_owners(solution, prices, demands)
+        except PlanError as error:
+            if not bound_s:
+                raise
+            missed = error
+            continue
+        if found.predicted.step_time_s > at_most_s:
+            raise PlanError(TOO_SLOW)
+        return replace(found, lower_bound_s=bound_s, fastest_s=None)
+    raise missed
+
+
+def with_owners(solution: PlanSolution, model: CostModel, demands: Demands) -> PlanSolution:
+    """The plan with the whole matrices that are demanded.
 
     Batches and what is recomputed stay; state is stored anew, within the room beside them.
     The time is that of Muon (``pricing.matrices``).  Raises ``PlanError`` if nothing fits.
     """
     model = model.for_plan(solution.plan)
     plan, budgets = solution.plan, demands.budgets(model.cluster)
-    costs = solution.predicted.ranks
-    per_numel = [model.bytes_per_numel_range(rank)[1] for rank in plan.ranks]
-    takes_part = [bool(rank.microbatch_sizes) or rank.state_share > 0 for rank in plan.ranks]
-    room = np.array(
-        [
-            (cost.stored_numel + (budget - cost.memory.total_bytes) / bytes_) * is_in
-            for cost, budget, bytes_, is_in in zip(
-                costs, budgets, per_numel, takes_part, strict=True
-            )
-        ]
-    )
-    shapes = _shapes(model, units)
+    shapes = _shapes(model, demands)
+    if not shapes:
+        nothing = Owners(np.zeros((0, plan.world_size)), np.array(plan.state_shares), 0.0, 0.0)
+        plan = _owned_plan(plan, shapes, nothing, demands.whole_matrices)
+        predicted = model.predict(plan).within(budgets)
+        return replace(solution, plan=plan, predicted=predicted)
+    room, per_numel = _room(solution, model, demands)
+    alike: dict[object, list[int]] = {}
+    for i, rank in enumerate(plan.ranks):
+        look = rank.device, rank.microbatch_sizes, rank.recomputed_units, budgets[i]
+        alike.setdefault(look, []).append(i)
     for _ in range(MAX_TRIES):
         found = assigned(_problem(model, plan, shapes, np.maximum(room, 0.0)))
         if found is None:
             break
-        whole = replace(_owned_plan(plan, shapes, found), whole_matrices=units)
+        whole = _owned_plan(plan, shapes, found, demands.whole_matrices)
         predicted = model.predict(whole).within(budgets)
-        over = [
-            max(0.0, each.memory.total_bytes - each.memory_budget_bytes) / bytes_
-            for each, bytes_ in zip(predicted.ranks, per_numel, strict=True)
-        ]
-        if not any(over):
-            return replace(solution, plan=whole, predicted=predicted), found.bound_s
         stored = np.array([each.stored_numel for each in predicted.ranks], dtype=np.float64)
-        room = np.where(np.array(over) > 0, stored - np.array(over) - 1, room)
+        total = np.array([float(each.memory.total_bytes) for each in predicted.ranks])
+        over = np.maximum(0.0, total - budgets) / per_numel
+        if not over.any():
+            return replace(
+                solution, plan=whole, predicted=predicted, optimizer_bound_s=found.bound_s
+            )
+        lower = np.where(over > 0, stored - over - 1, room)
+        for same in alike.values():  # or the next assignment would be over on another of them
+            room[same] = lower[same].min()
     raise PlanError(
         f"plan: matrices of shape {max(shapes, key=prod)} do not fit whole beside the "
-        "batches of the fastest plan. Leave out whole_matrices, or plan for a smaller batch."
+        "batches of the plan. Leave out whole_matrices, or plan for a smaller batch."
     )
 
 
-def _shapes(model: CostModel, units: tuple[str, ...]) -> Matrices:
-    """The matrices of the units, by shape."""
+def _room(solution: PlanSolution, model: CostModel, demands: Demands) -> tuple[Floats, Floats]:
+    """Elements that each device has room for beside its batch, and bytes of each."""
+    ranks, costs = solution.plan.ranks, solution.predicted.ranks
+    budgets = demands.budgets(model.cluster)
+    per_numel = np.array([model.bytes_per_numel_range(rank)[1] for rank in ranks])
+    used = np.array([float(cost.memory.total_bytes) for cost in costs])
+    stored = np.array([float(cost.stored_numel) for cost in costs])
+    takes_part = [bool(rank.microbatch_sizes) or rank.state_share > 0 for rank in ranks]
+    shares = [
+        1.0 if (most := demands.limits.get(i, NO_LIMITS).max_state_share) is None else most
+        for i in range(len(ranks))
+    ]
+    room = np.minimum(
+        stored + (budgets - used) / per_numel, np.array(shares) * model.workload.numel
+    )
+    return np.where(takes_part, room, 0.0), per_numel
+
+
+def _shapes(model: CostModel, demands: Demands) -> Matrices:
+    """The matrices of the units, by shape; a stage may have none."""
     found = Matrices()
     for unit in model.workload.units:
-        if is_matched(unit.fqn, units):
+        if is_matched(unit.fqn, demands.whole_matrices):
             kind = model.workload.kind_of(unit)
             found.update(kind.param_shapes[i] for i in trained_matrices(kind))
-    if not found:
+    if not found and not demands.has_one_level:
         raise PlanError(
-            f"plan: whole_matrices, but no unit that is named as in {list(units)} has matrices "
-            "that are trained. Leave it out."
+            "plan: whole_matrices, but no unit that is named as in "
+            f"{list(demands.whole_matrices)} has matrices that are trained. Leave it out."
         )
     return found
 
@@ -269,7 +316,7 @@ def _problem(model: CostModel, plan: Plan, shapes: Matrices, room: Floats) -> Ow
     )
 
 
-def _owned_plan(plan: Plan, shapes: Matrices, found: Owners) -> Plan:
+def _owned_plan(plan: Plan, shapes: Matrices, found: Owners, units: tuple[str, ...]) -> Plan:
     numels = np.array([float(np.prod(shape)) for shape in shapes])
     stored = numels @ found.numbers + found.cut
     shares = (stored / stored.sum()).tolist()
@@ -285,4 +332,4 @@ def _owned_plan(plan: Plan, shapes: Matrices, found: Owners) -> Plan:
         )
         for i, rank in enumerate(plan.ranks)
     )
-    return replace(plan, ranks=ranks)
+    return replace(plan, ranks=ranks, whole_matrices=units)

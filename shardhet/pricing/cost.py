@@ -21,9 +21,9 @@ cluster without these devices.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardhet.pricing.matrices import matrices_s
+from shardhet.pricing.matrices import OwnedState, matrices_s
 from shardhet.pricing.memory import MemoryPrices
-from shardhet.pricing.step_cost import RankCost, StepCost, TurnCost
+from shardhet.pricing.step_cost import MemoryParts, RankCost, StepCost, TurnCost
 from shardhet.pricing.turns import TurnClass, TurnPrices, Turns, taking_part
 from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.schedule import Phase
@@ -88,13 +88,14 @@ class CostModel(TurnPrices, MemoryPrices):
                 known[of_rank] = self._rank_cost(i, rank, stored[i], compute[key])
             cost = known[of_rank]
             if stored_by.matrices:
+                self._check_has_time(i, rank, stored_by)
                 of_matrices_s = matrices_s(
                     self.profile, self.workload, rank.device.kind, stored_by.matrices[i]
                 )
                 cost = replace(
                     cost,
                     optimizer_s=cost.optimizer_s + of_matrices_s,
-                    memory=self.memory(rank, stored[i] + stored_by.uneven[i]),
+                    memory=self._with_uneven(rank, cost.memory, stored_by, i),
                 )
             costs.append(cost)
         of_ranks = self.with_hosts(costs, ranks)
@@ -169,6 +170,29 @@ class CostModel(TurnPrices, MemoryPrices):
             memory=self.memory(rank, stored),
             memory_budget_bytes=self.cluster.memory_budget_bytes(position),
         )
+
+    def _with_uneven(
+        self, rank: RankPlan, parts: MemoryParts, stored_by: OwnedState, position: int
+    ) -> MemoryParts:
+        """The same of a rank that does not have the same share of each unit."""
+        beside = self.bytes_per_stored_numel - self.workload.state_bytes_per_element
+        early = stored_by.early[position] * bool(rank.rank_batch_size)  # else all are counted
+        if rank.optimizer_on_host:
+            beside, early = self.device_bytes_per_host_numel - self.sent_itemsize, 0
+        elif early:
+            numel_bytes, pending = self._numel_bytes
+            beside = max(beside, float((numel_bytes + pending).max()) - self._state_bytes)
+        more = stored_by.uneven[position] * beside / self._largest_part
+        more += early * self.workload.grad_bytes_per_element
+        return replace(parts, shard_buffer_bytes=parts.shard_buffer_bytes + int(more))
+
+    def _check_has_time(self, position: int, rank: RankPlan, stored_by: OwnedState) -> None:
+        if rank.optimizer_on_host and stored_by.matrices[position]:
+            raise ValueError(
+                f"plan: ranks[{position}] steps whole matrices on its host "
+                "(optimizer_on_host), for which no time is known. Keep its optimizer on the "
+                "device, or leave out measured."
+            )
 
     def _check_devices(self, plan: Plan) -> None:
         if plan.world_size != self.cluster.world_size:

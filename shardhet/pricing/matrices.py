@@ -8,6 +8,8 @@ forward of the units that have most of the model's, at the largest microbatch th
 from collections import Counter
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from shardhet.records.layout import cut_by_shares
 from shardhet.records.plan import Plan, is_matched
 from shardhet.records.profiles import Profile
@@ -23,9 +25,10 @@ class OwnedState:
 
     numels: list[int]
     matrices: list[Matrices] = field(default_factory=list)  # whole ones that are trained
-    # Elements that it has of some unit beyond its share, for which it needs room once more:
-    # buffers and gradients are counted as if it had the same share of each unit.
+    # Elements beyond its share: of some unit, which its buffers hold besides, and of units from
+    # some one to the last, whose gradients come first.
     uneven: list[int] = field(default_factory=list)
+    early: list[int] = field(default_factory=list)
 
 
 def stored_whole(plan: Plan, workload: Workload) -> OwnedState:
@@ -35,17 +38,19 @@ def stored_whole(plan: Plan, workload: Workload) -> OwnedState:
     are_whole = [is_matched(unit.fqn, plan.whole_matrices or ()) for unit in workload.units]
     owned = [rank.owned or () for rank in plan.ranks]
     cut = cut_by_shares(workload.layouts(), plan.state_shares, are_whole, owned)
-    numels = [sum(layout.shard_numels[i] for layout in cut) for i in devices]
+    by_unit = np.array([layout.shard_numels for layout in cut], dtype=np.float64)
+    numels = by_unit.sum(axis=0)
+    more = by_unit - np.outer(by_unit.sum(axis=1), numels / numels.sum())
+    more = more[[bool(unit.fqn) for unit in workload.units]]
     matrices = [Matrices() for _ in devices]
-    uneven = [0] * plan.world_size
     for kind, layout, is_whole in zip(kinds, cut, are_whole, strict=True):
         for i in devices if is_whole else ():
-            share = numels[i] / workload.numel
-            more = int(layout.shard_numels[i] - share * layout.numel)
-            uneven[i] = max(uneven[i], more)
             trained = (p for p in trained_matrices(kind) if layout.rows(p, i).numel)
             matrices[i].update(kind.param_shapes[p] for p in trained)
-    return OwnedState(numels, matrices, uneven)
+    uneven = more.max(axis=0, initial=0.0)
+    early = np.cumsum(more[::-1], axis=0).max(axis=0, initial=0.0)
+    counted = [np.ceil(each).astype(int).tolist() for each in (numels, uneven, early)]
+    return OwnedState(counted[0], matrices, *counted[1:])
 
 
 def trained_matrices(kind: UnitKind) -> list[int]:

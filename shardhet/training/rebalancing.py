@@ -22,10 +22,8 @@ from shardhet.checkpoint import redistribute
 from shardhet.comm.progress import phase
 from shardhet.fsdp.step.observer import Activity, Observed
 from shardhet.planner import Demands, PlanError, solve
-from shardhet.planner.owners import with_owners
 from shardhet.planner.problem.demands import TOLERANCE
 from shardhet.planner.stages.again import planned_again
-from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan
@@ -143,7 +141,9 @@ class Rebalancer(Hook):
         devices = self._devices or [each.device for each in model.plan.ranks]
         self._names = [str(each) for each in devices]
         self._places = places_of(model.plan, setting)  # in the cluster, by position
-        self._placed_demands = _of_places(self._demands, self._places)
+        demands = replace(self._demands, whole_matrices=model.plan.whole_matrices or ())
+        self._placed_demands = _of_places(demands, self._places)
+        self._placed_demands.check(setting.cluster.world_size)
         self._slowness: Mapping[int, float] = {}  # by position, found so far
         setting.check_plan(model.plan, name="setting")
         expected_s = compute_seconds(model.plan, setting, self._places)
@@ -292,9 +292,8 @@ class Rebalancer(Hook):
         """The best plan at these speeds; that of the others stays in stages with no news."""
         before = self._model.plan
         if before.stages is not None:
-            if before.resident_units or before.whole_matrices:
-                what = "frozen weights" if before.resident_units else "whole matrices"
-                raise PlanError(f"stages that keep {what} are not planned anew")
+            if before.resident_units:
+                raise PlanError("stages that keep frozen weights are not planned anew")
             is_news = [
                 slowness.get(i) != self._slowness.get(i) for i in range(before.world_size)
             ]
@@ -314,10 +313,6 @@ class Rebalancer(Hook):
             demands=replace(self._placed_demands, form=before.form),
             tolerance=TOLERANCE,
         )
-        if before.whole_matrices:
-            solution, _ = with_owners(
-                solution, CostModel(setting), self._placed_demands, before.whole_matrices
-            )
         ranks = tuple(
             replace(new, device=old.device, optimizer_on_host=old.optimizer_on_host)
             for new, old in zip(solution.plan.ranks, before.ranks, strict=True)

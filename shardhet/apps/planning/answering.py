@@ -50,7 +50,6 @@ from shardhet.planner.advice.explain import (
 )
 from shardhet.planner.advice.fewer import LEAST_GAIN
 from shardhet.planner.objectives import largest_batch, largest_batch_size, least_memory
-from shardhet.planner.owners import with_owners
 from shardhet.planner.search.search import Effort
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
@@ -302,12 +301,10 @@ def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
     batch = conf.global_batch_size
     spared = conf.to_spared(setting.cluster.devices)
     best = solve(setting, global_batch_size=batch, demands=demands, tolerance=conf.tolerance)
-    if conf.whole_matrices:
-        best, bound_s = with_owners(best, CostModel(setting), demands)
-        return _Answer(best, best.samples_per_s, None, owners_note(best, bound_s))
     if conf.objective == "throughput":
         asked = _asked(conf, inputs, demands, best)
-        return _Answer(best, best.samples_per_s, asked.reached)
+        note = owners_note(best) if conf.whole_matrices else ""
+        return _Answer(best, best.samples_per_s, asked.reached, note)
     wanted = conf.min_samples_per_s or LEAST_THROUGHPUT * best.samples_per_s
     least = least_memory(
         setting,

@@ -132,22 +132,28 @@ def show_plan(report: PlanReport, console: Console) -> None:
     say(console, *lines)
 
 
-def owners_note(solution: PlanSolution, bound_s: float) -> str:
+def owners_note(solution: PlanSolution) -> str:
     """How long the optimizers take where each matrix of a block is whole on one device."""
     slowest_s = solution.predicted.optimizer_s
     return (
         f"each matrix of a block is whole on one device: optimizers (Muon) take "
-        f"{duration(slowest_s)} on the slowest, and could take {duration(bound_s)} at best"
+        f"{duration(slowest_s)} on the slowest, and could take "
+        f"{duration(solution.optimizer_bound_s)} at best"
     )
 
 
-def columns_in(unit: str) -> tuple[str, ...]:
+def columns_in(unit: str, plan: Plan) -> tuple[str, ...]:
     """The names of ``cells_in``."""
-    return ("samples", "microbatches", "recomputes", "state", f"memory, {unit}", "busy")
+    usual = ("samples", "microbatches", "recomputes", "state", f"memory, {unit}", "busy")
+    return (*usual, *("matrices", "optimizer") * bool(plan.whole_matrices))
 
 
 def cells_in(unit: str, row: Row, units: Sequence[str]) -> tuple[str, ...]:
-    """What devices do and store that have these units of the model; memory in ``unit``."""
+    """What devices do and store that have these units of the model; memory in ``unit``.
+
+    How many matrices it has whole, if any device has, and the seconds of its optimizer.
+    """
+    owned = (f"{sum(each.number for each in row.rank.owned or ()):,}",)
     return (
         f"{row.num_samples:,}",
         microbatches(row.rank.microbatch_sizes),
@@ -155,6 +161,7 @@ def cells_in(unit: str, row: Row, units: Sequence[str]) -> tuple[str, ...]:
         f"{row.share:.2%}",
         _memory_cell(row, unit),
         f"{row.busy:.0%}",
+        *(*owned, duration(row.cost.optimizer_s)) * (row.rank.owned is not None),
     )
 
 
@@ -167,21 +174,12 @@ def _memory_cell(row: Row, unit: str) -> str:
     return f"{text} ({card / (GIB if unit == 'GiB' else MIB):,.0f} on the card)"
 
 
-def _owns_cells(row: Row) -> tuple[str, ...]:
-    """How many matrices it has whole, and the seconds of its optimizer."""
-    number = sum(each.number for each in row.rank.owned or ())
-    return (f"{number:,}", duration(row.cost.optimizer_s))
-
-
 def _show_devices(report: PlanReport, console: Console) -> None:
     units = [unit.fqn for unit in report.inputs.setting.workload.units]
     found = rows(report)
     unit = unit_of(max(row.cost.memory_budget_bytes for row in found))
-    owns = bool(report.solution.plan.whole_matrices)
-    columns = ("device", *columns_in(unit), *("matrices", "optimizer") * owns)
-    lines = [
-        (row.label, *cells_in(unit, row, units), *_owns_cells(row) * owns) for row in found
-    ]
+    columns = ("device", *columns_in(unit, report.solution.plan))
+    lines = [(row.label, *cells_in(unit, row, units)) for row in found]
     if len(lines) > MANY_ROWS:  # laying them out takes a second where they are hundreds
         widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
         streamed = StreamedTable(console, list(zip(columns, widths, strict=True)))

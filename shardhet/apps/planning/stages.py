@@ -119,7 +119,9 @@ def _table(report: PipelineReport) -> Table:
     most = max(budgets(i) for group in report.solution.groups for i in group)
     unit = unit_of(most)
     units = [fqn for stage in report.solution.stages for fqn in stage.unit_fqns]
-    table = figures_table("stage", "device", *columns_in(unit), num_left=2, wraps=True)
+    table = figures_table(
+        "stage", "device", *columns_in(unit, report.solution.plan), num_left=2, wraps=True
+    )
     for number, stage in enumerate(report.solution.stages):
         for i, row in enumerate(_rows(stage, report.solution.step_time_s)):
             table.add_row(

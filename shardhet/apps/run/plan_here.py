@@ -27,7 +27,7 @@ from shardhet.planner.present import part_for, plan_for
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.solution import PlanError
 from shardhet.profiler.measure import MeasuringEffort, measure
-from shardhet.records.plan import Plan
+from shardhet.records.plan import EVERY_BLOCK, Plan
 from shardhet.training.slow_devices import of_any_device
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,9 @@ def plan_here(
     for each in limits.values():
         say(console, each.why)
     if isinstance(conf.plan, MeasuredPlanConf):
-        asked = _Asked(conf.plan.global_batch_size, conf.plan.max_stages)
+        whole = EVERY_BLOCK * conf.optim.to_record().takes_matrices
+        demands = Demands(whole_matrices=whole)
+        asked = _Asked(conf.plan.global_batch_size, conf.plan.max_stages, demands)
         stored = _of_rank_zero(partial(_stored, conf, conf.plan, folder, present), everyone)
         if not isinstance(stored, Setting):
             stored = _measure(conf, mine, stored, folder=folder, env=env, device=device)
@@ -205,6 +207,7 @@ class _Asked:
         demands = Demands(
             may_keep_inputs_on_host=any(rank.inputs_on_host for rank in plan.ranks),
             may_keep_optimizer_on_host=any(rank.optimizer_on_host for rank in plan.ranks),
+            whole_matrices=plan.whole_matrices or (),
         )
         return cls(plan.global_batch_size, len(plan.stages or (None,)), demands)
 

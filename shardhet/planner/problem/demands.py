@@ -67,6 +67,7 @@ class Demands:
     rounds_in_flight: int = 1  # of a stage of a pipeline: it holds the activations of so many
     receives: bool = False  # a stage: whether it is a later one than the first
     hands_on_bytes: int = 0  # a stage: per sample, to the next one
+    whole_matrices: tuple[str, ...] = ()  # units whose matrices have owners, for Muon
 
     def check(self, world_size: int) -> None:
         """Raise ``ValueError`` if the demands name missing devices or contradict each other."""
@@ -75,8 +76,7 @@ class Demands:
         members = [position for each in self.equal for position in each]
         for position in members:
             check_position("equal", position, world_size)
-        twice = repeated(members)
-        if twice:
+        if twice := repeated(members):
             raise ValueError(
                 f"plan: equal names devices {twice} more than once. Put each into one set."
             )
@@ -101,6 +101,7 @@ class Demands:
                     "max_state_share the most that it does. Drop one of them."
                 )
         self._check_state_shares(world_size)
+        _check_whole_matrices(self)
 
     def check_batches(self, world_size: int, global_batch_size: int) -> None:
         """Raise ``ValueError`` if the batches that limits give cannot sum to the global one."""
@@ -176,8 +177,7 @@ class Demands:
     def _check_state_shares(self, world_size: int) -> None:
         for each in self.equal:
             shares = [self.limits[i].state_share for i in each if i in self.limits]
-            stated = {share for share in shares if share is not None}
-            if len(stated) > 1:
+            if len(stated := {share for share in shares if share is not None}) > 1:
                 raise ValueError(
                     f"plan: devices {list(each)} must be equal but limits give them the state "
                     f"shares {sorted(stated)}. Give them the same one."
@@ -300,6 +300,21 @@ def _host_parts(demands: Demands, cluster: Cluster) -> "list[HostPart | None]":
 
     numbers = [(node, len(node.devices)) for node in cluster.nodes]
     return [HostPart.of(node, number) for node, number in numbers for _ in range(number)]
+
+
+def _check_whole_matrices(demands: Demands) -> None:
+    """Raise ``ValueError`` for demands that owners of matrices are not chosen with."""
+    shares = [each.state_share for each in demands.limits.values()]
+    for is_set, what in (
+        (demands.may_keep_optimizer_on_host, "optimizers on hosts"),
+        (demands.equal or demands.has_even_state, "equal devices"),
+        (any(share is not None for share in shares), "exact shares of the state"),
+    ):
+        if demands.whole_matrices and is_set:
+            raise ValueError(
+                f"plan: whole_matrices together with {what} is not planned for. Drop one of "
+                "them."
+            )
 
 
 def host_bytes(demands: Demands, cluster: Cluster) -> list[float]:

@@ -33,6 +33,9 @@ class PlanSolution:
     # that do in this one.
     lower_bound_s: float
     fastest_s: float | None = None  # the step of the fastest plan, if another was preferred
+    optimizer_bound_s: float = (
+        0.0  # with whole matrices: no owners beside these batches beat it
+    )
 
     @property
     def relative_gap(self) -> float:

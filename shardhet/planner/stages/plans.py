@@ -84,13 +84,13 @@ class StagePlans:
 
     def _is_proven(self, positions: Positions) -> bool:
         """Whether no plan is better than the one found: not where devices share the memory of
-        hosts, of which few divisions are tried.
+        hosts, of which few divisions are tried, or matrices have owners beside given batches.
         """
         nodes = self.setting_of(positions).cluster.nodes
         states_memory = any(node.host_memory_bytes is not None for node in nodes)
         demands = self.demands
         on_hosts = demands.may_keep_inputs_on_host or demands.may_keep_optimizer_on_host
-        return not (on_hosts and states_memory)
+        return not (demands.whole_matrices or (on_hosts and states_memory))
 
     def _least_round_s(
         self, found: StageSolution, first: int, stop: int, form: StepForm
