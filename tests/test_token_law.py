@@ -138,6 +138,17 @@ def test_a_head_with_its_loss_is_a_sum_over_tokens() -> None:
     )
 
 
+def test_nothing_is_tried_on_objects_that_keep_what_they_are_given() -> None:
+    class Cache:
+        def update(self, x: Tensor) -> None:
+            raise AssertionError
+
+    module = nn.Linear(WIDTH, WIDTH)
+    call: Any = (torch.zeros(2, NUM_TOKENS, WIDTH), Cache()), {}
+    with pytest.raises(NotByTokensError, match="net: it is passed a Cache"):
+        by_tokens("net", module, lambda x, cache: cache.update(x), call)
+
+
 def test_transformers_in_lockstep() -> None:
     transformers = pytest.importorskip("transformers")
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2,

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import functional as F
 from torch.nn.utils.stateless import _reparametrize_module
 
 from shardhet.fsdp.microbatch.batching import (
@@ -37,12 +36,14 @@ from shardhet.fsdp.microbatch.batching import (
     unflatten,
 )
 from shardhet.fsdp.microbatch.layered import tensors_in
+from shardhet.fsdp.microbatch.signature import is_plain
 from shardhet.fsdp.probing.comparing import Cut, are_close, fingerprint
 from shardhet.fsdp.probing.law import Refusal
 from shardhet.fsdp.probing.module_state import attributes_of, restored_modules
 from shardhet.fsdp.probing.watch import Watcher
 from shardhet.fsdp.sharding.seeds import restored_random_state, seed_generators
 from shardhet.fsdp.sharding.unit import Casts
+from shardhet.fsdp.tokens.lockstep import Meeting, attention, in_lockstep
 from shardhet.records.layout import Span
 
 Made = dict[tuple[str, int], list[Tensor]]  # results, by name and call of a module inside
@@ -83,6 +84,9 @@ def by_tokens(
     """
     leaves, spec = flatten(arguments)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    kept = [leaf for leaf in leaves if not isinstance(leaf, Tensor) and not is_plain(leaf)]
+    if kept:  # a KV cache, perhaps, which a try would fill
+        raise NotByTokensError(f"{fqn}: it is passed a {type(kept[0]).__name__}")
     total, axes = axes_of(fqn, tensors)
     if total < 2:
         raise NotByTokensError(f"{fqn}: it is called with a single token")
@@ -144,11 +148,13 @@ class _Try:
     def outcome(self, *, together: bool, arguments: Layout) -> ByTokens:
         """What has been found of the module; raises ``NotByTokensError``."""
         held = self._held()
-        with self._recording(), _no_autocast(self.order.device.type):
+        with self._recording():
             hooks = torch.autograd.graph.saved_tensors_hooks(self._note, lambda kept: kept)
             with hooks:
                 whole = self._run(self.inputs[1], None)
-            parts = _in_lockstep(self) if together else [self.run_piece(i) for i in (0, 1)]
+            parts = [self.run_piece(i) for i in (0, 1)] if not together else []
+            if together:
+                parts = in_lockstep(self.run_piece, self.attend)
         try:
             rules = self._rules(whole, parts, ("", 0))
         except NotByTokensError:
@@ -176,7 +182,7 @@ class _Try:
             kept_ratio=kept / max(1, sum(outside.values())),
         )
 
-    def run_piece(self, part: int, meeting: "_Meeting | None" = None) -> Made:
+    def run_piece(self, part: int, meeting: Meeting | None = None) -> Made:
         """What modules return for a piece, by their names and calls."""
         span = self.spans[part]
         tokens = self.order[span.start : span.stop].tolist()
@@ -194,7 +200,8 @@ class _Try:
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = unflatten(leaves, self.spec)
         watcher = _DropsNothing(is_cut=False, refuses_random=False)
-        with torch.enable_grad(), watcher, watcher.call(self.fqn, tensors):
+        no_autocast = _no_autocast(self.order.device.type)
+        with torch.enable_grad(), no_autocast, watcher, watcher.call(self.fqn, tensors):
             output = self.function(*args, **kwargs)
         if watcher.is_unpredictable:
             raise NotByTokensError(f"{self.fqn}: it draws random numbers")
@@ -219,7 +226,7 @@ class _Try:
         meets = getattr(self.here, "meets", None)
         how: Any = {"scale": scale, "enable_gqa": enable_gqa}
         if meets is None:
-            return _attention(query, key, value, attn_mask, dropout_p, is_causal, **how)
+            return attention(query, key, value, attn_mask, dropout_p, is_causal, **how)
         meeting, part = meets
         span = self.spans[part]
         if attn_mask is not None:
@@ -227,10 +234,12 @@ class _Try:
         if query.shape[-2] != span.numel or key.shape[-2] != span.numel:
             raise NotByTokensError(f"{self.fqn}: its attention is not among a sample's tokens")
         pairs = meeting.meet(part, (key, value))
+        if any(each is None for each in pairs):
+            raise NotByTokensError(f"{self.fqn}: it attends more often for some tokens")
         key, value = (torch.cat([each[i] for each in pairs], dim=-2) for i in (0, 1))
         mine = self.order[span.start : span.stop]
         mask = self.order <= mine[:, None] if is_causal else None
-        return _attention(query, key, value, mask, dropout_p, **how)
+        return attention(query, key, value, mask, dropout_p, **how)
 
     def _rules(
         self, whole: Made, parts: Sequence[Made], at: tuple[str, int]
@@ -334,55 +343,6 @@ class _DropsNothing(Watcher):
 
     def _check(self, tensor: Tensor, used_by: str) -> int | None:
         return 0
-
-
-class _Meeting:
-    """Where pieces wait for each other, in threads."""
-
-    def __init__(self, number: int) -> None:
-        self.barrier = threading.Barrier(number)
-        self._brought: list[Any] = [None] * number
-
-    def meet(self, part: int, brought: Any) -> list[Any]:
-        """What all have brought."""
-        self._brought[part] = brought
-        self.barrier.wait()
-        found = list(self._brought)
-        self.barrier.wait()
-        return found
-
-
-def _in_lockstep(try_out: _Try) -> list[Made]:
-    """What modules return for pieces whose attention meets."""
-    meeting, errors = _Meeting(2), list[BaseException]()
-    found: list[Any] = [None, None]
-
-    def run(part: int) -> None:
-        try:
-            with _no_autocast(try_out.order.device.type):
-                found[part] = try_out.run_piece(part, meeting)
-        except threading.BrokenBarrierError:
-            pass
-        except BaseException as error:
-            errors.append(error)
-        finally:  # who has left is not waited for
-            meeting.barrier.abort() if errors else None
-
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in (0, 1)]
-    F.scaled_dot_product_attention = try_out.attend
-    try:
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-    finally:
-        F.scaled_dot_product_attention = _attention
-    if errors:
-        raise errors[0]
-    return found
-
-
-_attention = F.scaled_dot_product_attention
 
 
 def axes_of(fqn: str, tensors: Sequence[Tensor]) -> tuple[int, list[Rule]]:
