@@ -193,11 +193,11 @@ class Case:
     def is_own(self) -> bool:
         return self.model == "decoder"
 
-    def run(self) -> HetFSDP:
+    def run(self, **options: Any) -> HetFSDP:
         """Three steps of AdamW with clipping, each as in one process."""
         torch.manual_seed(self.seed)
         module = MODELS[self.model]().double()
-        both = Beside(module, self.plan, loss=loss)
+        both = Beside(module, self.plan, loss=loss, **options)
         optimizers = both.optimizers(torch.optim.AdamW, lr=1e-3)
         for step in range(NUM_STEPS):
             both.step(*self.batch(step))

@@ -38,8 +38,10 @@ from shardhet.fsdp.stages.step import Pipeline
 from shardhet.fsdp.step.intercept import intercept
 from shardhet.fsdp.step.mean_backward import MeanBackward, warn_of_large_output
 from shardhet.fsdp.step.observer import Activity, Observer
+from shardhet.fsdp.step.runtime import Runtime
 from shardhet.fsdp.step.unit_by_unit import unit_by_unit
 from shardhet.fsdp.surface import guard_root
+from shardhet.fsdp.tokens.attention import attending_outside
 from shardhet.fsdp.tokens.skeleton import Skeleton
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan
@@ -122,8 +124,7 @@ class HetFSDP(ModuleInRounds):
             self._comm.follow(plan, self._control)
             norms.warn(plan, position=members.control.position)
             of_units = comm_of_units(plan, self._comm, self._control)
-            if plan.context_groups is not None:
-                self._skeleton = Skeleton(module, loss_fn)
+            self._skeleton = Skeleton.of(plan, module, loss_fn, batch_dim)
             modules_of_units = find_units_by(plan, module, units, loss_fn)
             self.beyond_stages = beyond_stages(module, modules_of_units)
             *built, root = build_units(
@@ -140,7 +141,6 @@ class HetFSDP(ModuleInRounds):
             )
         self.plan = replace(plan, units=planned_units([*built, root]))
         self._flats = [flat for unit in (*built, root) for flat in unit.flats]
-        self._param_by_fqn = _in_order(before.by_fqn, self._flats)
         self._rows = RowGroup(self._comm, members.control, self._peers)
         _know_params(self, hooks, before)
         self.module, self._ragged = module, known_ragged(module, ragged)
@@ -224,7 +224,7 @@ class HetFSDP(ModuleInRounds):
     ) -> Any:
         kind = self.device.type
         autocast = autocast_as(kind, autocast_dtype_now(kind))  # also of probes of one context
-        tokens = self._runtime.attending_outside()
+        tokens = attending_outside(self._runtime.tokens, _live_samples(self._runtime))
         with self._loss.of(loss_inputs), self._caches.off(), autocast, tokens:
             wrapped = partial(self._function, self.module) if self._function else self.module
             output = wrapped(*args, **kwargs)
@@ -299,12 +299,19 @@ class HetFSDP(ModuleInRounds):
 
 def _know_params(model: HetFSDP, hooks: ParamHooks, before: ParamsBefore) -> None:
     """Let optimizers step rows, and refuse those that hold parameters from ``before``."""
+    model._param_by_fqn = _in_order(before.by_fqn, model._flats)
     if not model._rows.is_alone:  # a lone rank stores whole parameters
         places = [(flat, i) for flat in model._flats for i in range(len(flat.slots))]
         guard([_with_rows(*place, model._rows) for place in places])
     host_step.know(model._param_by_fqn.values(), model._comm, model._peers)
     before.give_up(model._peers)
     hooks.leave_out_present(model._param_by_fqn)
+
+
+def _live_samples(runtime: Runtime) -> int:
+    """How many samples of this rank the model computes now; 0 in a probe."""
+    batch = runtime.step.batch
+    return 0 if batch is None or runtime._prober.probe is not None else batch.num_samples
 
 
 def _loss_of_none(device: torch.device) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from shardhet.fsdp.stages.step import Pipeline
 from shardhet.fsdp.state_door import ModuleWithState
 from shardhet.fsdp.step.mean_backward import MeanBackward
 from shardhet.fsdp.step.unit_by_unit import check_is_not_open
-from shardhet.fsdp.tokens.skeleton import Skeleton
+from shardhet.fsdp.tokens.skeleton import Skeleton, by_tokens, filled
 from shardhet.records.plan import Plan
 
 
@@ -156,9 +156,7 @@ class ModuleInRounds(ModuleWithState):
 
     def _call_of_batch(self, args: Any, kwargs: Any, loss_inputs: Any) -> ModelCall:
         """A call with this rank's samples of all rounds of a batch."""
-        given: Arguments = (args, kwargs, in_tuple(loss_inputs))
-        if self._runtime.tokens is not None:
-            given = self._runtime.tokens.cutter.filled(given)
+        given = filled(self._runtime.tokens, (args, kwargs, in_tuple(loss_inputs)))
         return self._call(given, self.plan.num_rounds)
 
     def _check_can_run(self) -> None:
@@ -178,15 +176,8 @@ class ModuleInRounds(ModuleWithState):
         return call.in_rounds(num_rounds, own, caller=caller)
 
     def _call_of_round(self, part: Arguments, whole: ModelCall | None = None) -> ModelCall:
-        if self._runtime.tokens is not None and self._skeleton is not None:
-            part = self._runtime.tokens.cutter.cut(part, self._skeleton.check)
-        call = self._call(part)
-        if self._pipeline is not None and call.has_rows:
-            raise ValueError(
-                "model(...): the plan has stages, but rows of a ragged argument "
-                f"({', '.join(self._ragged)}) are as many in each round as its samples have, "
-                "and stages hand over tensors of one shape. Give a plan without stages."
-            )
+        call = self._call(by_tokens(self._runtime.tokens, part, self._skeleton))
+        _check_rows(call, self.plan)
         if torch.is_grad_enabled():
             _warn_of_long(self._comm, tokens_of(call.leaves))
         cut_from = whole if self.plan.num_rounds > 1 else None
@@ -245,13 +236,6 @@ class ModuleInRounds(ModuleWithState):
         """
         return self._backward.mean_so_far
 
-    def own_tokens(self, tensor: Tensor) -> Tensor:
-        """This rank's part of a tensor [samples, tokens, ...]: in a context group its tokens,
-        for labels that the model is not given; else all of them.
-        """
-        tokens = self._runtime.tokens
-        return tensor if tokens is None else tokens.cutter.own_tokens(tensor)
-
     @property
     def own_samples(self) -> range:
         """The places of this rank's samples in the global batch of the last ``model(...)``."""
@@ -292,6 +276,20 @@ class ModuleInRounds(ModuleWithState):
 def in_tuple(loss_inputs: Any) -> tuple[Any, ...]:
     """What ``loss_fn`` gets: a tuple, or one argument."""
     return loss_inputs if isinstance(loss_inputs, tuple) else (loss_inputs,)
+
+
+def _check_rows(call: ModelCall, plan: Plan) -> None:
+    """Raise ``ValueError`` for rows of ragged arguments where samples have none of a kind."""
+    kind = "stages" if plan.context_groups is None else "context groups"
+    if call.has_rows and (plan.stages or plan.context_groups):
+        names = dict.fromkeys(
+            name for name, each in zip(call.names, call.rows, strict=True) if each
+        )
+        raise ValueError(
+            f"model(...): the plan has {kind}, but rows of a ragged argument "
+            f"({', '.join(names)}) are as many in each round as its samples have, and not "
+            f"their tokens, nor of one shape. Give a plan without {kind}."
+        )
 
 
 def _warn_of_long(comm: CommContext, tokens: int) -> None:

@@ -38,6 +38,13 @@ class ModuleWithState(ModuleOfRows):
     _runtime: StageRuntime
     position: int
 
+    def own_tokens(self, tensor: Tensor, *, are_labels: bool = False) -> Tensor:
+        """This rank's part of a tensor [samples, tokens, ...]: its tokens in a context group,
+        else all.  Of ``labels`` that the model shifts these are the next tokens'.
+        """
+        tokens = self._runtime.tokens
+        return tensor if tokens is None else tokens.cutter.own_tokens(tensor, are_labels)
+
     @property
     def rank(self) -> int:
         """This process's rank in the group; state dicts are whole on rank zero."""

@@ -35,9 +35,8 @@ class InputCounts:
             if hasattr(model.module, "num_parameters")
             else 0  # transformers counts for its own models alone
         )
-        self._is_counted = (
-            model.position in model.plan.groups[0]
-        )  # others have the same samples
+        plan, position = model.plan, model.position  # others have the same samples
+        self._is_counted = position in plan.groups[0] and plan.leads(position)
         self._shapes: list[tuple[int, int]] = []  # of each batch since the last ``flops``
 
     def shape(self, inputs: Mapping[str, Any]) -> tuple[int, int]:

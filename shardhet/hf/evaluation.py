@@ -39,6 +39,11 @@ class EvaluationPass:
         self._rank_loss = rank_loss
         stated = trainer.args.prediction_loss_only
         self._loss_only = stated if loss_only is None else loss_only
+        if trainer.plan.context_groups is not None and not self._loss_only:
+            raise ValueError(
+                "HetTrainer: the plan has context groups, so no rank has predictions for all "
+                "tokens of a sample. Set prediction_loss_only=True, and no compute_metrics."
+            )
         if ignore_keys is None:
             config = getattr(trainer.model, "config", None)
             ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
@@ -54,8 +59,8 @@ class EvaluationPass:
         """Evaluate this rank's samples of one batch.  Collective."""
         loss_sum, num_items, *parts = self._predict(inputs)
         if num_items is not None:
-            number = num_rows(inputs) if self._is_last_stage else 0
-            self._sums.append((loss_sum, num_items, number))
+            leads = self._is_last_stage and self._trainer.plan.leads(self._trainer.het.position)
+            self._sums.append((loss_sum, num_items, num_rows(inputs) * leads))
         if self._loss_only:
             return
         is_first = not self._batches

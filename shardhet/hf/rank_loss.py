@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -20,6 +21,7 @@ from transformers.trainer_utils import unwrap_peft_model
 
 from shardhet.fsdp.probing.module_state import restored_names
 from shardhet.hf.losses import (
+    IGNORED,
     LossKind,
     check_positions,
     find_kind,
@@ -187,7 +189,8 @@ class RankLoss:
             for batch in batches
             for is_shifted in (False, True)
         ]
-        rows = trainer.het.exchange([float(num_items_in_batch or 0), *labels])
+        leads = trainer.plan.leads(trainer.het.position)
+        rows = trainer.het.exchange([n * leads for n in (num_items_in_batch or 0, *labels)])
         computing = (rows[i] for i in trainer.plan.groups[-1])
         self._num_items, *totals = map(sum, zip(*computing, strict=True))
         self._num_labels.extend(zip(totals[::2], totals[1::2], strict=True))
@@ -327,7 +330,18 @@ class RankLoss:
         return torch.full((), self._number, device=self._trainer.args.device)
 
     def _num_counted(self, inputs: dict[str, Any]) -> Any:
-        return self._trainer._get_num_items_in_batch([inputs], self._trainer.args.device)
+        counted = [_with_own_labels(self._trainer, inputs)]
+        return self._trainer._get_num_items_in_batch(counted, self._trainer.args.device)
+
+
+def _with_own_labels(trainer: TrainerView, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs with the labels that a member of a context group has."""
+    labels = inputs.get("labels")
+    if trainer.plan.context_groups is None or not isinstance(labels, Tensor):
+        return inputs
+    own = trainer.het.own_tokens(labels, are_labels=True)
+    # transformers leaves out the first ones where the model shifts labels.
+    return {**inputs, "labels": F.pad(own, (1, 0), value=IGNORED)}
 
 
 @contextmanager
@@ -347,6 +361,7 @@ def _of_another_rank(
     ``inputs``.  Collective.
     """
     mine = tree_map_only(Tensor, Tensor.cpu, rows_of(others, Span(0, 1)))
-    rows, after = trainer.het.exchange_objects(mine), trainer.het.position + 1
+    rows = trainer.het.exchange_objects(mine)
+    after = trainer.plan.context_group(trainer.het.position)[-1] + 1
     found = next(filter(num_rows, [*rows[after:], *rows[:after]]), mine)
     return trainer._prepare_inputs(found if num_rows(inputs) else inputs)

@@ -89,7 +89,7 @@ class HetTrainer(TrainerView):
         super().__init__(inside, args, **kwargs)
         self.plan = known or planned_for(self, options or {})
         wrapped = wrapped or _wrapped(inside, self.plan, args, options)
-        _check_device(wrapped, args)
+        _check_fits(self, wrapped)
         watch_ranks(hang_timeout_s=hang_timeout_s, device=wrapped.device)
         self.het = self.model_wrapped = wrapped
         check_optimizer(self.optimizer, {id(p) for p in wrapped.parameters()})
@@ -352,9 +352,16 @@ def _wrapped(
     )
 
 
-def _check_device(wrapped: HetFSDP, args: TrainingArguments) -> None:
+def _check_fits(trainer: Trainer, wrapped: HetFSDP) -> None:
+    args = trainer.args
     if not is_same_device(wrapped.device, args.device):
         raise ValueError(
             f"HetTrainer: the model is on {wrapped.device} but the arguments say "
             f"{args.device}. Pass device= to where the model is wrapped, or use_cpu=True."
+        )
+    is_own = trainer.label_smoother or trainer.compute_loss_func
+    if wrapped.plan.context_groups and is_own:
+        raise ValueError(
+            "HetTrainer: the plan has context groups, whose ranks have logits of their own "
+            "tokens but labels of all. Leave compute_loss_func and label smoothing out."
         )

@@ -42,6 +42,7 @@ class CostModel(TurnPrices, MemoryPrices):
         Devices are those of the cluster, in its order.
         """
         plan.refuse_stages("the cost model")
+        plan.refuse_groups("the cost model")
         of_plan = (plan.form, plan.two_level_units, plan.resident_units)
         if of_plan != (self.form, self.two_level_units, self.resident_units):
             return self.for_plan(plan).predict(plan)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.codec import from_document, to_document
-from shardhet.records.stages import check_num_ranks
+from shardhet.records.stages import Groups, check_num_ranks
 
 T = TypeVar("T")
 
@@ -223,3 +223,19 @@ def check_units(units: Sequence[Any]) -> None:
 
 def names_in_full(patterns: Sequence[str]) -> list[str]:
     return [each for each in patterns if not set(each) & set("*?[")]
+
+
+def groups_by_hand(
+    groups: Sequence[Sequence[int]] | None, weights: Sequence[float] | None, world_size: int
+) -> tuple[Groups, list[float | None]]:
+    """What a plan holds: each member's weight as a part of its group's; None for others."""
+    found = tuple(tuple(whole_of_each("context_groups", each)) for each in groups or ())
+    weights = [1.0] * world_size if weights is None else list(weights)
+    check_lengths(world_size, token_shares=weights)
+    shares: list[float | None] = [None] * world_size
+    for group in found:
+        inside = [i for i in group if 0 <= i < world_size]  # others are refused by the plan
+        total = sum(weights[i] for i in inside)
+        for i in inside:
+            shares[i] = weights[i] / total if total else 0.0
+    return found, shares

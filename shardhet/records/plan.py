@@ -13,6 +13,7 @@ from shardhet.records.by_hand import (
     batches_by_speed,
     check_lengths,
     check_units,
+    groups_by_hand,
     last_round_size,
     microbatches_of_each,
     names_in_full,
@@ -26,12 +27,14 @@ from shardhet.records.by_hand import (
 )
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.codec import OMITTABLE, Document, PositiveInt
-from shardhet.records.context import Groups, PlanInGroups, check_groups, groups_by_hand
 from shardhet.records.layout import Owned
 from shardhet.records.schedule import StepForm
 from shardhet.records.shown import ShownPlan
 from shardhet.records.stages import (
+    Groups,
+    PlanInGroups,
     Stage,
+    check_groups,
     check_stages,
     group_with,
     positions_by_stage,
@@ -160,8 +163,7 @@ class Plan(ShownPlan, PlanInGroups, Document):
     reduce_each_round: Annotated[bool, OMITTABLE] = True  # False: gradients are reduced last
     last_round_size: int | None = None  # samples of the last round; None: as many as of any
     stages: tuple[Stage, ...] | None = None  # of a pipeline; None: all devices have all units
-    # Positions that compute the same samples, each its tokens (``records.context``).
-    context_groups: Groups | None = None
+    context_groups: Groups | None = None  # positions with the same samples, each its tokens
     two_level_units: Annotated[tuple[str, ...], OMITTABLE] = ()  # cross once per node
     resident_units: Annotated[tuple[str, ...], OMITTABLE] = ()  # frozen parts stay whole
     # Patterns of units of which each parameter is stored whole, by one device.
@@ -199,14 +201,6 @@ class Plan(ShownPlan, PlanInGroups, Document):
             raise ValueError(
                 f"plan: last_round_size is {last} but must be from 1 to {self.round_size}, the "
                 "samples of a round. Leave it out if all rounds are full."
-            )
-
-    def refuse_stages(self, caller: str, mend: str = "Give it a plan without stages") -> None:
-        """Raise ``ValueError`` if the plan has stages, for a ``caller`` that has none."""
-        if self.stages is not None:
-            raise ValueError(
-                f"{caller}: the plan has {len(self.stages)} stages, with which it cannot do "
-                f"anything yet. {mend}."
             )
 
     @property

@@ -194,7 +194,7 @@ class ModelCall:
             values, number = as_real(leaf.detach()), 1
             if factor and dim is not None:
                 values, number = values.movedim(dim, 0), self.num_samples
-            total = total * 31 + _hash_rows(values.reshape(number, -1))
+            total = total * 31 + hash_rows(values.reshape(number, -1))
         places = torch.arange(1, self.num_samples + 1, device=device)
         sums = torch.stack([total.sum(), (total * places).sum()])
         return (sums % CHECKSUM_END).double()
@@ -352,7 +352,7 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def _hash_rows(rows: Tensor) -> Tensor:
+def hash_rows(rows: Tensor) -> Tensor:
     """A number for the bytes of every row of ``rows``, [samples, elements], in int64."""
     words = rows.contiguous().view(_WORDS[rows.element_size()]).long()
     odd = 2 * torch.arange(words.shape[1], device=words.device) + 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.batching import VisitRules
 from shardhet.fsdp.microbatch.host_inputs import InputsOnHost
+from shardhet.fsdp.microbatch.joining import spans_of
 from shardhet.fsdp.microbatch.layered import Visit
 from shardhet.fsdp.microbatch.surroundings import Context, Seeded, Surrounding
 from shardhet.fsdp.probing.module_state import AsItWas
@@ -17,6 +18,7 @@ from shardhet.fsdp.step.rank_batch import RankBatch
 from shardhet.fsdp.step.rounds import Moment
 from shardhet.fsdp.tokens.attention import ContextGroup
 from shardhet.fsdp.tokens.tiles import Tiles
+from shardhet.records.layout import Span
 from shardhet.records.plan import RankPlan
 from shardhet.records.schedule import Phase
 
@@ -183,7 +185,12 @@ def _norms(visits: Visits, one: OneVisit) -> Surrounding | None:
 
 
 def _tokens(visits: Visits, one: OneVisit) -> Surrounding | None:
-    return None if visits.tokens is None else visits.tokens.around(one.module.fqn)
+    if visits.tokens is None:
+        return None
+    is_batched, number = one.rules.is_batched, one.batch.num_samples
+    spans = spans_of(one.batch.microbatch_sizes) if is_batched else [Span(0, number)]
+    keeps = one.unit is not None and visits.tokens.keeps(one.module.fqn)
+    return visits.tokens.around(spans, keeps=keeps)
 
 
 def _observers(visits: Visits, one: OneVisit) -> Surrounding | None:

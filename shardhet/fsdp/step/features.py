@@ -46,6 +46,7 @@ class FeatureGathers:
     def __init__(self, comm: CommContext, control: Channel, peers: Peers) -> None:
         self.is_in_forward = False
         self.has_parts = False  # whether the plan has several rounds, or stages
+        self.has_groups = False
         self._comm = comm
         self._control = control
         self._peers = peers
@@ -62,6 +63,11 @@ class FeatureGathers:
     def gather(self, features: Tensor) -> Tensor:
         """See ``gather_features``."""
         with self._peers.guard("gather_features"):
+            if self.has_groups:
+                raise ValueError(
+                    "gather_features: the plan has context groups, of which no device has "
+                    "features of whole samples. Give a plan without context groups."
+                )
             if self.is_in_forward:
                 raise RuntimeError(
                     "gather_features was called inside the model, where a rank without samples "

@@ -121,6 +121,8 @@ class MeanBackward:
             has_grad = self.agree_on_grads() if is_last else {}
             if divisor is None:
                 check_no_tokens(of_round[:, 1].tolist(), [row[2] for row in rows])
+                if self._runtime.tokens is not None:
+                    self._runtime.tokens.cutter.check_number(own, num_samples)
             _warn_of_bounded(of_round.tolist(), self._sums)
             if divisor is not None:
                 of_round = of_round / torch.tensor([divisor, 1.0], dtype=torch.float64)

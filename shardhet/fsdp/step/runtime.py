@@ -1,7 +1,6 @@
 """One training step on this rank: forward and backward."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -97,6 +96,7 @@ class Runtime:
         self.rounds.follow(plan, batches_per_step)
         self._comm.num_rounds = self.rounds.number
         self.features.has_parts = plan.num_rounds > 1 or plan.stages is not None
+        self.features.has_groups = plan.context_groups is not None
         if self._inputs is not None:
             self._inputs.wait()
         self._slabs = HostSlabs(plan, self._comm, self.control, self.rounds.number)
@@ -127,12 +127,6 @@ class Runtime:
         self._prober = Prober(probed, form=self.rounds.form)
         self._known = KnownCalls(self._prober, self.control)
         self.calls.follow(visits, self._prober, self._known)
-
-    def attending_outside(self) -> AbstractContextManager[None]:
-        """A context for what the model computes outside of units; not in a probe."""
-        if self.tokens is None or self._prober.probe is not None:
-            return nullcontext()
-        return self.tokens.around("").in_function(0, is_repeated=False)
 
     @property
     def all_units(self) -> tuple[FSDPUnit, ...]:

@@ -10,8 +10,8 @@ do, these keep what they have received.
 Probes, and calls outside of steps, are not among them: they see what they are given.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,7 +39,8 @@ class ContextGroup:
 
     channel: Channel  # among its members
     cutter: TokenCutter
-    are_unlike: Callable[[str], bool]  # whether some members recompute a unit and others not
+    # Whether this rank recomputes a unit and not all members do: it keeps what it received.
+    keeps: Callable[[str], bool]
 
     @classmethod
     def of(
@@ -62,23 +63,36 @@ class ContextGroup:
                 ranks = tuple(part.rank_by_position[i] for i in group)
                 channel = Channel(part.group, ranks, member)
 
-        def are_unlike(unit_fqn: str) -> bool:
-            return len({plan.ranks[i].recomputes(unit_fqn) for i in own}) > 1
+        def keeps(unit_fqn: str) -> bool:
+            recomputed = [plan.ranks[i].recomputes(unit_fqn) for i in own]
+            return recomputed[member] and not all(recomputed)
 
         shares = plan.token_shares(control.position)
-        return cls(channel, TokenCutter(module, shares, member), are_unlike)
+        return cls(channel, TokenCutter(module, shares, member), keeps)
 
-    def around(self, fqn: str) -> "InGroup":
-        """What surrounds a visit of a unit."""
+    def around(self, samples: Sequence[Span], *, keeps: bool = False) -> "InGroup":
+        """What surrounds a visit of a unit, whose microbatches have these samples."""
         assert self.cutter.now is not None
-        return InGroup(self.channel, self.cutter.now, keeps=self.are_unlike(fqn))
+        sizes = {span.start: span.numel for span in samples}
+        return InGroup(self.channel, self.cutter.now, sizes, keeps=keeps)
+
+
+def attending_outside(
+    tokens: ContextGroup | None, num_samples: int
+) -> AbstractContextManager[None]:
+    """A context for what the model computes of its samples outside of units."""
+    if tokens is None or not num_samples:
+        return nullcontext()
+    return tokens.around([Span(0, num_samples)]).in_function(0, is_repeated=False)
 
 
 class InGroup(Surrounding):
     """Attention among the members, in the forward of a unit and where it is repeated."""
 
-    def __init__(self, channel: Channel, cut: TokenCut, *, keeps: bool) -> None:
-        self._channel, self._cut, self._keeps = channel, cut, keeps
+    def __init__(
+        self, channel: Channel, cut: TokenCut, sizes: Mapping[int, int], *, keeps: bool
+    ) -> None:
+        self._channel, self._cut, self._sizes, self._keeps = channel, cut, sizes, keeps
         # By microbatch, keys and values of all members, for where backward repeats forward.
         self._kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
@@ -125,7 +139,8 @@ class InGroup(Surrounding):
         attend = partial(_ATTENTION, dropout_p=dropout_p, **options)
         rows, at = [], 0
         with _attending_by(_ATTENTION):  # which torch calls once more for a mask
-            for number, documents in self._cut.documents(start, len(query)):
+            found = self._cut.documents(Span(start, start + self._sizes[start]), len(query))
+            for number, documents in found:
                 own = slice(at, at := at + number)
                 some = (query[own], key[own], value[own])
                 rows.append(_attend_rows(attend, *some, self._cut.own, documents, is_causal))

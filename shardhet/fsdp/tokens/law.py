@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.stateless import _reparametrize_module
 
+from shardhet.comm import devices
 from shardhet.fsdp.microbatch.batching import (
     BatchAxis,
     Join,
@@ -43,6 +44,7 @@ from shardhet.fsdp.probing.module_state import attributes_of, restored_modules
 from shardhet.fsdp.probing.watch import Watcher
 from shardhet.fsdp.sharding.seeds import restored_random_state, seed_generators
 from shardhet.fsdp.sharding.unit import Casts
+from shardhet.fsdp.tokens.drawn import random_params
 from shardhet.fsdp.tokens.lockstep import Meeting, attention, in_lockstep
 from shardhet.records.layout import Span
 
@@ -99,7 +101,7 @@ def by_tokens(
         stack.enter_context(restored_modules(module))
         stack.enter_context(Casts.off())
         seed_generators(device, SEED)
-        params = _random_params(module, device)
+        params = random_params(module, device)
         given = [
             _few(t, axis, number, total, device=device, as_given=together)
             for t, axis in zip(tensors, axes, strict=True)
@@ -190,7 +192,8 @@ class _Try:
             axis.select(t, tokens, len(self.order)) if isinstance(axis, BatchAxis) else t
             for axis, t in zip(*self.inputs, strict=True)
         ]
-        return self._run(pieces, None if meeting is None else (meeting, part))
+        with _current(self.order.device):
+            return self._run(pieces, None if meeting is None else (meeting, part))
 
     def _run(self, tensors: Sequence[Tensor], meets: Any) -> Made:
         made: Made = {}
@@ -359,34 +362,6 @@ def axes_of(fqn: str, tensors: Sequence[Tensor]) -> tuple[int, list[Rule]]:
     return number, found
 
 
-def _random_params(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """Random parameters, and copies of buffers.  Layers that are alike have the same ones."""
-    by_id: dict[int, Tensor] = {}
-    by_kind: dict[Any, Tensor] = {}
-    for name, held in module.named_parameters():
-        kind = name.split(".")[-2:], held.shape, held.dtype, held.requires_grad
-        if str(kind) not in by_kind:
-            by_kind[str(kind)] = _random_like(held, device)
-        by_id[id(held)] = by_kind[str(kind)]
-    names = module.named_parameters(remove_duplicate=False)
-    copies = {name: _random_like(each, device) for name, each in module.named_buffers()}
-    return {name: by_id[id(each)] for name, each in names} | copies
-
-
-def _random_like(held: Tensor, device: torch.device) -> Tensor:
-    """A random parameter of its shape, in float32 or wider; a copy of a buffer."""
-    if isinstance(held, FakeTensor) and not isinstance(held, nn.Parameter):
-        return torch.zeros(held.shape, dtype=held.dtype, device=device)
-    if not held.is_floating_point():
-        return held.detach().clone()
-    dtype = torch.promote_types(held.dtype, torch.float32)
-    if not isinstance(held, nn.Parameter):
-        return held.detach().to(dtype, copy=True)
-    made = torch.randn(held.shape, dtype=dtype, device=device)
-    made = made * held.shape[-1] ** -0.5 if held.dim() > 1 else 1 + 0.3 * made
-    return made.requires_grad_(held.requires_grad)
-
-
 def _few(
     tensor: Tensor,
     axis: Rule,
@@ -412,6 +387,12 @@ def _few(
         return few
     values = tensor.unique()
     return values[torch.randint(len(values), few.shape, device=tensor.device)]
+
+
+def _current(device: torch.device) -> Any:
+    """A context in which a new thread has this device as its current one."""
+    on_host = devices.is_on_host(device)
+    return nullcontext() if on_host else devices.module_of(device).device(device)
 
 
 def _no_autocast(device_type: str) -> Any:

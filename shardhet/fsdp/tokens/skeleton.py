@@ -9,10 +9,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardhet.fsdp.microbatch.batching import flatten
-from shardhet.fsdp.microbatch.signature import Arguments
-from shardhet.fsdp.tokens.law import FIRST, NUM_TOKENS, by_tokens
+from shardhet.fsdp.microbatch.caches import CacheSwitch
+from shardhet.fsdp.microbatch.signature import Arguments, BatchDims
+from shardhet.fsdp.tokens import law
+from shardhet.fsdp.tokens.attention import ContextGroup
+from shardhet.fsdp.tokens.law import FIRST, NUM_TOKENS
+from shardhet.records.plan import Plan
 
 WINDOWS = ("sliding_window", "attention_chunk_size")  # which few tokens do not show
+COMPILED = ("CompiledForward", "OptimizedModule")  # which may have compiled attention already
 _ENDS = NUM_TOKENS - FIRST + 7
 # The order of tokens in pieces, of which the first has 7 at the start, and others at the end.
 MIRRORED = [*range(7), *range(_ENDS, NUM_TOKENS), *range(7, _ENDS)]
@@ -21,25 +26,33 @@ MIRRORED = [*range(7), *range(_ENDS, NUM_TOKENS), *range(7, _ENDS)]
 class Skeleton:
     """A model as it was before it was wrapped, without its parameters."""
 
-    def __init__(self, module: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
-        """Raises ``ValueError`` for what cannot be tried, and sees other tokens."""
+    def __init__(
+        self, module: nn.Module, loss_fn: Callable[..., Any] | None, batch_dim: BatchDims
+    ) -> None:
+        """Raises ``ValueError`` for what a try does not show."""
+        if batch_dim != 0:
+            raise ValueError(
+                f"context groups: batch_dim is {batch_dim!r} but samples must be in the first "
+                "dimension, and tokens in the second. Leave it out."
+            )
         for fqn, each in module.named_modules():
-            config = getattr(each, "config", None)
-            windows = [name for name in WINDOWS if getattr(config, name, None)]
-            if windows or isinstance(each, _BatchNorm):
-                what = f"batch norm {fqn!r}" if not windows else f"config.{windows[0]}"
+            if (what := _beyond_a_try(fqn, each)) is not None:
                 raise ValueError(
-                    f"context groups: the model has {what}, so what it computes of a token "
-                    "depends on others otherwise than by attention to all of them. Give it a "
-                    "plan without context groups."
+                    f"context groups: the model has {what}, which devices that share samples "
+                    "by tokens cannot have. Leave it out, or give it a plan without groups."
                 )
         memo: dict[int, Any] = {}
         for held in module.parameters():
             empty = torch.empty_like(held, device="meta")
             memo[id(held)] = nn.Parameter(empty, requires_grad=held.requires_grad)
         self._module, self._live = copy.deepcopy(module, memo), module
-        self._loss_fn = loss_fn
+        self._loss_fn, self._caches = loss_fn, CacheSwitch(self._module)
         self._tried: set[Hashable] = set()
+
+    @classmethod
+    def of(cls, plan: Plan, *how: Any) -> "Skeleton | None":
+        """That of a module, ``loss_fn`` and ``batch_dim``; None if the plan has no groups."""
+        return None if plan.context_groups is None else cls(*how)
 
     def check(self, arguments: Arguments) -> None:
         """Raise ``ValueError`` if such a call gives something else in pieces of its tokens."""
@@ -53,14 +66,14 @@ class Skeleton:
         for mine, theirs in pairs:
             mine._buffers = dict(theirs._buffers)
         self._module.train(self._live.training)
-        function = type(self._module).forward
 
         def computed(*args: Any, of_loss: Any, **kwargs: Any) -> Any:
-            output = function(self._module, *args, **kwargs)
+            with self._caches.off():
+                output = self._module(*args, **kwargs)
             return output if self._loss_fn is None else self._loss_fn(output, *of_loss)
 
         tensors = [x for x in leaves if isinstance(x, Tensor) and x.dim() > 1]
-        by_tokens(
+        law.by_tokens(
             type(self._module).__name__,
             self._module,
             computed,
@@ -69,3 +82,30 @@ class Skeleton:
             order=MIRRORED if tensors[0].shape[1] >= NUM_TOKENS else None,
         )
         self._tried.add(key)
+
+
+def filled(tokens: ContextGroup | None, arguments: Arguments) -> Arguments:
+    """See ``TokenCutter.filled``; as they are without groups."""
+    return arguments if tokens is None else tokens.cutter.filled(arguments)
+
+
+def by_tokens(
+    tokens: ContextGroup | None, arguments: Arguments, skeleton: Skeleton | None
+) -> Arguments:
+    """This rank's tokens of the arguments, as ``TokenCutter.cut``; all without groups."""
+    if tokens is None or skeleton is None:
+        return arguments
+    return tokens.cutter.cut(arguments, skeleton.check)
+
+
+def _beyond_a_try(fqn: str, module: nn.Module) -> str | None:
+    """What the module has of which a try on few tokens says nothing; or None."""
+    config = getattr(module, "config", None)
+    windows = [name for name in WINDOWS if getattr(config, name, None)]
+    if windows:
+        return f"config.{windows[0]}={getattr(config, windows[0])}"
+    if isinstance(module, _BatchNorm):
+        return f"batch norm {fqn!r}"
+    forward = type(vars(module).get("forward", module)).__name__
+    is_compiled = module._compiled_call_impl is not None or forward in COMPILED
+    return f"a compiled module, {fqn!r}" if is_compiled else None
