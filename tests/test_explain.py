@@ -42,6 +42,7 @@ WORKLOAD = Workload.transformer(
 STATE_BYTES = 16 * WORKLOAD.numel
 BATCH = 24
 TWO_KINDS = "cluster=rtx4090_2x3090"
+UNLIKE_CARDS = "cards=2x RTX 3060 (8 GB) | RTX 3060 (8 GB) | A100 80GB PCIe | RTX 3060 (8 GB)"
 SLOW_CARDS = "cards=GTX 1060 3GB | GTX 1660 Ti | 2x GTX 1660 Ti | 2x GTX 1060 3GB + GTX 1660 Ti"
 
 
@@ -300,6 +301,13 @@ def test_another_measured_device_takes_part_in_collectives() -> None:
             "all memory",
             "10 % more",
         ),
+        # On one of these, where the plan is on the A100.
+        (
+            ["model=tiny", UNLIKE_CARDS, "network=10GbE"],
+            ["global_batch_size=16", "max_rounds=1"],
+            "compute of NVIDIA GeForce RTX 3060 (8 GB)",
+            "10 % faster",
+        ),
         # A plan of all devices that is slower, but leaves three of them idle.
         (
             ["model=tiny", SLOW_CARDS, "network=10GbE"],
@@ -319,7 +327,7 @@ def test_what_more_would_give_is_what_the_command_plans_with_more(
 ) -> None:
     line = [*described, *keys, "leave_out=never"]
     plan_main([*line, "explain=true"])
-    told = re.search(rf"{of} +. {amount} +. +(\S+) . +\+", capsys.readouterr().out)
+    told = re.search(rf"{re.escape(of)} +. {amount} +. +(\S+) . +\+", capsys.readouterr().out)
     assert told is not None
     request = read_request(DOOR, line)
     assert request is not None
