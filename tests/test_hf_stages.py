@@ -3,6 +3,7 @@
 import copy
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +82,19 @@ def test_a_folder_is_read_and_written_in_stages_bit_for_bit(tmp_path: Path) -> N
         assert keys(folders[0]) == keys(folders[1])
         for one, other in zip(before.parameters(), after.parameters(), strict=True):
             assert torch.equal(one, other), name
+
+
+def test_the_kind_of_a_loss_is_tried_on_samples_of_one_round() -> None:
+    """Also of a batch for evaluation, which may have more rounds than a step."""
+    from shardhet.hf.losses import probes_in_stages
+
+    half = [Stage(units=(unit,), num_ranks=1) for unit in ("a", "b")]
+    plan = Plan.by_hand(microbatch_sizes=[3, 3], num_rounds=2, stages=half)
+    inputs = {"words": words_of(10), "labels": words_of(10)}
+    model: Any = SimpleNamespace(plan=plan, position=1, exchange=lambda _: [[10.0], [10.0]])
+    for parts in probes_in_stages(model, inputs, ["labels"], 0):
+        for part, rows in zip(parts, ([0, 1, 2], [0, 1], [2]), strict=True):
+            assert torch.equal(part["words"], inputs["words"][rows])
 
 
 def loss_of_logits(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -89,7 +89,7 @@ def _held(rank: int) -> tuple[int, list[int], int, int]:
     with mock.patch.object(InputsOnHost, "_launch_in", noting):
         model.forward_backward(batch, batch)
     copies = [lane.num_copies - n for lane, n in zip(lanes, before, strict=True)]
-    return model._runtime.host_input_bytes, early, copies[0], copies[1]
+    return model.host_input_bytes, early, copies[0], copies[1]
 
 
 def test_each_round_in_flight_has_a_place_on_the_host() -> None:

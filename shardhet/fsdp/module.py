@@ -150,7 +150,6 @@ class HetFSDP(ModuleInRounds):
             StageRuntime,
             built,
             root,
-            root_comm=self._comm,
             control=members.control,
             peers=self._peers,
             seed=seed,
@@ -177,7 +176,9 @@ class HetFSDP(ModuleInRounds):
         """Take steps as ``plan`` says, with units gathered over ``of_units``.  Collective."""
         before: StageRuntime | None = self.__dict__.get("_runtime")
         observers = None if before is None else before.observers
-        self._runtime = self._make_runtime(plan=plan, comm=of_units, observers=observers)
+        self._runtime = self._make_runtime(
+            plan=plan, comm=of_units, root_comm=self._comm, observers=observers
+        )
         if before is not None:
             self._runtime.rounds.end_step(before.rounds.step)
             self._runtime.asks_to_end = before.asks_to_end

@@ -86,7 +86,7 @@ class ModuleWithState(ModuleOfRows):
     @property
     def host_input_bytes(self) -> int:
         """Bytes set aside in the memory of the host for inputs of this rank's units."""
-        return self._runtime.host_input_bytes
+        return self._runtime.slabs.nbytes
 
     @property
     def sent_row_bytes(self) -> int:

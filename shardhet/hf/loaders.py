@@ -15,6 +15,7 @@ from transformers.trainer_utils import seed_worker
 from shardhet.comm import devices
 from shardhet.hf.losses import LOW_PRECISION_TOLERANCE, TOLERANCE
 from shardhet.hf.predictions import mixes
+from shardhet.hf.rank_loss import untrained
 from shardhet.hf.view import TrainerView
 from shardhet.records.layout import Span
 from shardhet.training.dealing.batches import (
@@ -166,7 +167,7 @@ def _padding_matters(
     if (num_rows(alone), num_rows(beside)) != (2, 3) or not (is_training or has_labels):
         return None
     of_rank = Span(0, 2 if trainer.plan.ranks[trainer.het.position].rank_batch_size else 0)
-    losses = [trainer.rank_loss.untrained(rows_of(each, of_rank)) for each in (alone, beside)]
+    losses = [untrained(trainer, rows_of(each, of_rank)) for each in (alone, beside)]
     tolerance = TOLERANCE.get(losses[0].dtype, LOW_PRECISION_TOLERANCE)
     if torch.is_autocast_enabled(losses[0].device.type) or trainer.args.bf16:
         tolerance = LOW_PRECISION_TOLERANCE

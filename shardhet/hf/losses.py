@@ -114,7 +114,7 @@ def probes_in_stages(
     """As ``probes``, of samples that all stages have.  Collective."""
     plan, position = model.plan, model.position
     counts = [int(n) for (n,) in model.exchange([num_rows(inputs)])]
-    num_samples = sum(counts[i] for i in plan.groups[-1])
+    num_samples = min(sum(counts[i] for i in plan.groups[-1]), plan.global_batch_size)
     first, second, uneven = halves_of_last_stage(plan, num_samples)
     own = plan.sample_indices(position, num_samples)
 

@@ -51,26 +51,20 @@ class RankLoss:
         self._num_labels: deque[tuple[float, float]] = deque()
         self._divisor: float | None = None  # of the batch in progress
         self._mean_before = 0.0  # what the batches before it add up to
+        self._is_last_stage = trainer.het.position in trainer.plan.groups[-1]
         self._rounds: list[tuple[dict[str, Any], float | None]] = []  # kept, with divisors
         # What stages call in place of the module, with outputs and without
-        self._within = [
-            partial(self._computed_within, with_outputs=each) for each in (False, True)
-        ]
+        self._within = [partial(self._computed_within, with_outputs=i) for i in (False, True)]
 
     def sums(
         self, inputs: dict[str, Any], *, with_outputs: bool = True
     ) -> tuple[Tensor, Tensor | int, Any]:
         """This rank's loss sum, the number of items in it, and perhaps the model's outputs."""
         self.find_kind(inputs)
-        loss, outputs = self._loss(inputs, with_outputs=with_outputs)
+        loss, outputs = self.loss_of(inputs, with_outputs=with_outputs)
         if not self._is_last_stage:
             return loss, 0, outputs
         return *self.summed(loss, inputs), outputs
-
-    @property
-    def _is_last_stage(self) -> bool:
-        """Whether this rank gets what the model returns."""
-        return self._trainer.het.position in self._trainer.plan.groups[-1]
 
     def find_kind(self, inputs: dict[str, Any], others: dict[str, Any] | None = None) -> None:
         """Find out the kind of the loss on the first batch, of which ``others`` are samples,
@@ -86,7 +80,7 @@ class RankLoss:
 
             def loss_of(part: dict[str, Any], number: float) -> Tensor:
                 with self._said_to_be(number):
-                    return self._loss(part, with_outputs=False)[0]
+                    return self.loss_of(part, with_outputs=False)[0]
 
             with leaving_nothing(trainer):
                 self.kind = find_kind(
@@ -105,17 +99,6 @@ class RankLoss:
         step = self._trainer.state.global_step
         if step - self._found_at >= min(self._found_at, after):
             self.kind, self._found_at = None, step
-
-    @torch.no_grad()
-    def untrained(self, inputs: dict[str, Any]) -> Tensor:
-        """What ``compute_loss`` says of samples that are only looked at.  Collective."""
-        trainer = self._trainer
-        was_training = trainer.het.training
-        trainer.het.eval()
-        with trainer.compute_loss_context_manager(), leaving_nothing(trainer):
-            loss, _ = self._loss(inputs, with_outputs=False)
-        trainer.het.train(was_training)
-        return loss
 
     @contextmanager
     def _said_to_be(self, number: float) -> Iterator[None]:
@@ -160,16 +143,6 @@ class RankLoss:
         if num_items is not None and trainer.model_accepts_loss_kwargs:
             called["num_items_in_batch"] = num_items
         return called
-
-    @contextmanager
-    def counting_batches(self) -> Iterator[None]:
-        """A context in which a step has ``gradient_accumulation_steps`` batches of the plan."""
-        het = self._trainer.het
-        het.batches_per_step = self._trainer.args.gradient_accumulation_steps
-        try:
-            yield
-        finally:
-            het.batches_per_step = 1
 
     def begin_step(self, batches: Sequence[Any], num_items_in_batch: Any) -> None:
         """Find out what the losses of a step's ``batches`` are divided by.  Collective.
@@ -271,24 +244,7 @@ class RankLoss:
         scaler = self._trainer.loss_scaler
         return self._trainer.het.mean_so_far / (1.0 if scaler is None else scaler.scale)
 
-    def smoothed(
-        self, model: nn.Module, inputs: dict[str, Any], num_items: Any
-    ) -> tuple[Tensor, Any]:
-        """The loss with label smoothing, and the model's outputs."""
-        trainer = self._trainer
-        labels = inputs.pop("labels")
-        outputs = model(**self.as_called(inputs, num_items))
-        name = unwrap_peft_model(trainer.model)._get_name()
-        assert trainer.label_smoother is not None
-        loss = trainer.label_smoother(
-            outputs,
-            labels,
-            shift_labels=name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
-            num_items_in_batch=num_items,
-        )
-        return loss, outputs
-
-    def _loss(self, inputs: dict[str, Any], *, with_outputs: bool) -> tuple[Tensor, Any]:
+    def loss_of(self, inputs: dict[str, Any], *, with_outputs: bool) -> tuple[Tensor, Any]:
         """The result of ``compute_loss`` for this rank's samples, as a sum if possible."""
         trainer = self._trainer
         if trainer.plan.stages is not None:
@@ -342,6 +298,44 @@ def _with_own_labels(trainer: TrainerView, inputs: dict[str, Any]) -> dict[str, 
     own = trainer.het.own_tokens(labels, are_labels=True)
     # transformers leaves out the first ones where the model shifts labels.
     return {**inputs, "labels": F.pad(own, (1, 0), value=IGNORED)}
+
+
+@contextmanager
+def counting_batches(trainer: TrainerView) -> Iterator[None]:
+    """A context in which a step has ``gradient_accumulation_steps`` batches of the plan."""
+    trainer.het.batches_per_step = trainer.args.gradient_accumulation_steps
+    try:
+        yield
+    finally:
+        trainer.het.batches_per_step = 1
+
+
+def smoothed(
+    trainer: TrainerView, model: nn.Module, inputs: dict[str, Any], num_items: Any
+) -> tuple[Tensor, Any]:
+    """The loss with label smoothing, and the model's outputs."""
+    labels = inputs.pop("labels")
+    outputs = model(**trainer.rank_loss.as_called(inputs, num_items))
+    name = unwrap_peft_model(trainer.model)._get_name()
+    assert trainer.label_smoother is not None
+    loss = trainer.label_smoother(
+        outputs,
+        labels,
+        shift_labels=name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
+        num_items_in_batch=num_items,
+    )
+    return loss, outputs
+
+
+@torch.no_grad()
+def untrained(trainer: TrainerView, inputs: dict[str, Any]) -> Tensor:
+    """What ``compute_loss`` says of samples that are only looked at.  Collective."""
+    was_training = trainer.het.training
+    trainer.het.eval()
+    with trainer.compute_loss_context_manager(), leaving_nothing(trainer):
+        loss: Tensor = trainer.rank_loss.loss_of(inputs, with_outputs=False)[0]
+    trainer.het.train(was_training)
+    return loss
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from shardhet.hf.loaders import (
     training_loader,
 )
 from shardhet.hf.planned import planned_for
-from shardhet.hf.rank_loss import RankLoss
+from shardhet.hf.rank_loss import RankLoss, counting_batches, smoothed
 from shardhet.hf.resuming import WholeState, chosen, inner
 from shardhet.hf.view import TrainerView
 from shardhet.records.plan import Plan, plan_of
@@ -112,7 +112,7 @@ class HetTrainer(TrainerView):
         """
         self.follow_args()
         folder = chosen(self.het, resume_from_checkpoint, self.args.output_dir)
-        with self.rank_loss.counting_batches(), self._hooks.around_training():
+        with counting_batches(self), self._hooks.around_training():
             return super().train(folder, *args, **kwargs)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
@@ -241,7 +241,7 @@ class HetTrainer(TrainerView):
         is_smoothed = self.label_smoother is not None and self.compute_loss_func is None
         if not is_smoothed or "labels" not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        loss, outputs = self.rank_loss.smoothed(model, inputs, num_items_in_batch)
+        loss, outputs = smoothed(self, model, inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def autocast_smart_context_manager(

@@ -230,11 +230,6 @@ class Plan(ShownPlan, PlanInGroups, Document):
         whole = (range(self.world_size),)
         return whole if self.stages is None else positions_by_stage(self.stages)
 
-    @property
-    def pipeline(self) -> tuple[Stage, ...]:
-        """The stages, or the one that has all units."""
-        return self.stages or (Stage(units=("*",), num_ranks=self.world_size),)
-
     def group_of(self, position: int) -> range:
         """The positions that compute the same units as ``position``."""
         return group_with(position, self.groups)
@@ -420,6 +415,11 @@ def plan_of(given: Any) -> Plan:
         f"plan is {given!r} but must be a Plan (Plan.load(path), Plan.by_hand(...), "
         "plan_for(...)), the path of its file, or a list of batch sizes."
     )
+
+
+def pipeline_of(plan: Plan) -> tuple[Stage, ...]:
+    """The stages, or the one that has all units."""
+    return plan.stages or (Stage(units=("*",), num_ranks=plan.world_size),)
 
 
 def _check_stages(plan: "Plan", stages: tuple[Stage, ...]) -> None:

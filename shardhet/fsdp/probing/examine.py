@@ -23,7 +23,6 @@ from shardhet.fsdp.microbatch.batching import (
 )
 from shardhet.fsdp.microbatch.layered import cut, tensors_in, writes_on_input
 from shardhet.fsdp.probing.comparing import Cut, joined_like
-from shardhet.fsdp.probing.flow import storage_of
 from shardhet.fsdp.probing.gradients import (
     BENT,
     MIXED,
@@ -55,6 +54,7 @@ from shardhet.fsdp.probing.rules import (
     readings,
 )
 from shardhet.fsdp.probing.watch import Watcher
+from shardhet.fsdp.stages.flow import storage_of
 from shardhet.records.layout import Span
 
 MAX_READINGS = 32  # combinations of rules that are tried for a call's arguments

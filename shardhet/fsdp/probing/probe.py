@@ -46,7 +46,6 @@ from shardhet.fsdp.microbatch.layered import tensors_in
 from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.probing.comparing import check_params
 from shardhet.fsdp.probing.examine import Examiner
-from shardhet.fsdp.probing.flow import Flow, Reads, storage_of
 from shardhet.fsdp.probing.gradients import (
     BENT,
     OUTSIDE,
@@ -73,6 +72,7 @@ from shardhet.fsdp.probing.rules import LARGE, SMALL
 from shardhet.fsdp.probing.watch import Watcher
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.unit import FSDPUnit
+from shardhet.fsdp.stages.flow import Flow, Reads, storage_of
 from shardhet.records.plan import Plan
 
 

@@ -30,7 +30,6 @@ from shardhet.fsdp.microbatch.loss import LossUsedError
 from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
 from shardhet.fsdp.microbatch.signature import ModelCall, lists_of_entries
 from shardhet.fsdp.probing.attempt import Attempt, RunModule
-from shardhet.fsdp.probing.flow import Result, Returned
 from shardhet.fsdp.probing.law import Refusal
 from shardhet.fsdp.probing.module_state import Filled, Number
 from shardhet.fsdp.probing.order import GatherFailed, OrderFinder, PeerFailed
@@ -40,6 +39,7 @@ from shardhet.fsdp.probing.rules import LARGE, ArgumentsSeen, Axes, possible_axe
 from shardhet.fsdp.probing.watch import StaysUnsharded
 from shardhet.fsdp.sharding.seeds import restored_random_state
 from shardhet.fsdp.sharding.unit import UnitModule, UnitState
+from shardhet.fsdp.stages.flow import Result, Returned
 from shardhet.records.schedule import Schedule, StepForm, make_schedule
 
 logger = logging.getLogger(__name__)

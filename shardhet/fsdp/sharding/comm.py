@@ -20,7 +20,7 @@ from shardhet.comm.on_host.lanes import CopyLane
 from shardhet.comm.on_host.memory import HostAllocator, processors, share_of_processors
 from shardhet.fsdp.sharding.host_room import HostRoom
 from shardhet.records.nodes import Nodes, TwoLevels, carriers
-from shardhet.records.plan import HoldsFor, Plan, is_matched
+from shardhet.records.plan import HoldsFor, Plan, is_matched, pipeline_of
 from shardhet.records.stages import Stage
 
 MAX_UNSENT_GATHERS = 4
@@ -92,7 +92,7 @@ class CommContext:
         self.holds_for = plan.holds_for
         computes = [rank.rank_batch_size > 0 for rank in plan.ranks]
         self.computing = tuple(i for i, each in enumerate(computes) if each)
-        self._groups = [*zip(plan.pipeline, plan.groups, strict=True)]
+        self._groups = [*zip(pipeline_of(plan), plan.groups, strict=True)]
         self.resident_units = tuple(plan.resident_units)
         of_plan = carriers(self.nodes, computes)
         self.gather_channel, self.reduce_channel = (

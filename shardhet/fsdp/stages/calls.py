@@ -24,11 +24,11 @@ from shardhet.fsdp.microbatch.batching import flatten, unflatten
 from shardhet.fsdp.microbatch.layered import tensors_in
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.attempt import RunModule
-from shardhet.fsdp.probing.flow import Result, Returned
 from shardhet.fsdp.probing.probed_call import filled
 from shardhet.fsdp.probing.prober import Findings
 from shardhet.fsdp.sharding.unit import UnitModule
 from shardhet.fsdp.stages.absent import MEND, Absent
+from shardhet.fsdp.stages.flow import Result, Returned
 from shardhet.fsdp.stages.handover import Carried
 from shardhet.fsdp.stages.parts import StagePart
 from shardhet.fsdp.step.calls import UnitCalls

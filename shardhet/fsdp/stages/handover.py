@@ -38,8 +38,8 @@ from torch import Tensor
 from shardhet.comm.calls import Messages, Pending
 from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.batching import BatchAxis
-from shardhet.fsdp.probing.flow import Returned
 from shardhet.fsdp.sharding.comm import CommContext
+from shardhet.fsdp.stages.flow import Returned
 from shardhet.records.layout import Span
 
 

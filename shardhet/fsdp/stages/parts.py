@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from shardhet.fsdp.microbatch.batching import BatchAxis, Join
-from shardhet.fsdp.probing.flow import DROPPED, Returned
 from shardhet.fsdp.probing.prober import Findings
+from shardhet.fsdp.stages.flow import DROPPED, Returned
 from shardhet.fsdp.stages.handover import Carried
 
 

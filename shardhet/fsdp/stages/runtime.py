@@ -21,7 +21,7 @@ from shardhet.fsdp.stages.parts import carried_of, check_dropouts, parts_of
 from shardhet.fsdp.stages.refusals import check_hooks, refuse
 from shardhet.fsdp.stages.rounds import StageRound
 from shardhet.fsdp.step.runtime import Runtime
-from shardhet.records.plan import Plan
+from shardhet.records.plan import Plan, pipeline_of
 from shardhet.records.schedule import (
     Op,
     Phase,
@@ -44,8 +44,8 @@ class StageRuntime(Runtime):
         progress.stage = None if plan.stages is None else self.stage
         self.computing_here = tuple(i for i in self.root_comm.computing if i in own)
         self.unit_fqns = [unit.fqn for unit in self.units]
-        self.stage_by_fqn = stage_by_unit(plan.pipeline, self.unit_fqns)
-        self.in_flight = rounds_in_flight(plan.pipeline, self.rounds.number)  # by stage
+        self.stage_by_fqn = stage_by_unit(pipeline_of(plan), self.unit_fqns)
+        self.in_flight = rounds_in_flight(pipeline_of(plan), self.rounds.number)  # by stage
         self._dropouts = [e for e in self._module.modules() if isinstance(e, _DropoutNd)]
         self._index_by_key: dict[Any, int] = {}  # of findings, on this rank
         self._kinds: dict[int, Kind] = {}  # by index of findings
@@ -107,7 +107,7 @@ class StageRuntime(Runtime):
             raise ValueError(told[0])
         self._kinds[index] = kind
         if self.step.has_gradients:
-            self._slabs.reserve(findings.inputs)
+            self.slabs.reserve(findings.inputs)
         return index
 
     def _kind_of(self, findings: Findings) -> Kind:

@@ -7,7 +7,7 @@ from shardhet.comm.on_host.memory import available_bytes
 from shardhet.fsdp.microbatch.host_inputs import ALIGNMENT, InputsOnHost
 from shardhet.fsdp.probing.probe import SeenInput
 from shardhet.fsdp.sharding.comm import CommContext
-from shardhet.records.plan import Plan
+from shardhet.records.plan import Plan, pipeline_of
 from shardhet.records.stages import rounds_in_flight
 
 MIB = 2**20
@@ -21,7 +21,7 @@ class HostSlabs:
     ) -> None:
         self._plan, self._control, self._nodes = plan, control, comm.nodes
         # By position: rounds that the rank has begun and not finished at most.
-        groups = zip(rounds_in_flight(plan.pipeline, num_rounds), plan.groups, strict=True)
+        groups = zip(rounds_in_flight(pipeline_of(plan), num_rounds), plan.groups, strict=True)
         self._held = [n for n, group in groups for _ in group]
         self.inputs: InputsOnHost | None = None  # the plan keeps none of this rank's there
         if plan.ranks[control.position].inputs_on_host:
@@ -62,7 +62,7 @@ class HostSlabs:
 def _bytes_on_host(plan: Plan, position: int, seen: Sequence[SeenInput]) -> int:
     """What the host of the rank at ``position`` keeps of a round's inputs."""
     rank = plan.ranks[position]
-    stage = plan.pipeline[plan.groups.index(plan.group_of(position))]
+    stage = pipeline_of(plan)[plan.groups.index(plan.group_of(position))]
     by_tensor = {
         each.tensor: each.bytes_per_sample
         for each in seen

@@ -222,7 +222,7 @@ class MeanBackward:
             self._power = nearest * mantissa / (number * rounds)
             self._scale_on_host = HostCopy(self._power)
             if before is not None:  # the rounds so far, without tokens, are rescaled
-                self._runtime.finish_reductions()
+                self._runtime.walk.finish()  # before sums are changed
                 factor = (self._scale_on_host.read() / before.read()).item()
                 for flat in self._flats:
                     flat.grad.multiply(factor)

@@ -22,7 +22,6 @@ from shardhet.fsdp.probing.module_state import CountedNumbers
 from shardhet.fsdp.probing.probe import ProbedModel
 from shardhet.fsdp.probing.prober import Findings, Prober
 from shardhet.fsdp.sharding.comm import CommContext
-from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.seeds import RandomStates
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.stages.calls import StageCalls
@@ -31,7 +30,7 @@ from shardhet.fsdp.step.calls import StepInProgress
 from shardhet.fsdp.step.features import FeatureGathers
 from shardhet.fsdp.step.host_slabs import HostSlabs
 from shardhet.fsdp.step.observer import Activity, Observers
-from shardhet.fsdp.step.rank_batch import agree_on_batch, beside_others
+from shardhet.fsdp.step.rank_batch import RankBatch, agree_on_batch, beside_others
 from shardhet.fsdp.step.rounds import Rounds
 from shardhet.fsdp.step.turn_walk import TurnWalk
 from shardhet.fsdp.tokens.attention import ContextGroup
@@ -61,12 +60,15 @@ class Runtime:
     ) -> None:
         self.units = tuple(units)
         self.root = root  # parameters that no unit owns; unsharded for the whole step
+        self.all_units = (*self.units, root)
+        self.flats = [flat for unit in self.all_units for flat in unit.flats]
         marks_time = None if devices.is_on_host(comm.device) else comm.mark_device_time
         self.observers = observers or Observers(marks_time)
         self.rounds = Rounds(plan)
         self.asks_to_end = self.is_asked_to_end = False  # this rank; any, at the last backward
         self.raises_bad_loss = True  # that is not finite
         self._comm, self.root_comm = comm, root_comm  # of those of a stage, and of all ranks
+        self.comms = tuple(dict.fromkeys((comm, root_comm)))
         self.control, self.peers = control, peers
         self._random = RandomStates(seed, comm.device)
         self._module, self.norms = module, norms
@@ -99,8 +101,8 @@ class Runtime:
         self.features.has_groups = plan.context_groups is not None
         if self._inputs is not None:
             self._inputs.wait()
-        self._slabs = HostSlabs(plan, self._comm, self.control, self.rounds.number)
-        self._inputs = self._slabs.inputs
+        self.slabs = HostSlabs(plan, self._comm, self.control, self.rounds.number)
+        self._inputs = self.slabs.inputs
         self.tokens = ContextGroup.of(plan, self._module, self._comm, self.control)
         visits = Visits(
             staying=self.walk.staying,
@@ -127,21 +129,6 @@ class Runtime:
         self._prober = Prober(probed, form=self.rounds.form)
         self._known = KnownCalls(self._prober, self.control)
         self.calls.follow(visits, self._prober, self._known)
-
-    @property
-    def all_units(self) -> tuple[FSDPUnit, ...]:
-        """The units and the root."""
-        return (*self.units, self.root)
-
-    @property
-    def flats(self) -> list[FlatTensor]:
-        """The flat tensors of all units."""
-        return [flat for unit in self.all_units for flat in unit.flats]
-
-    @property
-    def comms(self) -> tuple[CommContext, ...]:
-        """Those that units and the root are gathered over."""
-        return tuple(dict.fromkeys((self._comm, self.root_comm)))
 
     @property
     def known_to_stay(self) -> frozenset[int]:
@@ -196,7 +183,7 @@ class Runtime:
                 index, call, run_module, is_training=is_training, splits=splits
             )
         if index == UNKNOWN and self.step.has_gradients:
-            self._slabs.reserve(findings.inputs)
+            self.slabs.reserve(findings.inputs)
         self.step.num_visits.clear()
         self.walk.is_behind = call.is_behind
         self.walk.begin(findings.schedule, self.rounds.moment.round, findings.staying)
@@ -217,9 +204,7 @@ class Runtime:
             comm.mark_rows_changed()
 
     def unshard_root(self, everywhere: tuple[int, ...], here: tuple[int, ...]) -> None:
-        """Unshard the root at positions ``everywhere``, and later units of this stage at those
-        ``here``.  Collective.
-        """
+        """Unshard the root ``everywhere``; units of this stage later are ``here``."""
         for comm, receivers in {self.root_comm: everywhere, self._comm: here}.items():
             comm.receivers = receivers
             comm.mark_compute()  # gathers read shards that the optimizer wrote
@@ -242,20 +227,9 @@ class Runtime:
             self.walk.end_forward()
         else:
             self.walk.pass_forward()
-        self._count_everywhere(findings)
+        _count_everywhere(self._module, findings, batch, self.control)
         self._known.end_forward(follows=self.rounds.have_begun, is_cut=batch.is_cut)
         return output
-
-    def _count_everywhere(self, findings: Findings) -> None:
-        """Copy numbers that the forward changed in attributes to ranks without samples."""
-        assert self.step.batch is not None
-        num_computing = len(self.step.batch.computing)
-        if findings.counted and 0 < num_computing < len(self.plan.ranks):
-            CountedNumbers(self._module, findings.counted).take_over(
-                self.control,
-                source=self.step.batch.computing[0],
-                is_here=bool(self.step.batch.num_samples),
-            )
 
     def _end_forward(self, is_training: bool) -> None:
         self.features.is_in_forward = False
@@ -306,15 +280,6 @@ class Runtime:
         self.features.is_in_forward = False
         self.step.batch = None
 
-    @property
-    def host_input_bytes(self) -> int:
-        """Bytes set aside on the host for inputs of units."""
-        return self._slabs.nbytes
-
-    def finish_reductions(self) -> None:
-        """Wait until nothing is being reduced, so that sums may be changed or dropped."""
-        self.walk.finish()
-
     def abandon(self) -> None:
         """End a step without its backward: nothing stays in flight, everything is sharded."""
         self.walk.abandon()
@@ -323,3 +288,13 @@ class Runtime:
         if self._inputs is not None:
             self._inputs.drop()
         self.step.batch, self.step.awaits_backward = None, False
+
+
+def _count_everywhere(
+    module: nn.Module, findings: Findings, batch: RankBatch, control: Channel
+) -> None:
+    """Copy numbers that the forward changed in attributes to ranks without samples."""
+    if findings.counted and 0 < len(batch.computing) < control.world_size:
+        CountedNumbers(module, findings.counted).take_over(
+            control, source=batch.computing[0], is_here=bool(batch.num_samples)
+        )
