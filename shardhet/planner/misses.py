@@ -71,7 +71,12 @@ def _no_sample_fits(
     model: CostModel, demands: Demands, state_numel: float, room_bytes: float
 ) -> str:
     """The state fits in the room of idle devices; say what a single sample needs at best."""
-    every = RankPlan(microbatch_sizes=(1,), state_share=0.0, recomputed_units=EVERY_UNIT)
+    every = RankPlan(
+        microbatch_sizes=(1,),
+        state_share=0.0,
+        recomputed_units=EVERY_UNIT,
+        tiled_units=EVERY_UNIT if model.may_tile else (),
+    )
     one = np.array([1])
     budgets = demands.budgets(model.cluster)
     needed, taken = dict[int, float](), dict[int, float]()  # also by the idle; for the sample

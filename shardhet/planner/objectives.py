@@ -60,7 +60,8 @@ def largest_batch(
     demands = replace(demands, max_rounds=1)
     largest = largest_batch_size(CostModel(setting), demands)
     if largest > LARGEST_SEARCHED_BATCH:
-        per_sample = CostModel(setting).bytes_per_sample(_recomputing(EVERY_UNIT))
+        model = CostModel(setting)
+        per_sample = model.bytes_per_sample(_recomputing(EVERY_UNIT, model))
         raise PlanError(
             f"plan: memory does not limit the batch. A sample needs {per_sample / KIB:,.0f} "
             f"KiB on a device that recomputes everything, so more than "
@@ -227,7 +228,7 @@ class _OptionList:
             left = role.budget_bytes - model.profile.device(kind).reserved_bytes
             yield left / model.bytes_per_stored_numel, 0.0
             return
-        rank = _recomputing(patterns)
+        rank = _recomputing(patterns, model)
         samples = iter(model.moments(rank).sample_bytes.tolist())
         for own, per_numel in model.lines(rank, kind, np.array([0]), np.array([1])):
             pairs = zip(own[:, 0].tolist(), per_numel[:, 0].tolist(), strict=True)
@@ -255,8 +256,11 @@ class _OptionList:
         return self._state.whole * min(shares, default=1.0)
 
 
-def _recomputing(patterns: tuple[str, ...]) -> RankPlan:
-    return RankPlan(microbatch_sizes=(), state_share=0.0, recomputed_units=patterns)
+def _recomputing(patterns: tuple[str, ...], model: CostModel) -> RankPlan:
+    tiled = EVERY_UNIT if model.may_tile else ()
+    return RankPlan(
+        microbatch_sizes=(), state_share=0.0, recomputed_units=patterns, tiled_units=tiled
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,7 +78,7 @@ def lacks(
 ) -> tuple[bool, bool, int, float]:
     """What a plan has not of what is wished first; then, how many devices do something."""
     doing = [
-        (rank.microbatch_sizes, rank.recomputed_units, rank.state_share > 0)
+        (rank.microbatch_sizes, (rank.recomputed_units, rank.tiled_units), rank.state_share > 0)
         for rank in solution.plan.ranks
     ]
     are_unlike = any(len({doing[i] for i in each}) > 1 for each in _alike(demands, cluster))
@@ -146,10 +146,11 @@ def _burden(solution: PlanSolution, model: CostModel) -> tuple[bool, float, int,
 def _num_treated(model: CostModel, rank: RankPlan) -> float:
     """Units that are recomputed; one whose inputs are on the host counts as one and a half.
 
-    An optimizer on the host counts as all units.
+    An optimizer on the host counts as all units, and tiles as half of them.
     """
     number = model.num_recomputed(rank) * (1.5 if rank.inputs_on_host else 1.0)
-    return number + len(model.visited_units) * rank.optimizer_on_host
+    of_all = rank.optimizer_on_host + 0.5 * bool(rank.tiled_units)
+    return number + len(model.visited_units) * of_all
 
 
 def _within(task: FormTask) -> PlanSolution | None:

@@ -208,6 +208,7 @@ def _rank_plan(candidate: Candidate, share: float, device: DeviceSpec) -> RankPl
         microbatch_sizes=candidate.microbatch_sizes,
         state_share=share,
         recomputed_units=candidate.recomputed_units,
+        tiled_units=candidate.tiled_units,
         inputs_on_host=candidate.inputs_on_host,
         optimizer_on_host=candidate.optimizer_on_host,
         device=device,

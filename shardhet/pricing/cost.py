@@ -75,6 +75,7 @@ class CostModel(TurnPrices, MemoryPrices):
                 rank.device.kind,
                 sizes,
                 rank.recomputed_units,
+                (rank.tiled_units, rank.tokens_per_tile),
                 rank.optimizer_on_host,
             )
             if rank.inputs_on_host:
@@ -114,7 +115,8 @@ class CostModel(TurnPrices, MemoryPrices):
         on_host = dict.fromkeys(rank.inputs_on_host for rank in ranks if rank.inputs_on_host)
         # Nothing is copied of the first unit's inputs, whatever patterns say.
         first = [(self.visited_units[0].fqn,)] if on_host else []
-        return list(found | on_host | dict.fromkeys(first))
+        in_tiles = dict.fromkeys(rank.tiled_units for rank in ranks if rank.tiled_units)
+        return list(found | on_host | dict.fromkeys(first) | in_tiles)
 
     def _turn_costs(
         self, turns: Turns, parts: Mapping[str | None, Sequence[_Seconds]]
@@ -150,8 +152,7 @@ class CostModel(TurnPrices, MemoryPrices):
         for rounds in each.rounds:
             sizes = last if rounds.is_last else rank.microbatch_sizes
             forward_s, backward_s = self.unit_seconds(device, unit, sizes)
-            if rank.recomputes(each.unit_fqn):
-                backward_s += forward_s
+            backward_s += forward_s * self.again_part(rank, each.unit_fqn, each.kind)
             forward_s, backward_s = self.beside_copies_s(
                 rank, each.unit_fqn, sizes, (forward_s, backward_s), pace
             )

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardhet.pricing.hosts import COPIES_HELD, HostInputPrices
-from shardhet.pricing.priced import at_sizes
+from shardhet.pricing.priced import Run, at_sizes
 from shardhet.pricing.step_cost import MemoryParts, Moments
 from shardhet.records.plan import RankPlan
 from shardhet.records.schedule.held import MAX_ROUNDS
@@ -149,7 +149,7 @@ class MomentPrices(HostInputPrices):
 
     def moments(self, rank: RankPlan) -> Moments:
         """Those in which the rank may hold the most while it computes."""
-        key = (rank.recomputed_units, rank.inputs_on_host, rank.optimizer_on_host)
+        key = (*self.treated(rank), rank.inputs_on_host, rank.optimizer_on_host)
         if key not in self._moments:
             found = self.moments_by_turn(rank)
             if rank.optimizer_on_host:
@@ -160,7 +160,7 @@ class MomentPrices(HostInputPrices):
     def moments_by_turn(self, rank: RankPlan) -> Moments:
         """[turns + 1] of at most ``MAX_ROUNDS`` rounds; the last is after all turns."""
         held, units = self.held, self.visited_units
-        kinds = [self.workload.kind_of(unit) for unit in units]
+        kinds = [self.kind_for(rank, unit) for unit in units]
         inputs = np.array([float(kind.input_bytes) for kind in kinds])
         leaves = np.array([self.leaves_device(rank, unit) for unit in units])
         is_again = [rank.recomputes(unit.fqn) for unit in units]
@@ -180,10 +180,8 @@ class MomentPrices(HostInputPrices):
         # At each end of a stage, what it receives next is on its way, and what it sent last.
         of_inputs = of_inputs + 2 * (self.receives * inputs[0] + self.hands_on_bytes)
         of_graphs = np.cumsum(graphs)[held.unit] + others * graphs.sum()
-        runs = list(self._runs_of(rank.recomputed_units))
-        run_of = [
-            runs.index((unit.kind, again)) for unit, again in zip(units, is_again, strict=True)
-        ]
+        runs = list(self._runs_of(rank))
+        run_of = [runs.index(self.run_of(rank, unit)) for unit in units]
         numel_bytes, pending = self._numel_bytes
         if rank.optimizer_on_host:
             numel_bytes = self.host_numel_bytes
@@ -204,7 +202,7 @@ class MomentPrices(HostInputPrices):
 
     def kept_bytes_per_sample(self, rank: RankPlan) -> Floats:
         """[units] of inputs and graphs that wait for backward once the unit has run."""
-        kinds = [(unit, self.workload.kind_of(unit)) for unit in self.visited_units]
+        kinds = [(unit, self.kind_for(rank, unit)) for unit in self.visited_units]
         kept = [
             kind.input_bytes * (not self.leaves_device(rank, unit))
             + kind.activation_bytes * (not rank.recomputes(unit.fqn))
@@ -212,16 +210,12 @@ class MomentPrices(HostInputPrices):
         ]
         return np.array(kept, dtype=np.float64)
 
-    def _runs_of(self, recomputed_units: tuple[str, ...]) -> Mapping[tuple[str, bool], int]:
-        """The number of recomputed and of not recomputed units of each kind."""
-        known = self.known.runs
-        if recomputed_units not in known:
-            rank = RankPlan(
-                microbatch_sizes=(), state_share=0.0, recomputed_units=recomputed_units
-            )
-            runs = ((unit.kind, rank.recomputes(unit.fqn)) for unit in self.visited_units)
-            known[recomputed_units] = Counter(runs)
-        return known[recomputed_units]
+    def _runs_of(self, rank: RankPlan) -> Mapping[Run, int]:
+        """How many units run in each way."""
+        known, key = self.known.runs, self.treated(rank)
+        if key not in known:
+            known[key] = Counter(self.run_of(rank, unit) for unit in self.visited_units)
+        return known[key]
 
 
 @dataclass(frozen=True)
@@ -230,21 +224,23 @@ class MemoryPrices(MomentPrices):
 
     def num_recomputed(self, rank: RankPlan) -> int:
         """The number of units that the rank recomputes; 0 if it does not compute."""
-        runs = self._runs_of(rank.recomputed_units)
-        return sum(number for (_, is_recomputed), number in runs.items() if is_recomputed)
+        runs = self._runs_of(rank)
+        return sum(number for run, number in runs.items() if run.is_recomputed)
 
     def running_by_size(self, rank: RankPlan, device_kind: str | None, largest: int) -> Floats:
         """[runs + 1, 1 + sizes] what a microbatch needs besides graphs that are kept anyway.
 
         The sizes are at least those up to the largest.  The last run needs nothing.
         """
-        runs, known = self._runs_of(rank.recomputed_units), self.known.running_bytes
+        runs, known = self._runs_of(rank), self.known.running_bytes
         units = self.profile.device(device_kind).unit_by_kind
-        is_counted = all(units[kind].peak_bytes is None for kind, _ in runs if kind in units)
+        is_counted = all(
+            units[run.kind].peak_bytes is None for run in runs if run.kind in units
+        )
         key = (tuple(runs), None if is_counted else device_kind)
         if key not in known or known[key].shape[1] <= largest:
             size = max(largest, LEAST_KNOWN_SIZES)
-            found = [self._running_of_unit(*run, device_kind, size) for run in runs]
+            found = [self._running_of_unit(run, device_kind, size) for run in runs]
             known[key] = np.array([*found, np.zeros(1 + size)])
         return known[key]
 
@@ -252,7 +248,7 @@ class MemoryPrices(MomentPrices):
         self, rank: RankPlan, device_kind: str | None, largest: int
     ) -> bool:
         """Whether microbatches up to the largest need no less memory if they are larger."""
-        key, known = (rank.recomputed_units, device_kind, largest), self.known.needs_more
+        key, known = (*self.treated(rank), device_kind, largest), self.known.needs_more
         if key not in known:
             running = self.running_by_size(rank, device_kind, largest)[:, 1 : 1 + largest]
             known[key] = bool((np.diff(running) >= 0).all())
@@ -372,22 +368,23 @@ class MemoryPrices(MomentPrices):
             return self.device_bytes_per_host_numel
         return self.bytes_per_stored_numel
 
-    def _running_of_unit(
-        self, kind_name: str, is_recomputed: bool, device_kind: str | None, largest: int
-    ) -> Floats:
+    def _running_of_unit(self, run: Run, device_kind: str | None, largest: int) -> Floats:
         """[1 + largest] what one unit needs while it runs, by size of the microbatch.
 
         While the gradient of a parameter is made, the graph may still be there.
         """
-        kind = self.workload.kind_by_name[kind_name]
+        whole = self.workload.kind_by_name[run.kind]
+        kind = whole.in_tiles(run.num_tiles)
         sizes = np.arange(1 + largest, dtype=np.float64)
         graph = sizes * kind.activation_bytes
         measured = self.profile.unit(device_kind, kind.name).peak_bytes
         of_param = kind.max_trained_numel * self.workload.param_itemsize
         peak = graph + np.maximum(sizes * kind.transient_bytes, of_param)
         if measured is not None:
-            peak = np.trunc(at_sizes(measured, largest))
-        return peak if is_recomputed else np.maximum(0.0, peak - graph)
+            counted = whole.activation_bytes + whole.transient_bytes
+            fewer = counted - kind.activation_bytes - kind.transient_bytes  # in tiles
+            peak = np.maximum(0.0, np.trunc(at_sizes(measured, largest)) - sizes * fewer)
+        return peak if run.is_recomputed else np.maximum(0.0, peak - graph)
 
     def bytes_per_numel_range(self, rank: RankPlan) -> tuple[float, float]:
         """The least and the most bytes that an element adds to the fullest moment."""

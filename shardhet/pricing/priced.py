@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster
-from shardhet.records.plan import Plan, RankPlan, is_matched
+from shardhet.records.plan import TOKENS_PER_TILE, Plan, RankPlan, is_matched
 from shardhet.records.profiles import Collectives, Curve, Profile
 from shardhet.records.schedule import LaunchKind, StepForm
 from shardhet.records.workload import Unit, UnitKind, Workload
 
 Floats = NDArray[np.float64]
+MOST_UNTILED = 8 * TOKENS_PER_TILE  # tokens of a sequence
 
 
 def at_sizes(curve: Curve, largest: int) -> Floats:
@@ -27,6 +28,14 @@ def at_sizes(curve: Curve, largest: int) -> Floats:
         np.arange(1 + len(first), 1 + largest) - last
     )
     return np.concatenate(([0.0], [curve.at(size) for size in first], np.maximum(0.0, beyond)))
+
+
+class Run(NamedTuple):
+    """How a unit runs."""
+
+    kind: str
+    is_recomputed: bool
+    num_tiles: int
 
 
 class FewRounds(NamedTuple):
@@ -46,15 +55,13 @@ class Known:
     seconds: dict[tuple[str | None, str, tuple[int, ...]], tuple[float, float]] = field(
         default_factory=dict
     )
-    # Recomputed units and others of each kind, by patterns.
-    runs: dict[tuple[str, ...], Mapping[tuple[str, bool], int]] = field(default_factory=dict)
+    # How many units run in each way, by patterns.
+    runs: dict[tuple[object, ...], Mapping[Run, int]] = field(default_factory=dict)
     running_bytes: dict[tuple[object, ...], Floats] = field(default_factory=dict)
     # [2, 1 + sizes] forward and backward by device kind, unit kind and largest microbatch.
     curves_s: dict[tuple[str | None, str, int], Floats] = field(default_factory=dict)
     # Whether larger microbatches need no less, by patterns, device kind and largest microbatch.
-    needs_more: dict[tuple[tuple[str, ...], str | None, int], bool] = field(
-        default_factory=dict
-    )
+    needs_more: dict[tuple[object, ...], bool] = field(default_factory=dict)
     # Units of one kind that the same ranks recompute, by what ranks recompute.
     alike: dict[tuple[tuple[str, ...], ...], list[list[int]]] = field(default_factory=dict)
     # Collectives of at most three rounds, by their form and what their price depends on.
@@ -123,6 +130,45 @@ class Priced:
             curves = (unit.forward_s, unit.backward_s)
             known[key] = np.array([at_sizes(curve, largest) for curve in curves])
         return known[key]
+
+    @property
+    def may_tile(self) -> bool:
+        """Whether sequences are so long that tiles are worth a try."""
+        is_long = self.workload.tokens_per_sample >= MOST_UNTILED
+        return is_long and any(kind.token_wise for kind in self.workload.kinds)
+
+    def num_tiles(self, rank: RankPlan, unit_fqn: str) -> int:
+        """Into how many tiles a rank cuts the sequences of a unit."""
+        if not rank.tiles(unit_fqn):
+            return 1
+        return -(-self.workload.tokens_per_sample // rank.tokens_per_tile)
+
+    def tiled_part(self, rank: RankPlan, unit_fqn: str, kind: UnitKind) -> float:
+        """What of a unit's forward its tiles compute once more in backward, besides the unit.
+
+        Tiles are taken to be so large that their kernels are as fast as any.
+        """
+        if kind.token_wise is None or self.num_tiles(rank, unit_fqn) < 2:
+            return 0.0
+        part = kind.token_wise.forward_flops / max(1, kind.forward_flops)
+        return 0.0 if part >= 1 and rank.recomputes(unit_fqn) else part
+
+    def again_part(self, rank: RankPlan, unit_fqn: str, kind: UnitKind) -> float:
+        """What of a unit's forward is computed once more in backward."""
+        return rank.recomputes(unit_fqn) + self.tiled_part(rank, unit_fqn, kind)
+
+    def kind_for(self, rank: RankPlan, unit: Unit) -> UnitKind:
+        """The unit's kind, in tiles if the rank computes it so."""
+        return self.workload.kind_of(unit).in_tiles(self.run_of(rank, unit).num_tiles)
+
+    def run_of(self, rank: RankPlan, unit: Unit) -> Run:
+        return Run(unit.kind, rank.recomputes(unit.fqn), self.num_tiles(rank, unit.fqn))
+
+    @staticmethod
+    def treated(rank: RankPlan) -> tuple[object, ...]:
+        """What of a rank says how its units run."""
+        tiles = (rank.tiled_units, rank.tokens_per_tile) if rank.tiled_units else ()
+        return (rank.recomputed_units, tiles)
 
     def for_plan(self, plan: Plan) -> Self:
         """The same setting for plans of the form of ``plan``, and its patterns of units."""

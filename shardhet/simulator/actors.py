@@ -165,7 +165,7 @@ def make_actors(
         rank, device = plan.ranks[i], model.cluster.devices[i]
         last = plan.last_microbatch_sizes(i)
         node = model.cluster.node_of[i] if rank.optimizer_on_host else None
-        places = (rank.recomputed_units, node)
+        places = (rank.recomputed_units, rank.tiled_units, rank.tokens_per_tile, node)
         key: tuple[object, ...] = (device.kind, rank.microbatch_sizes, last, *places)
         if rank.inputs_on_host:
             key = (*key, rank.inputs_on_host, paces[i])
@@ -209,13 +209,12 @@ def _seconds(
         for kind in dict.fromkeys(unit.kind for unit in units)
         for sizes in (rank.microbatch_sizes, last)
     }
-    is_again = [rank.recomputes(unit.fqn) for unit in units]
+    again = [model.again_part(rank, unit.fqn, model.workload.kind_of(unit)) for unit in units]
     for turn in schedule.turns:
         unit, is_last = units[turn.unit], turn.round == schedule.form.num_rounds - 1
         sizes = last if is_last else rank.microbatch_sizes
         forward_s, backward_s = by_kind[unit.kind, sizes]
-        if is_again[turn.unit]:
-            backward_s += forward_s
+        backward_s += forward_s * again[turn.unit]
         of_phases = model.beside_copies_s(rank, unit.fqn, sizes, (forward_s, backward_s), pace)
         seconds.append(of_phases[turn.phase is Phase.BACKWARD])
         input_copy_s.append(model.copy_s(rank, unit.fqn, sizes, pace))

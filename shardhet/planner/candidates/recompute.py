@@ -36,8 +36,9 @@ def treatments(
 ) -> tuple[RankPlan, ...]:
     """What devices may do with units, as plans without samples; the first does nothing.
 
-    With ``on_host``, recomputed units may keep their inputs in the memory of the host, all or
-    none of them.  With ``optimizer_on_host``, the optimizer may step there beside any of it.
+    Long sequences may be computed in tiles. With ``on_host``, recomputed units may keep
+    their inputs in the memory of the host, all or none of them. With ``optimizer_on_host``,
+    the optimizer may step there beside any of it.
     """
     key, known = (num_steps, on_host, optimizer_on_host), model.known.treatments
     if key in known:
@@ -46,8 +47,11 @@ def treatments(
         RankPlan(microbatch_sizes=(), state_share=0.0, recomputed_units=patterns)
         for patterns in recompute_choices(model, num_steps)
     ]
+    if model.may_tile:
+        choices += [replace(each, tiled_units=EVERY_UNIT) for each in choices]
     if on_host:
-        choices += [replace(each, inputs_on_host=each.recomputed_units) for each in choices[1:]]
+        again = [each for each in choices if each.recomputed_units]
+        choices += [replace(each, inputs_on_host=each.recomputed_units) for each in again]
     if optimizer_on_host:
         choices += [replace(each, optimizer_on_host=True) for each in choices]
     known[key] = tuple(choices)

@@ -53,6 +53,15 @@ class Terms:
         return np.array(found)
 
     @cached_property
+    def tiled_parts(self) -> Floats:
+        """[treatments, classes] what of a unit's forward its tiles compute once more."""
+        parts = [
+            [self.model.tiled_part(each, of.unit_fqn, of.kind) for of in self.turns.classes]
+            for each in self.treatments
+        ]
+        return np.array(parts, dtype=np.float64)
+
+    @cached_property
     def of_rounds(self) -> tuple[tuple[Floats, Floats, Floats], ...]:
         """By phase: [R, 1, 1, 1] how many rounds of each sort there are, in whole ones, [R,
         classes, 1, 1] seconds of their communication and [classes, 1, 1] units of each class.
@@ -204,13 +213,14 @@ class RoleTimes:
             each.num_units * seconds[each.kind.name].sum(axis=0)[:, None] for each in classes
         )
         again = self._terms.are_recomputed[choices]  # [W, classes]
-        for each, is_again in zip(classes, again.T, strict=True):
+        parts = again + self._terms.tiled_parts[choices]
+        for each, part in zip(classes, parts.T, strict=True):
             forward_s = seconds[each.kind.name][0][:, None]
-            compute_s[:, is_again] += in_rounds * each.num_units * forward_s
+            compute_s += in_rounds * each.num_units * part[:, None] * forward_s
         ranks = [self._terms.treatments[choice] for choice in choices]
-        by_inputs: dict[tuple[str, ...], list[int]] = {}
+        by_inputs: dict[object, list[int]] = {}
         for i, rank in enumerate(ranks):
-            by_inputs.setdefault(rank.inputs_on_host, []).append(i)
+            by_inputs.setdefault((rank.inputs_on_host, rank.tiled_units), []).append(i)
         optimizer = np.zeros((2, NUM_LINES if self._role.host else 0, *shape))
         optimizer[0] = 1 / self.optimizer_s if self.optimizer_s else inf
         for alike in by_inputs.values():
@@ -281,12 +291,14 @@ class RoleTimes:
         self, rank: RankPlan, batches: Ints, seconds: Mapping[str, Floats]
     ) -> tuple["_Backward", "_Backward"]:
         """Of a round: without and with forward again."""
+        model = self._terms.model
 
         def of(*, is_again: bool) -> _Backward:
             visits_s = []
             for each in self._terms.turns.classes:
                 forward_s, backward_s = seconds[each.kind.name]
-                alone_s = backward_s + forward_s if is_again else backward_s
+                part = model.tiled_part(rank, each.unit_fqn, each.kind) + is_again
+                alone_s = backward_s + part * forward_s
                 visits_s.append(self._beside_copies(rank, each, batches, alone_s))
             visit_s = np.stack(visits_s)
             return _Backward(visit_s, self._in_rounds(visit_s, Phase.BACKWARD))

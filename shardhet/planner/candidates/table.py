@@ -15,6 +15,7 @@ class Candidate:
 
     microbatch_sizes: tuple[int, ...]
     recomputed_units: tuple[str, ...]
+    tiled_units: tuple[str, ...]
     inputs_on_host: tuple[str, ...]
     optimizer_on_host: bool
 
@@ -48,6 +49,7 @@ class CandidateTable:
         return Candidate(
             sizes,
             of_units.recomputed_units,
+            of_units.tiled_units,
             of_units.inputs_on_host,
             treated.optimizer_on_host,
         )
