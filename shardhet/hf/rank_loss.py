@@ -62,9 +62,8 @@ class RankLoss:
         """This rank's loss sum, the number of items in it, and perhaps the model's outputs."""
         self.find_kind(inputs)
         loss, outputs = self.loss_of(inputs, with_outputs=with_outputs)
-        if not self._is_last_stage:
-            return loss, 0, outputs
-        return *self.summed(loss, inputs), outputs
+        pair = self.summed(loss, inputs) if self._is_last_stage else (loss, 0)
+        return *pair, outputs
 
     def find_kind(self, inputs: dict[str, Any], others: dict[str, Any] | None = None) -> None:
         """Find out the kind of the loss on the first batch, of which ``others`` are samples,

@@ -239,3 +239,35 @@ def groups_by_hand(
         for i in inside:
             shares[i] = weights[i] / total if total else 0.0
     return found, shares
+
+
+def inputs_of_each(claim: Any, recomputed: Sequence[Any]) -> Sequence[Any]:
+    """Whether, or of which units, inputs are on hosts; True: those that are recomputed."""
+    of_any = [each is not False for each in recomputed]
+    given = of_each("inputs_on_host", claim, len(recomputed))
+    return of_any if claim is True and any(of_any) else given
+
+
+def samples_of(sizes: Sequence[Sequence[int]], groups: Groups) -> int:
+    """The samples of devices with such microbatches, those of a context group once."""
+    again = {i for group in groups for i in group[1:]}
+    return sum(sum(each) for i, each in enumerate(sizes) if i not in again)
+
+
+def check_rank(i: int, rank: Any, tolerance: float) -> None:
+    """Raise ``ValueError`` for microbatches, or a share, that no device can have."""
+    if rank.tokens_per_tile < 1:
+        raise ValueError(
+            f"plan: ranks[{i}] has tokens_per_tile {rank.tokens_per_tile} but it must be at "
+            "least 1."
+        )
+    if any(size < 1 for size in rank.microbatch_sizes):
+        raise ValueError(
+            f"plan: ranks[{i}] has microbatch sizes {rank.microbatch_sizes} but each must be "
+            "at least 1. Leave the list empty if the device only stores."
+        )
+    if not (isfinite(rank.state_share) and 0 <= rank.state_share <= 1 + tolerance):
+        raise ValueError(
+            f"plan: ranks[{i}] has state_share {rank.state_share} but it must lie between 0 "
+            "and 1."
+        )

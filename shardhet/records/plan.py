@@ -5,15 +5,16 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from hashlib import sha256
-from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 from shardhet.records.by_hand import (
     batches_by_speed,
     check_lengths,
+    check_rank,
     check_units,
     groups_by_hand,
+    inputs_of_each,
     last_round_size,
     microbatches_of_each,
     names_in_full,
@@ -21,6 +22,7 @@ from shardhet.records.by_hand import (
     parts_of_groups,
     patterns_of,
     records_of_each,
+    samples_of,
     shares_of_each,
     truth,
     whole,
@@ -176,7 +178,7 @@ class Plan(ShownPlan, PlanInGroups, Document):
         if not self.ranks:
             raise ValueError("plan: it has no devices. Give one entry per device.")
         for i, rank in enumerate(self.ranks):
-            _check_rank(i, rank)
+            check_rank(i, rank, SHARES_TOLERANCE)
         check_units(self.units)
         for i, rank in enumerate(self.ranks):
             # Without the model's units, those that are named in full are known.
@@ -227,8 +229,7 @@ class Plan(ShownPlan, PlanInGroups, Document):
     @property
     def groups(self) -> tuple[range, ...]:
         """The positions of each stage, or of the one group that has all units."""
-        whole = (range(self.world_size),)
-        return whole if self.stages is None else positions_by_stage(self.stages)
+        return positions_by_stage(self.stages) if self.stages else (range(self.world_size),)
 
     def group_of(self, position: int) -> range:
         """The positions that compute the same units as ``position``."""
@@ -310,26 +311,22 @@ class Plan(ShownPlan, PlanInGroups, Document):
 
         Give either ``num_microbatches``, which are full, or ``rank_batch_sizes``, whose last
         microbatch may be smaller; with neither, each device runs one microbatch.  Without
-        ``state_shares`` each device stores by its memory if all state theirs, and otherwise as
-        much as any other.  ``recompute`` is one bool, or one bool or list of unit patterns per
-        device.  So is ``inputs_on_host``: the inputs of these recomputed units (True: of all of
-        them) wait for backward on the host.  ``optimizer_on_host`` is one bool, or one per
-        device.  So is ``tiles``: what units compute token by token is computed
-        ``tokens_per_tile`` tokens at a time; a pattern of modules ("*.mlp") is of those alone.
-        ``two_level_units`` and ``resident_units`` are one bool or a list of patterns.
-        So is ``whole_matrices``, where True are the units with a number in their name: each
-        of their parameters is stored by one device, as Muon needs it.
-        With a ``global_batch_size`` the last round has what is left of it.  ``stages`` make it
-        a pipeline: they take the devices in this order.  Positions of a list in
-        ``context_groups`` compute the same samples, each its tokens, in proportion to
-        ``token_shares``, one number per device (None: even).
+        ``state_shares`` each device stores by its memory if all state theirs, else evenly.
+        ``recompute`` is one bool, or one bool or list of unit patterns per device.  So is
+        ``inputs_on_host``: the inputs of these recomputed units (True: of all of them) wait
+        for backward on the host.  ``optimizer_on_host`` is one bool, or one per device.  So
+        is ``tiles``: what units, or modules ("*.mlp"), compute token by token is computed
+        ``tokens_per_tile`` at a time.  ``two_level_units`` and ``resident_units`` are one
+        bool or a list of patterns.  So is ``whole_matrices`` (True: units with a number in
+        their name): each of their parameters is stored by one device.  With a
+        ``global_batch_size`` the last round has what is left of it.  ``stages`` take the
+        devices in this order; those of a list in ``context_groups`` share samples by tokens,
+        in proportion to ``token_shares``, one per device (None: even).
         """
         sizes = microbatches_of_each(microbatch_sizes, num_microbatches, rank_batch_sizes)
         world_size = len(sizes)
         claims = of_each("recompute", recompute, world_size)
-        with_inputs = of_each("inputs_on_host", inputs_on_host, world_size)
-        if inputs_on_host is True and any(claim is not False for claim in claims):
-            with_inputs = [claim is not False for claim in claims]  # that recompute any
+        with_inputs = inputs_of_each(inputs_on_host, claims)
         with_tiles = of_each("tiles", tiles, world_size)
         on_host = of_each("optimizer_on_host", optimizer_on_host, world_size)
         specs = records_of_each("devices", DeviceSpec, devices or [DeviceSpec()] * world_size)
@@ -338,8 +335,7 @@ class Plan(ShownPlan, PlanInGroups, Document):
         shares = shares_of_each(state_shares, specs, groups)
         shared, tokens = groups_by_hand(context_groups, token_shares, world_size)
         check_lengths(world_size, state_shares=shares, devices=specs)
-        dealt = set(range(groups[0].stop)) - {i for group in shared for i in group[1:]}
-        round_size = sum(map(sum, (sizes[i] for i in dealt)))
+        round_size = samples_of(sizes[: groups[0].stop], shared)
         return cls(
             ranks=tuple(
                 RankPlan(
@@ -436,21 +432,3 @@ def _check_stages(plan: "Plan", stages: tuple[Stage, ...]) -> None:
             "one of them out."
         )
     stage_by_unit(stages, [unit.fqn for unit in plan.units if unit.fqn])
-
-
-def _check_rank(i: int, rank: RankPlan) -> None:
-    if rank.tokens_per_tile < 1:
-        raise ValueError(
-            f"plan: ranks[{i}] has tokens_per_tile {rank.tokens_per_tile} but it must be at "
-            "least 1."
-        )
-    if any(size < 1 for size in rank.microbatch_sizes):
-        raise ValueError(
-            f"plan: ranks[{i}] has microbatch sizes {rank.microbatch_sizes} but each must be "
-            "at least 1. Leave the list empty if the device only stores."
-        )
-    if not (isfinite(rank.state_share) and 0 <= rank.state_share <= 1 + SHARES_TOLERANCE):
-        raise ValueError(
-            f"plan: ranks[{i}] has state_share {rank.state_share} but it must lie between 0 "
-            "and 1."
-        )

@@ -140,9 +140,7 @@ class MeanBackward:
             self._returned.check_adds_up(loss_sum, num_tokens, "model.backward")
 
     def enter(self, call: str, *values: float) -> list[list[float]]:
-        """Enter ``call`` with all ranks, which have the same hooks, optimizers' settings, and
-        values of buffers.
-        """
+        """Enter ``call`` with all ranks: hooks, settings and buffers are the same on all."""
         known = self._runtime.calls.known
         hooks = with_settings(self._hooks.fingerprint(self._param_by_fqn), self._peers)
         entered = self._control.enter(call, [hooks, *values, known.written])

@@ -136,8 +136,7 @@ class RoleTimes:
         self._terms = terms
         self._role = role
         self._sizes = np.arange(1, 1 + largest)
-        # By kind of unit, [2, 1 + sizes]: forward and backward of one unit by microbatch
-        # size; size 0 takes no time.
+        # By kind of unit, [2, 1 + sizes]: forward and backward of one; size 0 takes no time.
         self._seconds: dict[str, Floats] = {}
         self.num_measured = 1
         whole = np.zeros(1 + largest)
@@ -162,8 +161,7 @@ class RoleTimes:
 
     def least_unit_s(self, name: str) -> Floats:
         """[2] seconds of a sample in one unit of a kind: forward and backward."""
-        found: Floats = (self._seconds[name][:, 1:] / self._sizes).min(axis=1)
-        return found
+        return np.asarray((self._seconds[name][:, 1:] / self._sizes).min(axis=1))
 
     @cached_property
     def needs_more_if_larger(self) -> bool:
@@ -180,8 +178,7 @@ class RoleTimes:
         if not most or not self.needs_more_if_larger:
             return most
         terms, sizes = self._terms, 2 ** np.arange(min(most, len(self._sizes)).bit_length())
-        excess = terms.model.profile.device(self._role.device_kind).overlap_excess
-        seconds, slowed_s = _least_seconds(terms, self._seconds, sizes, excess)
+        seconds, slowed_s = _least_seconds(terms, self._seconds, sizes, self._role.device_kind)
         batches = np.unique(np.linspace(1, most, min(most, MOST_TRIED)).astype(np.int64))
         step_s = terms.rounds.in_whole_ones * batches[:, None, None] * seconds + slowed_s
         fits = self._room(terms.treatments, batches, sizes[None]) >= 0
@@ -378,7 +375,7 @@ class RoleTimes:
 
 
 def _least_seconds(
-    terms: Terms, seconds: Mapping[str, Floats], sizes: Ints, excess: float
+    terms: Terms, seconds: Mapping[str, Floats], sizes: Ints, device_kind: str
 ) -> tuple[Floats, float]:
     """[treatments, sizes] seconds that a sample takes at least, and what collectives add.
 
@@ -386,6 +383,7 @@ def _least_seconds(
     takes per sample as long as the fastest that is smaller than the power above it.
     """
     found, slowed_s = np.zeros((len(terms.treatments), len(sizes))), 0.0
+    excess = terms.model.profile.device(device_kind).overlap_excess
     least_s = {}
     for name, each in seconds.items():  # [2, 1 + sizes]
         per_sample = each[:, 1:] / np.arange(1, each.shape[1])
