@@ -1,6 +1,7 @@
 """Tiles: a long sample takes little memory, and its gradients stay those of one process."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
 from shardhet.models.decoder import Decoder
-from tests.beside import Beside, is_exact
+from tests.beside import Beside
 from tests.small_models import WIDTH, kind, small_decoder
 from tests.worlds import on_ranks
 
@@ -126,28 +127,24 @@ def test_a_module_that_is_named_and_mixes_tokens_is_refused(rank: int) -> None:
 class Dropped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH, bias=False), nn.Dropout()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.dropout(self.linear(x)).square()
 
 
-@pytest.mark.parametrize("recompute", [False, True])
 @on_ranks(1)
-def test_tiles_of_a_dropout_repeat_their_masks_in_backward(rank: int, recompute: bool) -> None:
-    """The loss grows with the square of the last weight, and so it is half of the product of
-    weight and gradient, if the gradient has the same masks.
-    """
-    torch.manual_seed(0)
-    plan = Plan.by_hand(
-        microbatch_sizes=[2], tiles=True, tokens_per_tile=5, recompute=recompute
-    )
-    units = kind(lambda self, x: self.units[1](self.units[0](x)))(Dropped)
-    model = HetFSDP(units, plan, units=["units.0", "units.1"])
-    result = model(torch.randn(2, LONG, WIDTH, dtype=torch.float64))
-    is_zero = result == 0
-    assert not torch.equal(is_zero[:, :5], is_zero[:, 5:10])
-    mean = model.backward(result.sum(), 2)
-    weight = dict(model.named_parameters())["units.1.linear.weight"]
-    assert weight.grad is not None
-    is_exact(float((weight * weight.grad).sum()) / 2, mean)
+def test_what_draws_random_numbers_is_drawn_once_for_all_tokens(rank: int) -> None:
+    """As in one process: in no tiles, or refused if it is named."""
+    plan = Plan.by_hand(microbatch_sizes=[2], tiles=True, tokens_per_tile=5)
+    net = kind(lambda self, x: self.units[1](self.units[0](x)))(Dropped)
+    result = []
+    for tiles in (plan, Plan.by_hand(microbatch_sizes=[2])):
+        torch.manual_seed(0)
+        model = HetFSDP(copy.deepcopy(net), tiles, units=["units.0", "units.1"])
+        result.append(model(torch.randn(2, LONG, WIDTH, dtype=torch.float64)))
+    assert torch.equal(*result)
+    named = replace(plan.ranks[0], tiled_units=("units.0.dropout",))
+    model = HetFSDP(net, replace(plan, ranks=(named,)), units=["units.0", "units.1"])
+    with pytest.raises(ValueError, match=r"units.0.dropout: it draws .* in tiles"):
+        model(torch.randn(2, LONG, WIDTH, dtype=torch.float64))

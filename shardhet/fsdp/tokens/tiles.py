@@ -18,8 +18,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardhet.fsdp.microbatch.batching import Layout, flatten
 from shardhet.fsdp.microbatch.layered import Visit, run_visit
-from shardhet.fsdp.microbatch.surroundings import Seeded, Surrounding
-from shardhet.fsdp.sharding.seeds import RandomStates
 from shardhet.fsdp.sharding.unit import UnitModule
 from shardhet.fsdp.tokens.law import ByTokens, NotByTokensError, axes_of, by_tokens
 from shardhet.records.plan import RankPlan
@@ -130,14 +128,17 @@ class Tiles:
         if key not in self._known:
             try:
                 with self._inside(), _disable_current_modes():
-                    self._known[key] = by_tokens(key[0], module, function, arguments)
+                    found = by_tokens(key[0], module, function, arguments)
+                if found.draws:  # of one process, that draws once for all tokens
+                    raise NotByTokensError(f"{key[0]}: it draws random numbers (dropout)")
+                self._known[key] = found
             except NotByTokensError as reason:
                 logger.info("tiles: not of %s", reason)
                 self._known[key] = reason
-        found = self._known[key]
-        if isinstance(found, NotByTokensError):
-            raise found
-        return found
+        known = self._known[key]
+        if isinstance(known, NotByTokensError):
+            raise known
+        return known
 
     def _visit(
         self,
@@ -150,11 +151,6 @@ class Tiles:
     ) -> Visit:
         """The visit of a module whose samples are so many tokens."""
         whole, rest = divmod(number, size := self._plan.tokens_per_tile)
-        around: tuple[Surrounding, ...] = ()
-        if found.draws:  # each tile what it will draw again in backward
-            with _disable_current_modes():
-                random = RandomStates(int(torch.randint(2**62, ())), self._device)
-            around = (Seeded(random, fqn, call=0, step=0, first_sample=0),)
         return Visit(
             unit_fqn=fqn,
             function=function,
@@ -163,7 +159,7 @@ class Tiles:
             recomputes=True,
             param_addresses=frozenset(),
             device_type=self._device.type,
-            around=around,
+            around=(),
             only_inputs=self._is_probe,
             only_backward=is_unused,
         )
