@@ -63,7 +63,7 @@ def test_a_group_is_dealt_samples_once() -> None:
     assert [rank.token_share for rank in plan.ranks] == [0.75, 0.25, None, None]
     assert Plan.from_json(plan.to_json()) == plan
     assert "75.00%" in str(plan)
-    assert "token" not in Plan.even(2, microbatch_size=1).to_json()
+    assert "token_share" not in Plan.even(2, microbatch_size=1).to_json()
 
 
 @pytest.mark.parametrize(
