@@ -3,14 +3,18 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from shardhet import Cluster, Setting
+from shardhet.models.decoder import Decoder
 from shardhet.planner import PlanError, find_plan
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
+from shardhet.profiler.describe import describe
 from shardhet.records.workload import Workload
 from shardhet.records.written import described_cluster
 from shardhet.simulator.simulation import simulate
+from tests.small_models import small_decoder
 
 
 def long_samples(seq_len: int) -> Workload:
@@ -49,3 +53,29 @@ def test_a_plan_has_tiles_where_no_sample_fits_without() -> None:
         find_plan(setting(replace(of_long.workload, kinds=kinds)), global_batch_size=2)
     short = find_plan(setting(long_samples(2048)), global_batch_size=2)
     assert not any(rank.tiled_units for rank in short.ranks)
+
+
+def test_a_model_is_described_in_tiles() -> None:
+    """Its kinds say what a decoder of that shape does."""
+    seq_len = 16_384
+    config = small_decoder(seq_len=seq_len, num_layers=1)
+    with torch.device("meta"):
+        model = Decoder(config)
+    example = torch.zeros(1, seq_len, dtype=torch.int64)
+    found = describe(model, (example, example), param_dtype=torch.bfloat16)
+    expected = Workload.transformer(
+        num_layers=1,
+        width=config.width,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        hidden_width=config.hidden_width,
+        vocab_size=config.vocab_size,
+        seq_len=seq_len,
+        param_dtype="bfloat16",
+    )
+    for kinds in list(zip(found.kinds, expected.kinds, strict=True))[1:]:  # block and head
+        mine, other = (kind.token_wise for kind in kinds)
+        assert mine is not None
+        assert other is not None
+        assert mine.forward_flops == other.forward_flops
+        assert mine.activation_bytes == pytest.approx(other.activation_bytes, rel=0.05)

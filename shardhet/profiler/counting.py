@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,6 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardhet.fsdp.microbatch.caches import CacheSwitch
 from shardhet.fsdp.microbatch.modes import OperationMode, tensors_among
 from shardhet.fsdp.sharding.build import cast_arguments
+from shardhet.fsdp.sharding.unit import UnitModule
+from shardhet.fsdp.tokens.tiles import Tiles
 from shardhet.profiler.batch import ExampleBatch, LossFn
 from shardhet.profiler.sketch import ModelSketch, TensorInput, UnitCall, UnitSketch
 
@@ -103,15 +105,28 @@ def count_unit(
     param_dtype: torch.dtype | None,
     loss_fn: LossFn | None,
     device: torch.device,
+    tiles: Tiles | None = None,
 ) -> Counts:
-    """Count what the unit costs for ``num_samples`` samples."""
+    """Count what the unit costs for ``num_samples`` samples, in ``tiles`` if they are given."""
     total = Counts()
     for call in unit.calls:
         function = call.function(sketch.model, param_dtype=param_dtype, loss_fn=loss_fn)
+        if tiles is not None:
+            module = sketch.model.get_submodule(call.module_fqn)
+            unit_module = UnitModule(call.module_fqn, module, function, is_trainable=True)
+            function = tiles.function_of(unit_module)
         params = [slot.current for slot in unit.draft.slots]
         with sketch.fake_mode:
             total += _count_call(function, call, params, num_samples, device)
     return total
+
+
+class _NoModules(nullcontext[None]):
+    """In place of torch's tracker of modules, whose hooks on tensors forbid to ask for their
+    gradients, as tries of what is computed in tiles do.
+    """
+
+    parents = frozenset(("Global",))
 
 
 def _count_call(
@@ -130,6 +145,8 @@ def _count_call(
     forward, backward = [
         FlopCounterMode(display=False, custom_mapping=FLOPS_BY_OPERATION) for _ in range(2)
     ]
+    for each in (forward, backward):
+        each.mod_tracker = _NoModules()  # type: ignore[assignment]
     with torch.enable_grad():
         with live, forward:
             outputs = [

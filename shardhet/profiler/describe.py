@@ -20,14 +20,17 @@ from shardhet.comm.store import from_first_rank
 from shardhet.fsdp.microbatch.loss import loss_pair
 from shardhet.fsdp.microbatch.signature import tokens_of
 from shardhet.fsdp.options import check_dtype
+from shardhet.fsdp.tokens.tiles import Tiles
 from shardhet.pricing.derive import derive_profile
+from shardhet.pricing.priced import MOST_UNTILED
 from shardhet.pricing.setting import Setting
 from shardhet.profiler.batch import ExampleBatch, LossFn, TrainedModel
 from shardhet.profiler.counting import Counts, count_loss_outside, count_unit, steady
 from shardhet.profiler.here import cluster_here, said_of
 from shardhet.profiler.sketch import CPU, ModelSketch, UnitSketch, pass_on, sketch_model
 from shardhet.records.cluster import Cluster
-from shardhet.records.plan import Plan
+from shardhet.records.model.unit_kind import TokenWise
+from shardhet.records.plan import EVERY_UNIT, Plan, RankPlan
 from shardhet.records.profiles import Profile
 from shardhet.records.workload import Unit, UnitKind, Workload
 from shardhet.records.written import described_cluster
@@ -39,6 +42,7 @@ logger = logging.getLogger(__name__)
 # The cost of a sample is the difference between these two batch sizes.  They are so large that
 # gradients of parameters, which do not grow with the batch, never set the peak memory.
 SIZES = (1024, 1025)
+NUM_TILES = 4  # in which long samples are counted, too
 
 
 def describe(
@@ -219,6 +223,8 @@ def describe_sketch(
     stored = orig_dtype(model.module)
     in_flight = model.param_dtype or stored
     in_head = pass_on if sketch.goes_on else model.loss_fn
+    num_tokens = tokens_per_sample or tokens_of(model.batch.tensors)
+    tiles = _tiles_of(num_tokens, device)
     for name, unit in sketch.unit_by_kind.items():
         counted = partial(
             count_unit,
@@ -230,6 +236,11 @@ def describe_sketch(
         )
         smaller, larger = [steady(partial(counted, num_samples=size)) for size in SIZES]
         kind = _kind(name, unit, smaller, larger)
+        if tiles is not None:
+            in_tiles = [
+                steady(partial(counted, num_samples=size, tiles=tiles)) for size in SIZES
+            ]
+            kind = replace(kind, token_wise=_token_wise(kind, _kind(name, unit, *in_tiles)))
         if sketch.goes_on and any(call.is_head for call in unit.calls):
             assert model.loss_fn is not None
             outside = partial(
@@ -258,11 +269,37 @@ def describe_sketch(
     return Workload(
         kinds=tuple(sorted(kinds, key=lambda kind: order.index(kind.name))),
         units=tuple(Unit(fqn=unit.fqn, kind=unit.kind) for unit in sketch.units),
-        tokens_per_sample=tokens_per_sample or tokens_of(model.batch.tensors),
+        tokens_per_sample=num_tokens,
         param_dtype=_name(in_flight),
         reduce_dtype=_name(model.reduce_dtype or trained_dtype(model.module)),
         state_bytes_per_element=_state_bytes_per_element(sketch, num_moments),
         num_moments=num_moments,
+    )
+
+
+def _tiles_of(num_tokens: int, device: torch.device) -> Tiles | None:
+    """All units in ``NUM_TILES``, if samples are so long that plans may have tiles."""
+    if num_tokens < MOST_UNTILED:
+        return None
+    plan = RankPlan(
+        microbatch_sizes=(),
+        state_share=0.0,
+        tiled_units=EVERY_UNIT,
+        tokens_per_tile=-(-num_tokens // NUM_TILES),
+    )
+    return Tiles(plan, device)
+
+
+def _token_wise(whole: UnitKind, tiled: UnitKind) -> TokenWise | None:
+    """What of a kind is computed token by token, given its figures in ``NUM_TILES`` too."""
+    activation_bytes = whole.activation_bytes - tiled.activation_bytes
+    if activation_bytes <= 0:
+        return None
+    of_tile = (activation_bytes + whole.transient_bytes) // NUM_TILES
+    return TokenWise(
+        forward_flops=max(0, tiled.backward_flops - whole.backward_flops),
+        activation_bytes=activation_bytes,
+        rest_bytes=max(0, tiled.transient_bytes - of_tile),
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardhet.fsdp.microbatch.batching import (
     BatchAxis,
@@ -141,10 +142,8 @@ class Joined:
         self, inputs: Sequence[Tensor], addresses: frozenset[int]
     ) -> list[Tensor]:
         """The joined tensors; one that shares memory with inputs or ``addresses`` is copied."""
-        shared = {t.untyped_storage().data_ptr() for t in inputs} | addresses
-        self.tensors = [
-            t.clone() if t.untyped_storage().data_ptr() in shared else t for t in self.tensors
-        ]
+        shared = {_address(t) for t in inputs} | addresses
+        self.tensors = [t.clone() if _address(t) in shared else t for t in self.tensors]
         return self.tensors
 
     def pieces_of(self, microbatch: int, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -222,3 +221,9 @@ def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 def _shapes(leaves: Sequence[Any]) -> list[Any]:
     return [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in leaves]
+
+
+def _address(tensor: Tensor) -> int:
+    """Of its memory, of which a fake tensor, as in a description of a model, has none."""
+    storage = tensor.untyped_storage()
+    return storage._cdata if isinstance(tensor, FakeTensor) else storage.data_ptr()
