@@ -375,7 +375,7 @@ class RoleTimes:
 
 
 def _least_seconds(
-    terms: Terms, seconds: Mapping[str, Floats], sizes: Ints, device_kind: str
+    terms: Terms, seconds: Mapping[str, Floats], sizes: Ints, device_kind: str | None
 ) -> tuple[Floats, float]:
     """[treatments, sizes] seconds that a sample takes at least, and what collectives add.
 
