@@ -303,6 +303,16 @@ def test_a_backward_without_a_forward_on_one_rank_ends_all(rank: int) -> None:
     go_back_without_having_gone_forward(rank, [1])
 
 
+@pytest.mark.parametrize("is_frozen", [True, False], ids=["frozen", "detached"])
+@refused_everywhere("RuntimeError", "no rank's loss depends on a parameter", "not detached")
+def test_a_loss_without_a_graph_is_refused(rank: int, is_frozen: bool) -> None:
+    net = Net()
+    net.requires_grad_(not is_frozen)
+    model, _, x = wrap(rank, net=net)
+    loss, number = model(x)
+    model.backward(loss.detach(), number)
+
+
 @pytest.mark.parametrize("who", [[0, 1, 2], [1]], ids=["all", "one"])
 @refused_everywhere(
     "RuntimeError",

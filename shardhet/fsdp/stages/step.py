@@ -41,6 +41,7 @@ from shardhet.fsdp.stages.rounds import DEAL, Passed, StageRound, check_samples,
 from shardhet.fsdp.stages.runtime import StageRuntime
 from shardhet.fsdp.step.mean_backward import (
     MeanBackward,
+    check_graph,
     check_is_number,
     check_is_wide,
     check_scaler,
@@ -139,6 +140,7 @@ class Pipeline:
             rows = self._share([*mine, known.written], checksums, "forward_backward")
             have_samples = [any(of.num_samples for of in each) for each in self._told]
             known.check_written([row[2] for row in rows], have_samples)
+            check_graph(any(has_grad.values()), any(have_samples))
         of_loss = torch.tensor(rows, dtype=torch.float64)[:, :2]
         self._backward.is_divided = is_divided
         return self._backward.end_step(of_loss, has_grad, scale)

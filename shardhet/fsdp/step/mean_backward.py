@@ -96,7 +96,8 @@ class MeanBackward:
             self.check_leaves(loss_sum, divides_late=several and divisor is None)
             with self._runtime.observers.watch("", Activity.AGREE):
                 told = math.inf if divisor is None else divisor
-                rows = self.enter("model.backward", told, num_samples)
+                rows = self.enter("model.backward", told, loss_sum.requires_grad, num_samples)
+                check_graph(any(row[2] for row in rows), any(row[3] for row in rows))
                 self._check_divisor(divisor, {row[1] for row in rows})
                 # Read after backward is launched: the host then waits only for the end of
                 # forward, while the device, which still has backward queued, is not idle.
@@ -120,7 +121,7 @@ class MeanBackward:
             self._told += [num_samples, own, *self._returned.factors()]
             has_grad = self.agree_on_grads() if is_last else {}
             if divisor is None:
-                check_no_tokens(of_round[:, 1].tolist(), [row[2] for row in rows])
+                check_no_tokens(of_round[:, 1].tolist(), [row[3] for row in rows])
                 if self._runtime.tokens is not None:
                     self._runtime.tokens.cutter.check_number(own, num_samples)
             _warn_of_bounded(of_round.tolist(), self._sums)
@@ -305,6 +306,10 @@ _NO_SAMPLES = (
     "model.backward: no rank has given the model samples. Pass the batch as tensors with one "
     "row per sample; a model without arguments has none."
 )
+_NO_GRADIENT = (
+    "model.backward: no rank's loss depends on a parameter that requires gradients. Give it "
+    "the loss itself, not detached, and train some parameters."
+)
 _UNLIKE_DIVISORS = (
     "model.backward: divisor is {} on different ranks (inf: none) but must be the same and "
     "above 0."
@@ -328,6 +333,12 @@ def _arrived_late(*, of_earlier: bool) -> str:
         "both in the forward of one module that HetFSDP wraps. Does it go through two HetFSDP "
         "models? Wrap both in one module, and make an optimizer for the parameters of each."
     )
+
+
+def check_graph(has_graph: bool, has_samples: bool) -> None:
+    """Raise ``RuntimeError`` if there is nothing to differentiate, as torch does."""
+    if has_samples and not has_graph:
+        raise RuntimeError(_NO_GRADIENT)
 
 
 def _number(num_tokens: Tensor | int) -> Any:
