@@ -155,8 +155,9 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor, positions_BT: Tensor | None = None) -> Tensor:
-        mixed_BTD = self.attention(self.attention_norm(x_BTD), positions_BT)
-        x_BTD = x_BTD + self.dropout(mixed_BTD)
+        x_BTD = x_BTD + self.dropout(
+            self.attention(self.attention_norm(x_BTD), positions_BT)
+        )  # in one expression, so that what is added is not alive beside the MLP
         return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
 
 

@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster
-from shardhet.records.plan import TOKENS_PER_TILE, Plan, RankPlan, is_matched
+from shardhet.records.plan import Plan, RankPlan, is_matched
 from shardhet.records.profiles import Collectives, Curve, Profile
 from shardhet.records.schedule import LaunchKind, StepForm
 from shardhet.records.workload import Unit, UnitKind, Workload
 
 Floats = NDArray[np.float64]
-MOST_UNTILED = 8 * TOKENS_PER_TILE  # tokens of a sequence
 
 
 def at_sizes(curve: Curve, largest: int) -> Floats:
@@ -134,8 +133,7 @@ class Priced:
     @property
     def may_tile(self) -> bool:
         """Whether sequences are so long that tiles are worth a try."""
-        is_long = self.workload.tokens_per_sample >= MOST_UNTILED
-        return is_long and any(kind.token_wise for kind in self.workload.kinds)
+        return any(kind.token_wise for kind in self.workload.kinds)
 
     def num_tiles(self, rank: RankPlan, unit_fqn: str) -> int:
         """Into how many tiles a rank cuts the sequences of a unit."""

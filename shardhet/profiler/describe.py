@@ -22,14 +22,13 @@ from shardhet.fsdp.microbatch.signature import tokens_of
 from shardhet.fsdp.options import check_dtype
 from shardhet.fsdp.tokens.tiles import Tiles
 from shardhet.pricing.derive import derive_profile
-from shardhet.pricing.priced import MOST_UNTILED
 from shardhet.pricing.setting import Setting
 from shardhet.profiler.batch import ExampleBatch, LossFn, TrainedModel
 from shardhet.profiler.counting import Counts, count_loss_outside, count_unit, steady
 from shardhet.profiler.here import cluster_here, said_of
 from shardhet.profiler.sketch import CPU, ModelSketch, UnitSketch, pass_on, sketch_model
 from shardhet.records.cluster import Cluster
-from shardhet.records.model.unit_kind import TokenWise
+from shardhet.records.model.unit_kind import MOST_UNTILED, TokenWise
 from shardhet.records.plan import EVERY_UNIT, Plan, RankPlan
 from shardhet.records.profiles import Profile
 from shardhet.records.workload import Unit, UnitKind, Workload

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from shardhet.records.model.unit_kind import TokenWise, UnitKind
+from shardhet.records.model.unit_kind import MOST_UNTILED, TokenWise, UnitKind
 
 INDEX_BYTES = 8  # of a token or a target, an int64
 FLOAT32_BYTES = 4  # of norms' statistics and of everything in the loss
@@ -71,12 +71,15 @@ class Shape:
             * self.seq_len
             * up_width
             * self.itemsize,
-            token_wise=TokenWise(
+            token_wise=self._if_long(
                 forward_flops=2 * self.seq_len * sum(prod(shape) for shape in matrices[2:]),
                 activation_bytes=self._hidden_bytes(up_width) + 2 * self._tiled_norm_bytes(),
                 rest_bytes=4 * self.residual_bytes,  # attention's gradients, and the stream's
             ),
         )
+
+    def _if_long(self, **parts: int) -> TokenWise | None:
+        return TokenWise(**parts) if self.seq_len >= MOST_UNTILED else None
 
     def _hidden_bytes(self, up_width: int) -> int:
         """The hidden layer before and after its nonlinearity, and the product if gated."""
@@ -148,7 +151,7 @@ class Shape:
             input_grad_bytes=self.residual_bytes,
             activation_bytes=activation_bytes,
             transient_bytes=self._head_transient_bytes(),
-            token_wise=TokenWise(
+            token_wise=self._if_long(
                 forward_flops=matrix_flops,
                 activation_bytes=activation_bytes,
                 rest_bytes=self.residual_bytes,  # the gradient of its input

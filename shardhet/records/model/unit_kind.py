@@ -14,6 +14,7 @@ _FIGURES = (
     "transient_bytes",
 )
 MAX_PARAM_NUMEL = 2**48  # far beyond any model; larger values are typing errors
+MOST_UNTILED = 16_384  # tokens of a sample; shorter ones are not worth tiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
