@@ -81,17 +81,17 @@ class Channel:
     def enter(
         self, call: str, values: Sequence[float] = (), *, within_s: float | None = None
     ) -> list[list[float]]:
-        """Return every process's ``values`` (at most four) once all have entered ``call``.
+        """Return every process's ``values`` (at most five) once all have entered ``call``.
 
         Raises ``RuntimeError`` on every process if they have entered different calls, and
         ``TimeoutError`` if some do not arrive ``within_s``.  If a watch over ranks is running,
         the limit is that of the watch, which knows who has not come and whether it is at work.
         """
-        row = [float(crc32(call.encode())), *values, 0.0, 0.0, 0.0, 0.0]
+        row = [float(crc32(call.encode())), *values, 0.0, 0.0, 0.0, 0.0, 0.0]
         limit_s = None if progress.is_watched else within_s
         try:
             progress.limit_s = within_s
-            rows = self.exchange(row[:5], limit_s)
+            rows = self.exchange(row[:6], limit_s)
         except TimeoutError as error:
             raise TimeoutError(
                 f"{call}: not all ranks have called it, and this one has waited "
