@@ -30,6 +30,19 @@ def test_steps_are_those_of_one_process(rank: int, seed: int) -> None:
     Case.drawn(seed, 3).run()
 
 
+@on_ranks(2)
+def test_one_member_may_have_tiles(rank: int) -> None:
+    """What it tries, on as many tokens as it has here, it tries without the other."""
+    plan = Plan.by_hand(
+        microbatch_sizes=[1, 1],
+        context_groups=[[0, 1]],
+        token_shares=[3, 1],
+        tiles=[True, False],
+        tokens_per_tile=4,
+    )
+    Case(plan=plan, model="decoder", num_tokens=24).run()
+
+
 @on_ranks(3)
 def test_steps_on_an_accelerator_are_those_of_one_process(rank: int) -> None:
     """Where streams wait for each other, as with NCCL, or a race is found.

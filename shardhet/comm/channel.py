@@ -22,6 +22,7 @@ from shardhet.comm.progress import progress
 # often made on rank zero alone by mistake.  A watch over ranks gives ten times as long to a
 # rank in a declared phase.
 SECONDS_FOR_ALL_TO_COME = 30.0
+MOST_VALUES = 5  # of one rank that enters a call
 
 
 def join(thread: Thread) -> None:
@@ -81,17 +82,19 @@ class Channel:
     def enter(
         self, call: str, values: Sequence[float] = (), *, within_s: float | None = None
     ) -> list[list[float]]:
-        """Return every process's ``values`` (at most five) once all have entered ``call``.
+        """Return every process's ``values``, of which it has at most ``MOST_VALUES``, once all
+        have entered ``call``.
 
         Raises ``RuntimeError`` on every process if they have entered different calls, and
         ``TimeoutError`` if some do not arrive ``within_s``.  If a watch over ranks is running,
         the limit is that of the watch, which knows who has not come and whether it is at work.
         """
-        row = [float(crc32(call.encode())), *values, 0.0, 0.0, 0.0, 0.0, 0.0]
+        assert len(values) <= MOST_VALUES, call  # all calls exchange equally many
+        row = [float(crc32(call.encode())), *values, *[0.0] * (MOST_VALUES - len(values))]
         limit_s = None if progress.is_watched else within_s
         try:
             progress.limit_s = within_s
-            rows = self.exchange(row[:6], limit_s)
+            rows = self.exchange(row, limit_s)
         except TimeoutError as error:
             raise TimeoutError(
                 f"{call}: not all ranks have called it, and this one has waited "

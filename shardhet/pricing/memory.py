@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardhet.pricing.hosts import COPIES_HELD, HostInputPrices
-from shardhet.pricing.priced import Run, at_sizes
+from shardhet.pricing.priced import UnitRun, at_sizes
 from shardhet.pricing.step_cost import MemoryParts, Moments
 from shardhet.records.plan import RankPlan
 from shardhet.records.schedule.held import MAX_ROUNDS
@@ -210,7 +210,7 @@ class MomentPrices(HostInputPrices):
         ]
         return np.array(kept, dtype=np.float64)
 
-    def _runs_of(self, rank: RankPlan) -> Mapping[Run, int]:
+    def _runs_of(self, rank: RankPlan) -> Mapping[UnitRun, int]:
         """How many units run in each way."""
         known, key = self.known.runs, self.treated(rank)
         if key not in known:
@@ -368,7 +368,7 @@ class MemoryPrices(MomentPrices):
             return self.device_bytes_per_host_numel
         return self.bytes_per_stored_numel
 
-    def _running_of_unit(self, run: Run, device_kind: str | None, largest: int) -> Floats:
+    def _running_of_unit(self, run: UnitRun, device_kind: str | None, largest: int) -> Floats:
         """[1 + largest] what one unit needs while it runs, by size of the microbatch.
 
         While the gradient of a parameter is made, the graph may still be there.

@@ -29,7 +29,7 @@ def at_sizes(curve: Curve, largest: int) -> Floats:
     return np.concatenate(([0.0], [curve.at(size) for size in first], np.maximum(0.0, beyond)))
 
 
-class Run(NamedTuple):
+class UnitRun(NamedTuple):
     """How a unit runs."""
 
     kind: str
@@ -55,7 +55,7 @@ class Known:
         default_factory=dict
     )
     # How many units run in each way, by patterns.
-    runs: dict[tuple[object, ...], Mapping[Run, int]] = field(default_factory=dict)
+    runs: dict[tuple[object, ...], Mapping[UnitRun, int]] = field(default_factory=dict)
     running_bytes: dict[tuple[object, ...], Floats] = field(default_factory=dict)
     # [2, 1 + sizes] forward and backward by device kind, unit kind and largest microbatch.
     curves_s: dict[tuple[str | None, str, int], Floats] = field(default_factory=dict)
@@ -159,8 +159,8 @@ class Priced:
         """The unit's kind, in tiles if the rank computes it so."""
         return self.workload.kind_of(unit).in_tiles(self.run_of(rank, unit).num_tiles)
 
-    def run_of(self, rank: RankPlan, unit: Unit) -> Run:
-        return Run(unit.kind, rank.recomputes(unit.fqn), self.num_tiles(rank, unit.fqn))
+    def run_of(self, rank: RankPlan, unit: Unit) -> UnitRun:
+        return UnitRun(unit.kind, rank.recomputes(unit.fqn), self.num_tiles(rank, unit.fqn))
 
     @staticmethod
     def treated(rank: RankPlan) -> tuple[object, ...]:

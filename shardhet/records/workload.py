@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Self
 
 from shardhet.records.codec import OMITTABLE, Bounds, Count, Document, PositiveInt, repeated
 from shardhet.records.layout import FlatLayout
-from shardhet.records.model.transformer import FLOAT32_BYTES, Shape
+from shardhet.records.model.transformer import FLOAT32_BYTES, DecoderShape
 from shardhet.records.model.unit_kind import UnitKind
 from shardhet.records.plan import HoldsFor, PlannedUnit
 
@@ -205,7 +205,7 @@ class Workload(Document):
             raise ValueError(
                 f"workload: width {width} but it must be a multiple of num_heads {num_heads}."
             )
-        shape = Shape(
+        shape = DecoderShape(
             width=width,
             num_heads=num_heads,
             kv_width=width // num_heads * (num_kv_heads or num_heads),

@@ -178,7 +178,7 @@ def _counters() -> tuple[Any, ...]:
     return progress.num_marks, progress.num_steps, num_collectives
 
 
-class Activity(NamedTuple):
+class ThreadState(NamedTuple):
     """What a thread is doing."""
 
     is_waiting: bool = False  # for other ranks, or for a device that may be waiting for them
@@ -187,11 +187,13 @@ class Activity(NamedTuple):
     where: str = "unknown"  # file:line of the innermost frame outside of libraries
 
 
-def activity_of(thread_ids: frozenset[int]) -> Activity:
+def activity_of(thread_ids: frozenset[int]) -> ThreadState:
     """That of the training thread, which is one of these, or hands over between them."""
     found = [_activity(frame) for frame in _frames_of(thread_ids)]
     # While autograd runs backward on another thread, the main one is inside of its call.
-    return next((each for each in found if any(each[:-1])), found[0] if found else Activity())
+    return next(
+        (each for each in found if any(each[:-1])), found[0] if found else ThreadState()
+    )
 
 
 def stack_of(thread_ids: frozenset[int]) -> str:
@@ -212,7 +214,7 @@ def _frames_of(thread_ids: frozenset[int]) -> list[FrameType]:
     return [frame for key, frame in sys._current_frames().items() if key in thread_ids]
 
 
-def _activity(frame: FrameType) -> Activity:
+def _activity(frame: FrameType) -> ThreadState:
     """The activity of a thread whose innermost frame is ``frame``.
 
     It waits if the innermost frame that is not of a library is one that waits: what waits also
@@ -232,4 +234,4 @@ def _activity(frame: FrameType) -> Activity:
             where = f"{name}:{walked.f_lineno}"
         walked = walked.f_back
     where = where or f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    return Activity(bool(is_waiting), is_compiling, is_debugged, where)
+    return ThreadState(bool(is_waiting), is_compiling, is_debugged, where)

@@ -39,7 +39,7 @@ class EndOfStage(BaseException):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class CallKind:
     """What was found for a kind of call, on this rank's stage."""
 
     findings: Findings
@@ -61,13 +61,13 @@ class Kind:
 class StageCalls(UnitCalls):
     """Runs the calls of this stage's units, and stands in for those of others."""
 
-    _kind: Kind | None = None  # None while no part of a forward runs
+    _kind: CallKind | None = None  # None while no part of a forward runs
     _place = 0  # of the next call of a unit
     _values: dict[Returned, Tensor]  # received, and those to send
     _versions: dict[Returned, int]  # when they were
 
     def run_part(
-        self, run_module: RunModule, call: ModelCall, kind: Kind, received: Sequence[Tensor]
+        self, run_module: RunModule, call: ModelCall, kind: CallKind, received: Sequence[Tensor]
     ) -> Any:
         """The tensors to hand over, or of the last stage the model's output."""
         part = kind.part
@@ -157,7 +157,7 @@ class StageCalls(UnitCalls):
                 "which units are recomputed (Plan.by_hand(recompute=True))."
             )
 
-    def _check_is_next(self, kind: Kind, place: int, unit_index: int) -> None:
+    def _check_is_next(self, kind: CallKind, place: int, unit_index: int) -> None:
         expected = kind.findings.schedule.segments[place].unit
         if unit_index != expected:
             raise RuntimeError(
@@ -166,7 +166,7 @@ class StageCalls(UnitCalls):
                 "Call the units in the same order at every step."
             )
 
-    def _result_of_others(self, kind: Kind, place: int) -> Any:
+    def _result_of_others(self, kind: CallKind, place: int) -> Any:
         """What a call of another stage returned: received tensors, and absent ones."""
         assert self._step.batch is not None
         result, num_samples = kind.findings.results[place], self._step.batch.num_samples

@@ -16,7 +16,7 @@ from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.probing.known_calls import UNKNOWN
 from shardhet.fsdp.probing.prober import Findings
 from shardhet.fsdp.sharding.residence import share_holders
-from shardhet.fsdp.stages.calls import Kind
+from shardhet.fsdp.stages.calls import CallKind
 from shardhet.fsdp.stages.parts import carried_of, check_dropouts, parts_of
 from shardhet.fsdp.stages.refusals import check_hooks, refuse
 from shardhet.fsdp.stages.rounds import StageRound
@@ -48,7 +48,7 @@ class StageRuntime(Runtime):
         self.in_flight = rounds_in_flight(pipeline_of(plan), self.rounds.number)  # by stage
         self._dropouts = [e for e in self._module.modules() if isinstance(e, _DropoutNd)]
         self._index_by_key: dict[Any, int] = {}  # of findings, on this rank
-        self._kinds: dict[int, Kind] = {}  # by index of findings
+        self._kinds: dict[int, CallKind] = {}  # by index of findings
         self._schedules: dict[tuple[int, int], Schedule] = {}  # and number of rounds
 
     # Before the rounds
@@ -110,7 +110,7 @@ class StageRuntime(Runtime):
             self.slabs.reserve(findings.inputs)
         return index
 
-    def _kind_of(self, findings: Findings) -> Kind:
+    def _kind_of(self, findings: Findings) -> CallKind:
         """What belongs to this rank's stage; raises ``ValueError`` for what it cannot do."""
         fqns = self.unit_fqns
         staying = ", ".join(repr(fqns[i]) for i in sorted(findings.staying))
@@ -123,15 +123,15 @@ class StageRuntime(Runtime):
             refuse(what, is_there=bool(found), where=progress.doing)
         parts = parts_of(findings, fqns, self.stage_by_fqn, len(self.in_flight))
         if not findings.results:  # a rank without samples hands nothing over
-            return Kind(findings, parts[self.stage], [], [])
+            return CallKind(findings, parts[self.stage], [], [])
         called = [fqns[each.unit] for each in findings.schedule.segments]
         check_dropouts(findings, [self.stage_by_fqn[fqn] for fqn in called])
         # Those of all stages, so that all ranks raise if one has to.
         received = [carried_of(each.received, findings, called) for each in parts]
         sent = [carried_of(each.sent, findings, called) for each in parts]
-        return Kind(findings, parts[self.stage], received[self.stage], sent[self.stage])
+        return CallKind(findings, parts[self.stage], received[self.stage], sent[self.stage])
 
-    def kind_for(self, index: int) -> Kind:
+    def kind_for(self, index: int) -> CallKind:
         """What was found for calls with the findings at ``index``."""
         return self._kinds[index]
 

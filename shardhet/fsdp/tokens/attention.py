@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.backends import mha
 from torch.nn.attention.bias import causal_lower_right
@@ -29,6 +28,7 @@ from shardhet.comm.groups import part_of
 from shardhet.fsdp.microbatch.surroundings import Surrounding
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.tokens.cutting import TokenCut, TokenCutter
+from shardhet.fsdp.tokens.lockstep import attending_by, attention
 from shardhet.records.layout import Span
 from shardhet.records.plan import Plan
 
@@ -108,7 +108,7 @@ class InGroup(Surrounding):
         is_fast = mha.get_fastpath_enabled()
         mha.set_fastpath_enabled(False)  # it computes attention without calling the function
         try:
-            with _attending_by(partial(self._attend, start, kept)):
+            with attending_by(partial(self._attend, start, kept)):
                 yield
         finally:
             mha.set_fastpath_enabled(is_fast)
@@ -136,28 +136,15 @@ class InGroup(Surrounding):
         key, value = gather(key, value, arrived, self._cut, self._channel)
         if self._keeps and kept is None:
             self._kept[start].append((key.detach(), value.detach()))
-        attend = partial(_ATTENTION, dropout_p=dropout_p, **options)
+        attend = partial(attention, dropout_p=dropout_p, **options)
         rows, at = [], 0
-        with _attending_by(_ATTENTION):  # which torch calls once more for a mask
+        with attending_by(attention):  # which torch calls once more for a mask
             found = self._cut.documents(Span(start, start + self._sizes[start]), len(query))
             for number, documents in found:
                 own = slice(at, at := at + number)
                 some = (query[own], key[own], value[own])
                 rows.append(_attend_rows(attend, *some, self._cut.own, documents, is_causal))
         return rows[0] if len(rows) == 1 else torch.cat(rows)
-
-
-_ATTENTION = F.scaled_dot_product_attention
-
-
-@contextmanager
-def _attending_by(function: Callable[..., Tensor]) -> Iterator[None]:
-    before = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = function
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = before
 
 
 def _attend_rows(

@@ -45,7 +45,7 @@ from shardhet.fsdp.probing.watch import Watcher
 from shardhet.fsdp.sharding.seeds import restored_random_state, seed_generators
 from shardhet.fsdp.sharding.unit import Casts
 from shardhet.fsdp.tokens.drawn import random_params
-from shardhet.fsdp.tokens.lockstep import Meeting, attention, in_lockstep
+from shardhet.fsdp.tokens.lockstep import Meeting, attending_by, attention, in_lockstep
 from shardhet.records.layout import Span
 
 Made = dict[tuple[str, int], list[Tensor]]  # results, by name and call of a module inside
@@ -151,7 +151,8 @@ class _Try:
     def outcome(self, *, together: bool, arguments: Layout) -> ByTokens:
         """What has been found of the module; raises ``NotByTokensError``."""
         held = self._held()
-        with self._recording():
+        # A device that shares samples tries what it computes alone, without the others.
+        with self._recording(), attending_by(attention):
             hooks = torch.autograd.graph.saved_tensors_hooks(self._note, lambda kept: kept)
             with hooks:
                 whole = self._run(self.inputs[1], None)

@@ -1,7 +1,8 @@
-"""Pieces of a sequence that are computed at once, in threads, and meet in attention."""
+"""What is in place of torch's attention, and pieces of a sequence that meet in it."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch.nn import functional as F
@@ -9,6 +10,17 @@ from torch.nn import functional as F
 NUM_PIECES = 2
 T = TypeVar("T")
 attention = F.scaled_dot_product_attention
+
+
+@contextmanager
+def attending_by(function: Callable[..., Any]) -> Iterator[None]:
+    """A context in which ``function`` is in place of ``F.scaled_dot_product_attention``."""
+    before = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = function
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = before
 
 
 class Meeting:
@@ -45,14 +57,11 @@ def in_lockstep(run_piece: Callable[[int, Meeting], T], attend: Callable[..., An
             meeting.barrier.abort()  # who has left is not waited for
 
     threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(NUM_PIECES)]
-    F.scaled_dot_product_attention = attend
-    try:
+    with attending_by(attend):
         for each in threads:
             each.start()
         for each in threads:
             each.join()
-    finally:
-        F.scaled_dot_product_attention = attention
     if errors:
         raise errors[0]
     return [found[part] for part in range(NUM_PIECES)]

@@ -11,7 +11,7 @@ FLOAT32_BYTES = 4  # of norms' statistics and of everything in the loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class DecoderShape:
     """The shape of a transformer; D width, F hidden width, T tokens, V vocabulary."""
 
     width: int
