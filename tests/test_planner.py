@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experiments.planner.cephalo import cephalo, cephalo_choice
 from shardhet.planner import Demands, DeviceLimits, PlanError, find_plan, solve
 from shardhet.planner.baselines import compute_only, even, memory_only
 from shardhet.planner.candidates.recompute import recompute_choices
@@ -190,29 +189,6 @@ def test_recomputing_a_part_is_never_slower_and_sometimes_faster() -> None:
     assert max(gains) > 0.01
 
 
-def test_cephalos_plan_fits_and_does_not_beat_the_bound() -> None:
-    num_found = 0
-    for seed in range(12):
-        cluster, profile, batch = random_case(seed)
-        try:
-            plan = cephalo(Setting(cluster, WORKLOAD, profile), global_batch_size=batch)
-        except PlanError:
-            continue
-        num_found += 1
-        predicted = CostModel(Setting(cluster, WORKLOAD, profile)).predict(plan)
-        solution = solve(
-            Setting(cluster, WORKLOAD, profile), global_batch_size=batch, demands=IN_ONE_ROUND
-        )
-        assert plan.global_batch_size == batch
-        assert all(rank.fits for rank in predicted.ranks)
-        assert all(rank.rank_batch_size > 0 for rank in plan.ranks)
-        assert predicted.step_time_s >= solution.lower_bound_s * (1 - 1e-9)
-    assert num_found >= 3
-    cluster, profile, _ = random_case(4)
-    with pytest.raises(PlanError, match="too slow for"):
-        cephalo(Setting(cluster, WORKLOAD, profile), global_batch_size=10_000)
-
-
 def test_no_plan_by_hand_beats_the_bound() -> None:
     cluster, profile, batch = random_case(4)
     solution = solve(Setting(cluster, WORKLOAD, profile), global_batch_size=batch)
@@ -316,43 +292,6 @@ def test_the_published_instance_is_solved_to_its_optimum() -> None:
     found = search(Problem(tuple(groups), batch, 0.0))
     assert round(found.value.objective_s, 4) <= 342.2968
     assert found.relative_gap <= 1e-9
-
-
-def test_cephalos_programme_finds_the_best_of_whole_microbatches() -> None:
-    rng = np.random.default_rng(2)
-    for _ in range(5):
-        tables = []
-        for _ in range(2):
-            per_size = np.cumsum(rng.uniform(0.5, 1.5, 5))
-            per_size[0] = 0.0
-            tables.append(per_size[:, None] * np.arange(9))
-        batch = int(rng.integers(3, 9))
-        choice = cephalo_choice(
-            tables, [np.zeros(5)] * 2, global_batch_size=batch, total_bytes=1.0
-        )
-        assert choice is not None
-        assert sum(each.size * each.number for each in choice) == batch
-        found = max(t[c.size, c.number] for t, c in zip(tables, choice, strict=True))
-        best = min(
-            max(tables[0][m, n], tables[1][p, q])
-            for m in range(1, 5)
-            for n in range(1, 9)
-            for p in range(1, 5)
-            for q in range(1, 9)
-            if m * n + p * q == batch
-        )
-        assert found == pytest.approx(best)
-
-
-def test_cephalos_programme_takes_memory_to_the_last_byte() -> None:
-    seconds = [np.outer(np.arange(3.0), np.ones(4))] * 2
-    bytes_by_size = [np.array([0.0, 3.0, 6.0]), np.array([0.0, 2.0, 4.0])]
-    # One microbatch of one sample each: no choice takes less.
-    problem = {"global_batch_size": 2}
-    choice = cephalo_choice(seconds, bytes_by_size, total_bytes=5.0, **problem)
-    assert choice is not None
-    assert [(each.size, each.number) for each in choice] == [(1, 1), (1, 1)]
-    assert cephalo_choice(seconds, bytes_by_size, total_bytes=4.9, **problem) is None
 
 
 def test_a_plan_to_prefer_may_be_faster_than_what_seemed_the_fastest() -> None:

@@ -30,7 +30,7 @@ def random_medium(i: int) -> Problem:
 
 @pytest.mark.parametrize("block", only([10], range(20)))
 def test_highs_alone_finds_what_the_search_finds(block: int) -> None:
-    for i in range(block * 2, block * 2 + 2):  # experiments/planner runs 400
+    for i in range(block * 2, block * 2 + 2):
         problem = random_medium(i)
         try:
             found = search(problem, SEARCHED)

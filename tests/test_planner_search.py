@@ -20,7 +20,7 @@ from shardhet.planner.search.search import (
 from tests.planning_problems import SEARCHED, BruteForce, random_problem, recomputed_objective
 from tests.selection import one_in
 
-NUM_BLOCKS, PROBLEMS_PER_BLOCK = 3, 100  # experiments/planner runs ten of these blocks
+NUM_BLOCKS, PROBLEMS_PER_BLOCK = 3, 100
 
 
 def random_small(rng: np.random.Generator, i: int, *, differ: bool = False) -> Problem:
