@@ -2,18 +2,29 @@
 
 import copy
 import random
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from shardhet import HetFSDP, Plan
+from shardhet import HetFSDP, Plan, Stage, redistribute
+from shardhet.checkpoint import load, save
+from tests.worlds import run_ranks
 
 BATCH = 6  # samples of a global batch, under every plan
 WORDS, WIDTH, TOKENS = 11, 5, 3
+BAR = 1e-9  # of losses, relative: other plans add in another order
 FORMS: list[dict[str, bool]] = [
     {
         "reshard_after_forward": forward,
@@ -128,47 +139,82 @@ class Together:
             each.zero_grad()
 
 
+End = Plan | int | None  # a number: ranks of FSDP2; None: a plain module
+CALLED = ("embedding", "blocks.0", "blocks.1", "frozen", "head")
+UNITS = (CALLED, CALLED[:3], CALLED[1:3])  # of stages; the root has the others
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model, saved under one plan and loaded under another; None is a plain module."""
+    """A model, and where it trains, one end after the other."""
 
-    seed: int
-    optimizer: str
-    has_scalar: bool  # a 0-d parameter; FSDP2 takes none
-    has_unused: bool  # a parameter without gradients; FSDP2's checkpoints want all states
-    is_tied: bool
-    num_steps: int
-    saved_as: Plan | int | None  # a number: ranks of FSDP2
-    loaded_as: Plan | int | None
+    seed: int = 0
+    optimizer: str = "adamw"
+    has_scalar: bool = True  # a 0-d parameter; FSDP2 takes none
+    has_unused: bool = (
+        True  # a parameter without gradients; FSDP2's checkpoints want all states
+    )
+    is_tied: bool = True
+    ends: tuple[End, ...] = ()
+    steps: tuple[int, ...] = ()  # at each end
 
-    def module(self) -> Odd:
+    def module(self, *, empty: bool = False) -> Odd:
         torch.manual_seed(self.seed)
-        return Odd(
+        module = Odd(
             has_scalar=self.has_scalar, is_tied=self.is_tied, has_unused=self.has_unused
         ).double()
+        if empty:
+            with torch.no_grad():
+                for each in (*module.parameters(), *module.buffers()):
+                    each.zero_()
+        return module
 
 
-def draw_case(seed: int) -> Case:
-    """In a third of all cases one end is plain or FSDP2, by turns."""
-    rng = random.Random(f"checkpoint {seed}")
-    ends: list[Plan | int | None] = [draw_plan(rng), draw_plan(rng)]
-    has_fsdp2 = False
-    if seed % 3 == 2:
-        end = rng.randrange(2)
-        has_fsdp2 = seed % 2 == 0
-        ends[end] = rng.randint(1, 4) if has_fsdp2 else None
+def case_of(
+    rng: random.Random, seed: int, ends: tuple[End, ...], steps: tuple[int, ...]
+) -> Case:
+    has_fsdp2 = any(isinstance(end, int) for end in ends)
     # FSDP2 wants a state of every parameter, which plain SGD has not.
     kinds = ["adamw", "sgd", "adam"] if has_fsdp2 else list(OPTIMIZERS)
     return Case(
         seed=seed,
-        optimizer=kinds[seed % len(kinds)],
+        optimizer=kinds[(seed + seed // len(kinds)) % len(kinds)],
         has_scalar=not has_fsdp2 and rng.random() < 0.7,
         has_unused=not has_fsdp2,
         is_tied=rng.random() < 0.5,
-        num_steps=rng.randint(1, 3) if has_fsdp2 else rng.randint(0, 3),
-        saved_as=ends[0],
-        loaded_as=ends[1],
+        ends=ends,
+        steps=(max(steps[0], has_fsdp2), *steps[1:]),
     )
+
+
+def draw_case(seed: int) -> Case:
+    """From one end to another; in a third of all cases one is plain or FSDP2, by turns."""
+    rng = random.Random(f"checkpoint {seed}")
+    ends: list[End] = [draw_plan(rng), draw_plan(rng)]
+    if seed % 3 == 2:
+        ends[rng.randrange(2)] = rng.randint(1, 4) if seed % 2 == 0 else None
+    return case_of(rng, seed, tuple(ends), (rng.randint(0, 3), 3))
+
+
+def draw_stages(seed: int) -> Case:
+    """A pipeline, another end and the pipeline again, or the other way round."""
+    rng = random.Random(f"checkpoint of stages {seed}")
+    first = draw_pipeline(rng)
+    others: list[Callable[[], End]] = [
+        lambda: draw_plan(rng),
+        lambda: draw_pipeline(rng),
+        lambda: rng.randint(1, 3),
+        lambda: None,
+    ]
+    other = others[seed % 4]()
+    ends = (first, other, first) if seed // 4 % 2 == 0 else (other, first, other)
+    return case_of(rng, seed, ends, (2, 2, 2))
+
+
+def kind_of(end: End) -> str:
+    if isinstance(end, Plan):
+        return "flat" if end.stages is None else "pipeline"
+    return "plain" if end is None else "fsdp2"
 
 
 def draw_plan(
@@ -194,6 +240,38 @@ def draw_plan(
         recompute=recompute,
         num_rounds=num_rounds,
         global_batch_size=BATCH,
+        **rng.choice(FORMS),
+    )
+
+
+def draw_pipeline(rng: random.Random) -> Plan:
+    """Two stages or three of one to four ranks, perhaps with much on the hosts."""
+    units = rng.choice(UNITS)
+    number = rng.randint(2, min(3, len(units)))
+    cuts = [0, *sorted(rng.sample(range(1, len(units)), number - 1)), len(units)]
+    ranks = [1 + (rng.random() < 0.3) for _ in range(number)]
+    num_rounds, round_size = rng.choice([(1, BATCH), (2, 3), (3, 2), (2, 4)])
+    batches: list[int] = []
+    shares: list[float] = []
+    for n in ranks:
+        first = rng.randint(0, round_size) if n == 2 else round_size
+        batches += [first, round_size - first][:n]
+        part = rng.choice([0.0, 0.2, 0.7]) if n == 2 else 1.0
+        shares += [part, 1 - part][:n]
+    recompute = rng.random() < 0.5
+    return Plan.by_hand(
+        microbatch_sizes=[rng.randint(1, 3) for _ in batches],
+        rank_batch_sizes=batches,
+        state_shares=shares,
+        recompute=recompute,
+        inputs_on_host=recompute and rng.random() < 0.5,
+        optimizer_on_host=[rng.random() < 0.3 for _ in batches],
+        num_rounds=num_rounds,
+        global_batch_size=BATCH,
+        stages=[
+            Stage(units=units[a:b], num_ranks=n)
+            for (a, b), n in zip(pairwise(cuts), ranks, strict=True)
+        ],
         **rng.choice(FORMS),
     )
 
@@ -296,3 +374,125 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
     return type(a) is type(b) and bool(a == b)
+
+
+# From end to end
+
+
+def sharded_by_fsdp2(module: nn.Module, world_size: int) -> nn.Module:
+    fully_shard(module, mesh=init_device_mesh("cpu", (world_size,)))
+    return module
+
+
+def whole_of_fsdp2(module: nn.Module, optimizer: optim.Optimizer) -> State:
+    """Under the names of ``whole_state``."""
+    state: State = {}
+    names = {param: fqn for fqn, param in module.named_parameters()}
+    for param, fqn in names.items():
+        state[fqn] = param.full_tensor().detach().clone()
+        for name, value in optimizer.state.get(param, {}).items():
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            state[f"{fqn}/{name}"] = whole.clone()
+    state |= {fqn: buffer.clone() for fqn, buffer in module.named_buffers()}
+    return state | groups_of(optimizer, names)
+
+
+def world_size_of(end: End) -> int:
+    return 1 if end is None else end if isinstance(end, int) else end.world_size
+
+
+def units_of(*ends: End) -> list[str]:
+    """Those of stages, if any of the plans has some."""
+    staged = [end.stages for end in ends if isinstance(end, Plan) and end.stages is not None]
+    return (
+        [fqn for stage in staged[0] for fqn in stage.units]
+        if staged
+        else ["blocks.0", "blocks.1"]
+    )
+
+
+def placed(module: nn.Module, end: End, units: Any = None) -> nn.Module:
+    if isinstance(end, int):
+        return sharded_by_fsdp2(module, dist.get_world_size())
+    return module if end is None else HetFSDP(module, end, units=units or units_of(end))
+
+
+def go_on(
+    rank: int, case: Case, number: int, folder: Path
+) -> tuple[State | None, State | None, list[float]]:
+    """What one end has loaded of the one before, what it saves, and its losses."""
+    end, before = case.ends[number], case.ends[:number]
+    model = placed(case.module(empty=number > 0), end)
+    optimizer = make_optimizer(model, case.optimizer)
+    state_of = whole_of_fsdp2 if isinstance(end, int) else whole_state
+    first, loaded = sum(case.steps[:number]), None
+    source, target = folder / str(number - 1), folder / str(number)
+    if number and isinstance(end, int):
+        states = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+        dcp.load(states, checkpoint_id=source)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=states["model"],
+            optim_state_dict=states["optim"],
+        )
+    elif number:
+        for group in optimizer.param_groups:
+            group["lr"] = 100.0
+        extra = load(model, optimizer, source)
+        assert extra == (None if isinstance(before[-1], int) else {"seed": case.seed})
+        if isinstance(model, HetFSDP) and all(isinstance(each, Plan) for each in before):
+            assert model.step == first
+    if number:
+        loaded = state_of(model, optimizer)
+    losses = train(model, optimizer, range(first, first + case.steps[number]))
+    if isinstance(end, int):
+        states = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+        dcp.save(states, checkpoint_id=target)
+    else:
+        save(model, optimizer, target, extra={"seed": case.seed})
+    saved = state_of(model, optimizer)
+    return (None, None, losses) if rank else (loaded, saved, losses)
+
+
+def check_ends(case: Case, folder: Path) -> None:
+    """Each end loads what the one before saved, and together they train as one process."""
+    before, losses = None, list[float]()
+    for number, end in enumerate(case.ends):
+        [(loaded, saved, own), *_] = run_ranks(go_on, world_size_of(end), case, number, folder)
+        assert number == 0 or loaded is not None
+        check_same(loaded or {}, before or {})
+        before = saved
+        losses += own
+    alone = replace(case, ends=(None,), steps=(sum(case.steps),))
+    assert losses == pytest.approx(go_on(0, alone, 0, folder / "alone")[2], rel=BAR, abs=0)
+
+
+def compare_moved(rank: int, case: Case, folder: Path) -> None:
+    """One job moves from plan to plan, the other saves and loads."""
+    units, has_stages = units_of(*case.ends), any(kind_of(e) == "pipeline" for e in case.ends)
+    moved = placed(case.module(), case.ends[0], units)
+    optimizer = make_optimizer(moved, case.optimizer)
+    train(moved, optimizer, range(case.steps[0]))
+    seen: list[str] = []
+    moved.add_observer(lambda each: seen.append(each.unit))
+    params = list(moved.parameters())
+    for number, plan in enumerate(case.ends[1:], 1):
+        save(moved, optimizer, folder / str(number))
+        redistribute(moved, optimizer, plan)
+        assert [id(p) for p in moved.parameters()] == [id(p) for p in params]
+        resumed = placed(case.module(empty=True), plan, units)
+        resumed_optimizer = make_optimizer(resumed, case.optimizer)
+        load(resumed, resumed_optimizer, folder / str(number))
+        assert moved.plan == resumed.plan
+        assert moved.step == resumed.step
+        for mine, theirs in zip(moved.parameters(), resumed.parameters(), strict=True):
+            assert torch.equal(mine, theirs)  # this rank's rows, too
+        check_same(whole_state(moved, optimizer), whole_state(resumed, resumed_optimizer))
+        first = sum(case.steps[:number])
+        steps = range(first, first + case.steps[number])
+        seen.clear()
+        losses = train(moved, optimizer, steps)
+        assert seen or not has_stages
+        assert losses == train(resumed, resumed_optimizer, steps)  # bit by bit
+        check_same(whole_state(moved, optimizer), whole_state(resumed, resumed_optimizer))

@@ -3,7 +3,11 @@
 import os
 import signal
 import time
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
 
 Misdeed = Literal["stop", "loop", "sleep", "kill", "exit", "raise", "slow"]
 CAUSE = "sample 17 is missing"  # what a rank that raises says
@@ -25,3 +29,17 @@ def commit(deed: Misdeed, *, slow_s: float = 0.0) -> None:
     if deed == "raise":
         raise KeyError(CAUSE)
     time.sleep(slow_s)
+
+
+class Trap(torch.autograd.Function):
+    """The identity, with something that happens in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spring: Callable[[], None]) -> Tensor:
+        ctx.spring = spring
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.spring()
+        return grads[0], None

@@ -6,8 +6,8 @@ rank's part, and compares losses, gradients, parameters and state dicts at every
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from shardhet import DeviceSpec, HetFSDP, Plan
-from shardhet.fsdp.sharding.seeds import microbatch_seed
 from shardhet.fsdp.sharding.wrapping import find_units
 from shardhet.records.layout import Span
+from tests.seeded import seeded, unit_by_param
 
 GRAD_BAR = 1e-12  # of the unit's largest gradient
 LOSS_BAR = 1e-12  # relative
@@ -100,7 +100,6 @@ def check_parity(
     *,
     place: Any = OnHost,
     take: Callable[..., float | None] = take_rounds,
-    unit_by_param: Callable[..., dict[str, str]] | None = None,
     after: Callable[..., list[Tensor]] = lambda *_: [],
 ) -> Result:
     """Train beside the reference; raises ``AssertionError`` at the first difference.
@@ -112,7 +111,7 @@ def check_parity(
     reference = problem.make_module()
     with place.installed():
         model = wrap(copy.deepcopy(reference), problem, plan, course, rank)
-    unit_by_fqn = (unit_by_param or _unit_by_param)(reference, problem)
+    unit_by_fqn = unit_by_param(reference, _units(reference, problem, plan))
     optimizers = [make_optimizer(each, course.optimizer) for each in (reference, model)]
     bar = PARAM_BAR[course.optimizer]
     bits: list[Tensor] = []
@@ -227,7 +226,8 @@ def microbatched_step(
     first_sample = 0
     losses = []
     num_tokens = _num_tokens(reference, problem, batch)
-    with _seeded_units(reference, problem) as seeds:
+    units = _units(reference, problem, plan)
+    with seeded(reference, units, problem.options.get("seed", 0)) as seeds:
         ranks = plan.ranks * (len(sizes) // plan.world_size)
         for rank, size in zip(ranks, sizes, strict=True):
             for microbatch_size in rank.split(size) if size else ():
@@ -249,59 +249,13 @@ def _num_tokens(reference: nn.Module, problem: Problem, batch: Batch) -> Tensor 
     return num_tokens
 
 
-class _Seeds:
-    """Seeds of the microbatch that the reference is at."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._step = 0
-        self._first_sample = 0
-        self._calls_by_unit: dict[str, int] = {}
-
-    def start(self, *, step: int, first_sample: int) -> None:
-        self._step, self._first_sample, self._calls_by_unit = step, first_sample, {}
-
-    def enter(self, unit_fqn: str) -> None:
-        call = self._calls_by_unit.get(unit_fqn, 0)
-        self._calls_by_unit[unit_fqn] = call + 1
-        # torch.manual_seed would format the stack for each kind of accelerator that is absent.
-        torch.default_generator.manual_seed(
-            microbatch_seed(self._seed, self._step, unit_fqn, call, self._first_sample)
-        )
-
-
-@contextmanager
-def _seeded_units(reference: nn.Module, problem: Problem) -> Iterator[_Seeds]:
-    """The reference's units seed before each call what HetFSDP's seed per microbatch."""
-    seeds = _Seeds(problem.options.get("seed", 0))
-    hooks = [
-        module.register_forward_pre_hook(lambda *_, fqn=unit.fqns[0]: seeds.enter(fqn))
-        for unit in _units(reference, problem)
-        for module in unit.modules
-    ]
-    state = torch.get_rng_state()
-    yield seeds
-    torch.set_rng_state(state)
-    for hook in hooks:
-        hook.remove()
-
-
-def _units(reference: nn.Module, problem: Problem) -> list[Any]:
+def _units(reference: nn.Module, problem: Problem, plan: Plan) -> list[Any]:
     options = problem.options
+    keeps_last = options.get("loss_fn") is not None
+    merges = plan.stages is None
     return find_units(
-        reference, options.get("units"), keeps_last=options.get("loss_fn") is not None
+        reference, options.get("units"), keeps_last=keeps_last, merges_tied=merges
     )
-
-
-def _unit_by_param(reference: nn.Module, problem: Problem) -> dict[str, str]:
-    """The unit (its first module's fqn, "" for the root) of every parameter, by fqn."""
-    unit_by_id = {
-        id(param): unit.fqns[0]
-        for unit in _units(reference, problem)
-        for module in unit.modules
-        for param in module.parameters()
-    }
-    return {fqn: unit_by_id.get(id(p), "") for fqn, p in reference.named_parameters()}
 
 
 def make_optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:

@@ -5,22 +5,19 @@ In lower precision HetFSDP errs no more than plain PyTorch does that accumulates
 microbatches, as in tests/test_parity_low_precision.py.  Every case is run twice.
 """
 
-import copy
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shardhet import DeviceSpec, HetFSDP, Plan
-from tests.parity import Result, check_parity
-from tests.patchwork import Case, draw_rounds
-from tests.test_parity_low_precision import LOSS_SCALE, OPTIONS, LanguageModel, squared_errors
+from shardhet import DeviceSpec, Plan
+from tests.parity import Result, blanked, check_parity
+from tests.patchwork import IGNORED, Case, draw_rounds
+from tests.test_parity_low_precision import LanguageModel, compared, make_batch
 
-IGNORED = -100
-NUM_WORDS, SEQ_LEN = 31, 9
 PRECISIONS = ("float64",) * 5 + ("float32", "bf16", "fp16")
 ON_HOST = ("inputs_on_host", "optimizer_on_host")  # of RankPlan
 
@@ -137,65 +134,16 @@ class TiedModel(LanguageModel):
 
 
 def _in_low_precision(rank: int, case: RoundsCase) -> tuple[list[Tensor], RankReport]:
-    plan, sizes = case.case.plan, case.case.course.rank_batch_sizes[-1]
-    options, scale = OPTIONS.get(case.precision, {}), LOSS_SCALE.get(case.precision, 1.0)
+    plan, course = case.case.plan, case.case.course
     torch.manual_seed(case.case.seed)
     master = TiedModel() if case.is_tied else LanguageModel()
-    words, targets = _batch(case, sizes)
-    truth_model = copy.deepcopy(master).double()
-    loss_sum, num_tokens = truth_model(words, targets)
-    (loss_sum / num_tokens).backward()
-    truth = _grads(truth_model)
-    plain = _accumulated(case, copy.deepcopy(master), words, targets, scale)
-    kinds = case.case.course.kinds
-    spec = DeviceSpec(kind=kinds[rank]) if kinds else None
-    model = HetFSDP(master, plan, device_spec=spec, **options)
-    for place in range(model.position, len(sizes), plan.world_size):
-        first = sum(sizes[:place])
-        own = slice(first, first + sizes[place])
-        loss_sum, counted = model(words[own], targets[own])
-        mean = model.backward(loss_sum if scale == 1 else scale * loss_sum, counted)
-    assert mean is not None
-    grads = {fqn: grad / scale for fqn, grad in _grads(model).items()}
-    assert all(grad.dtype is torch.float32 for grad in grads.values())
-    report = RankReport(
-        ours=squared_errors(model, grads, truth, is_cut=True),
-        plain=squared_errors(model, plain, truth, is_cut=False),
-    )
-    return [torch.tensor(mean), *grads.values()], report
-
-
-def _batch(case: RoundsCase, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    words = torch.randint(0, NUM_WORDS, (sum(sizes), SEQ_LEN + 1))
-    inputs, targets = words[:, :-1], words[:, 1:].clone()
-    targets[torch.rand(targets.shape) < 0.2] = IGNORED
-    for i in case.case.course.blank_rounds[-1]:
-        start, stop = (sum(sizes[: j * case.world_size]) for j in (i, i + 1))
-        targets[start:stop] = IGNORED
-    if (targets == IGNORED).all():
-        targets[-1, 0] = 0  # not the whole step
-    return inputs, targets
-
-
-def _accumulated(
-    case: RoundsCase, model: nn.Module, words: Tensor, targets: Tensor, scale: float
-) -> dict[str, Tensor]:
-    """Plain PyTorch in the low precision, the plan's microbatches one after the other."""
-    plan, sizes = case.case.plan, case.case.course.rank_batch_sizes[-1]
-    model = model.to(OPTIONS.get(case.precision, {}).get("param_dtype", torch.float32))
-    num_tokens = int((targets != IGNORED).sum())
-    first = 0
-    for rank, size in zip(plan.ranks * plan.num_rounds, sizes, strict=True):
-        for microbatch in rank.split(size) if size else ():
-            part = slice(first, first + microbatch)
-            loss_sum, _ = model(words[part], targets[part])
-            (scale * loss_sum / num_tokens).backward()
-            first += microbatch
-    return {fqn: grad.float() / scale for fqn, grad in _grads(model).items()}
-
-
-def _grads(model: nn.Module) -> dict[str, Tensor]:
-    return {fqn: p.grad for fqn, p in model.named_parameters() if p.grad is not None}
+    sizes = course.rank_batch_sizes[-1]
+    batch = make_batch(sum(sizes))
+    batch["targets"][torch.rand(batch["targets"].shape) < 0.2] = IGNORED
+    batch = blanked(batch, course, -1, case.world_size)
+    spec = DeviceSpec(kind=course.kinds[rank]) if course.kinds else None
+    bits, ours, plain = compared(master, plan, sizes, batch, case.precision, device_spec=spec)
+    return bits, RankReport(ours=ours, plain=plain)
 
 
 def excess(reports: Sequence[RankReport]) -> float:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from shardhet import DeviceSpec, HetFSDP, Plan, Stage
-from shardhet.fsdp.sharding.wrapping import find_units
 from tests.emulated.accelerator import Accelerator
 from tests.parity import LOSS_BAR, Batch, Course, OnHost, Problem, Result, check_parity
 from tests.patchwork import IGNORED, Case, draw_shape
@@ -244,9 +243,8 @@ def _train(rank: int, drawn: StagesCase, place: Accelerator | OnHost) -> Result:
     sizes = tuple(_sizes(case.plan, number) for number in drawn.num_samples)
     course = replace(case.course, rank_batch_sizes=sizes)
     return check_parity(
-        rank, problem, case.plan, course, place=place, take=take, after=evaluate,
-        unit_by_param=_unit_by_param,
-    )  # fmt: skip
+        rank, problem, case.plan, course, place=place, take=take, after=evaluate
+    )
 
 
 def _sizes(plan: Plan, num_samples: int) -> tuple[int, ...]:
@@ -257,16 +255,3 @@ def _sizes(plan: Plan, num_samples: int) -> tuple[int, ...]:
         for r in range(plan.num_rounds)
         for i in positions
     )
-
-
-def _unit_by_param(reference: Any, problem: Problem) -> dict[str, str]:
-    units = find_units(reference, problem.options["units"], merges_tied=False)
-    places: dict[int, set[str]] = {}
-    for unit in units:
-        for module in unit.modules:
-            for param in module.parameters():
-                places.setdefault(id(param), set()).add(unit.fqns[0])
-    return {
-        fqn: next(iter(places.get(id(p), {""}))) if len(places.get(id(p), {""})) == 1 else ""
-        for fqn, p in reference.named_parameters()
-    }

@@ -136,17 +136,14 @@ FROZEN = {
 }
 
 
-def _train_frozen(rank: int, plan: Plan, frozen: tuple[str, ...], is_tied: bool) -> None:
-    shape = replace(SHAPE, frozen=frozen, is_tied=is_tied)
-    check_parity(rank, patchwork_problem(shape), plan, Course.of(plan, optimizer="adamw"))
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("name", FROZEN)
 @every_plan
-def test_frozen_parts_get_no_gradient(plan: Plan, name: str, is_tied: bool) -> None:
-    run_ranks(_train_frozen, plan.world_size, plan, FROZEN[name], is_tied)
+@on_ranks()
+def test_frozen_parts_get_no_gradient(rank: int, plan: Plan, name: str, is_tied: bool) -> None:
+    shape = replace(SHAPE, frozen=FROZEN[name], is_tied=is_tied)
+    check_parity(rank, patchwork_problem(shape), plan, Course.of(plan, optimizer="adamw"))
 
 
 class DetachedBeside(nn.Module):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shardhet import DeviceSpec, HetFSDP, Plan
 from shardhet.records.plan import PlannedUnit
+from tests.misdeeds import Trap
 from tests.worlds import Outcome, ends_all_ranks, on_ranks, run_ranks
 
 WIDTH = 4
@@ -33,37 +34,23 @@ TURNED = Plan.by_hand(
 )
 
 
-class _Trap(torch.autograd.Function):
-    """The identity, with something that happens in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, spring: Callable[[], None]) -> Tensor:
-        ctx.spring = spring
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.spring()
-        return grads[0], None
-
-
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.linear = nn.Linear(width, width, dtype=torch.float64)
         self.in_forward: Callable[[], None] = lambda: None
         self.in_backward: Callable[[], None] = lambda: None
 
     def forward(self, x: Tensor) -> Tensor:
         self.in_forward()
-        y: Tensor = _Trap.apply(x + self.linear(x).tanh(), self.in_backward)
+        y: Tensor = Trap.apply(x + self.linear(x).tanh(), self.in_backward)
         return y
 
 
 class Net(nn.Module):
-    def __init__(self, num_layers: int = 3) -> None:
+    def __init__(self, num_layers: int = 3, width: int = WIDTH) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Layer() for _ in range(num_layers)])
+        self.layers = nn.ModuleList([Layer(width) for _ in range(num_layers)])
         self.visits = list(range(num_layers))
 
     def forward(self, x: Tensor) -> tuple[Tensor, int]:

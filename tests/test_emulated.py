@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,11 @@ from tests.emulated.accelerator import Accelerator
 from tests.emulated.memory import RaceError
 from tests.emulated.nccl import Communicator, Launched
 from tests.parity import (
-    LOSS_BAR,
-    PARAM_BAR,
     Batch,
     Course,
     Problem,
     blanked,
-    compare_params,
-    expected_mean,
+    check_parity,
     make_optimizer,
     part_of,
     train_step,
@@ -78,64 +76,53 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
     return {name: each.to(device) for name, each in batch.items()}
 
 
-class OnAccelerator:
-    """One rank's model on an accelerator of its own."""
+def take(
+    accelerator: Accelerator,
+    model: HetFSDP,
+    problem: Problem,
+    plan: Plan,
+    batch: Batch,
+    course: Course,
+    step: int,
+) -> float | None:
+    """Forward and backward of all rounds; checks that what the plan says is sent."""
+    num_probes = len(model._runtime._known._findings)
+    by_group = accelerator.nccl.communicators
+    before = sum(each.received_bytes for each in by_group.values())
+    launched = {group: len(each.collectives) for group, each in by_group.items()}
+    batches = rounds_of(batch, course.rank_batch_sizes[step], model)
+    mine = [on_device(each, accelerator.device) for each in batches]
+    accelerator.syncs.clear()
+    for each in mine:
+        mean = train_step(model, problem, each, course)
+    if len(model._runtime._known._findings) == num_probes:
+        # The host reads the losses when backward is queued, and nothing else but gradients
+        # that are to be on the host, and by which factor a loss has what the model returns;
+        # in several rounds also by what losses were multiplied.
+        syncs, losses = accelerator.syncs, "comm/host_copy.py read: event"
+        if plan.ranks[model.position].optimizer_on_host:
+            gradients = {"comm/on_host/lanes.py wait: event"}
+            if course.steps_between_zero_grad > 1:  # to memory that is not pinned
+                gradients.add("fsdp/sharding/placement.py make: copy_")
+            assert set(syncs) <= {losses, *gradients}, syncs
+        else:
+            assert set(syncs) == {losses}, syncs
+            assert len(syncs) <= 2 or len(batches) > 1, syncs
+        for group, communicator in by_group.items():
+            for _, _, stream in communicator.collectives[launched.get(group, 0) :]:
+                assert stream == "of priority -1"
+        received = sum(each.received_bytes for each in by_group.values()) - before
+        assert received == planned_bytes(model)
+    accelerator.syncs.clear()
+    return mean
 
-    def __init__(self, module: nn.Module, case: Case, rank: int) -> None:
-        self.accelerator = Accelerator()
-        options = {**case.problem.options, "device": self.accelerator.device}
-        self.course = case.course
-        self.problem = replace(case.problem, options=options)
-        with self.accelerator.installed():
-            self.model = wrap(module, self.problem, case.plan, case.course, rank)
-            self.optimizer = make_optimizer(self.model, case.course.optimizer)
 
-    def train_step(self, batches: Sequence[Batch]) -> float | None:
-        """Forward and backward of all rounds; checks that what the plan says is sent."""
-        runtime = self.model._runtime
-        num_probes = len(runtime._known._findings)
-        by_group = self.accelerator.nccl.communicators
-        before = sum(each.received_bytes for each in by_group.values())
-        launched = {group: len(each.collectives) for group, each in by_group.items()}
-        self.accelerator.syncs.clear()
-        with self.accelerator.installed():
-            mine = [on_device(batch, self.accelerator.device) for batch in batches]
-            self.accelerator.syncs.clear()
-            for each in mine:
-                mean = train_step(self.model, self.problem, each, self.course)
-        if len(runtime._known._findings) == num_probes:
-            # The host reads the losses when backward is queued, and nothing else but gradients
-            # that are to be on the host, and by which factor a loss has what the model returns;
-            # in several rounds also by what losses were multiplied.
-            syncs, losses = self.accelerator.syncs, "comm/host_copy.py read: event"
-            if self.model.plan.ranks[self.model.position].optimizer_on_host:
-                gradients = {"comm/on_host/lanes.py wait: event"}
-                if self.course.steps_between_zero_grad > 1:  # to memory that is not pinned
-                    gradients.add("fsdp/sharding/placement.py make: copy_")
-                assert set(syncs) <= {losses, *gradients}, syncs
-            else:
-                assert set(syncs) == {losses}, syncs
-                assert len(syncs) <= 2 or len(batches) > 1, syncs
-            for group, communicator in by_group.items():
-                for _, _, stream in communicator.collectives[launched.get(group, 0) :]:
-                    assert stream == "of priority -1"
-            received = sum(each.received_bytes for each in by_group.values()) - before
-            assert received == planned_bytes(self.model)
-        return mean
-
-    def optimizer_step(self) -> None:
-        self.accelerator.syncs.clear()
-        with self.accelerator.installed():
-            self.optimizer.step()
-        assert not self.accelerator.syncs
-
-    @property
-    def launches(self) -> Launches:
-        """What was launched, by the name of the group."""
-        return {
-            group.group_name: replace(each, stream=None)
-            for group, each in self.accelerator.nccl.communicators.items()
-        }
+def launches_of(accelerator: Accelerator) -> Launches:
+    """What was launched, by the name of the group."""
+    return {
+        group.group_name: replace(each, stream=None)
+        for group, each in accelerator.nccl.communicators.items()
+    }
 
 
 def planned_bytes(model: HetFSDP) -> int:
@@ -185,26 +172,23 @@ def rounds_of(batch: Batch, sizes: Sequence[int], model: HetFSDP) -> list[Batch]
 
 def check_beside_one_process(rank: int, case: Case) -> Launches:
     """Every loss and every parameter is that of one process without an accelerator."""
-    problem, plan, course = case.problem, case.plan, case.course
-    torch.manual_seed(11)
-    reference = problem.make_module()
-    there = OnAccelerator(copy.deepcopy(reference), case, rank)
-    optimizer = make_optimizer(reference, course.optimizer)
-    for step, sizes in enumerate(course.rank_batch_sizes):
-        batch = blanked(problem.make_batch(sum(sizes)), course, step, plan.world_size)
-        if step % course.steps_between_zero_grad == 0:
-            there.optimizer.zero_grad()
-            optimizer.zero_grad()
-        mean = there.train_step(rounds_of(batch, sizes, there.model))
-        expected = expected_mean(reference, problem, plan, course, batch, step)
-        assert mean is not None
-        assert abs(mean - expected) <= LOSS_BAR * abs(expected), f"loss {mean} for {expected}"
-        if (step + 1) % course.steps_between_zero_grad == 0:
-            optimizer.step()
-            there.optimizer_step()
-        bar = PARAM_BAR[course.optimizer]
-        compare_params(there.model, reference, bar=bar, where=f"after step {step}")
-    return there.launches
+    there = Accelerator()
+    problem = replace(case.problem, options={**case.problem.options, "device": there.device})
+
+    def lets_nobody_wait(*_: Any) -> list[Tensor]:
+        assert not there.syncs  # in the optimizer's step
+        return []
+
+    check_parity(
+        rank,
+        problem,
+        case.plan,
+        replace(case.course, clip_at=None),
+        place=there,
+        take=partial(take, there),
+        after=lets_nobody_wait,
+    )
+    return launches_of(there)
 
 
 def check_beside_the_host(rank: int, case: Case) -> Launches:
@@ -212,31 +196,36 @@ def check_beside_the_host(rank: int, case: Case) -> Launches:
 
     Both compute alike; the sums of gradients, in float64, are added up in another order.
     """
-    problem, plan, course = case.problem, case.plan, case.course
-    options = {**problem.options, "param_dtype": torch.float32}
-    problem = replace(problem, options=options)
+    plan, course, accelerator = case.plan, case.course, Accelerator()
+    options = {**case.problem.options, "param_dtype": torch.float32}
+    problem = replace(case.problem, options=options)
+    on_it = replace(case.problem, options={**options, "device": accelerator.device})
     torch.manual_seed(11)
     module = problem.make_module()
-    there = OnAccelerator(copy.deepcopy(module), replace(case, options=options), rank)
+    with accelerator.installed():
+        there = wrap(copy.deepcopy(module), on_it, plan, course, rank)
     here = wrap(module, problem, plan, course, rank)
-    optimizer = make_optimizer(here, course.optimizer)
+    optimizers = [make_optimizer(each, course.optimizer) for each in (here, there)]
     for step, sizes in enumerate(course.rank_batch_sizes):
         if step % course.steps_between_zero_grad == 0:
-            there.optimizer.zero_grad()
-            optimizer.zero_grad()
-        whole = blanked(problem.make_batch(sum(sizes)), course, step, plan.world_size)
-        batches = rounds_of(whole, sizes, here)
-        mean = there.train_step(batches)
-        expected = [train_step(here, problem, batch, course) for batch in batches][-1]
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        batch = blanked(problem.make_batch(sum(sizes)), course, step, plan.world_size)
+        with accelerator.installed():
+            mean = take(accelerator, there, on_it, plan, batch, course, step)
+        for each in rounds_of(batch, sizes, here):
+            expected = train_step(here, problem, each, course)
         assert mean is not None
         assert expected is not None
         assert abs(mean - expected) <= 1e-6 * abs(expected), f"loss {mean} for {expected}"
         if (step + 1) % course.steps_between_zero_grad == 0:
-            optimizer.step()
-            there.optimizer_step()
-        for found, own in zip(there.model.parameters(), here.parameters(), strict=True):
+            for optimizer in optimizers:
+                with accelerator.installed() if optimizer is optimizers[1] else nullcontext():
+                    optimizer.step()
+            assert not accelerator.syncs
+        for found, own in zip(there.parameters(), here.parameters(), strict=True):
             torch.testing.assert_close(found.as_subclass(Tensor), own.as_subclass(Tensor))
-    return there.launches
+    return launches_of(accelerator)
 
 
 def _run_block(rank: int, world_size: int, block: int) -> list[Launches]:
@@ -294,10 +283,7 @@ def _some_only_store(rank: int) -> Launches:
             each.sent.clear()
         x = torch.randn(mine, 8).to(accelerator.device)
         model.backward(model(x).sum(), mine)
-    communicators = accelerator.nccl.communicators
-    return {
-        group.group_name: replace(each, stream=None) for group, each in communicators.items()
-    }
+    return launches_of(accelerator)
 
 
 def test_a_rank_that_only_stores_hands_its_rows_to_one_that_computes() -> None:

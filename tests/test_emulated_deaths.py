@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from shardhet import HetFSDP, Plan
-from shardhet.comm import devices
 from shardhet.comm.liveness import EXIT_STATUS, watch
 from tests.emulated.accelerator import Accelerator
 from tests.misdeeds import commit
@@ -38,7 +37,6 @@ class Case:
     rank: int
     plan: Plan
     aborts: bool  # whether devices go on, with garbage, once communicators are aborted
-    waits: bool = False  # hosts wait for their devices in every layer, as ``loss.item()`` does
 
 
 def draw(seed: int) -> Case:
@@ -67,37 +65,29 @@ def train(rank: int, case: Case) -> None:
     accelerator.nccl.blocks_on_loss = True
     accelerator.nccl.aborts = case.aborts
     watch._is_decided.clear()  # so that HetFSDP starts the watch itself
-    with accelerator.installed():
-        take_steps(rank, case, accelerator.device)
-
-
-def take_steps(rank: int, case: Case, device: torch.device) -> None:
     torch.manual_seed(1)
-    net = Net()
-    model = HetFSDP(net, case.plan, device=device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    doing = ""
+    with accelerator.installed():
+        net = Net()
+        model = HetFSDP(net, case.plan, device=accelerator.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        doing = ""
 
-    def spring(*_: Any) -> None:
-        if rank == case.rank and model.step == STEP and doing == case.place:
-            commit(case.deed)
+        def spring(*_: Any) -> None:
+            if rank == case.rank and model.step == STEP and doing == case.place:
+                commit(case.deed)
 
-    def wait(*_: Any) -> None:
-        spring()
-        devices.module_of(device).synchronize(device)
-
-    net.layer(1).in_forward = net.layer(1).in_backward = spring
-    if case.waits:
-        net.layer(0).in_forward = net.layer(1).in_forward = net.layer(2).in_forward = wait
-    x = torch.randn(case.plan.ranks[rank].rank_batch_size, 4, dtype=torch.float64).to(device)
-    for step in range(STEP + 3):
-        time.sleep(0.3)
-        for doing, act in in_order(model, optimizer, x):
-            if doing in PLACES[2:]:
-                spring()
-            act()
-            model._runtime.rounds.end_step(step)  # all of it belongs to one step
-        model._runtime.rounds.end_step(step + 1)
+        net.layer(1).in_forward = net.layer(1).in_backward = spring
+        x = torch.randn(case.plan.ranks[rank].rank_batch_size, 4, dtype=torch.float64).to(
+            accelerator.device
+        )
+        for step in range(STEP + 3):
+            time.sleep(0.3)
+            for doing, act in in_order(model, optimizer, x):
+                if doing in PLACES[2:]:
+                    spring()
+                act()
+                model._runtime.rounds.end_step(step)  # all of it belongs to one step
+            model._runtime.rounds.end_step(step + 1)
 
 
 def in_order(model: HetFSDP, optimizer: Any, x: Any) -> list[tuple[str, Callable[[], Any]]]:
@@ -112,12 +102,9 @@ def in_order(model: HetFSDP, optimizer: Any, x: Any) -> list[tuple[str, Callable
 
 @pytest.mark.parametrize("seed", one_in(32, range(NUM_CASES)))
 def test_all_end_within_seconds_with_the_name_of_the_rank(seed: int) -> None:
-    assert_all_end_with_its_name(train, draw(seed))
-
-
-def assert_all_end_with_its_name(act: Callable[[int, Case], None], case: Case) -> None:
+    case = draw(seed)
     outcomes = run_ranks_expecting_failure(
-        act,
+        train,
         case.plan.world_size,
         case,
         within_s=WITHIN_S + BEFORE_S,

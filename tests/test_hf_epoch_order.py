@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from shardhet import Plan
-from tests.worlds import TRANSFORMERS, preload, run_ranks, workers_allowed
+from tests.worlds import TRANSFORMERS, on_ranks, preload, run_ranks, workers_allowed
 
 transformers = pytest.importorskip("transformers", reason="needs the hf extra")
 preload(*TRANSFORMERS)
@@ -325,14 +325,11 @@ def test_a_resumed_epoch_goes_on_in_its_order(table: str, tmp_path: Path) -> Non
     run_ranks(run_and_resume, 2, *args, timeout_s=2 * FIRST_CASE_S)
 
 
-def fail_to_resume(rank: int, folder: str) -> None:
+@on_ranks(2, timeout_s=FIRST_CASE_S)
+def test_an_order_that_cannot_be_drawn_again_is_refused(rank: int, tmp_path: Path) -> None:
     """What is not known of a sampler's own generator is noticed when an epoch goes on."""
     with pytest.raises(ValueError, match="OfNumpy: it draws another order than before"):
-        run_and_resume(rank, folder, "KEPT", ["of numpy"])
-
-
-def test_an_order_that_cannot_be_drawn_again_is_refused(tmp_path: Path) -> None:
-    run_ranks(fail_to_resume, 2, str(tmp_path), timeout_s=FIRST_CASE_S)
+        run_and_resume(rank, str(tmp_path), "KEPT", ["of numpy"])
 
 
 class Drawn(Numbered):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
 from tests.small_models import TRANSFORMERS_SHAPE
-from tests.worlds import TRANSFORMERS, preload, run_ranks, run_ranks_expecting_failure
+from tests.worlds import TRANSFORMERS, on_ranks, preload, run_ranks, run_ranks_expecting_failure
 
 transformers = pytest.importorskip("transformers", reason="needs the hf extra")
 preload(*TRANSFORMERS)
@@ -62,7 +62,8 @@ def prompts(rank: int) -> Tensor:
     return torch.randint(4, 60, (2, 3 + 2 * rank), generator=generator)
 
 
-def write(rank: int) -> None:
+@on_ranks(PLAN.world_size, timeout_s=FIRST_CASE_S)
+def test_each_rank_writes_what_one_process_writes(rank: int) -> None:
     """Each rank its own prompts, to its own length, against the plain model."""
     from shardhet.hf import generate
 
@@ -76,10 +77,6 @@ def write(rank: int) -> None:
             torch.manual_seed(rank)
             found = generate(model, prompts(rank), **length, **options)
             assert torch.equal(found, expected), f"{make.__name__}, {way}"
-
-
-def test_each_rank_writes_what_one_process_writes() -> None:
-    run_ranks(write, PLAN.world_size, timeout_s=FIRST_CASE_S)
 
 
 def write_on_one_rank(rank: int) -> bool:
@@ -122,11 +119,12 @@ class Blocks(nn.Module):
         return self.scale * x
 
 
-def call_in_any_order(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_units_may_be_called_in_any_order(rank: int) -> None:
     """Units in another order and number on each rank, then a step as ever."""
     torch.manual_seed(0)
     plain = Blocks()
-    plan = Plan.by_hand(microbatch_sizes=[1] * world_size, state_shares=[1 / world_size] * 3)
+    plan = Plan.by_hand(microbatch_sizes=[1] * 3)
     model = HetFSDP(copy.deepcopy(plain), plan)
     module: Any = model.module
     x = torch.randn(5, 4)
@@ -140,10 +138,6 @@ def call_in_any_order(rank: int, world_size: int) -> None:
     assert sum(p.numel() for p in module.blocks[0].parameters()) < 20  # rows again
     output = model(x[:1])
     model.backward(output.sum(), 1)
-
-
-def test_units_may_be_called_in_any_order() -> None:
-    run_ranks(call_in_any_order, 3, 3)
 
 
 def fail_inside(rank: int) -> None:

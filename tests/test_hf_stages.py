@@ -16,7 +16,7 @@ from shardhet.fsdp.sharding.wrapping import find_units
 from tests.parity import compare_grads
 from tests.selection import only
 from tests.test_hf_folder import MODELS
-from tests.worlds import TRANSFORMERS, preload, run_ranks
+from tests.worlds import TRANSFORMERS, on_ranks, preload, run_ranks
 
 transformers = pytest.importorskip("transformers", reason="needs the hf extra")
 preload(*TRANSFORMERS)
@@ -75,7 +75,10 @@ def backward_of_mean(plain: Any, words: Tensor) -> float:
     return float(loss / number)
 
 
-def step_by_loss_fn(rank: int, name: str, cut: int) -> None:
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name, cut", [("llama", 1), ("gpt2", 2), ("gpt2", 4)])
+@on_ranks(3, timeout_s=FIRST_CASE_S)
+def test_a_loss_inside_of_a_model_output_is_found(rank: int, name: str, cut: int) -> None:
     """Two steps; the model returns its own kind of output, with the loss inside of it."""
     torch.manual_seed(0)
     plain = MODELS[name]().double().eval()
@@ -90,12 +93,6 @@ def step_by_loss_fn(rank: int, name: str, cut: int) -> None:
         assert mean == pytest.approx(expected, rel=1e-12)
         compare_grads(model, plain)
         model.zero_grad()
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name, cut", [("llama", 1), ("gpt2", 2), ("gpt2", 4)])
-def test_a_loss_inside_of_a_model_output_is_found(name: str, cut: int) -> None:
-    run_ranks(step_by_loss_fn, 3, name, cut, timeout_s=FIRST_CASE_S)
 
 
 def adapted(rank: int, folder: str, cut: int) -> None:

@@ -18,7 +18,7 @@ from tests.edge_plans import APART, IN_ROUNDS, UNEVEN, every_plan, plan_for
 from tests.ordinary import Pair, says
 from tests.parity import compare_grads
 from tests.small_models import WIDTH, Net, draw
-from tests.worlds import run_ranks, run_ranks_expecting_failure
+from tests.worlds import ends_all_ranks, run_ranks, run_ranks_expecting_failure
 
 ALONE = plan_for(recomputes=False)
 UNITS = ["units.0", "units.1"]
@@ -427,15 +427,12 @@ def test_stages_compare_written_buffers_too() -> None:
 # What one rank alone raises beside its forwards
 
 
-def _raises_beside_forwards(rank: int) -> None:
+@ends_all_ranks(2, "no room")
+def test_what_one_rank_raises_between_its_forwards_ends_all(rank: int) -> None:
     model = HetFSDP(Beside("sum"), OF_EIGHT["ranks"], units=UNITS)
     if rank == 1:
         mock.patch.object(Cut, "laws", side_effect=OSError("no room")).start()
     model(draw(4, WIDTH))
-
-
-def test_what_one_rank_raises_between_its_forwards_ends_all() -> None:
-    says(run_ranks_expecting_failure(_raises_beside_forwards, 2), "no room")
 
 
 def test_laws_are_in_one_order_on_ranks_whose_hashes_of_texts_differ() -> None:

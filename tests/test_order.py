@@ -3,7 +3,6 @@
 Recorded at the two collectives that flat tensors call, by the unit that calls them.
 """
 
-import copy
 import random
 import sys
 import time
@@ -16,10 +15,9 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardhet import DeviceSpec, HetFSDP, Plan
+from shardhet import HetFSDP, Plan
 from shardhet.comm import collectives
 from shardhet.extras.shared_host.arena import PeerArena
 from shardhet.fsdp.probing.prober import Prober
@@ -27,7 +25,8 @@ from shardhet.fsdp.sharding import flat as flat_module
 from shardhet.fsdp.sharding import flat_grad
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.records.schedule import LaunchKind, Segment, StepForm, make_schedule, ops_of
-from tests.hosts import on_different_hosts
+from tests.parity import Batch, Course, Problem, check_parity, part_of, take_rounds
+from tests.patchwork import Case, draw_case
 from tests.selection import one_in
 from tests.worlds import run_ranks
 
@@ -230,13 +229,8 @@ def test_a_unit_costs_two_gathers_and_one_reduction_whatever_the_microbatches(
 # Bytes of a step
 
 
-def count_step_bytes(rank: int, plan: Plan, is_one_host: bool) -> tuple[int, int]:
-    """Bytes that arrive in a step, and what the launches allow for this rank."""
-    with nullcontext() if is_one_host else on_different_hosts():
-        return count_bytes(plan)
-
-
-def count_bytes(plan: Plan) -> tuple[int, int]:
+def count_bytes(rank: int, plan: Plan) -> tuple[int, int]:
+    """Bytes that arrive in a step through memory, and what launches allow for this rank."""
     model = HetFSDP(ORDERS["plain"].model(), plan, units=[nn.Linear])
     x = deal(model, global_batch(plan.global_batch_size, seed=1))
     computing = [i for i, each in enumerate(plan.ranks) if each.rank_batch_size]
@@ -250,13 +244,6 @@ def count_bytes(plan: Plan) -> tuple[int, int]:
             allowed += num_others * own * 8
         elif model.position in computing:
             allowed += (flat.layout.numel - own) * 8
-
-    post = dist.batch_isend_irecv
-
-    def count(ops: list[dist.P2POp]) -> list[dist.Work]:
-        nonlocal arrived
-        arrived += sum(op.tensor.numel() * 8 for op in ops if op.op is dist.irecv)
-        return post(ops)
 
     view, copy_to = PeerArena.view, PeerArena.copy_to
 
@@ -273,7 +260,6 @@ def count_bytes(plan: Plan) -> tuple[int, int]:
     model.backward(*model(x))  # after its probe
     with (
         around_collectives(launch),
-        mock.patch.object(dist, "batch_isend_irecv", count),
         mock.patch.object(PeerArena, "view", count_read),
         mock.patch.object(PeerArena, "copy_to", count_copied),
     ):
@@ -281,14 +267,10 @@ def count_bytes(plan: Plan) -> tuple[int, int]:
     return arrived, allowed
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("is_one_host", [True, False], ids=["memory", "messages"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_a_step_moves_what_ranks_lack_and_no_byte_more(
-    world_size: int, is_one_host: bool
-) -> None:
-    layered = plan(world_size, num_microbatches=3)
-    counts = run_ranks(count_step_bytes, world_size, layered, is_one_host)
+def test_a_step_moves_what_ranks_lack_and_no_byte_more(world_size: int) -> None:
+    """What goes by messages is in test_bytes_of_links."""
+    counts = run_ranks(count_bytes, world_size, plan(world_size, num_microbatches=3))
     assert all(arrived == allowed for arrived, allowed in counts)
     if world_size == 2:  # the rank that only stores has all and gets gradients once
         numel = 4 * (WIDTH * WIDTH + WIDTH) + WIDTH
@@ -297,94 +279,46 @@ def test_a_step_moves_what_ranks_lack_and_no_byte_more(
 
 def test_when_one_rank_has_and_does_everything_nothing_moves() -> None:
     on_one = Plan.by_hand(microbatch_sizes=[0, 2, 0], state_shares=[0.0, 1.0, 0.0])
-    counts = run_ranks(count_step_bytes, 3, on_one, True)
+    counts = run_ranks(count_bytes, 3, on_one)
     assert [arrived for arrived, _ in counts] == [0, 0, 0]
 
 
 # Schedules under random delays
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """A random model under a random plan."""
-
-    visits: tuple[int, ...]
-    plan: Plan
-    host_by_rank: tuple[str, ...]
-    actions: tuple[str, ...]  # what is done with the model, one after the other
-
-
-def random_trial(world_size: int, seed: int) -> Trial:
-    rng = random.Random(seed)
-    shares = [rng.choice([0.0, rng.random()]) for _ in range(world_size)]
-    shares = shares if any(shares) else [1.0] * world_size
-    batches = [rng.choice([0, 1, 2, 5]) for _ in range(world_size)]
-    batches[rng.randrange(world_size)] = 3
-    hosts = [f"host{i}" for i in range(world_size)]
-    return Trial(
-        visits=tuple(rng.randrange(4) for _ in range(rng.randint(1, 6))),
-        plan=Plan.by_hand(
-            microbatch_sizes=[rng.randint(1, 3) for _ in range(world_size)],
-            rank_batch_sizes=batches,
-            state_shares=[share / sum(shares) for share in shares],
-            recompute=[rng.random() < 0.5 for _ in range(world_size)],
-            devices=[DeviceSpec(host=host) for host in hosts],
-            reshard_after_forward=rng.random() < 0.7,
-        ),
-        host_by_rank=tuple(rng.sample(hosts, world_size)),
-        actions=tuple(rng.choices(["train", "evaluate", "forget"], [6, 1, 1], k=3)),
-    )
-
-
 def run_trials(rank: int, world_size: int, seeds: Sequence[int]) -> None:
-    """Each trial with delays of its own on each rank; wrong results name the seed."""
+    """Drawn steps with delays of its own on each rank; before some, a forward is forgotten."""
     for seed in seeds:
-        delays = random.Random(f"{seed}/{rank}")
-
-        def delay(*_: Any, delays: random.Random = delays) -> None:
-            if delays.random() < 0.3:
-                time.sleep(delays.uniform(0.0, 0.002))
-
-        with around_collectives(delay):
-            compare_with_one_process(rank, random_trial(world_size, seed), delay, seed)
+        case = draw_case(seed, world_size=world_size)
+        check_parity_late(rank, case, random.Random(f"{seed}/{rank}"), random.Random(seed))
 
 
-def compare_with_one_process(
-    rank: int, trial: Trial, delay: Callable[..., None], seed: int
+def check_parity_late(
+    rank: int, case: Case, of_rank: random.Random, of_all: random.Random
 ) -> None:
-    plan = trial.plan
-    torch.manual_seed(seed)
-    whole = Net(trial.visits)
-    model = HetFSDP(
-        copy.deepcopy(whole),
-        plan,
-        units=[nn.Linear],
-        device_spec=DeviceSpec(host=trial.host_by_rank[rank]),
-    )
-    assert trial.host_by_rank[rank] == f"host{model.position}"
-    model.add_observer(delay)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    whole_optimizer = torch.optim.SGD(whole.parameters(), lr=0.01)
-    for i, action in enumerate(trial.actions):
-        batch = global_batch(plan.global_batch_size, seed=1000 * seed + i)
+    def delay(*_: Any) -> None:
+        if of_rank.random() < 0.3:
+            time.sleep(of_rank.uniform(0.0, 0.002))
+
+    def take(
+        model: HetFSDP, problem: Problem, plan: Plan, batch: Batch, course: Course, step: int
+    ) -> float | None:
+        if step == 0:
+            model.add_observer(delay)
         delay()
-        if action == "evaluate":
-            with torch.no_grad():
-                model(deal(model, batch))
-            continue
-        loss_sum, num_tokens = model(deal(model, batch))
-        if action == "forget":
-            continue
-        loss = model.backward(loss_sum, num_tokens)
-        norm = float(model.clip_grad_norm_(1e9))
-        expected_sum, expected_tokens = whole(batch)
-        (expected_sum / expected_tokens).backward()
-        expected_norm = float(nn.utils.clip_grad_norm_(whole.parameters(), 1e9))
-        assert loss == pytest.approx(float(expected_sum) / expected_tokens, rel=1e-12), seed
-        assert norm == pytest.approx(expected_norm, rel=1e-12), seed
-        for each in (optimizer, whole_optimizer):
-            each.step()
-            each.zero_grad()
+        mine = part_of(batch, course.rank_batch_sizes[step], model.position)
+        action = of_all.choices(["train", "evaluate", "forget"], [6, 1, 1])[0]
+        if action != "train":
+            with torch.no_grad() if action == "evaluate" else nullcontext():
+                problem.loss(model, mine)
+        return take_rounds(model, problem, plan, batch, course, step)
+
+    try:
+        with around_collectives(delay):
+            check_parity(rank, case.problem, case.plan, case.course, take=take)
+    except Exception as error:
+        error.add_note(str(case))
+        raise
 
 
 TRIALS_BY_WORLD_SIZE = {2: 80, 3: 70, 4: 50}

@@ -5,8 +5,8 @@ microbatches one after the other in one process and accumulates, in the low prec
 """
 
 import copy
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import product
 from typing import Any
@@ -101,9 +101,13 @@ class LanguageModel(nn.Module):
         return self.head(x_BTD, targets_BT)
 
 
-def _batch(num_samples: int) -> Batch:
+def make_batch(num_samples: int) -> Batch:
     words = torch.randint(0, NUM_WORDS, (num_samples, SEQ_LEN + 1))
-    return {"words": words[:, :-1], "targets": words[:, 1:]}
+    return {"words": words[:, :-1], "targets": words[:, 1:].clone()}
+
+
+def _grads(model: nn.Module) -> dict[str, Tensor]:
+    return {fqn: p.grad for fqn, p in model.named_parameters() if p.grad is not None}
 
 
 def _whole_grads(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -113,44 +117,39 @@ def _whole_grads(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def _split_grads(
-    model: nn.Module,
-    batch: Batch,
-    plan: Plan,
-    context: AbstractContextManager[Any],
-    scale: float,
+    model: nn.Module, batch: Batch, plan: Plan, sizes: Sequence[int], precision: str
 ) -> dict[str, Tensor]:
-    """Plain PyTorch, the plan's microbatches one after the other."""
-    num_tokens = batch["targets"].numel()
+    """Plain PyTorch in the low precision, the plan's microbatches one after the other."""
+    model.to(OPTIONS.get(precision, {}).get("param_dtype", torch.float32))
+    scale, num_tokens = LOSS_SCALE.get(precision, 1.0), int((batch["targets"] != -100).sum())
     first = 0
-    for size in (size for rank in plan.ranks for size in rank.microbatch_sizes):
-        with context:
-            loss_sum, _ = model(*(t[first : first + size] for t in batch.values()))
-        (scale * loss_sum / num_tokens).backward()
-        first += size
+    for rank, size in zip(plan.ranks * plan.num_rounds, sizes, strict=True):
+        for microbatch in rank.split(size) if size else ():
+            with _context(precision):
+                loss_sum, _ = model(*(t[first : first + microbatch] for t in batch.values()))
+            (scale * loss_sum / num_tokens).backward()
+            first += microbatch
     return {fqn: grad.float() / scale for fqn, grad in _grads(model).items()}
 
 
-def _grads(model: nn.Module) -> dict[str, Tensor]:
-    return {fqn: p.grad for fqn, p in model.named_parameters() if p.grad is not None}
-
-
 def _het_grads(
-    model: HetFSDP,
-    batch: Batch,
-    plan: Plan,
-    context: AbstractContextManager[Any],
-    scale: float,
-) -> dict[str, Tensor]:
-    sizes = [rank.rank_batch_size for rank in plan.ranks]
-    with context:
-        loss_sum, num_tokens = model(*part_of(batch, sizes, model.position).values())
-    model.backward(loss_sum if scale == 1 else scale * loss_sum, num_tokens)
-    return {fqn: grad / scale for fqn, grad in _grads(model).items()}
+    model: HetFSDP, batch: Batch, sizes: Sequence[int], precision: str
+) -> tuple[float | None, dict[str, Tensor]]:
+    scale = LOSS_SCALE.get(precision, 1.0)
+    for place in range(model.position, len(sizes), model.plan.world_size):
+        with _context(precision):
+            loss_sum, num_tokens = model(*part_of(batch, sizes, place).values())
+        mean = model.backward(loss_sum if scale == 1 else scale * loss_sum, num_tokens)
+    return mean, {fqn: grad / scale for fqn, grad in _grads(model).items()}
+
+
+def _context(precision: str) -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast")
 
 
 def squared_errors(
     model: HetFSDP, grads: Mapping[str, Tensor], truth: Mapping[str, Tensor], *, is_cut: bool
-) -> dict[str, tuple[float, float]]:
+) -> "Errors":
     """Per unit, over the rows that this rank stores: squared error, squared truth."""
     sums: dict[str, tuple[float, float]] = {}
     for fqn, box in model.sharded_state_dict().items():
@@ -163,33 +162,40 @@ def squared_errors(
     return sums
 
 
-def _errors(
-    rank: int, plan_name: str, precision: str
-) -> tuple[dict[str, tuple[float, float]], dict[str, tuple[float, float]]]:
-    """Squared errors of HetFSDP's gradients and of plain PyTorch's, on this rank's rows."""
-    plan = PLANS[plan_name]
-    torch.manual_seed(5)
-    master = LanguageModel()
-    truth_model = copy.deepcopy(master).double()
-    batch = _batch(plan.global_batch_size)
-    truth = _whole_grads(truth_model, batch)
-    plain_model = copy.deepcopy(master)
-    if precision in OPTIONS:
-        plain_model = plain_model.to(OPTIONS[precision]["param_dtype"])
-    scale = LOSS_SCALE.get(precision, 1.0)
-    context: Any = _autocast() if precision == "autocast" else nullcontext()
-    plain = _split_grads(plain_model, batch, plan, context, scale)
-    model = HetFSDP(master, plan, **OPTIONS.get(precision, {}))
-    context = _autocast() if precision == "autocast" else nullcontext()
-    grads = _het_grads(model, batch, plan, context, scale)
+Errors = dict[str, tuple[float, float]]
+
+
+def compared(
+    master: nn.Module,
+    plan: Plan,
+    sizes: Sequence[int],
+    batch: Batch,
+    precision: str,
+    **how: Any,
+) -> tuple[list[Tensor], Errors, Errors]:
+    """Loss and gradients of HetFSDP, whose samples are ``sizes`` by round and position; the
+    squared errors of its gradients and of plain PyTorch's, on this rank's rows.
+    """
+    truth = _whole_grads(copy.deepcopy(master).double(), batch)
+    plain = _split_grads(copy.deepcopy(master), batch, plan, sizes, precision)
+    model = HetFSDP(master, plan, **OPTIONS.get(precision, {}), **how)
+    mean, grads = _het_grads(model, batch, sizes, precision)
     assert all(grad.dtype == torch.float32 for grad in grads.values())
     assert grads.keys() == truth.keys()
     measure = partial(squared_errors, model, truth=truth)
-    return measure(grads, is_cut=True), measure(plain, is_cut=False)
+    bits = [torch.tensor(mean), *grads.values()]
+    return bits, measure(grads, is_cut=True), measure(plain, is_cut=False)
 
 
-def _autocast() -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", dtype=torch.bfloat16)
+def _errors(rank: int, plan_name: str, precision: str) -> tuple[Errors, Errors]:
+    plan = PLANS[plan_name]
+    torch.manual_seed(5)
+    batch = make_batch(plan.global_batch_size)
+    return compared(LanguageModel(), plan, _sizes(plan), batch, precision)[1:]
+
+
+def _sizes(plan: Plan) -> list[int]:
+    return [rank.rank_batch_size for rank in plan.ranks]
 
 
 @pytest.mark.parametrize("plan_name, precision", CASES)
@@ -213,19 +219,17 @@ def test_recomputation_gives_the_same_bits(rank: int, plan_name: str, precision:
     plan = PLANS[plan_name]
     torch.manual_seed(5)
     master = LanguageModel()
-    batch = _batch(plan.global_batch_size)
-    options, scale = OPTIONS.get(precision, {}), LOSS_SCALE.get(precision, 1.0)
+    batch = make_batch(plan.global_batch_size)
     both = []
     for recompute in (False, True):
         as_claimed = Plan.by_hand(
             microbatch_sizes=[max(r.microbatch_sizes, default=0) for r in plan.ranks],
-            rank_batch_sizes=[r.rank_batch_size for r in plan.ranks],
+            rank_batch_sizes=_sizes(plan),
             state_shares=plan.state_shares,
             recompute=recompute,
         )
-        model = HetFSDP(copy.deepcopy(master), as_claimed, **options)
-        context: Any = _autocast() if precision == "autocast" else nullcontext()
-        both.append(_het_grads(model, batch, as_claimed, context, scale))
+        model = HetFSDP(copy.deepcopy(master), as_claimed, **OPTIONS.get(precision, {}))
+        both.append(_het_grads(model, batch, _sizes(as_claimed), precision)[1])
     kept, recomputed = both
     assert kept.keys() == recomputed.keys()
     for fqn in kept:

@@ -18,7 +18,7 @@ from shardhet.fsdp.stages.absent import Absent
 from shardhet.models.decoder import Decoder
 from shardhet.training.dealing.batches import Share
 from tests.beside import Beside
-from tests.misdeeds import CAUSE, commit
+from tests.misdeeds import CAUSE, Trap, commit
 from tests.selection import one_in, only
 from tests.small_models import small_decoder
 from tests.test_bad_input import WITHIN_S
@@ -221,22 +221,8 @@ class Block(nn.Module):
         self.spring("forward")
         if first is not None:
             x = x + first.square()
-        y: Tensor = _Trap.apply(x + self.linear(x).tanh(), self.spring)
+        y: Tensor = Trap.apply(x + self.linear(x).tanh(), lambda: self.spring("backward"))
         return y if mask is None else y * mask
-
-
-class _Trap(torch.autograd.Function):
-    """The identity, with something that happens in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, spring: Callable[[str], None]) -> Tensor:
-        ctx.spring = spring
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.spring("backward")
-        return grads[0], None
 
 
 class Leaky(nn.Module):

@@ -8,22 +8,24 @@ import torch
 from torch import nn
 
 from shardhet import HetFSDP, Plan, Stage, redistribute
-from shardhet.checkpoint import CheckpointError, load, save
+from shardhet.checkpoint import CheckpointError
 from tests.checkpoint_cases import (
+    CALLED,
     OPTIMIZERS,
+    Case,
     Odd,
     check_same,
+    compare_moved,
+    draw_pipeline,
     draw_plan,
     make_optimizer,
-    train,
+    units_of,
     whole_state,
 )
 from tests.selection import one_in
-from tests.test_pipelines_checkpoints import CALLED, draw_pipeline
 from tests.worlds import on_ranks, run_ranks
 
 NUM_CASES = 40
-NEXT_STEPS = 2
 
 
 def draw_plans(seed: int) -> list[Plan]:
@@ -47,57 +49,18 @@ def draw_plans(seed: int) -> list[Plan]:
     return plans
 
 
-def units_of(plans: list[Plan]) -> list[str]:
-    [stages, *_] = [plan.stages for plan in plans if plan.stages is not None]
-    return [fqn for stage in stages for fqn in stage.units]
-
-
-def made(seed: int, plans: list[Plan], plan: Plan, *, empty: bool = False) -> HetFSDP:
-    torch.manual_seed(seed)
-    is_tied = seed % 2 == 0 and len(units_of(plans)) < len(CALLED)  # else units differ
-    module = Odd(has_scalar=seed % 3 != 0, is_tied=is_tied).double()
-    if empty:
-        with torch.no_grad():
-            for each in (*module.parameters(), *module.buffers()):
-                each.zero_()
-    return HetFSDP(module, plan, units=units_of(plans))
-
-
-def compare(rank: int, seed: int, plans: list[Plan], folder: str) -> None:
-    """One job moves from plan to plan, the other saves and loads."""
-    kind = list(OPTIMIZERS)[seed % len(OPTIMIZERS)]
-    moved = made(seed, plans, plans[0])
-    optimizer = make_optimizer(moved, kind)
-    num_steps = seed % 3
-    train(moved, optimizer, range(num_steps))
-    seen: list[str] = []
-    moved.add_observer(lambda each: seen.append(each.unit))
-    params = list(moved.parameters())
-    for number, plan in enumerate(plans[1:]):
-        save(moved, optimizer, f"{folder}/{number}")
-        redistribute(moved, optimizer, plan)
-        assert [id(p) for p in moved.parameters()] == [id(p) for p in params]
-        resumed = made(seed, plans, plan, empty=True)
-        resumed_optimizer = make_optimizer(resumed, kind)
-        load(resumed, resumed_optimizer, f"{folder}/{number}")
-        assert moved.plan == resumed.plan
-        assert moved.step == resumed.step
-        for mine, theirs in zip(moved.parameters(), resumed.parameters(), strict=True):
-            assert torch.equal(mine, theirs)  # this rank's rows, too
-        check_same(whole_state(moved, optimizer), whole_state(resumed, resumed_optimizer))
-        steps = range(num_steps, num_steps + NEXT_STEPS)
-        num_steps += NEXT_STEPS
-        seen.clear()
-        losses = train(moved, optimizer, steps)
-        assert seen
-        assert losses == train(resumed, resumed_optimizer, steps)  # bit by bit
-        check_same(whole_state(moved, optimizer), whole_state(resumed, resumed_optimizer))
-
-
 @pytest.mark.parametrize("seed", one_in(40, range(NUM_CASES)))
 def test_a_moved_pipeline_is_one_that_was_resumed(seed: int, tmp_path: Path) -> None:
-    plans = draw_plans(seed)
-    run_ranks(compare, plans[0].world_size, seed, plans, str(tmp_path))
+    plans, kinds = draw_plans(seed), list(OPTIMIZERS)
+    case = Case(
+        seed=seed,
+        optimizer=kinds[seed % len(kinds)],
+        has_scalar=seed % 3 != 0,
+        is_tied=seed % 2 == 0 and len(units_of(*plans)) < len(CALLED),  # else units differ
+        ends=tuple(plans),
+        steps=(seed % 3, 2, 2),
+    )
+    run_ranks(compare_moved, plans[0].world_size, case, tmp_path)
 
 
 def pipeline_of(*stages: tuple[str, ...]) -> Plan:

@@ -13,7 +13,7 @@ from shardhet import HetFSDP, Plan, Stage
 from tests.selection import one_in
 from tests.test_pipelines import SEQ_LEN, WIDTH, WORDS, batch_of
 from tests.test_pipelines import check_steps as check_steps_of_one_process
-from tests.worlds import run_ranks, run_ranks_expecting_failure
+from tests.worlds import on_ranks, run_ranks, run_ranks_expecting_failure
 
 UNITS = ("embedding", "positions", "blocks.0", "blocks.1", "head")
 
@@ -102,36 +102,36 @@ def test_tensors_without_samples_are_handed_over(
     run_ranks(_steps, len(sizes), staged(numbers, sizes, cuts))
 
 
-def _drops(rank: int, way: str, plan: Plan) -> None:
+@pytest.mark.sampled
+@pytest.mark.parametrize("way", ["dropout", "function"])
+@pytest.mark.parametrize("cut", [1, 2, 3])
+@on_ranks(3)
+def test_dropout_outside_of_units_draws_as_without_stages(
+    rank: int, way: str, cut: int
+) -> None:
+    plan = staged([1, 2], [4, 2, 2], [cut])
     torch.manual_seed(0)
     module = Placed(way).double()
     flat = Plan.by_hand(microbatch_sizes=[2], rank_batch_sizes=[4], num_rounds=3)
     alone = dist.new_group([rank], use_local_synchronization=True)
-    staged = HetFSDP(copy.deepcopy(module), plan, units=UNITS, seed=3)
+    in_stages = HetFSDP(copy.deepcopy(module), plan, units=UNITS, seed=3)
     whole = HetFSDP(copy.deepcopy(module), flat, units=UNITS, seed=3, group=alone)
     for step in range(3):
         inputs, targets = batch_of(12, step)
-        mine = plan.sample_indices(staged.position)
-        mean = staged.forward_backward(inputs[mine], targets[mine])
+        mine = plan.sample_indices(in_stages.position)
+        mean = in_stages.forward_backward(inputs[mine], targets[mine])
         expected = whole.forward_backward(inputs, targets)
         assert mean == pytest.approx(expected, rel=1e-14)
-        boxes = staged.sharded_state_dict()
+        boxes = in_stages.sharded_state_dict()
         for (fqn, own), other in zip(
-            staged.named_parameters(), whole.parameters(), strict=True
+            in_stages.named_parameters(), whole.parameters(), strict=True
         ):
             if own.grad is not None and own.numel():
                 rows = boxes[fqn].rows
                 error = own.grad.as_subclass(Tensor) - other.grad[rows.start : rows.stop]  # type: ignore[index]
                 assert error.abs().max() < 1e-14
-        staged.zero_grad()
+        in_stages.zero_grad()
         whole.zero_grad()
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("way", ["dropout", "function"])
-@pytest.mark.parametrize("cut", [1, 2, 3])
-def test_dropout_outside_of_units_draws_as_without_stages(way: str, cut: int) -> None:
-    run_ranks(_drops, 3, way, staged([1, 2], [4, 2, 2], [cut]))
 
 
 def _refused(rank: int, way: str) -> None:

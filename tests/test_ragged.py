@@ -107,8 +107,19 @@ def loss_of(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int]:
     return loss, len(targets)
 
 
+STEPS = [IN_ALL, IN_SOME, ALIKE, IN_NONE, IN_ONE, ON_FIRST, IN_ALL]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, "qwen2_5_vl") for name in PLANS), ("1-0-2", "qwen2_vl"), ("cut", "qwen3_vl")],
+)
+@on_ranks(lambda name, **_: PLANS[name].world_size)
 @double_norms()
-def train(rank: int, kind: str, plan: Plan, steps: Sequence[Images]) -> None:
+def test_images_in_all_some_and_no_samples_train_as_in_one_process(
+    rank: int, name: str, kind: str
+) -> None:
+    plan, steps = PLANS[name], STEPS
     plain = model_of(kind)
     model = HetFSDP(copy.deepcopy(plain), plan)
     units = dict.fromkeys((fqn for fqn, _ in plain.named_parameters()), "all")
@@ -135,19 +146,6 @@ def train(rank: int, kind: str, plan: Plan, steps: Sequence[Images]) -> None:
             optimizer.step()
             optimizer.zero_grad()
         compare_params(model, plain, bar=1e-12, where=f"step {i}")
-
-
-STEPS = [IN_ALL, IN_SOME, ALIKE, IN_NONE, IN_ONE, ON_FIRST, IN_ALL]
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [*((name, "qwen2_5_vl") for name in PLANS), ("1-0-2", "qwen2_vl"), ("cut", "qwen3_vl")],
-)
-def test_images_in_all_some_and_no_samples_train_as_in_one_process(
-    name: str, kind: str
-) -> None:
-    run_ranks(train, len(PLANS[name].ranks), kind, PLANS[name], STEPS)
 
 
 class Tower(nn.Module):

@@ -16,15 +16,17 @@ import torch
 from torch import nn
 
 from shardhet import DeviceSpec, HetFSDP, Plan, redistribute
-from shardhet.checkpoint import CheckpointError, load, save
+from shardhet.checkpoint import CheckpointError
 from shardhet.fsdp.microbatch.modes import OperationMode
 from shardhet.records.plan import PlannedUnit
 from tests.checkpoint_cases import (
     OPTIMIZERS,
+    Case,
     Odd,
     Together,
     batch_of,
     check_same,
+    compare_moved,
     draw_plan,
     make_optimizer,
     train,
@@ -36,7 +38,6 @@ from tests.selection import one_in
 from tests.worlds import on_ranks, run_ranks, run_ranks_expecting_failure
 
 NUM_CASES = int(os.environ.get("SHARDHET_REDISTRIBUTION_CASES", "60"))
-NEXT_STEPS = 3
 
 
 def make(seed: int) -> Odd:
@@ -44,44 +45,21 @@ def make(seed: int) -> Odd:
     return Odd(has_scalar=seed % 3 != 0, is_tied=seed % 2 == 0).double()
 
 
-def compare(rank: int, seed: int, plans: list[Plan], folder: str) -> None:
-    """One job moves from plan to plan, the other saves and loads."""
-    kind = list(OPTIMIZERS)[seed % len(OPTIMIZERS)]
-    num_steps = seed // len(OPTIMIZERS) % 3
-    moved = wrap(make(seed), plans[0])
-    optimizer = make_optimizer(moved, kind)
-    train(moved, optimizer, range(num_steps))
-    params = list(moved.parameters())
-    for number, plan in enumerate(plans[1:]):
-        save(moved, optimizer, f"{folder}/{number}")
-        redistribute(moved, optimizer, plan)
-        assert [id(p) for p in moved.parameters()] == [id(p) for p in params]
-        module = make(seed)
-        with torch.no_grad():
-            for each in (*module.parameters(), *module.buffers()):
-                each.zero_()
-        resumed = wrap(module, plan)
-        resumed_optimizer = make_optimizer(resumed, kind)
-        load(resumed, resumed_optimizer, f"{folder}/{number}")
-        assert moved.plan == resumed.plan
-        assert moved.step == resumed.step
-        for mine, theirs in zip(moved.parameters(), resumed.parameters(), strict=True):
-            assert torch.equal(mine, theirs)  # this rank's rows, too
-        check_same(whole_state(moved, optimizer), whole_state(resumed, resumed_optimizer))
-        steps = range(num_steps, num_steps + NEXT_STEPS)
-        num_steps += NEXT_STEPS
-        losses = train(moved, optimizer, steps)
-        assert losses == train(resumed, resumed_optimizer, steps)  # bit by bit
-        check_same(whole_state(moved, optimizer), whole_state(resumed, resumed_optimizer))
-
-
 @pytest.mark.parametrize("first", one_in(12, range(0, NUM_CASES, 5)))
 def test_a_moved_job_is_one_that_was_resumed(first: int, tmp_path: Path) -> None:
     for seed in range(first, first + 5):
-        rng = random.Random(f"redistribution {seed}")
+        rng, kinds = random.Random(f"redistribution {seed}"), list(OPTIMIZERS)
         world_size = rng.randint(1, 4)
-        plans = [draw_plan(rng, world_size) for _ in range(2 if seed % 5 else 3)]
-        run_ranks(compare, world_size, seed, plans, str(tmp_path / str(seed)))
+        plans = tuple(draw_plan(rng, world_size) for _ in range(2 if seed % 5 else 3))
+        case = Case(
+            seed=seed,
+            optimizer=kinds[seed % len(kinds)],
+            has_scalar=seed % 3 != 0,
+            is_tied=seed % 2 == 0,
+            ends=plans,
+            steps=(seed // len(kinds) % 3, 3, 3),
+        )
+        run_ranks(compare_moved, world_size, case, tmp_path / str(seed))
 
 
 @on_ranks(2)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -309,20 +310,17 @@ def test_unfreezing_is_refused_by_name(rank: int) -> None:
         step(model)
 
 
-def _checkpointed(rank: int, folder: str) -> None:
+@on_ranks(3)
+def test_a_checkpoint_is_gathered_anew(rank: int, tmp_path: Path) -> None:
     model = wrapped(PLAN)
     _double(model)
-    save(model, None, folder)
+    save(model, None, tmp_path / "saved")
     other = wrapped(PLAN)
     step(other)
-    load(other, None, folder)
+    load(other, None, tmp_path / "saved")
     assert gathers_of_frozen(other)
     assert not gathers_of_frozen(other)
     check_grads(other, _as_it_is(model))
-
-
-def test_a_checkpoint_is_gathered_anew(tmp_path: Any) -> None:
-    run_ranks(_checkpointed, 3, str(tmp_path / "checkpoint"))
 
 
 @on_ranks(3)

@@ -137,20 +137,6 @@ def test_forward_and_backward_are_complete(
     assert all(segments[turn.segment].unit == turn.unit for turn in order.turns)
 
 
-@given(SEGMENTS, TRAINABLE, st.booleans())
-def test_every_turn_finds_its_unit_unsharded_and_nothing_is_gathered_twice(
-    segments: list[Segment], trainable: frozenset[int], reshards: bool
-) -> None:
-    order = make_schedule(segments, trainable_units=trainable, form=kept(reshards))
-    unsharded: set[int] = set()
-    for turn in order.turns:
-        assert (GATHER in turn.ahead) == (turn.unit not in unsharded)
-        unsharded.add(turn.unit)
-        if turn.reshards:
-            unsharded.remove(turn.unit)
-    assert not unsharded
-
-
 @given(SEGMENTS, TRAINABLE)
 def test_at_most_the_current_and_the_next_unit_are_unsharded(
     segments: list[Segment], trainable: frozenset[int]
@@ -190,26 +176,6 @@ def test_the_launches_are_the_gathers_and_reductions_of_the_turns(
     assert gathers == [turn.unit for turn in order.turns if GATHER in turn.ahead]
     assert reductions == [turn.unit for turn in order.turns if REDUCE in turn.after]
     assert len(launched) == len(gathers) + len(reductions)
-
-
-@given(SEGMENTS, TRAINABLE)
-def test_units_kept_after_forward_are_gathered_once(
-    segments: list[Segment], trainable: frozenset[int]
-) -> None:
-    order = make_schedule(segments, trainable_units=trainable, form=kept(False))
-    gathers = [op.unit for op in launched_in(order) if op.kind is GATHER]
-    assert sorted(gathers) == sorted({segment.unit for segment in segments})
-
-
-@given(st.integers(1, 12))
-def test_a_plain_stack_costs_two_gathers_and_one_reduction_a_unit_and_one_gather_less(
-    num_units: int,
-) -> None:
-    segments = [Segment(unit, needs_backward=True) for unit in range(num_units)]
-    order = make_schedule(segments, trainable_units=frozenset(range(num_units)))
-    kinds = [op.kind for op in launched_in(order)]
-    assert kinds.count(GATHER) == 2 * num_units - 1
-    assert kinds.count(REDUCE) == num_units
 
 
 # Several rounds.  Of the turns that keep c unsharded: its backward follows its forward; and the

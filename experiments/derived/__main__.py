@@ -18,7 +18,7 @@ import numpy as np
 import scipy
 
 from experiments.common.machine import SHARED_DATA, Environment
-from experiments.common.results import BAR_HEADER, Bar, Page, Table, parser_of
+from experiments.common.results import BAR_HEADER, Bar, Page, Table, columns, parser_of
 from experiments.derived import table
 from experiments.derived.blocks import Timed, kinds_by_name, read_blocks
 from experiments.derived.checks import (
@@ -165,50 +165,42 @@ def tables(ratios: Sequence[Ratio], needs: Sequence[Demand]) -> Iterator[Table]:
     fullest = sorted(alone, key=lambda need: -need.part)[:NUM_FULLEST]
     yield Table(
         f"Memory of what others have run; of {len(alone)} single blocks the fullest",
-        ["configuration", "device", "recomputes", "needs GiB", "may use", "part"],
-        [
-            [
-                need.configuration,
-                need.device,
-                "yes" if need.recomputes else "no",
-                f"{need.needs_gib:.1f}",
-                f"{need.budget_gib:.1f}",
-                f"{need.part:.2f}",
-            ]
-            for need in (*trained, *fullest)
-        ],
+        *columns(
+            (*trained, *fullest),
+            {
+                "configuration": "{0.configuration}",
+                "device": "{0.device}",
+                "recomputes": "{0.recomputes}",
+                "needs GiB": "{0.needs_gib:.1f}",
+                "may use": "{0.budget_gib:.1f}",
+                "part": "{0.part:.2f}",
+            },
+        ),
     )
     yield Table(
         "Small microbatches timed elsewhere, by the clock of the host, ms of a block",
-        ["kind", "samples", "timed", "printed", "its kernels alone", "derived", "source"],
-        [
-            [
-                each.kind,
-                str(each.samples),
-                each.timed,
-                f"{each.printed:.2f}",
-                f"{each.of_kernels:.2f}",
-                f"{each.derived:.2f}",
-                each.source,
-            ]
-            for each in blocks_elsewhere()
-        ],
+        *columns(
+            blocks_elsewhere(),
+            {
+                **{name: f"{{0.{name}}}" for name in ("kind", "samples", "timed")},
+                "printed": "{0.printed:.2f}",
+                "its kernels alone": "{0.of_kernels:.2f}",
+                "derived": "{0.derived:.2f}",
+                "source": "{0.source}",
+            },
+        ),
     )
     yield Table(
         f"Steps of FSDP on eight cards, tokens/s ({ROUNDPIPE})",
-        ["kind", "model", "samples", "microbatches", "printed", "derived", "derived / printed"],
-        [
-            [
-                each.kind,
-                each.model,
-                str(each.samples),
-                str(each.microbatches),
-                f"{each.printed:.0f}",
-                f"{each.derived:.0f}",
-                f"{each.derived / each.printed:.2f}",
-            ]
-            for each in steps_elsewhere()
-        ],
+        *columns(
+            steps_elsewhere(),
+            {
+                **{n: f"{{0.{n}}}" for n in ("kind", "model", "samples", "microbatches")},
+                "printed": "{0.printed:.0f}",
+                "derived": "{0.derived:.0f}",
+                "derived / printed": "{0.part:.2f}",
+            },
+        ),
     )
 
 

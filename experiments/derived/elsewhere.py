@@ -98,6 +98,11 @@ class Step:
     printed: float  # tokens/s
     derived: float
 
+    @property
+    def part(self) -> float:
+        """Of what was printed."""
+        return self.derived / self.printed
+
 
 def _cluster(name: str, number: int, link: str = "PCIe 3 x16") -> Cluster:
     """So many cards in one host, with room for anything."""

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isnan
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from shardhet.fsdp.sharding.wrapping import UnitModules
 from shardhet.records.layout import Span
 
 MISMATCH = float("inf")  # None for a gradient, another shape, another name
@@ -100,17 +99,6 @@ def compare_steps(
     return errors
 
 
-def unit_by_param(model: nn.Module, units: Sequence[UnitModules]) -> dict[str, str]:
-    """The unit ("" for the root) of every parameter, by name."""
-    unit_by_id = {
-        id(param): unit.fqns[0]
-        for unit in units
-        for module in unit.modules
-        for param in module.parameters()
-    }
-    return {fqn: unit_by_id.get(id(p), "") for fqn, p in model.named_parameters()}
-
-
 def _rows(tensor: Tensor, rows: Span) -> Tensor:
     whole = tensor.reshape(1) if tensor.dim() == 0 else tensor
     return whole[rows.start : rows.stop]
@@ -125,17 +113,6 @@ def quiet() -> None:
 def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """As they are now."""
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-def random_modules(model: nn.Module, units: Sequence[UnitModules]) -> dict[str, nn.Module]:
-    """Those outside of units that draw random numbers, by fqn."""
-    inside = {inner for unit in units for module in unit.modules for inner in module.modules()}
-    words = ("Dropout", "DropPath", "StochasticDepth")
-    return {
-        fqn: module
-        for fqn, module in model.named_modules()
-        if module not in inside and any(word in type(module).__name__ for word in words)
-    }
 
 
 def sum_in_order(grads: Sequence[Tensor | None]) -> Tensor | None:

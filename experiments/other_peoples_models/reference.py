@@ -1,8 +1,7 @@
 """What one process gives: the plan's microbatches one after the other, seeded as planned."""
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,16 +15,13 @@ from experiments.other_peoples_models.comparison import (
     compare_steps,
     copies,
     quiet,
-    random_modules,
     sum_in_order,
-    unit_by_param,
 )
 from experiments.other_peoples_models.plans import microbatches_of
 from experiments.other_peoples_models.records import Family, Named, Way
 from experiments.other_peoples_models.tasks import Batch
 from shardhet.fsdp.microbatch.caches import CacheSwitch
-from shardhet.fsdp.sharding.wrapping import UnitModules
-from tests.fuzzing.reference import SeededCalls, SeededFunctions
+from tests.seeded import seeded, unit_by_param
 
 
 @dataclass(kw_only=True)
@@ -166,7 +162,7 @@ class _Plain:
         losses, grads = [], []
         first = 0
         units = calls.units_of(self.model, self._family, self._way)
-        with seeded(self.model, units) as seeds:
+        with seeded(self.model, units, calls.SEED) as seeds:
             for size in self._microbatch_sizes:
                 part = calls.part_of(batch, self._family, first, size)
                 seeds.start(step=number, first_sample=first)
@@ -184,21 +180,6 @@ class _Plain:
                     param.grad = None
                 first += size
         return losses, grads
-
-
-@contextmanager
-def seeded(model: nn.Module, units: Sequence[UnitModules]) -> Iterator[SeededCalls]:
-    """Units, and what draws numbers outside of them, seed as HetFSDP's do."""
-    seeds = SeededCalls(calls.SEED)
-    modules = [(unit.fqns[0], module) for unit in units for module in unit.modules]
-    modules += random_modules(model, units).items()
-    with ExitStack() as hooks, SeededFunctions(seeds):
-        for fqn, module in modules:
-            enter = module.register_forward_pre_hook(lambda *_, fqn=fqn: seeds.enter(fqn))
-            leave = module.register_forward_hook(lambda *_: seeds.leave())
-            hooks.callback(enter.remove)
-            hooks.callback(leave.remove)
-        yield seeds
 
 
 def load(path: Path) -> Reference:

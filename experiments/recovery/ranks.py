@@ -5,18 +5,18 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from experiments.common.launch import join
 from shardhet import HetFSDP, Plan, phase, watch_ranks
 from shardhet.checkpoint import save
 from shardhet.comm.liveness.diagnosis import LONG_FACTOR
 from tests.misdeeds import commit
+from tests.test_bad_input import Net
 
 WIDTH, NUM_LAYERS = 64, 3
 DEEDS = ("stop", "loop", "sleep", "kill", "raise", "slow")
@@ -61,41 +61,13 @@ class Fault:
         return TIMEOUT_S * (LONG_FACTOR if is_declared else 1.0)
 
 
-class _Trap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, spring: Callable[[str], None]) -> Tensor:
-        ctx.spring = spring
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.spring("backward")
-        return grads[0], None
-
-
-class _Layer(nn.Module):
-    def __init__(self, spring: Callable[[str], None]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.spring = spring
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.spring("forward")
-        y: Tensor = _Trap.apply(x + self.linear(x).tanh(), self.spring)
-        return y
-
-
-class Net(nn.Module):
-    """Layers in a row, each with a trap."""
-
-    def __init__(self, spring: Callable[[str], None]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_Layer(spring) for _ in range(NUM_LAYERS))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, int]:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().sum(), len(x)
+def trapped(spring: Callable[[str], None]) -> Net:
+    """Layers in a row, each with a trap in forward and in backward."""
+    net = Net(NUM_LAYERS, WIDTH)
+    for i in range(NUM_LAYERS):
+        net.layer(i).in_forward = partial(spring, "forward")
+        net.layer(i).in_backward = partial(spring, "backward")
+    return net
 
 
 def train(sender: Connection, rank: int, port: int, fault: Fault, folder: str) -> None:
@@ -124,10 +96,10 @@ def take_steps(rank: int, fault: Fault, folder: Path) -> None:
             commit(fault.deed, slow_s=(SLOW_FACTOR - 1) * STEP_S)
 
     torch.manual_seed(0)
-    model = HetFSDP(Net(spring), Plan.even(fault.world_size, microbatch_size=2))
+    model = HetFSDP(trapped(spring), Plan.even(fault.world_size, microbatch_size=2))
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.register_step_pre_hook(lambda *_: spring("optimizer"))
-    x = torch.randn(2, WIDTH)
+    x = torch.randn(2, WIDTH, dtype=torch.float64)
     for step in range(NUM_STEPS):
         time.sleep(STEP_S)
         spring("loader")

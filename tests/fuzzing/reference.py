@@ -5,79 +5,18 @@ Root code runs per microbatch here and per rank there, so a root that mixes samp
 something else.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import dropout
+from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from shardhet.fsdp.microbatch.modes import FunctionMode
-from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
-from shardhet.fsdp.sharding.seeds import microbatch_seed
 from shardhet.fsdp.sharding.wrapping import find_units
 from tests.fuzzing.model import Batch, FuzzModel, call_model, loss_of, part_of
 from tests.fuzzing.shapes import FuzzCase, StepShape
 from tests.patchwork import IGNORED
-
-
-class SeededCalls:
-    """Seeds of the microbatch that the reference is at, by unit and by dropout of the root."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._step = 0
-        self._first_sample = 0
-        self._calls_by_fqn: dict[str, int] = {}
-
-        self._states: list[Tensor] = []  # of the generator, outside of what is being called
-
-    def start(self, *, step: int, first_sample: int) -> None:
-        """A microbatch begins, with root code."""
-        self._step, self._first_sample, self._calls_by_fqn = step, first_sample, {}
-        self._seed_call("")
-
-    def enter(self, fqn: str) -> None:
-        """Draw as this call does from now on."""
-        self._states.append(torch.get_rng_state())
-        self._seed_call(fqn)
-
-    def leave(self) -> None:
-        """Draw on as before it."""
-        torch.set_rng_state(self._states.pop())
-
-    @property
-    def is_outside(self) -> bool:
-        """Whether root code is running."""
-        return not self._states
-
-    def _seed_call(self, fqn: str) -> None:
-        call = self._calls_by_fqn.get(fqn, 0)
-        self._calls_by_fqn[fqn] = call + 1
-        seed = microbatch_seed(self._seed, self._step, fqn, call, self._first_sample)
-        # torch.manual_seed would format the stack for each kind of accelerator that is absent.
-        torch.default_generator.manual_seed(seed)
-
-
-class SeededFunctions(FunctionMode):
-    """Dropout that root code calls as a function draws as a call of its own."""
-
-    def __init__(self, seeds: SeededCalls) -> None:
-        super().__init__()
-        self._seeds = seeds
-
-    def run(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if func is not dropout or not self._seeds.is_outside:
-            return func(*args, **kwargs)
-        self._seeds.enter(DROPOUT_CALLS)
-        try:
-            return func(*args, **kwargs)
-        finally:
-            self._seeds.leave()
+from tests.seeded import seeded, unit_by_param
 
 
 class Reference:
@@ -98,14 +37,7 @@ class Reference:
         Parameters of the root go with the embedding: their gradients are sums over samples,
         which the root of a rank adds in another order, and may be what is left of large ones.
         """
-        unit_by_id = {
-            id(param): unit.fqns[0]
-            for unit in self._units
-            for module in unit.modules
-            for param in module.parameters()
-        }
-        params = self.model.named_parameters()
-        return {fqn: unit_by_id.get(id(p), "embedding") for fqn, p in params}
+        return unit_by_param(self.model, self._units, "embedding")
 
     def train_step(self, batch: Batch, step: StepShape, index: int) -> float:
         """Gradients of the mean loss are added; returns the mean loss."""
@@ -113,7 +45,7 @@ class Reference:
         assert targets is not None
         num_tokens = (targets != IGNORED).sum()
         losses = []
-        with self._seeded() as seeds:
+        with seeded(self.model, self._units, self._case.options.get("seed", 0)) as seeds:
             for first, size in self._microbatches(step.sizes):
                 piece = part_of(self._case.model, batch, first, size)
                 self.model.num_forwards = self._num_forwards
@@ -158,30 +90,3 @@ class Reference:
             for microbatch_size in rank.split(size) if size else ():
                 yield first, microbatch_size
                 first += microbatch_size
-
-    @contextmanager
-    def _seeded(self) -> Iterator[SeededCalls]:
-        seeds = SeededCalls(self._case.options.get("seed", 0))
-        modules = [(module, unit.fqns[0]) for unit in self._units for module in unit.modules]
-        inside = {inner for module, _ in modules for inner in module.modules()}
-        modules += [
-            (module, fqn)
-            for fqn, module in self.model.named_modules()
-            if isinstance(module, nn.Dropout) and module not in inside
-        ]
-        hooks = [
-            hook
-            for module, fqn in modules
-            for hook in (
-                module.register_forward_pre_hook(lambda *_, fqn=fqn: seeds.enter(fqn)),
-                module.register_forward_hook(lambda *_: seeds.leave()),
-            )
-        ]
-        state = torch.get_rng_state()
-        try:
-            with SeededFunctions(seeds):
-                yield seeds
-        finally:
-            torch.set_rng_state(state)
-            for hook in hooks:
-                hook.remove()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
 from experiments.common.launch import join
-from experiments.recovery.ranks import WIDTH, Net
+from experiments.recovery.ranks import WIDTH, trapped
 from shardhet import HetFSDP, Plan, watch_ranks
 from shardhet.checkpoint import Checkpoints, Replicas
 from shardhet.checkpoint.format import files
@@ -167,7 +167,7 @@ class _Run:
         self._rank, self._life, self._folder = rank, life, folder
         self._step, self._num_passed, self._last_saved = 0, 0, 0
         torch.manual_seed(0)
-        self._model = HetFSDP(Net(self._pass).double(), PLANS[life.plan])
+        self._model = HetFSDP(trapped(self._pass), PLANS[life.plan])
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=0.01)
         self._scheduler = LambdaLR(self._optimizer, lambda step: 1 / (1 + step))
         self._checkpoints: Checkpoints | Replicas
