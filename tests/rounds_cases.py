@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from shardhet import DeviceSpec, Plan
+from shardhet.models.decoder import Decoder
 from tests.parity import Result, blanked, check_parity
 from tests.patchwork import IGNORED, Case, draw_rounds
-from tests.test_parity_low_precision import LanguageModel, compared, make_batch
+from tests.test_parity_low_precision import LANGUAGE, compared, make_batch
 
 PRECISIONS = ("float64",) * 5 + ("float32", "bf16", "fp16")
 ON_HOST = ("inputs_on_host", "optimizer_on_host")  # of RankPlan
@@ -125,18 +126,12 @@ def _exactly(rank: int, case: RoundsCase) -> tuple[list[Tensor], RankReport]:
     return result.bits, RankReport(covers=Result(result.rows, result.shapes, bits=[]))
 
 
-class TiedModel(LanguageModel):
-    """Its head's weight is that of the embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.out.weight = self.embedding.weight
-
-
 def _in_low_precision(rank: int, case: RoundsCase) -> tuple[list[Tensor], RankReport]:
     plan, course = case.case.plan, case.case.course
     torch.manual_seed(case.case.seed)
-    master = TiedModel() if case.is_tied else LanguageModel()
+    master = Decoder(LANGUAGE)
+    if case.is_tied:
+        master.head.projection.weight = master.embedding.weight
     sizes = course.rank_batch_sizes[-1]
     batch = make_batch(sum(sizes))
     batch["targets"][torch.rand(batch["targets"].shape) < 0.2] = IGNORED

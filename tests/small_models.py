@@ -31,6 +31,21 @@ def small_decoder(**changes: Any) -> DecoderConfig:
     return replace(_DECODER, **changes)
 
 
+class Chain(nn.Module):
+    """Layers one after the other, each followed by ``act``; returns what a loss would."""
+
+    def __init__(
+        self, *layers: nn.Module, act: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        super().__init__()
+        self.layers, self.act = nn.ModuleList(layers), act or nn.Identity()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        for layer in self.layers:
+            x = self.act(layer(x))
+        return x.square().sum(), len(x)
+
+
 # Odd models: two units and a head, with a forward that a test writes in one line
 
 WIDTH = 6

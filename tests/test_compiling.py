@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan, Stage
@@ -93,36 +92,11 @@ def test_compiled_units_give_the_gradients_of_eager_ones(name: str) -> None:
         assert_close(one, other)
 
 
-class Layer(nn.Module):
-    """The least that has a matrix and a dropout."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.dropout = dropout
-
-    def forward(self, x_BD: Tensor) -> Tensor:
-        return F.dropout(self.linear(x_BD).tanh(), self.dropout, self.training)
-
-
-class Stack(nn.Module):
-    """Two layers; generated code is dear, and they share it."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(dropout) for _ in range(2))
-
-    def forward(self, x_BD: Tensor) -> tuple[Tensor, Tensor]:
-        for layer in self.layers:
-            x_BD = layer(x_BD)
-        return x_BD.square().sum(), torch.tensor(len(x_BD))
-
-
 def test_a_unit_that_cannot_be_compiled_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
     def breaks(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no such operation")
 
-    layer = Layer(0.0)
+    layer = nn.Linear(4, 4)
     forward = CompiledForward("layers.0", layer.forward, breaks)
     x = torch.ones(2, 4)
     with caplog.at_level(logging.WARNING):

@@ -29,6 +29,7 @@ from shardhet.training.emulation import (
     packed,
     stay_on,
 )
+from tests.small_models import Chain
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
 pytestmark = pytest.mark.alone
@@ -56,17 +57,8 @@ class Slow(nn.Module):
         return x * self.weight
 
 
-class Summed(nn.Module):
-    """Two slow units."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Slow(seconds), Slow(seconds)])
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
-        for block in self.blocks:
-            x = block(x)
-        return x.sum(), x.shape[0]
+def slow(seconds: float) -> Chain:
+    return Chain(Slow(seconds), Slow(seconds))
 
 
 def test_what_is_slowed_takes_as_much_longer_as_the_device_is_slower() -> None:
@@ -86,7 +78,7 @@ def test_waiting_for_a_core_is_not_stretched() -> None:
 
 
 def test_a_device_of_full_speed_is_left_alone() -> None:
-    model = HetFSDP(Summed(0.0), Plan.even(1, microbatch_size=2))
+    model = HetFSDP(slow(0.0), Plan.even(1, microbatch_size=2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     EmulatedDevice().slow_down(model, optimizer)
     assert not optimizer._optimizer_step_pre_hooks
@@ -100,7 +92,7 @@ def test_later_observers_see_stretched_computations(recompute: bool) -> None:
     plan = Plan.by_hand(
         microbatch_sizes=[1], num_microbatches=[2], state_shares=[1], recompute=[recompute]
     )
-    model = HetFSDP(Summed(seconds), plan)
+    model = HetFSDP(slow(seconds), plan)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     EmulatedDevice(speed=0.5).slow_down(model, optimizer)
     events: list[Observed] = []
@@ -155,7 +147,7 @@ def test_the_optimizer_step_is_stretched() -> None:
         def step(self, closure: Any = None) -> None:
             compute(0.03)
 
-    model = HetFSDP(Summed(0.0), Plan.even(1, microbatch_size=2))
+    model = HetFSDP(slow(0.0), Plan.even(1, microbatch_size=2))
     optimizer = Sleeper(model.parameters(), lr=0.1)
     EmulatedDevice(speed=0.25).slow_down(model, optimizer)
     start_s = time.perf_counter()
@@ -171,7 +163,7 @@ def test_peers_wait_for_the_slow_device() -> None:
 
 
 def _shares_of_a_step(rank: int) -> tuple[float, float]:
-    model = HetFSDP(Summed(0.02), Plan.even(2, microbatch_size=1, recompute=True))
+    model = HetFSDP(slow(0.02), Plan.even(2, microbatch_size=1, recompute=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     EmulatedDevice(speed=(1.0, 0.2)[rank]).slow_down(model, optimizer)
     model.backward(*model(torch.ones(1, 4)))  # finds the order

@@ -18,7 +18,7 @@ from shardhet.training.hooks.bad_steps import OnBadStep
 from shardhet.training.loss_scaling import LEAST_SCALE, LossScaler
 from shardhet.training.optim import OptimizerSpec, WarmupDecay
 from shardhet.training.trainer import Run as RunModel
-from shardhet.training.trainer import StepMetrics, Trainer, run_plainly
+from shardhet.training.trainer import Trainer, run_plainly
 from tests.emulated.accelerator import Accelerator
 from tests.selection import one_in
 from tests.test_guard import Scaled
@@ -60,11 +60,6 @@ def make_trainer(
         loss_scaler=LossScaler(device, first_scale=first_scale) if is_float16 else None,
         device=device,
     )
-
-
-def take_steps(rank: int, plan: Plan, is_float16: bool) -> list[StepMetrics]:
-    trainer = make_trainer(plan, is_float16=is_float16)
-    return [trainer.train_step() for _ in range(NUM_STEPS)]
 
 
 def overflowing(rank: int, steps: list[int], trainer: Trainer) -> RunModel:

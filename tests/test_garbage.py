@@ -13,21 +13,11 @@ from torch import Tensor, nn
 
 from shardhet.comm.liveness.heartbeat import activity_of, stack_of
 from shardhet.fsdp import HetFSDP
+from tests.small_models import Chain
 from tests.test_trainer import PLANS
 from tests.worlds import run_ranks
 
 WIDTH = 24
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, int]:
-        for block in self.blocks:
-            x = torch.relu(block(x))
-        return x.pow(2).sum(), len(x)
 
 
 @pytest.mark.parametrize("name", ["one rank", "four ranks, all unlike"])
@@ -39,7 +29,8 @@ def test_steps_leave_no_tensor_in_a_cycle(name: str) -> None:
 def _tensors_in_cycles(rank: int, name: str) -> list[str]:
     plan = PLANS[name]
     torch.manual_seed(0)
-    model = HetFSDP(Net(), plan)
+    layers = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    model = HetFSDP(Chain(*layers, act=torch.relu), plan)
     optimizer = torch.optim.AdamW(model.parameters())
     my_batch_size = plan.ranks[model.position].rank_batch_size
     gc.collect()

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import nn
 
 from shardhet import plan_for
 from shardhet.apps.cluster import main
@@ -21,6 +21,7 @@ from shardhet.profiler.here import (
 )
 from shardhet.records.cluster import Cluster, DeviceSpec
 from tests.programs import SHARDHET, run
+from tests.small_models import Chain
 from tests.worlds import run_ranks
 
 MIB = 2**20
@@ -144,23 +145,14 @@ def test_wrong_keys_and_no_gpu_are_refused(
         assert words in capsys.readouterr().err
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, int]:
-        y = self.parts(x)
-        return y.square().sum(), x.shape[0]
-
-
 def test_without_a_cluster_plans_are_for_what_is_here(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    model = Chain(*(nn.Linear(8, 8) for _ in range(3)))
     with pytest.raises(ValueError, match="cluster: torch sees no GPU on this machine"):
-        plan_for(Model(), torch.zeros(2, 8), global_batch_size=8)
+        plan_for(model, torch.zeros(2, 8), global_batch_size=8)
     monkeypatch.setattr(here, "cards_here", lambda: FOUND[2:])
-    plan = plan_for(Model(), torch.zeros(2, 8), global_batch_size=8)
+    plan = plan_for(model, torch.zeros(2, 8), global_batch_size=8)
     assert [rank.device.kind for rank in plan.ranks] == ["Tesla T4"] * 2
     assert "No cluster is given: planned for what is here, Tesla T4 14.6 GiB" in caplog.text
 

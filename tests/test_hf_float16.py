@@ -29,9 +29,6 @@ transformers = pytest.importorskip("transformers", reason="needs the hf extra")
 NUM_STEPS = 6
 OVERFLOWS_AT = 2
 FIRST_SCALE = 2.0**16
-OTHER = Plan.by_hand(
-    microbatch_sizes=[1, 3], rank_batch_sizes=[1, 6], state_shares=[0.8, 0.2], recompute=True
-)
 BASE = {
     "max_steps": NUM_STEPS,
     "learning_rate": 3e-3,

@@ -217,23 +217,6 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     assert kept == sorted({Path(results[0][1][1]).name, f"checkpoint-{NUM_STEPS}"})
 
 
-def ask_to_end(rank: int, folder: str) -> tuple[int, bool]:
-    """One rank is given notice in its fourth step."""
-
-    class Notice(transformers.TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if rank == 1 and state.global_step == 3:
-                trainer.het.ask_to_end()
-
-    with as_torchrun_starts(rank, PLAN.world_size):
-        trainer = make(folder, PLAN, save_steps=100)
-        trainer.add_callback(Notice())
-        trainer.train()
-        resumed = make(folder, PLAN, max_steps=6, save_steps=100)
-        resumed.train(resume_from_checkpoint=True)
-        return trainer.state.global_step, resumed.state.global_step == 6
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of one process with checkpoints after steps 3 and 6."""

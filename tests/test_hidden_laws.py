@@ -14,13 +14,12 @@ from shardhet import HetFSDP, Plan, Stage
 from shardhet.fsdp.probing.comparing import Cut
 from shardhet.fsdp.probing.prober import _laws_of_all
 from tests.beside import backward_in_rounds
-from tests.edge_plans import APART, IN_ROUNDS, UNEVEN, every_plan, plan_for
+from tests.edge_plans import APART, IN_ROUNDS, UNEVEN, every_plan
 from tests.ordinary import Pair, says
 from tests.parity import compare_grads
 from tests.small_models import WIDTH, Net, draw
 from tests.worlds import ends_all_ranks, run_ranks, run_ranks_expecting_failure
 
-ALONE = plan_for(recomputes=False)
 UNITS = ["units.0", "units.1"]
 LABELS = torch.tensor([0, 1, 2, 0, 1])  # those of a probe are all unlike
 OfLabels = Callable[[Tensor, Tensor], Tensor]

@@ -56,7 +56,6 @@ from tests.worlds import TRANSFORMERS, preload, run_ranks
 
 preload(*TRANSFORMERS)
 
-ROOT = Path(__file__).parent.parent
 VOCAB_SIZE, SEQ_LEN = 260, 8
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

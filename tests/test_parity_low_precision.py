@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from shardhet import HetFSDP, Plan, describe
+from shardhet.models.decoder import Decoder
 from tests.parity import Batch, part_of, rows_of
 from tests.selection import one_in
+from tests.small_models import small_decoder
 from tests.worlds import on_ranks, run_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -53,52 +54,7 @@ PLANS = {
 CASES = one_in(5, product(PLANS, ("float32", "bf16", "fp16", "autocast")))
 
 
-class Block(nn.Module):
-    """Attention and a feed-forward part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x_BTD)).chunk(3, dim=-1)
-        scores = q @ k.transpose(1, 2) / WIDTH**0.5
-        x_BTD = x_BTD + scores.softmax(-1) @ v
-        return x_BTD + self.down(F.gelu(self.up(x_BTD)))
-
-
-class Head(nn.Module):
-    """Norm, head and the loss in at least float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.out = nn.Linear(WIDTH, NUM_WORDS)
-
-    def forward(self, x_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.out(self.norm(x_BTD)).flatten(0, 1)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        loss_sum = F.cross_entropy(logits, targets_BT.flatten(), reduction="sum")
-        return loss_sum, (targets_BT != -100).sum()
-
-
-class LanguageModel(nn.Module):
-    """Embedding, three blocks, head with loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(NUM_WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = Head()
-
-    def forward(self, words_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
-        x_BTD = self.embedding(words_BT)
-        for block in self.blocks:
-            x_BTD = block(x_BTD)
-        return self.head(x_BTD, targets_BT)
+LANGUAGE = small_decoder(vocab_size=NUM_WORDS, width=WIDTH, num_layers=3, seq_len=SEQ_LEN)
 
 
 def make_batch(num_samples: int) -> Batch:
@@ -191,7 +147,7 @@ def _errors(rank: int, plan_name: str, precision: str) -> tuple[Errors, Errors]:
     plan = PLANS[plan_name]
     torch.manual_seed(5)
     batch = make_batch(plan.global_batch_size)
-    return compared(LanguageModel(), plan, _sizes(plan), batch, precision)[1:]
+    return compared(Decoder(LANGUAGE), plan, _sizes(plan), batch, precision)[1:]
 
 
 def _sizes(plan: Plan) -> list[int]:
@@ -218,7 +174,7 @@ def test_errs_no_more_than_plain_pytorch(plan_name: str, precision: str) -> None
 def test_recomputation_gives_the_same_bits(rank: int, plan_name: str, precision: str) -> None:
     plan = PLANS[plan_name]
     torch.manual_seed(5)
-    master = LanguageModel()
+    master = Decoder(LANGUAGE)
     batch = make_batch(plan.global_batch_size)
     both = []
     for recompute in (False, True):

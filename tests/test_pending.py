@@ -50,23 +50,14 @@ def noting_what_is_let_go() -> Iterator[list[str]]:
         gc.collect()
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x).tanh()
-        return x
-
-
 class _Net:
     """A model, of which nothing is outstanding between its calls."""
 
     def __init__(self, rank: int) -> None:
         torch.manual_seed(0)
-        self.model = HetFSDP(Net(), PLAN, units=[nn.Linear])
+        layers = [(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(7)]
+        module = nn.Sequential(*(layer for pair in layers for layer in pair))
+        self.model = HetFSDP(module, PLAN, units=[nn.Linear])
         self.optimizer = torch.optim.AdamW(self.model.parameters())
 
     def call(self) -> Tensor:
@@ -91,7 +82,7 @@ class _Net:
 def _everything(rank: int, is_apart: bool) -> list[str]:
     with on_different_hosts() if is_apart else nullcontext(), noting_what_is_let_go() as let_go:
         net = _Net(rank)
-        net.model.get_parameter("blocks.1.weight").register_hook(lambda grad: grad * 2)
+        net.model.get_parameter("2.weight").register_hook(lambda grad: grad * 2)
         net.step()
         net.step()
         with torch.no_grad():

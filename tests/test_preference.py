@@ -1,42 +1,15 @@
 """Of plans that are nearly as fast, the one that a person would choose."""
 
-from collections import defaultdict
-
 import pytest
 
 from experiments.sentences.run import judged
 from shardhet.apps.plan import main
-from shardhet.planner import Demands, DeviceLimits, PlanSolution, solve
+from shardhet.planner import Demands, DeviceLimits, solve
 from shardhet.planner.forms import rounds_of
 from shardhet.planner.problem.demands import TOLERANCE
 from shardhet.pricing.setting import Setting
 from tests.selection import one_in
 from tests.test_planner import WORKLOAD, random_case
-
-
-def alike(setting: Setting) -> list[tuple[int, ...]]:
-    members: dict[object, list[int]] = defaultdict(list)
-    for i, device in enumerate(setting.cluster.devices):
-        members[device.kind].append(i)
-    return [tuple(each) for each in members.values() if len(each) > 1]
-
-
-def is_alike(solution: PlanSolution, sets: list[tuple[int, ...]]) -> bool:
-    ranks, costs = solution.plan.ranks, solution.predicted.ranks
-    row = 4 * max(kind.max_row_numel for kind in WORKLOAD.kinds)
-    return all(
-        ranks[i].microbatch_sizes == ranks[each[0]].microbatch_sizes
-        and ranks[i].recomputed_units == ranks[each[0]].recomputed_units
-        and abs(costs[i].stored_numel - costs[each[0]].stored_numel) <= row
-        for each in sets
-        for i in each
-    )
-
-
-def fullest(solution: PlanSolution) -> float:
-    return max(
-        each.memory.total_bytes / each.memory_budget_bytes for each in solution.predicted.ranks
-    )
 
 
 @pytest.mark.parametrize("seed", one_in(2, [4, 20, 1034, 1785]))

@@ -31,15 +31,6 @@ TINY = {
     "hidden_width": 320,
     "seq_len": 64,
 }
-LARGE = {  # the shape of Llama 3 70B
-    "vocab_size": 128256,
-    "width": 8192,
-    "num_layers": 80,
-    "num_heads": 64,
-    "num_kv_heads": 8,
-    "hidden_width": 28672,
-    "seq_len": 4096,
-}
 
 
 def decoder(shape: dict[str, int], dtype: torch.dtype = torch.float32) -> Decoder:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardhet import HetFSDP, Plan
+from tests.small_models import Chain
 from tests.worlds import on_ranks, run_ranks
 
 PLAN = {"microbatch_sizes": [2, 1, 0], "rank_batch_sizes": [4, 3, 0]}
@@ -36,19 +37,14 @@ class Adapted(nn.Module):
         return torch.tanh(x @ (self.weight * scale).T + self.up(self.down(x)))
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(*(Adapted(6) for _ in range(3)))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, int]:
-        return self.layers(x).square().sum(), len(x)
+def make() -> Chain:
+    torch.manual_seed(0)
+    return Chain(*(Adapted(6) for _ in range(3)))
 
 
 def train_adapters(rank: int, plan: Plan) -> None:
     x = torch.randn(7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    plain, model = Model(), HetFSDP(Model(), plan, units=[Adapted])
+    plain, model = make(), HetFSDP(make(), plan, units=[Adapted])
     assert {"scale"} == {name for each in model.parameters() for name in vars(each)}
     for _ in range(3):
         for each in (plain, model):

@@ -46,6 +46,7 @@ from shardhet.training.slow_devices import (
 )
 from tests.made_up import device_profile
 from tests.selection import one_in
+from tests.small_models import Chain
 from tests.test_worker import configure
 from tests.worlds import on_ranks, run_ranks
 
@@ -73,23 +74,14 @@ class Sleeper(nn.Module):
         return x + self.linear(x).tanh()
 
 
-class Net(nn.Module):
-    """Three layers that sleep."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Sleeper() for _ in range(3))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, int]:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().sum(), len(x)
+def make() -> nn.Module:
+    return Chain(*(Sleeper() for _ in range(3))).double()
 
 
 def setting_of(world_size: int, **changes: Any) -> Setting:
     """Equal devices of ample memory; communication is not counted."""
     Sleeper.seconds_per_sample = 0.0
-    workload = describe(Net().double(), ExampleBatch(args=(torch.ones(2, WIDTH).double(),)))
+    workload = describe(make(), ExampleBatch(args=(torch.ones(2, WIDTH).double(),)))
     device = DeviceSpec(host="here", kind="cpu", memory_capacity_bytes=2**32)
     profile = device_profile(
         "cpu",
@@ -134,7 +126,7 @@ def train(rank: int, plan: Plan, *, slowness: float, replans: bool, num_steps: i
     """In a loop of its own."""
     setting = setting_of(plan.world_size)
     torch.manual_seed(0)
-    model = HetFSDP(Net().double(), plan)
+    model = HetFSDP(make(), plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     rebalancer = Rebalancer(setting, replans=replans)
     course = Course(rank, slowness, rebalancer)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan, redistribute
 from shardhet.checkpoint import CheckpointError, load, save
-from shardhet.records.stages import Stage
 from tests.beside import mean_of, squared
 from tests.emulated.accelerator import Accelerator
 from tests.parity import check_covered_once, compare_grads
@@ -426,22 +425,6 @@ def test_units_without_frozen_parameters_are_refused_by_name(
 
 
 # Stages
-
-
-STAGED = Plan.by_hand(
-    microbatch_sizes=[2, 1, 0, 3],
-    state_shares=[0.3, 0.7, 0.4, 0.6],
-    num_rounds=2,
-    stages=[Stage(units=("0",), num_ranks=2), Stage(units=("[12]",), num_ranks=2)],
-    resident_units=True,
-)
-
-
-def in_stages(plan: Plan, **options: Any) -> HetFSDP:
-    def loss(output: Tensor) -> tuple[Tensor, Tensor]:
-        return output.square().sum(), torch.tensor(len(output))
-
-    return wrapped(plan, loss_fn=loss, **options)
 
 
 def keeps(model: HetFSDP, fqns: Sequence[str]) -> bool:

@@ -14,25 +14,11 @@ from shardhet.training.compiling import compile_units
 from tests.beside import Beside, is_exact
 from tests.parity import compare_grads, rows_of
 from tests.selection import one_in
+from tests.small_models import Chain
 from tests.test_rounds import FORMS, plan_of
 from tests.worlds import on_ranks, run_ranks, run_ranks_expecting_failure
 
 WIDTH = 4
-
-
-class Normed(nn.Module):
-    """Batch statistics in a unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(2)
-        )
-
-    def forward(self, x: Tensor) -> tuple[Tensor, int]:
-        for block in self.blocks:
-            x = block(x).tanh()
-        return x.square().sum(), len(x)
 
 
 @pytest.mark.filterwarnings("ignore:.*BatchNorm")
@@ -49,7 +35,9 @@ def test_batch_norm_sees_the_microbatches_of_all_rounds(rank: int, gathers: int)
         reshard_after_backward=backward,
     )
     torch.manual_seed(2)
-    both = Beside(Normed().double(), plan, units=["blocks.0", "blocks.1"])
+    blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(2))
+    module = Chain(*blocks, act=torch.tanh).double()
+    both = Beside(module, plan, units=["layers.0", "layers.1"])
     for _ in range(2):
         both.step(samples(plan), pieces=[3, 3, 2] * 2)
         for one, other in zip(both.model.buffers(), both.plain.buffers(), strict=True):
@@ -60,22 +48,13 @@ def samples(plan: Plan) -> Tensor:
     return torch.randn(plan.global_batch_size, WIDTH, dtype=torch.float64)
 
 
-class Deep(nn.Module):
-    """Three linear units with a loss at the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, int]:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x.square().sum(), len(x)
+def make_deep() -> Chain:
+    return Chain(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), act=torch.tanh)
 
 
 def deep(plan: Plan, **options: Any) -> Beside:
     torch.manual_seed(4)
-    return Beside(Deep().double(), plan, units=[nn.Linear], **options)
+    return Beside(make_deep().double(), plan, units=[nn.Linear], **options)
 
 
 @on_ranks(2)
@@ -98,7 +77,7 @@ def test_observers_see_every_round(rank: int) -> None:
 def test_compiled_units_run_in_rounds(rank: int) -> None:
     plan = plan_of(3, 2, 1, reduce_each_round=False)
     torch.manual_seed(4)
-    module = Deep().double()
+    module = make_deep().double()
     plain = copy.deepcopy(module)
     assert compile_units(module, torch.device("cpu"), backend="eager") is None
     both = Beside(plain, plan, of=module, units=[nn.Linear])
@@ -109,7 +88,7 @@ def test_compiled_units_run_in_rounds(rank: int) -> None:
 def test_frozen_units_stay_frozen_in_rounds(rank: int) -> None:
     """As with LoRA: only small units of their own are trained."""
     torch.manual_seed(4)
-    module = Deep().double()
+    module = make_deep().double()
     for layer in (module.layers[0], module.layers[2]):
         layer.requires_grad_(False)
     both = Beside(module, plan_of(3, 3, 2), units=[nn.Linear])
@@ -132,7 +111,7 @@ def _overflows(rank: int) -> tuple[list[float], list[Tensor]]:
     """A gradient overflows in the last round of the second step, on one rank."""
     plan = plan_of(2, 3, 0, reduce_each_round=False)
     torch.manual_seed(5)
-    model = HetFSDP(Deep(), plan, units=[nn.Linear], param_dtype=torch.float16)
+    model = HetFSDP(make_deep(), plan, units=[nn.Linear], param_dtype=torch.float16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     scales = []
@@ -172,7 +151,7 @@ def test_autocast_holds_in_every_round(rank: int) -> None:
             reduce_each_round=False,
         )
         torch.manual_seed(4)
-        both = Beside(Deep(), plan, units=[nn.Linear])
+        both = Beside(make_deep(), plan, units=[nn.Linear])
         x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(1))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             both.model.forward_backward(*both.part(x))

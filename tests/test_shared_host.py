@@ -39,7 +39,6 @@ from tests.selection import one_in
 from tests.test_bad_input import PLAN
 from tests.worlds import on_ranks, rank_cache, run_ranks, run_ranks_expecting_failure
 
-CPU = torch.device("cpu")
 WORLD_SIZES = [2, 3, 4]
 FLOATS = (torch.float64, torch.float32, torch.bfloat16)
 

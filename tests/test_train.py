@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,6 @@ if os.environ.get("RANK") == "1":
 
     shardhet.training.trainer.Trainer.train_step = fail
 """
-
-
-def free_port() -> int:
-    """One that the system has just given out, and so gives nobody else soon."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_dirs(tmp_path: Path) -> list[Path]:

@@ -19,7 +19,6 @@ from tests.small_models import small_decoder
 from tests.worlds import run_ranks
 
 SEQ_LEN = 8
-GLOBAL_BATCH_SIZE = 6
 NUM_STEPS = 50
 MODEL = small_decoder(seq_len=SEQ_LEN)
 PLANS = {

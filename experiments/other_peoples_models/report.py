@@ -6,8 +6,6 @@ from statistics import median
 from experiments.common.results import markdown_table
 from experiments.other_peoples_models.records import Row, Verdict
 
-LETTERS = {Verdict.EXACT: "exact", Verdict.REFUSED: "refused", Verdict.WRONG: "**WRONG**"}
-
 
 def as_markdown(rows: Sequence[Row]) -> str:
     """What became of each family, what was refused, what it costs."""

@@ -27,7 +27,6 @@ PLANS = {
         microbatch_sizes=[4, 3, 3], rank_batch_sizes=[4, 3, 3], state_shares=[0.2, 0.3, 0.5]
     ),
 }
-BATCH = 10
 
 
 class Layer(nn.Module):
