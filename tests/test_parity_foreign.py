@@ -1,6 +1,7 @@
 """Models that know nothing of HetFSDP are trained as one process would train them."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -156,52 +157,9 @@ class RecurrentModel(nn.Module):
         return self.head(self.layers(self.embedding(words_BT))[:, -1])
 
 
-class AttentionBlock(nn.Module):
-    """``nn.MultiheadAttention`` with its weights returned beside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        z_BTD = self.norm(x_BTD)
-        y_BTD, weights_BTT = self.attention(z_BTD, z_BTD, z_BTD, need_weights=True)
-        return x_BTD + y_BTD + weights_BTT.square().mean((1, 2))[:, None, None]
-
-
-class AttentionModel(nn.Module):
-    """Embedding, attention blocks, pooled head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(NUM_WORDS, 8)
-        self.layers = nn.ModuleList(AttentionBlock() for _ in range(2))
-        self.head = nn.Linear(8, NUM_CLASSES)
-
-    def forward(self, words_BT: Tensor) -> Tensor:
-        x_BTD = self.embedding(words_BT)
-        for layer in self.layers:
-            x_BTD = layer(x_BTD)
-        return self.head(x_BTD.mean(1))
-
-
-def _post_norm_encoder() -> nn.Module:
-    return EncoderModel(norm_first=False)
-
-
-def _pre_norm_encoder() -> nn.Module:
-    return EncoderModel(norm_first=True)
-
-
-def _gru() -> nn.Module:
-    return RecurrentModel(nn.GRU)
-
-
-def _lstm() -> nn.Module:
-    return RecurrentModel(nn.LSTM)
-
-
+_post_norm_encoder = partial(EncoderModel, norm_first=False)
+_pre_norm_encoder = partial(EncoderModel, norm_first=True)
+_gru, _lstm = partial(RecurrentModel, nn.GRU), partial(RecurrentModel, nn.LSTM)
 LAYER = nn.TransformerEncoderLayer
 PROBLEMS: dict[str, Problem] = {
     "encoder": _problem(_post_norm_encoder, _words, num_targets=SEQ_LEN),
@@ -217,8 +175,6 @@ PROBLEMS: dict[str, Problem] = {
     "gru": _problem(_gru, _words),
     "gru, layers": _problem(_gru, _words, units=(Recurrent,)),
     "lstm, loss_fn": _problem(_lstm, _words, takes_loss_fn=True),
-    "attention": _problem(AttentionModel, _words),
-    "attention, inner": _problem(AttentionModel, _words, units=(nn.MultiheadAttention, "head")),
 }
 
 

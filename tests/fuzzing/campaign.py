@@ -67,11 +67,38 @@ def shrink(case: FuzzCase, is_same: Callable[[FuzzCase], bool]) -> FuzzCase:
     return case
 
 
+# The simplest first.
+PLANS = [
+    Plan.by_hand(microbatch_sizes=sizes, rank_batch_sizes=batches, recompute=recompute)
+    for sizes, batches in (
+        ([2], [2]),
+        ([1], [2]),
+        ([1, 1], [1, 1]),
+        ([1, 2], [2, 2]),
+        ([1, 0], [2, 0]),
+    )
+    for recompute in (False, True)
+]
+LENGTH = 5  # no batch is as long
+
+
 def _smaller(case: FuzzCase) -> Iterator[FuzzCase]:
-    for plan in _simple_plans():
-        if len(plan.ranks) < case.world_size:
+    known = PLANS.index(case.plan) if case.plan in PLANS else len(PLANS)
+    for plan in PLANS[:known]:
+        if plan.world_size <= case.world_size:
             yield _under(case, plan)
-    yield from _fewer_steps(case)
+    if len(case.steps) > 1:
+        yield replace(case, steps=case.steps[:-1])
+        yield replace(case, steps=case.steps[1:])
+    plain = _under(case, case.plan)
+    of_one_length = replace(
+        case, steps=tuple(replace(step, length=LENGTH) for step in case.steps)
+    )
+    yield from (each for each in (plain, of_one_length) if each.steps != case.steps)
+    yield from _with_defaults(case)
+    for name in case.options.keys() - {"loss_fn"}:
+        options = {key: value for key, value in case.options.items() if key != name}
+        yield replace(case, options=options)
     model = case.model
     for i in range(len(model.units)):
         if len(model.units) > 1:
@@ -82,60 +109,14 @@ def _smaller(case: FuzzCase) -> Iterator[FuzzCase]:
         for simple in _with_defaults(unit):
             units = (*model.units[:i], simple, *model.units[i + 1 :])
             yield replace(case, model=replace(model, units=units))
-    for name in ("units", "seed"):
-        if name in case.options:
-            options = {key: value for key, value in case.options.items() if key != name}
-            yield replace(case, options=options)
-    if case.plan not in _simple_plans():
-        for plan in _simple_plans():
-            if len(plan.ranks) == case.world_size:
-                yield _under(case, plan)
-
-
-def _simple_plans() -> list[Plan]:
-    makers: list[dict[str, Any]] = [
-        {"microbatch_sizes": [2], "rank_batch_sizes": [2]},
-        {"microbatch_sizes": [2], "rank_batch_sizes": [2], "recompute": [True]},
-        {"microbatch_sizes": [1], "rank_batch_sizes": [2]},
-        {"microbatch_sizes": [2], "rank_batch_sizes": [3]},
-        {"microbatch_sizes": [1], "rank_batch_sizes": [2], "recompute": [True]},
-        {"microbatch_sizes": [1, 1], "rank_batch_sizes": [1, 1]},
-        {"microbatch_sizes": [1, 2], "rank_batch_sizes": [2, 2]},
-        {"microbatch_sizes": [1, 0], "rank_batch_sizes": [2, 0]},
-    ]
-    plans = []
-    for each in makers:
-        world_size = len(each["microbatch_sizes"])
-        plans.append(Plan.by_hand(state_shares=[1 / world_size] * world_size, **each))
-    return plans
 
 
 def _under(case: FuzzCase, plan: Plan) -> FuzzCase:
+    """With whole batches of a plan."""
     sizes = tuple(rank.rank_batch_size for rank in plan.ranks)
-    steps = tuple(replace(step, sizes=sizes) for step in case.steps)
-    return replace(case, plan=plan, world_size=len(sizes), steps=steps, kinds=None)
-
-
-def _fewer_steps(case: FuzzCase) -> Iterator[FuzzCase]:
-    if len(case.steps) > 1:
-        yield replace(case, steps=case.steps[:-1])
-        yield replace(case, steps=case.steps[1:])
-    if case.evaluates:
-        yield replace(case, evaluates=False)
-    if case.steps_between_zero_grad > 1:
-        yield replace(case, steps_between_zero_grad=1)
-    if case.optimizer != "sgd":
-        yield replace(case, optimizer="sgd")
-    full = tuple(rank.rank_batch_size for rank in case.plan.ranks)
-    plain = tuple(StepShape(sizes=full, length=step.length) for step in case.steps)
-    if plain != case.steps:
-        yield replace(case, steps=plain)
-    for length in (5, 2, 3, 1):
-        same = tuple(replace(step, length=length) for step in case.steps)
-        if same != case.steps:
-            if length != 5 and {step.length for step in case.steps} == {5}:
-                continue  # 5 is the plainest: no batch is as long
-            yield replace(case, steps=same)
+    steps = tuple(StepShape(sizes=sizes, length=step.length) for step in case.steps)
+    kinds = case.kinds if plan is case.plan else None
+    return replace(case, plan=plan, world_size=len(sizes), steps=steps, kinds=kinds)
 
 
 def _without_unit(model: ModelShape, i: int) -> ModelShape:
