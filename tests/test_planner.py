@@ -67,14 +67,19 @@ def random_case(seed: int) -> tuple[Cluster, Profile, int]:
     return cluster, profile, int(rng.integers(4, 40))
 
 
+def random_setting(seed: int) -> tuple[Setting, int]:
+    """The same with the model."""
+    cluster, profile, batch = random_case(seed)
+    return Setting(cluster, WORKLOAD, profile), batch
+
+
 @pytest.mark.parametrize(("max_rounds", "largest"), [(1, 14), (2, 18)])
 def test_a_batch_that_does_not_fit_is_told_the_largest_that_does(
     max_rounds: int, largest: int
 ) -> None:
     """In the form that needs the least memory; two rounds keep gradients beside the second."""
-    cluster, profile, _ = random_case(3)
-    setting = Setting(cluster, WORKLOAD, profile)
-    budgets = dict.fromkeys(range(cluster.world_size), int(0.45 * STATE_BYTES))
+    setting, _ = random_setting(3)
+    budgets = dict.fromkeys(range(setting.cluster.world_size), int(0.45 * STATE_BYTES))
     demands = Demands(max_rounds=max_rounds).with_budgets(budgets)
     assert solve(setting, global_batch_size=largest, demands=demands).fits
     for batch in (largest + 1, 3 * largest):
@@ -84,11 +89,11 @@ def test_a_batch_that_does_not_fit_is_told_the_largest_that_does(
 
 
 def test_where_no_sample_fits_beside_the_state_what_it_leaves_is_told() -> None:
-    cluster, profile, batch = random_case(2)
-    budget = int(1.1 * STATE_BYTES / cluster.world_size)
-    demands = Demands().with_budgets(dict.fromkeys(range(cluster.world_size), budget))
+    setting, batch = random_setting(2)
+    budget = int(1.1 * STATE_BYTES / setting.cluster.world_size)
+    demands = Demands().with_budgets(dict.fromkeys(range(setting.cluster.world_size), budget))
     with pytest.raises(PlanError, match="no single sample beside it") as raised:
-        solve(Setting(cluster, WORKLOAD, profile), global_batch_size=batch, demands=demands)
+        solve(setting, global_batch_size=batch, demands=demands)
     figures = [float(each) for each in re.findall(r"([\d.]+) GiB", str(raised.value))]
     needed, of, left, with_copies, state = figures
     assert of == pytest.approx(budget / 2**30, rel=1e-2)
@@ -99,9 +104,9 @@ def test_where_no_sample_fits_beside_the_state_what_it_leaves_is_told() -> None:
 
 @pytest.mark.parametrize("batch", [6, 7])
 def test_even_batches_are_even_over_all_rounds_where_they_can_be(batch: int) -> None:
-    cluster, profile, _ = random_case(12)
-    setting, even_ones = Setting(cluster, WORKLOAD, profile), Demands(has_even_batches=True)
-    assert cluster.world_size == 3
+    setting, _ = random_setting(12)
+    even_ones = Demands(has_even_batches=True)
+    assert setting.cluster.world_size == 3
     best = solve(setting, global_batch_size=batch, demands=even_ones)
     for number in range(1, batch + 1):
         gathers = {"reshard_after_forward": False, "reshard_after_backward": False}
@@ -118,14 +123,14 @@ def test_even_batches_are_even_over_all_rounds_where_they_can_be(batch: int) -> 
 
 
 def test_even_batches_that_rounds_would_make_uneven_are_refused() -> None:
-    cluster, profile, _ = random_case(12)
+    setting, _ = random_setting(12)
     demands = Demands(has_even_batches=True, form=StepForm(num_rounds=2))
     with pytest.raises(PlanError, match="15 cannot be cut into 2 rounds"):
-        solve(Setting(cluster, WORKLOAD, profile), global_batch_size=15, demands=demands)
+        solve(setting, global_batch_size=15, demands=demands)
 
 
 def test_a_phase_may_take_no_time(recwarn: pytest.WarningsRecorder) -> None:
-    cluster, profile, batch = random_case(3)
+    setting, batch = random_setting(3)
 
     def without_backward(device: DeviceProfile) -> DeviceProfile:
         units = tuple(
@@ -136,8 +141,8 @@ def test_a_phase_may_take_no_time(recwarn: pytest.WarningsRecorder) -> None:
         )
         return replace(device, units=units)
 
-    profile = replace(profile, devices=tuple(map(without_backward, profile.devices)))
-    setting = Setting(cluster, WORKLOAD, profile)
+    devices = tuple(map(without_backward, setting.profile.devices))
+    setting = replace(setting, profile=replace(setting.profile, devices=devices))
     found = solve(setting, global_batch_size=batch)
     assert found.lower_bound_s <= found.predicted.step_time_s
     assert not recwarn.list
@@ -145,24 +150,24 @@ def test_a_phase_may_take_no_time(recwarn: pytest.WarningsRecorder) -> None:
 
 @pytest.mark.parametrize("seed", one_in(6, range(12)))
 def test_a_plan_keeps_its_promises_and_no_baseline_beats_it(seed: int) -> None:
-    cluster, profile, batch = random_case(seed)
+    setting, batch = random_setting(seed)
     try:
-        solution = solve(Setting(cluster, WORKLOAD, profile), global_batch_size=batch)
+        solution = solve(setting, global_batch_size=batch)
     except PlanError:
         for baseline in (even, compute_only, memory_only):
             with pytest.raises(PlanError):
-                baseline(Setting(cluster, WORKLOAD, profile), global_batch_size=batch)
+                baseline(setting, global_batch_size=batch)
         return
     plan, predicted = solution.plan, solution.predicted
     assert plan.global_batch_size == batch
-    assert CostModel(Setting(cluster, WORKLOAD, profile)).predict(plan) == predicted
+    assert CostModel(setting).predict(plan) == predicted
     assert all(rank.fits for rank in predicted.ranks)
     assert sum(rank.stored_numel for rank in predicted.ranks) >= WORKLOAD.numel
     assert solution.lower_bound_s <= predicted.step_time_s * (1 + 1e-9)
     assert solution.relative_gap <= 1e-3
     for baseline in (even, compute_only, memory_only):
         try:
-            simpler = baseline(Setting(cluster, WORKLOAD, profile), global_batch_size=batch)
+            simpler = baseline(setting, global_batch_size=batch)
         except PlanError:
             continue
         assert simpler.predicted.step_time_s >= solution.lower_bound_s * (1 - 1e-9)
@@ -171,11 +176,11 @@ def test_a_plan_keeps_its_promises_and_no_baseline_beats_it(seed: int) -> None:
 def test_recomputing_a_part_is_never_slower_and_sometimes_faster() -> None:
     gains = []
     for seed in range(24):
-        cluster, profile, batch = random_case(seed)
+        setting, batch = random_setting(seed)
         try:
             whole, part = (
                 solve(
-                    Setting(cluster, WORKLOAD, profile),
+                    setting,
                     global_batch_size=batch,
                     demands=IN_ONE_ROUND,
                     effort=Effort(recompute_steps=number),
@@ -190,12 +195,12 @@ def test_recomputing_a_part_is_never_slower_and_sometimes_faster() -> None:
 
 
 def test_no_plan_by_hand_beats_the_bound() -> None:
-    cluster, profile, batch = random_case(4)
-    solution = solve(Setting(cluster, WORKLOAD, profile), global_batch_size=batch)
-    model = CostModel(Setting(cluster, WORKLOAD, profile))
+    setting, batch = random_setting(4)
+    solution = solve(setting, global_batch_size=batch)
+    model = CostModel(setting)
     rng = np.random.default_rng(0)
     choices = recompute_choices(model, DEFAULT_EFFORT.recompute_steps)
-    size, num_fitting = cluster.world_size, 0
+    size, num_fitting = setting.cluster.world_size, 0
     for _ in range(300):
         batches = rng.multinomial(batch, rng.dirichlet(np.ones(size)))
         plan = type(solution.plan).by_hand(
@@ -212,27 +217,20 @@ def test_no_plan_by_hand_beats_the_bound() -> None:
 
 
 def test_the_same_input_gives_the_same_plan() -> None:
-    cluster, profile, batch = random_case(1)
-    plans = [
-        find_plan(Setting(cluster, WORKLOAD, profile), global_batch_size=batch)
-        for _ in range(2)
-    ]
+    setting, batch = random_setting(1)
+    plans = [find_plan(setting, global_batch_size=batch) for _ in range(2)]
     assert plans[0].to_json() == plans[1].to_json()
 
 
 def test_demands_on_single_devices_are_met() -> None:
-    cluster, profile, batch = random_case(4)
-    whole = solve(Setting(cluster, WORKLOAD, profile), global_batch_size=batch)
+    setting, batch = random_setting(4)
+    whole = solve(setting, global_batch_size=batch)
     budget = whole.predicted.ranks[1].memory.total_bytes * 3 // 4
     limits = {
         0: DeviceLimits(rank_batch_size=2, recomputes=True),
         1: DeviceLimits(memory_budget_bytes=budget, max_microbatch_size=1),
     }
-    solution = solve(
-        Setting(cluster, WORKLOAD, profile),
-        global_batch_size=batch,
-        demands=Demands(limits=limits),
-    )
+    solution = solve(setting, global_batch_size=batch, demands=Demands(limits=limits))
     first, second = solution.plan.ranks[:2]
     assert first.rank_batch_size == 2
     assert first.recomputed_units == ("*",)
@@ -242,15 +240,10 @@ def test_demands_on_single_devices_are_met() -> None:
 
 
 def test_a_batch_that_does_not_fit_is_refused_with_the_largest_that_does() -> None:
-    cluster, profile, _ = random_case(4)
+    setting, _ = random_setting(4)
     with pytest.raises(PlanError, match="Lower global_batch_size to ") as raised:
-        find_plan(
-            Setting(cluster, WORKLOAD, profile),
-            global_batch_size=5_000,
-            demands=IN_ONE_ROUND,
-        )
+        find_plan(setting, global_batch_size=5_000, demands=IN_ONE_ROUND)
     largest = int(str(raised.value).split("global_batch_size to ")[1].split(",")[0])
-    setting = Setting(cluster, WORKLOAD, profile)
     found = solve(setting, global_batch_size=largest, demands=IN_ONE_ROUND)
     assert found.relative_gap < 0.01
     find_plan(setting, global_batch_size=2 * largest)  # in rounds
@@ -259,9 +252,9 @@ def test_a_batch_that_does_not_fit_is_refused_with_the_largest_that_does() -> No
 def test_a_state_that_does_not_fit_is_refused_in_gib() -> None:
     device = DeviceSpec(kind="A", memory_capacity_bytes=STATE_BYTES // 2)
     cluster = Cluster(nodes=(Node(host="a", devices=(device,)),))
-    _, profile, _ = random_case(0)
+    setting = replace(random_setting(0)[0], cluster=cluster)
     with pytest.raises(PlanError, match=r"the state of 0\.0188 GiB does not fit"):
-        find_plan(Setting(cluster, WORKLOAD, profile), global_batch_size=1)
+        find_plan(setting, global_batch_size=1)
 
 
 # Published figures
@@ -295,8 +288,7 @@ def test_the_published_instance_is_solved_to_its_optimum() -> None:
 
 
 def test_a_plan_to_prefer_may_be_faster_than_what_seemed_the_fastest() -> None:
-    cluster, profile, batch = random_case(3)
-    setting = Setting(cluster, WORKLOAD, profile)
+    setting, batch = random_setting(3)
     fastest = solve(setting, global_batch_size=batch, demands=IN_ONE_ROUND)
     fastest_s = fastest.predicted.step_time_s
     prices = CostModel(setting).for_plan(fastest.plan)

@@ -55,7 +55,7 @@ class Fault:
         )
 
     @property
-    def patience_s(self) -> float:
+    def limit_s(self) -> float:
         """How long the others may wait: in a declared phase only a stopped rank is suspect."""
         is_declared = self.place == "saving" and self.deed in ("loop", "sleep")
         return TIMEOUT_S * (LONG_FACTOR if is_declared else 1.0)

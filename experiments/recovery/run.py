@@ -28,16 +28,9 @@ HEADER = ["deed", "faults", "as they should", "s to the last rank's end (p10-p90
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What came of a fault."""
+class Outcome(Fault):
+    """What came of it."""
 
-    seed: int
-    deed: str
-    place: str
-    world_size: int
-    rank: int
-    step: int
-    transport: str
     patience_s: float  # of the others with the rank at fault
     verdict: str  # "named", "untouched", or what went wrong
     seconds: float  # from the deed to the end of the last rank that was not at fault
@@ -52,9 +45,7 @@ def inject(fault: Fault) -> Outcome:
         with started(FORKED, train, args, grace_s=0.0) as processes:
             waited_for = others if fault.deed != "slow" else list(range(fault.world_size))
             receivers = [processes[rank][1] for rank in waited_for]
-            found = dict(
-                answers(receivers, timeout_s=LIMIT_S + fault.patience_s, grace_s=GRACE_S)
-            )
+            found = dict(answers(receivers, timeout_s=LIMIT_S + fault.limit_s, grace_s=GRACE_S))
             ended = {waited_for[i]: answer for i, answer in found.items()}
             for rank in ended:
                 processes[rank][0].join(5.0)
@@ -64,7 +55,7 @@ def inject(fault: Fault) -> Outcome:
     ends_s = [answer[1] for answer in ended.values() if answer is not None]
     return Outcome(
         **asdict(fault),
-        patience_s=fault.patience_s,
+        patience_s=fault.limit_s,
         verdict=_verdict(fault, ended, codes, waited_for),
         seconds=round(max(ends_s, default=time.monotonic()) - done_at_s, 2),
     )

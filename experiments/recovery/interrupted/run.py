@@ -48,18 +48,9 @@ HEADER = ["deed", "where", "runs", "as they should", "steps lost, most", "s to t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What came of a fault."""
+class Outcome(Fault):
+    """What came of it."""
 
-    seed: int
-    deed: str
-    place: str
-    plan: int
-    next_plan: int
-    rank: int
-    step: int
-    occasion: int
-    in_background: bool
     committed: int  # the last checkpoint that a rank had been told of before
     went_on_after: int  # the step of the checkpoint that was loaded
     error: float  # of losses and parameters at the end, relative to an undisturbed run
