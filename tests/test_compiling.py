@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan, Stage
 from shardhet.models.decoder import Decoder
 from shardhet.training.compiling import CompiledForward, compile_units, why_not
-from tests.selection import for_campaign
+from tests.selection import for_campaign, one_in
 from tests.small_models import small_decoder
 from tests.worlds import run_ranks
 
@@ -90,6 +91,72 @@ def test_compiled_units_give_the_gradients_of_eager_ones(name: str) -> None:
     eager = run_ranks(step_of_rank, plan.world_size, plan, None, 0.0, 2)
     for one, other in zip(compiled, eager, strict=True):
         assert_close(one, other)
+
+
+@pytest.mark.campaign  # compiled units stay
+def test_what_is_recomputed_drops_what_forward_dropped() -> None:
+    kept = run_ranks(step_of_rank, 1, PLANS["ragged"], CAPTURES, 0.3, 1)
+    recomputed = run_ranks(step_of_rank, 1, PLANS["recomputed"], CAPTURES, 0.3, 1)
+    assert_close(recomputed[0], kept[0])
+
+
+class Layer(nn.Module):
+    """The least that has a matrix and a dropout."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.dropout = dropout
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return F.dropout(self.linear(x_BD).tanh(), self.dropout, self.training)
+
+
+class Stack(nn.Module):
+    """Two layers; generated code is dear, and they share it."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(dropout) for _ in range(2))
+
+    def forward(self, x_BD: Tensor) -> tuple[Tensor, Tensor]:
+        for layer in self.layers:
+            x_BD = layer(x_BD)
+        return x_BD.square().sum(), torch.tensor(len(x_BD))
+
+
+def grads_of_stack(
+    dropout: float, num_samples: int, *, is_compiled: bool, recomputes: bool
+) -> list[Tensor]:
+    torch.manual_seed(0)
+    module = Stack(dropout)
+    if is_compiled:
+        assert compile_units(module, CPU) is None
+    plan = Plan.by_hand(
+        microbatch_sizes=[3],
+        rank_batch_sizes=[num_samples],
+        state_shares=[1.0],
+        recompute=recomputes,
+    )
+    model = HetFSDP(module, plan)
+    model.backward(*model(torch.arange(4.0 * num_samples).view(-1, 4).sin()))
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+@pytest.mark.campaign  # compiled units stay
+@pytest.mark.parametrize("dropout, num_samples", one_in(3, [(0.0, 6), (0.0, 7), (0.5, 7)]))
+def test_generated_code_does_what_eager_units_do(dropout: float, num_samples: int) -> None:
+    kept = grads_of_stack(dropout, num_samples, is_compiled=True, recomputes=False)
+    assert len(kept) == 4
+    torch.testing.assert_close(
+        grads_of_stack(dropout, num_samples, is_compiled=True, recomputes=True),
+        kept,
+        rtol=0,
+        atol=1e-6,
+    )
+    if not dropout:  # which it draws in its own way
+        eager = grads_of_stack(dropout, num_samples, is_compiled=False, recomputes=False)
+        torch.testing.assert_close(kept, eager, rtol=0, atol=1e-6)
 
 
 def test_a_unit_that_cannot_be_compiled_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:

@@ -89,6 +89,12 @@ def test_a_rank_that_dies_is_named_by_all_others(place: Any, deed: Any) -> None:
     check_death(run_ranks_expecting_failure(train_until, 3, misdeed, PLAN), misdeed)
 
 
+@pytest.mark.campaign  # later deaths stay
+def test_a_rank_that_dies_while_the_order_is_found_is_named_by_all_others() -> None:
+    misdeed = Misdeed(deed="exit", place="forward", step=0)
+    check_death(run_ranks_expecting_failure(train_until, 3, misdeed, TURNED), misdeed)
+
+
 @pytest.mark.parametrize("place", one_in(2, ["between", "wait"]))
 def test_a_rank_that_only_stores_is_missed_when_it_dies(place: Any) -> None:
     misdeed = Misdeed(deed="kill", place=place, rank=2)

@@ -85,3 +85,10 @@ def test_a_profile_is_measured(tmp_path: Path, num_ranks: int) -> None:
     measuring = ["measure", *SMALL_MODEL, f"cluster.num_ranks={num_ranks}"]
     measuring += ["max_microbatch_size=1", "num_repeats=3", "time_limit_s=5"]
     assert "emulated" in run_on_accelerators(tmp_path, *measuring)
+
+
+@pytest.mark.campaign  # training stays
+@every_size
+def test_ranks_are_checked(tmp_path: Path, num_ranks: int) -> None:
+    output = run_on_accelerators(tmp_path, "doctor", "--ranks", str(num_ranks))
+    assert "have the losses of one process" in output

@@ -224,6 +224,19 @@ def test_a_slow_bus_is_told_and_planned_without(
     assert "1 device of 1 kind" in again
 
 
+@pytest.mark.campaign  # single devices stay
+def test_whole_hosts_are_left_out_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(
+        capsys,
+        "cluster=two_regions_128",
+        "global_batch_size=1024",
+        "what_if_s=0",
+        "leave_out=auto",
+    )
+    assert "To launch without them: start ranks on hosts" in text
+    assert "describes them)" in text
+
+
 def test_measured_profiles_are_asked_as_well(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

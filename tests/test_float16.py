@@ -18,9 +18,9 @@ from shardhet.training.hooks.bad_steps import OnBadStep
 from shardhet.training.loss_scaling import LEAST_SCALE, LossScaler
 from shardhet.training.optim import OptimizerSpec, WarmupDecay
 from shardhet.training.trainer import Run as RunModel
-from shardhet.training.trainer import Trainer, run_plainly
+from shardhet.training.trainer import StepMetrics, Trainer, run_plainly
 from tests.emulated.accelerator import Accelerator
-from tests.selection import one_in
+from tests.selection import one_in, only
 from tests.test_guard import Scaled
 from tests.test_resume import losses, metrics, train_until
 from tests.test_trainer import MODEL, PLANS, SEQ_LEN, toy_corpus
@@ -60,6 +60,24 @@ def make_trainer(
         loss_scaler=LossScaler(device, first_scale=first_scale) if is_float16 else None,
         device=device,
     )
+
+
+def take_steps(rank: int, plan: Plan, is_float16: bool) -> list[StepMetrics]:
+    trainer = make_trainer(plan, is_float16=is_float16)
+    return [trainer.train_step() for _ in range(NUM_STEPS)]
+
+
+@pytest.mark.campaign  # single steps stay
+@pytest.mark.parametrize("name", only(["three ranks, one only stores"], PLANS))
+def test_it_learns_as_float32_does_under_every_plan(name: str) -> None:
+    plan = PLANS[name]
+    expected = run_ranks(take_steps, 1, PLANS["one rank"], False)[0]
+    for steps in run_ranks(take_steps, plan.world_size, plan, True):
+        assert [each.why_skipped for each in steps] == [None] * NUM_STEPS
+        assert {each.loss_scale for each in steps} == {FIRST_SCALE}
+        for each, plain in zip(steps, expected, strict=True):
+            assert each.mean_loss == pytest.approx(plain.mean_loss, rel=0.02)
+            assert each.grad_norm == pytest.approx(plain.grad_norm, rel=0.1)
 
 
 def overflowing(rank: int, steps: list[int], trainer: Trainer) -> RunModel:

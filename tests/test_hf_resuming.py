@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardhet import Plan
+from shardhet import Plan, Stage
 from shardhet.checkpoint import CheckpointError
 from tests.selection import for_campaign
 from tests.test_hf_trainer import (
     FIRST_CASE_S,
     IN_ROUNDS,
+    IN_STAGES,
     ONE,
     PLAN,
     arguments,
@@ -185,6 +186,75 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
             assert entry == pytest.approx(expected, rel=1e-6), variant
 
 
+THREE_STAGES = Plan.by_hand(
+    microbatch_sizes=[4, 2, 1],
+    rank_batch_sizes=[4, 4, 4],
+    num_rounds=2,
+    global_batch_size=7,
+    stages=[
+        Stage(units=("model.embed_tokens",), num_ranks=1),
+        Stage(units=("model.layers.*",), num_ranks=1),
+        Stage(units=("lm_head",), num_ranks=1),
+    ],
+)
+IN_TURN = {"stages": IN_STAGES, "other stages": THREE_STAGES, "none": PLAN}
+
+
+def resumed_in_turn(
+    rank: int, folder: str, variant: str, turns: Sequence[tuple[str, str]]
+) -> Any:
+    """Undisturbed and resumed runs, by the plans they were stopped and went on under."""
+    found = {}
+    with as_torchrun_starts(rank, 3):
+        whole = make(f"{folder}/whole", IN_STAGES, variant, save_strategy="no")
+        whole.train()
+        found["whole", ""] = result_of(whole)
+        for before in dict(turns):
+            place = f"{folder}/{before}"
+            stopped = make(place, IN_TURN[before], variant)
+            stopped.add_callback(Stop())
+            stopped.train()
+            for after in (after for first, after in turns if first == before):
+                resumed = make(place, IN_TURN[after], variant, save_strategy="no")
+                path = f"{place}/checkpoint-{first_step(variant)}"
+                resumed.train(resume_from_checkpoint=path)
+                found[before, after] = result_of(resumed)
+    return found if rank == 0 else None
+
+
+ALL_TURNS = [(before, after) for before in ("stages", "none") for after in IN_TURN]
+
+
+@pytest.mark.campaign  # tests of pipelines have it without a trainer
+@pytest.mark.parametrize(
+    "variant, turns",
+    [
+        ("base", [("stages", "other stages")]),
+        for_campaign("base", ALL_TURNS),
+        for_campaign("by length, accumulated", ALL_TURNS),
+        for_campaign("drawing", ALL_TURNS),
+    ],
+    ids=["base, few turns", "base", "by length, accumulated", "drawing"],
+)
+def test_a_run_in_stages_goes_on_in_others_and_in_none(
+    tmp_path: Path, variant: str, turns: list[tuple[str, str]]
+) -> None:
+    found = run_ranks(
+        resumed_in_turn, 3, str(tmp_path), variant, turns, timeout_s=FIRST_CASE_S
+    )[0]
+    whole = found.pop(("whole", ""))
+    assert found.keys() == set(turns)
+    if ("stages", "stages") in found:
+        assert found["stages", "stages"]["log"] == whole["log"]  # bit by bit
+    for turn, resumed in found.items():
+        assert resumed["step"] == NUM_STEPS
+        for fqn, param in whole["state"].items():
+            own = resumed["state"][fqn]
+            torch.testing.assert_close(own, param, rtol=0, atol=SAME, msg=f"{turn}: {fqn}")
+        for entry, expected in zip(resumed["log"], whole["log"], strict=True):
+            assert entry == pytest.approx(expected, rel=1e-6), turn
+
+
 def best_and_limited(rank: int, folder: str) -> tuple[Any, Any]:
     """A run whose learning rate is so high that an early checkpoint is the best."""
     with as_torchrun_starts(rank, PLAN.world_size):
@@ -215,6 +285,29 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
         assert Path(best).is_dir()
     kept = sorted(each.name for each in tmp_path.iterdir())
     assert kept == sorted({Path(results[0][1][1]).name, f"checkpoint-{NUM_STEPS}"})
+
+
+def ask_to_end(rank: int, folder: str) -> tuple[int, bool]:
+    """One rank is given notice in its fourth step."""
+
+    class Notice(transformers.TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if rank == 1 and state.global_step == 3:
+                trainer.het.ask_to_end()
+
+    with as_torchrun_starts(rank, PLAN.world_size):
+        trainer = make(folder, PLAN, save_steps=100)
+        trainer.add_callback(Notice())
+        trainer.train()
+        resumed = make(folder, PLAN, max_steps=6, save_steps=100)
+        resumed.train(resume_from_checkpoint=True)
+        return trainer.state.global_step, resumed.state.global_step == 6
+
+
+@pytest.mark.campaign  # a stopped run stays
+def test_a_rank_that_is_asked_to_end_ends_all_after_a_checkpoint(tmp_path: Path) -> None:
+    found = run_ranks(ask_to_end, 3, str(tmp_path), timeout_s=FIRST_CASE_S)
+    assert found in ([(4, True)] * 3, [(5, True)] * 3)
 
 
 @pytest.fixture(scope="module")
@@ -304,6 +397,43 @@ def test_masks_drawn_by_worker_processes_are_not_resumed(tmp_path: Path) -> None
     trainer = make(str(tmp_path), ONE, "drawing", dataloader_num_workers=1)
     with pytest.raises(ValueError, match="dataloader_num_workers=1"):
         trainer.train(resume_from_checkpoint=True)
+
+
+def with_adapters(folder: Path, **changes: Any) -> Any:
+    """A trainer of adapters alone, of one process."""
+    peft = pytest.importorskip("peft")
+    from shardhet.hf import HetTrainer
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = llama()
+    torch.manual_seed(3)
+    trainer = HetTrainer(
+        peft.get_peft_model(model, config),
+        arguments(folder, **{**BASE, **changes}),
+        plan=ONE,
+        train_dataset=texts(NUM_SAMPLES, seed=1),
+        compute_loss_func=loss_in_float64,
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+@pytest.mark.campaign  # whole models stay
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks transformers by an old name
+def test_adapters_go_on_where_they_were(tmp_path: Path) -> None:
+    whole = with_adapters(tmp_path / "whole")
+    whole.train()
+    stopped = with_adapters(tmp_path / "stopped")
+    stopped.add_callback(Stop())
+    stopped.train()
+    resumed = with_adapters(tmp_path / "stopped")
+    resumed.train(resume_from_checkpoint=True)
+    expected, found = result_of(whole), result_of(resumed)
+    assert found["log"] == expected["log"]
+    assert all(
+        torch.equal(found["state"][fqn], each) for fqn, each in expected["state"].items()
+    )
+    assert (tmp_path / "stopped/checkpoint-6/adapter_config.json").is_file()
 
 
 def test_a_checkpoint_of_a_run_opens_with_from_pretrained(saved: Path) -> None:

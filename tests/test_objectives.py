@@ -446,6 +446,30 @@ def test_the_largest_batch_is_exact_however_little_a_sample_takes(
         assert objectives.most_samples([idle, computing], [count]) == largest
 
 
+@pytest.mark.campaign  # plans under demands stay
+@pytest.mark.parametrize("seed", one_in(5, range(5)))
+def test_the_least_memory_is_the_least_of_all(seed: int) -> None:
+    case, demands = Case(seed, roomy=3.0), demands_of(3 * seed)
+    best = solve(case.setting, global_batch_size=case.batch, demands=demands)
+    wanted = 0.7 * best.samples_per_s
+    least = least_memory(
+        case.setting, global_batch_size=case.batch, min_samples_per_s=wanted, demands=demands
+    )
+    assert least.solution.samples_per_s >= wanted
+    assert least.lower_bound <= least.budget_fraction <= 1
+    assert least.budget_fraction - least.lower_bound <= ROUNDING
+
+    def is_reached(part: float) -> bool:
+        slowest_s = case.batch / wanted
+        return any(
+            seconds <= slowest_s
+            for seconds in plans_of_all_forms(seed, 3.0, demands, case.batch, part=part)
+        )
+
+    assert is_reached(least.budget_fraction + ROUNDING)
+    assert not is_reached(least.lower_bound * (1 - 1e-9))
+
+
 @pytest.mark.parametrize(
     "shares", [(0.5, 0.3, 0.2), (0.5, 0.5 - 1e-7, None), (0.0, 0.7, None), (None, 0.0, 1.0)]
 )

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import shardhet
 from shardhet import HetFSDP, Plan, redistribute
 from shardhet.comm.calls import Pending
+from shardhet.comm.groups import Communicators, among_computing, default_group
+from tests.emulated.accelerator import Accelerator
 from tests.hosts import on_different_hosts
 from tests.test_pipelines import UNITS, Leaky, batch_of, staged
 from tests.worlds import on_ranks, run_ranks
@@ -130,3 +132,22 @@ def test_a_step_of_stages_leaves_nothing_in_flight(rank: int) -> None:
         runtime.begin_step()
         runtime.abandon()
         assert not runtime.root_comm._unsent
+
+
+def _connects(rank: int) -> list[str]:
+    with Accelerator().installed() as accelerator, noting_what_is_let_go() as let_go:
+        made = Communicators.over(default_group(None), accelerator.device)
+        gather, _, control = made.channels((0, 1, 2), rank)
+        among_computing(gather, (0, 1, 1), control=control, device=accelerator.device)
+        model = HetFSDP(Leaky("late"), STAGES, units=UNITS, device=accelerator.device)
+        mine = STAGES.sample_indices(model.position)
+        batch = batch_of(STAGES.global_batch_size)
+        model.forward_backward(*(each[mine].to(accelerator.device) for each in batch))
+    # What stages hand over in a step is let go in the order of its stream.
+    return [each for each in let_go if "handover.py" not in each]
+
+
+@pytest.mark.campaign  # steps stay
+def test_what_connects_ranks_is_waited_for() -> None:
+    """Over NCCL, whose messages to ranks that only store, and of stages, have own streams."""
+    assert run_ranks(_connects, 3, fresh_world=True) == [[]] * 3

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,12 +20,14 @@ from shardhet.config.compose import conf_dir
 from shardhet.config.models import DecoderConf, SampleShape
 from shardhet.config.planning import PlannerConf, SimulateConf
 from shardhet.planner.stages.bound import together_s
+from shardhet.pricing.derive import derive_profile
 from shardhet.profiler.here import FoundCard
 from shardhet.records.cluster import Cluster, DeviceSpec
 from shardhet.records.plan import HoldsFor, Plan, RankPlan
 from shardhet.records.shown import recomputed
 from shardhet.records.workload import Workload
 from tests.selection import for_campaign, one_in
+from tests.test_imports import ROOT
 
 DESCRIBED = conf_dir() / "cluster" / "described"
 QUICK = ["what_if_s=0", "model=gpt_125m"]
@@ -220,6 +223,50 @@ def test_what_stays_free_is_said_by_what_it_is_for(capsys: pytest.CaptureFixture
     assert (
         "What a process holds besides tensors, up to 0.5 GiB, is in the memory above." in text
     )
+
+
+@pytest.mark.campaign  # half a minute of searches, which have their own tests
+def test_other_objectives_are_shown_with_what_they_reach(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = said(capsys, "objective=largest_batch", "explain=true")
+    assert "the largest batch that fits in one round: " in text
+    assert "all memory | 10 % more" in text
+    text = said(capsys, "objective=least_memory", *QUICK)
+    assert "the least memory for" in text
+    assert "no device uses more than" in text
+    text = said(capsys, "objective=least_memory", "spared=[2,'*4090']", *QUICK)
+    assert "none of devices 0, 2 uses more than" in text
+
+
+@pytest.mark.campaign  # tests of leaving devices out plan for some
+def test_measured_files_are_planned_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    cluster = Cluster.load(DESCRIBED / "rtx4090_2x3090.yaml")
+    workload = Workload.transformer(
+        num_layers=2, width=64, num_heads=2, vocab_size=100, seq_len=16
+    )
+    cluster.save(tmp_path / "cluster.json")
+    workload.save(tmp_path / "workload.json")
+    derive_profile(cluster, workload).save(tmp_path / "profile.json")
+    text = said(capsys, f"measured={tmp_path}", "what_if_s=0", f"out={tmp_path}/plan.json")
+    assert f"{tmp_path.name}: {workload.numel:,} parameters" in text
+    assert "Of no use" not in text
+    nothing = ("limits.2.batch=0", "limits.2.share=0", "explain=true")
+    unused = said(capsys, f"measured={tmp_path}", *nothing)
+    assert "Unused devices: 2. They compute and store nothing, and collectives run" in unused
+    assert "leave no device idle, or only the 1 that is idle here; microbatches" in unused
+    simulate_main([f"{tmp_path}/plan.json", f"measured={tmp_path}"])
+    assert "takes" in capsys.readouterr().out
+    for key, value in (("model", "small"), ("num_moments", 0)):
+        code, text = refused(capsys, f"measured={tmp_path}", f"{key}={value}")
+        assert code == 2
+        assert f"{key}: it has no effect beside measured" in text
+    (tmp_path / "profile.json").write_text('{"version": 3}')
+    code, text = refused(capsys, f"measured={tmp_path}")
+    assert code == 2
+    assert "profile.json: field 'devices' is missing" in text
 
 
 def test_cards_of_two_vendors_are_said_to_meet_over_gloo(
@@ -422,6 +469,15 @@ def test_hosts_whose_stated_memory_is_the_limit_are_told_what_they_lack(tmp_path
     assert float(told[2]) > 8
 
 
+@pytest.mark.campaign  # a search for the largest batch, which has its own tests
+def test_a_batch_that_fits_in_no_round_is_told_the_largest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, text = refused(capsys, "global_batch_size=5000", "max_rounds=1")
+    assert code == 1
+    assert "Lower global_batch_size to " in text
+
+
 @pytest.mark.campaign  # two searches
 def test_what_the_memory_of_hosts_would_give_is_said_where_nothing_fits(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -551,6 +607,42 @@ def test_every_key_is_explained_in_help(
     assert "H100" in capsys.readouterr().out
 
 
+@pytest.mark.campaign  # files in a folder of one's own stay in tests of train
+def test_own_descriptions_are_found(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = (DESCRIBED / "rtx4090_2x3090.yaml").read_text()
+    folder = tmp_path / "cluster" / "described"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text(text.replace("count: 2", "count: 4"))
+    own = ["--config-dir", str(tmp_path), "cluster=described/mine"]
+    assert "5 devices of 2 kinds" in said(capsys, *own, *QUICK)
+    assert "5 devices of 2 kinds" in said(capsys, f"cluster={folder}/mine.yaml", *QUICK)
+    assert "7 devices" in said(capsys, "cluster.nodes.0.devices.1.count=6", *QUICK)
+
+
+@pytest.mark.campaign  # tests of fewer devices stay
+def test_a_region_that_holds_the_rest_up_is_named_and_can_be_left_out(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    two_regions = ("cluster=two_regions_128", "model=llama_7b", "global_batch_size=256")
+    assert "Unused devices: 16-127." in said(capsys, *two_regions)
+    text = said(capsys, *two_regions, "leave_out=auto")
+    assert "Better without region east" in text
+    assert "start ranks on hosts west-h100-* only" in text
+    out = f"out={tmp_path}/plan.json"
+    text = said(capsys, *two_regions, "hosts=[west-h100-*]", out)
+    assert "16 devices of 1 kind" in text
+    assert "leave_out=auto" not in text
+    simulate_main([f"{tmp_path}/plan.json", *two_regions[:2], "hosts=[west-h100-*]"])
+    assert "takes" in capsys.readouterr().out
+
+
+@pytest.mark.campaign  # tests of fewer devices stay
+def test_all_of_a_cluster_that_gains_from_all_is_used(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "leave_out=auto" not in said(capsys)
+
+
 def test_hosts_that_are_not_there_or_have_no_effect_are_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -560,6 +652,33 @@ def test_hosts_that_are_not_there_or_have_no_effect_are_refused(
     code, text = refused(capsys, f"measured={tmp_path}", "hosts=[a]")
     assert code == 2
     assert "hosts: it has no effect beside measured" in text
+
+
+WITHOUT_TORCH = """
+import resource, sys
+
+sys.modules["torch"] = None
+from shardhet.apps.plan import main
+
+main(["cluster=two_regions_128", "model=llama_7b", "global_batch_size=512"])
+used = resource.getrusage(resource.RUSAGE_SELF)
+print("SECONDS", used.ru_utime + used.ru_stime)
+"""
+
+
+@pytest.mark.campaign  # fewer are, too
+def test_128_devices_are_planned_for_without_torch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "128 devices of 4 kinds" in done.stdout
+    # A guard only, in CPU seconds: experiments/planner measures the time.
+    assert float(done.stdout.split("SECONDS")[1]) < 20
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,34 @@ def test_the_search_equals_brute_force(block: int, differ: bool) -> None:
     assert num_few > 0  # others have more than can be looked at
 
 
+@pytest.mark.campaign  # the other comparison stays
+def test_the_search_equals_brute_force_where_devices_recompute_different_parts() -> None:
+    num_partial = 0
+    for seed in range(60):
+        rng = np.random.default_rng([seed, 4])
+        problem = random_problem(
+            rng,
+            num_groups=2,
+            num_devices=3,
+            global_batch_size=int(rng.integers(12, 25)),
+            memory_binds=seed % 4 > 0,
+            num_parts=3,
+        )
+        try:
+            found = search(problem, SEARCHED)
+        except NothingFitsError:
+            assert not BruteForce(problem, np.inf).was_reached
+            continue
+        check_of_all(problem, found)
+        objective = found.value.objective_s
+        assert found.relative_gap <= 1e-9
+        brute = BruteForce(problem, objective * (1 + 1e-7))
+        assert brute.best == pytest.approx(objective, rel=1e-9)
+        _, first_s, _, last_s = found.value.phases_s
+        num_partial += first_s > last_s * (1 + 1e-9)
+    assert num_partial > 5
+
+
 def test_choices_of_many_devices_are_not_listed() -> None:
     fixed = Group(2000, np.array([1]), np.array([[1.0]]), np.array([9.0]), 1.0)
     free = Group(3, np.array([2, 1]), np.array([[2.0, 1.0]]), np.array([3.0, 4.0]), 1.0)

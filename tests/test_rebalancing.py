@@ -1,5 +1,6 @@
 """A device that slows down is noticed, named with figures, and given less to do."""
 
+import json
 import re
 import socket
 import time
@@ -23,11 +24,15 @@ from shardhet import (
     Rebalancer,
     Setting,
     describe,
+    find_plan,
 )
+from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.run.model_to_measure import random_batch
 from shardhet.apps.run.task import make_module
+from shardhet.apps.run.worker import Run
 from shardhet.config.checks import ConfigError
+from shardhet.models.decoder import Block
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.stages.again import planned_again
 from shardhet.profiler.batch import ExampleBatch
@@ -45,9 +50,9 @@ from shardhet.training.slow_devices import (
     step_seconds,
 )
 from tests.made_up import device_profile
-from tests.selection import one_in
+from tests.selection import for_campaign, one_in
 from tests.small_models import Chain
-from tests.test_worker import configure
+from tests.test_worker import SHORT_TEXT, configure, write_pages
 from tests.worlds import on_ranks, run_ranks
 
 WIDTH = 6
@@ -206,6 +211,27 @@ def test_a_slowed_rank_is_given_less_within_ten_steps_and_results_stay(plan: Pla
     assert len({course.found[0][1].new_plan.plan.digest for course in courses}) == 1  # type: ignore[union-attr]
 
 
+@pytest.mark.campaign  # the library's own test stays
+def test_without_new_plans_a_slow_rank_is_named_once() -> None:
+    for course in run_ranks(slow_down, 2, EVEN, False):
+        [(_, imbalance)] = course.found
+        assert imbalance.slow == (1,)
+        assert imbalance.new_plan is None
+        assert imbalance.slowness[1] == pytest.approx(2.5, rel=0.2)
+        assert course.plan.ranks == EVEN.ranks
+
+
+def one_rank(rank: int) -> Course:
+    return train(
+        rank, Plan.even(1, microbatch_size=BATCH), slowness=1.0, replans=True, num_steps=9
+    )
+
+
+@pytest.mark.campaign  # two ranks stay
+def test_a_rank_alone_is_never_slow() -> None:
+    assert run_ranks(one_rank, 1)[0].found == []
+
+
 def test_a_profile_that_is_off_for_all_alike_is_no_alarm() -> None:
     assert slownesses([3.0, 6.0, 1.5], [1.0, 2.0, 0.5]) == (1.0, 1.0, 1.0)
     assert slownesses([1.0, 4.0], [1.0, 2.0]) == (1.0, 2.0)
@@ -282,6 +308,26 @@ def test_a_setting_of_another_model_is_refused(rank: int) -> None:
         Hooks(model, optimizer, [Rebalancer(setting_of(1))]).__enter__()
 
 
+def run_with_a_slow_rank(rank: int, path: str) -> list[int]:
+    """Rank 1 of a run of ``shardhet train``; returns the batches of the last plan."""
+    forward, runs = Block.forward, list[Run]()
+
+    def slow_forward(block: Block, *args: Any, **kwargs: Any) -> Any:
+        is_slow = rank == 1 and bool(runs) and runs[0].model.step >= SLOWS_AFTER
+        time.sleep(BLOCK_S * len(args[0]) * (2.5 if is_slow else 1.0))
+        return forward(block, *args, **kwargs)
+
+    folder = RunFolder(Path(path))
+    env = RankEnv(rank=rank, world_size=2, local_rank=rank, store_host="", store_port=0)
+    Block.forward = slow_forward  # type: ignore[method-assign]
+    try:
+        runs.append(Run(folder.load_config(), folder, env, torch.device("cpu")))
+        runs[0].train()
+    finally:
+        Block.forward = forward  # type: ignore[method-assign]
+    return [each.rank_batch_size for each in runs[0].model.plan.ranks]
+
+
 def measured_decoder(folder: Path, keys: tuple[str, ...]) -> Setting:
     """A setting of the run's model, in which only blocks take time."""
     conf = RunFolder(Path(configure(folder / "described", *keys))).load_config()
@@ -310,6 +356,35 @@ def measured_decoder(folder: Path, keys: tuple[str, ...]) -> Setting:
         workload,
         Profile(devices=(profile,), collectives=Collectives(source=Source.MEASURED, points=())),
     )
+
+
+@pytest.mark.campaign  # the library's own test stays
+@pytest.mark.parametrize("rebalances", [True, for_campaign(False)])
+def test_a_run_says_which_device_is_slow_and_follows_a_new_plan(
+    rebalances: bool, tmp_path: Path
+) -> None:
+    text = write_pages(tmp_path / "text")
+    keys = (*SHORT_TEXT, f"data.path={text}", "num_steps=20", "cluster.kinds=[any,any]")
+    setting = measured_decoder(tmp_path, keys)
+    setting.save(tmp_path / "measured")
+    find_plan(setting, global_batch_size=8).save(tmp_path / "plan.json")
+    keys += (
+        "plan=file",
+        f"plan.path={tmp_path}/plan.json",
+        f"plan.measured={tmp_path}/measured",
+    )
+    path = configure(tmp_path / "run", *keys, f"rebalance={rebalances}")
+    batches = run_ranks(run_with_a_slow_rank, 2, path)[0]
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
+    said = [each for each in lines if "device1/slowness" in each]
+    assert said
+    assert SLOWS_AFTER < said[0]["step"] <= SLOWS_AFTER + 10
+    assert said[0]["device1/slowness"] > SLOW
+    assert ("planned_anew" in said[0]) == rebalances
+    new_plan = tmp_path / f"run/plan_after_step_{said[0]['step']}.json"
+    assert new_plan.is_file() == rebalances
+    assert (batches[1] < 4) == rebalances
+    assert [each["step"] for each in lines if "loss" in each] == list(range(1, 21))
 
 
 def test_rebalancing_requires_a_measured_profile() -> None:

@@ -272,6 +272,33 @@ def test_stages_keep_on_hosts_what_does_not_fit_on_devices() -> None:
     assert [e.memory for e in price.ranks] == [e.memory for e in predicted]
 
 
+@pytest.mark.campaign  # the search's own test stays
+@pytest.mark.parametrize(
+    "mib", [2000, *(pytest.param(i, marks=pytest.mark.campaign) for i in (1050, 1200))]
+)
+def test_what_hosts_may_keep_makes_no_pipeline_slower(mib: int) -> None:
+    """Nor is anything there that gains nothing."""
+    setting = derived(cluster_of(CARDS[:1], CARDS[2:]))
+    limits = {i: DeviceLimits(memory_budget_bytes=mib * 2**20) for i in range(3)}
+    without, found = (
+        find_pipeline(
+            setting,
+            global_batch_size=16,
+            smaller=partial(_derived_part, setting),
+            max_stages=2,
+            demands=Demands(
+                limits=limits, may_keep_inputs_on_host=may, may_keep_optimizer_on_host=may
+            ),
+        )
+        for may in (False, True)
+    )
+    assert without is not None
+    assert found is not None
+    assert found.step_time_s <= without.step_time_s
+    if found.step_time_s == without.step_time_s:
+        assert found.plan == without.plan
+
+
 def _derived_part(setting: Setting, positions: Positions) -> Setting:
     return derived(setting.cluster.only(positions))
 
@@ -846,6 +873,27 @@ def test_what_is_told_beside_stages_is_of_their_memory_and_of_plans_without_them
     both = [alone for positions, alone, _ in report.alone if positions == (0, 1)]
     for alone in both:
         assert alone.predicted.ranks[0].memory_budget_bytes > 35 * 2**30
+
+
+@pytest.mark.campaign  # its slow counterpart stays
+def test_a_fast_cable_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Between NVLink hosts; GeForce cards would lose more inside of theirs than over it."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        """
+version: 1
+nodes:
+- {host: a, count: 2, link: {latency_s: 1.0e-05, bandwidth_bytes_per_s: 300.0e+9},
+   devices: [{kind: NVIDIA A100-SXM4-40GB, count: 2}]}
+between_nodes: {latency_s: 1.0e-05, bandwidth_bytes_per_s: 50.0e+9}
+""",
+        encoding="utf-8",
+    )
+    keys = (f"cluster={path}", "max_stages=2", "global_batch_size=256")
+    plan_main([*keys, "what_if_s=0", "model=gpt_125m"])
+    text = capsys.readouterr().out
+    assert "No faster pipeline of up to 2 stages was found." in text
+    assert "predicted step" in text
 
 
 @pytest.mark.parametrize("key", ["objective=least_memory", "leave_out=auto", "equal=[[0,1]]"])

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from shardhet.records.plan import Plan
 from tests.programs import FEW_TEXTS, SHARDHET, SMALL_MODEL, TORCHRUN, run, start
+from tests.selection import for_campaign
 
 FEW_STEPS = ("debug=quick", "data.num_judged_samples=2")
 QUICK = (*FEW_STEPS, *FEW_TEXTS)
@@ -32,6 +34,13 @@ if os.environ.get("RANK") == "1":
 
     shardhet.training.trainer.Trainer.train_step = fail
 """
+
+
+def free_port() -> int:
+    """One that the system has just given out, and so gives nobody else soon."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
 
 
 def run_dirs(tmp_path: Path) -> list[Path]:
@@ -89,6 +98,59 @@ def test_torchrun_is_the_same_program(tmp_path: Path) -> None:
     np.testing.assert_allclose(losses(run_dir), losses(tmp_path / "alone"), rtol=1e-5)
 
 
+@pytest.mark.campaign  # tests of folders have it in small
+def test_two_agents_with_unlike_numbers_of_ranks_share_one_folder(tmp_path: Path) -> None:
+    port = free_port()
+    agents = [
+        start(
+            [
+                *TORCHRUN,
+                "--nnodes=2",
+                f"--nproc-per-node={nproc}",
+                "--rdzv-backend=c10d",
+                f"--rdzv-endpoint=localhost:{port}",
+                "--local-addr=localhost",
+                "-m",
+                "shardhet.apps.train",
+                *SMALL,
+            ],
+            tmp_path,
+        )
+        for nproc in (1, 3)
+    ]
+    outputs = [agent.communicate(timeout=100) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    [run_dir] = run_dirs(tmp_path)
+    assert len(losses(run_dir)) == 5
+    assert len(list((run_dir / "logs").glob("rank*.log"))) == 4
+
+
+def variables_of_srun(rank: int, world_size: int, port: int) -> dict[str, str]:
+    return {
+        **{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_JOB_ID": "17"},
+        **{"SLURM_NTASKS": str(world_size), "SLURM_STEP_NUM_TASKS": str(world_size)},
+        **{"SLURM_JOB_NODELIST": "localhost", "MASTER_PORT": str(port)},
+    }
+
+
+@pytest.mark.campaign  # torchrun stays
+def test_srun_is_the_same_program(tmp_path: Path) -> None:
+    port = free_port()
+    ranks = [
+        start(
+            ["-m", "shardhet.apps.train", *SMALL],
+            tmp_path,
+            **variables_of_srun(rank, 2, port),
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=100) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    [run_dir] = run_dirs(tmp_path)
+    assert len(losses(run_dir)) == 5
+    assert len(list((run_dir / "logs").glob("rank*.log"))) == 2
+
+
 @pytest.mark.campaign  # a launch
 def test_a_trace_names_what_the_runtime_does_per_unit(tmp_path: Path) -> None:
     steps = ["trace=true", "trace_steps.first_step=2", "trace_steps.num_steps=2"]
@@ -101,6 +163,20 @@ def test_a_trace_names_what_the_runtime_does_per_unit(tmp_path: Path) -> None:
         names = [event.get("name") for event in trace["traceEvents"]]
         for name in ("forward blocks.0 [0]", "backward head [0]", "wait_gather blocks.0"):
             assert names.count(name) >= 2
+
+
+@pytest.mark.campaign  # tests of compiling have it without a launch
+def test_without_a_compiler_a_compiled_run_says_so_and_trains(tmp_path: Path) -> None:
+    # As with CXX=/no/such/compiler, which torch reads when it is imported.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import torch._inductor.config\n"
+        'torch._inductor.config.cpp.cxx = ("/no/such/compiler",)\n'
+    )
+    done = run([*ALONE, *SMALL, "compile=true", "cluster.num_ranks=2"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "torch.compile does not work on devices [0, 1], which run eagerly" in done.stdout
+    assert "No working C++ compiler" in done.stdout
+    assert len(losses(run_dirs(tmp_path)[0])) == 5
 
 
 @pytest.mark.campaign  # four launches
@@ -195,6 +271,52 @@ def test_the_root_cause_is_named_where_the_disk_takes_no_file_of_it(tmp_path: Pa
     assert "the run failed" in panel[0]
     assert "rank  1 (cpu" in panel[1]
     assert "ValueError: these samples are bad" in panel[2]
+
+
+@pytest.mark.campaign  # tests of stillness have it without a launch
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        ("import time; time.sleep(1000)", "stands still: alive, but for"),
+        for_campaign("os.kill(os.getpid(), 19)", "its process is stopped (SIGSTOP)"),
+    ],
+)
+def test_a_rank_that_stands_still_ends_the_run_and_is_shown(
+    failure: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(FAILING_RANK.format(failure=failure))
+    small = [*SMALL, "cluster.num_ranks=3", "hang_timeout_s=2"]
+    done = run([*ALONE, *small], tmp_path)
+    assert done.returncode == 1
+    panel = "\n".join(done.stderr.splitlines()[-8:])
+    assert "rank  1 (cpu" in panel
+    assert said in panel
+    if "alive" in said:  # one that is stopped tells nothing any more
+        assert "sitecustomize.py:11" in panel
+
+
+@pytest.mark.campaign  # tests of deaths have it without a launch
+def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
+    failure = "os.kill(os.getpid(), 9)"
+    (tmp_path / "sitecustomize.py").write_text(FAILING_RANK.format(failure=failure))
+    done = run([*ALONE, *SMALL, "cluster.num_ranks=2"], tmp_path)
+    assert done.returncode == 1
+    panel = "\n".join(done.stderr.splitlines()[-6:])
+    assert "rank  1" in panel
+    assert "ended by signal 9" in panel
+
+
+@pytest.mark.campaign  # tests of liveness have it without torch
+def test_ranks_end_with_their_launcher_and_say_so(tmp_path: Path) -> None:
+    keys = [*SMALL, "num_steps=100000", "log_every=1", "cluster.num_ranks=2"]
+    process = start([*ALONE, *keys], tmp_path, is_cold=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step"):
+            break
+    process.kill()
+    _, errors = process.communicate(timeout=30)  # once no rank holds its end of the pipe
+    assert f"the launcher of this rank, process {process.pid}, is gone" in errors
 
 
 def test_an_interrupted_run_ends_with_the_command_that_goes_on(tmp_path: Path) -> None:
