@@ -188,13 +188,15 @@ def _check_flat(flat: FlatTensor) -> None:
     storage = flat.flat_shard.untyped_storage().data_ptr()
     pairs = zip(flat.slots, flat.sharded_params, flat.unsharded_params, strict=True)
     for slot, param, unsharded in pairs:
-        if any(each is not param and each is not unsharded for each in slot.all_current):
-            raise RuntimeError(
-                f"{slot.fqn}: a module holds another parameter in its place, or none, "
-                "since HetFSDP was built, which would not be used. Write into the one "
-                "that is there (with torch.no_grad(): param.copy_(...)), or change the "
-                "model before wrapping it."
-            )
+        for module, attribute in slot.owners:
+            held = module._parameters.get(attribute)
+            if held is not param and held is not unsharded:
+                raise RuntimeError(
+                    f"{slot.fqn}: a module holds another parameter in its place, or none, "
+                    "since HetFSDP was built, which would not be used. Write into the one "
+                    "that is there (with torch.no_grad(): param.copy_(...)), or change the "
+                    "model before wrapping it."
+                )
         is_there = not param.numel() or (param.untyped_storage().data_ptr() == storage)
         if not is_there:
             raise RuntimeError(

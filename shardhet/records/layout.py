@@ -22,6 +22,7 @@ Where parameters are stored whole, each by one device, those of a device lie tog
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from math import lcm, prod
 from typing import Self
@@ -63,7 +64,7 @@ class Owned:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FlatLayout:
     """Where each parameter sits in the flat tensor and which device stores what."""
 
@@ -107,12 +108,12 @@ class FlatLayout:
         """The same parameters, the ``i``th stored whole by the device at ``owners[i]``."""
         return self._of_owners(self.param_shapes, owners, num_devices)
 
-    @property
+    @cached_property
     def shard_numels(self) -> tuple[int, ...]:
         """How many elements each device stores, in plan order."""
         return tuple(span.numel for span in self.shard_spans)
 
-    @property
+    @cached_property
     def gap_spans(self) -> tuple[Span, ...]:
         """The spans that hold no parameter."""
         stored = sorted(span for span in self.param_spans if span.numel)

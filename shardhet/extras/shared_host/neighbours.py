@@ -150,6 +150,7 @@ class Neighbours:
         self.arena = arena
         self.peers = tuple(peers)  # None at this process's own rank
         self._boards = tuple(boards)
+        self._own = self._boards[rank]
         self._num_collectives = 0
         self._num_exchanges = 0
         self._offered: dict[int, tuple[int, Sequence[int]]] = {}  # collective, readers
@@ -265,10 +266,6 @@ class Neighbours:
         self._own.put(BROKEN, 1)
         for counter in (PLACED, READ, EXCHANGED):
             self._own.wake(counter)
-
-    @property
-    def _own(self) -> Board:
-        return self._boards[self.rank]
 
 
 def _peer(its: Any, own: Any) -> PeerArena | None:

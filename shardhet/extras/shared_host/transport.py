@@ -13,6 +13,7 @@ meantime.  A tensor that is not in an arena is copied into one first.
 
 import queue
 import threading
+from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -193,8 +194,9 @@ class _Traffic:
         return self._neighbours.have_read(self._number, self._readers)
 
     def _others(self, positions: Sequence[int]) -> list[int]:
-        me, world_size = self._channel.position, self._channel.world_size
-        return sorted((i for i in positions if i != me), key=lambda i: (i - me) % world_size)
+        me, others = self._channel.position, sorted(positions)
+        after = bisect(others, me)
+        return [*others[after:], *others[: after - (me in others)]]
 
 
 def _allocate(numel: int, dtype: torch.dtype) -> Tensor:

@@ -8,8 +8,9 @@ from lengths that happen to be equal.
 import re
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -130,14 +131,14 @@ class Join(Enum):
 Rule = BatchAxis | Join
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """The structure of a tree of arguments or results, without the shapes of its tensors."""
 
     spec: TreeSpec
     kinds: tuple[Any, ...]  # per leaf: the number of dimensions of a tensor, else its type
 
-    @property
+    @cached_property
     def is_positional(self) -> bool:
         """Whether the tree is (args, {}) with nothing nested in ``args``."""
         if self.spec.num_nodes != self.spec.num_leaves + 3:  # both, args, kwargs
@@ -148,10 +149,10 @@ class Layout:
     @classmethod
     def of(cls, leaves: Sequence[Any], spec: TreeSpec) -> "Layout":
         """The layout of a flattened tree."""
-        return cls(spec, tuple(x.dim() if isinstance(x, Tensor) else type(x) for x in leaves))
+        return cls(spec, tuple([x.dim() if isinstance(x, Tensor) else type(x) for x in leaves]))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class VisitRules:
     """How the arguments of one call of a module are split and its results joined."""
 
@@ -164,7 +165,7 @@ class VisitRules:
     returns_numbers_of_samples: bool = False  # plain ones, which differ between microbatches
     is_for_one_sample: bool = False  # whether other rules might be right for several samples
 
-    @property
+    @cached_property
     def is_batched(self) -> bool:
         """Whether any argument is split; a call without one runs once."""
         return any(isinstance(rule, BatchAxis) for rule in self.inputs)
@@ -177,13 +178,13 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     if isinstance(tree, Tensor):  # the fast path: most units return one tensor
         return [tree], _LEAF
     leaves, spec = tree_flatten(tree, is_leaf=_is_opaque)
-    if mappings := {type(leaf) for leaf in leaves if isinstance(leaf, UserDict)}:
-        for kind in mappings:
-            _register_mapping(kind)
-        return flatten(tree)
-    if unseen := {type(leaf) for leaf in leaves if is_dataclass(leaf) and _is_plain(leaf)}:
-        for each in unseen:
-            register_dataclass(each)
+    for leaf in leaves:
+        if isinstance(leaf, UserDict):
+            _register_mapping(type(leaf))
+        elif hasattr(leaf, "__dataclass_fields__") and _is_plain(leaf):
+            register_dataclass(type(leaf))
+        else:
+            continue
         return flatten(tree)
     return leaves, spec
 

@@ -55,15 +55,15 @@ class Visit:
 
     def in_phase(self, phase: Phase) -> Context:
         """The context around all runs of one phase."""
-        return entered([each.in_phase(phase) for each in self.around])
+        return entered(self.around, "in_phase", phase)
 
     def in_microbatch(self, phase: Phase, microbatch: int) -> Context:
         """The context around one microbatch of a phase."""
-        return entered([each.in_microbatch(phase, microbatch) for each in self.around])
+        return entered(self.around, "in_microbatch", phase, microbatch)
 
     def in_function(self, start: int, is_repeated: bool) -> Context:
         """The context around one run of the unit's own forward."""
-        return entered([each.in_function(start, is_repeated) for each in self.around])
+        return entered(self.around, "in_function", start, is_repeated)
 
 
 def run_visit(visit: Visit, anchor: Tensor | None, leaves: list[Any]) -> Any:

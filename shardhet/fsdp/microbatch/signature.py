@@ -28,7 +28,7 @@ PLAIN = (
     torch.memory_format,
 )  # fmt: skip
 # Values of these types choose what a model does; of a number, whether it is 0.
-_CHOOSING = (
+CHOOSING = (
     type(None), bool, str, bytes, Enum, torch.dtype, FunctionType, BuiltinFunctionType
 )  # fmt: skip
 
@@ -46,7 +46,7 @@ def is_plain(leaf: Any) -> bool:
 
 def choice_of(value: Any) -> Hashable:
     """What of a value may choose what a model does with its tensors."""
-    if isinstance(value, _CHOOSING):
+    if isinstance(value, CHOOSING):
         return value
     kind: Any = type(value)
     return (kind, value != 0) if isinstance(value, int | float) else kind

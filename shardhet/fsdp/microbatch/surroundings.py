@@ -35,9 +35,15 @@ class Surrounding:
         return None
 
 
-def entered(contexts: Sequence[Context | None]) -> Context:
-    """One context of all those that are not None, entered in order."""
-    needed = [each for each in contexts if each is not None]
+def entered(around: Sequence[Surrounding], place: str, *given: Any) -> Context:
+    """One context of all that ``place``, a method of theirs, returns, entered in order."""
+    needed: list[Context] = []
+    nothing = getattr(Surrounding, place)
+    for one in around:  # a loop that calls nothing in vain: it runs several times a visit
+        if getattr(type(one), place) is not nothing:
+            context = getattr(one, place)(*given)
+            if context is not None:
+                needed.append(context)
     if not needed:
         return nullcontext()
     if len(needed) == 1:

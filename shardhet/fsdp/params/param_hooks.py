@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardhet.fsdp.params.row_group import RowGroup, Rows
 from shardhet.fsdp.params.rows import marked
-from shardhet.fsdp.sharding.flat import FlatTensor
+from shardhet.fsdp.sharding.flat import FlatTensor, grad_of, set_grad
 
 Hooks = dict[int, Callable[..., Any]]
 _plainly = torch._C.DisableTorchFunctionSubclass  # each look is a call in Python otherwise
@@ -35,6 +35,8 @@ class ParamHooks:
             if done := _done_hooks_of(param):
                 self._done_hooks[fqn] = done
         self._own = frozenset[int]()
+        # By fqn, of parameters that have any: of gradients, and of what is done with one.
+        self.found: dict[str, tuple[list[Callable[..., Any]], list[Callable[..., Any]]]] = {}
 
     def leave_out_present(self, params: Mapping[str, nn.Parameter]) -> None:
         """Ignore the hooks that are on the rows now: they are HetFSDP's own."""
@@ -42,26 +44,27 @@ class ParamHooks:
             id(hook) for param in params.values() for hook in _done_hooks_of(param).values()
         )
 
-    def on_grad(self, fqn: str, param: nn.Parameter) -> list[Callable[..., Any]]:
-        """Hooks registered by ``register_hook``."""
+    def find(self, params: Mapping[str, nn.Parameter]) -> int:
+        """Note the hooks that there are now.
+
+        Returns a number that is equal on ranks with as many hooks on the same parameters.
+        """
+        self.found = {}
+        none: Hooks = {}
         with _plainly():
-            now: Hooks = param._backward_hooks or {}
-        return [*self._grad_hooks.get(fqn, {}).values(), *now.values()]
-
-    def when_done(self, fqn: str, param: nn.Parameter) -> list[Callable[..., Any]]:
-        """Hooks registered by ``register_post_accumulate_grad_hook``."""
-        hooks = [*self._done_hooks.get(fqn, {}).values(), *_done_hooks_of(param).values()]
-        return [hook for hook in hooks if id(hook) not in self._own]
-
-    def fingerprint(self, params: Mapping[str, nn.Parameter]) -> int:
-        """A number that is equal on ranks with as many hooks on the same parameters."""
-        text = "".join(
-            f"{fqn} {on_grad} {done}/"
-            for fqn, param in params.items()
-            if (on_grad := len(self.on_grad(fqn, param)))
-            + (done := len(self.when_done(fqn, param)))
-        )
-        return crc32(text.encode())
+            for fqn, param in params.items():
+                before, now = self._grad_hooks.get(fqn, none), param._backward_hooks or none
+                on_grad = [*before.values(), *now.values()]
+                before, now = (
+                    self._done_hooks.get(fqn, none),
+                    param._post_accumulate_grad_hooks or none,
+                )
+                done = [*before.values(), *now.values()]
+                if on_grad or not self._own.issuperset(map(id, done)):
+                    done = [hook for hook in done if id(hook) not in self._own]
+                    self.found[fqn] = on_grad, done
+        counts = (f"{fqn} {len(a)} {len(b)}/" for fqn, (a, b) in self.found.items())
+        return crc32("".join(counts).encode())
 
 
 def check_hooks_agree(rows: Sequence[Sequence[float]]) -> None:
@@ -78,29 +81,29 @@ def set_grads_with_hooks(
     flat: FlatTensor, has_grad: Sequence[bool], hooks: ParamHooks, rows: RowGroup
 ) -> None:
     """``flat.set_sharded_grads`` with the users' hooks.  Collective if there are any."""
-    params = list(zip(flat.slots, flat.sharded_params, strict=True))
-    hooked = [i for i, (slot, param) in enumerate(params) if hooks.on_grad(slot.fqn, param)]
-    kept = {i: flat.sharded_params[i].grad for i in hooked if has_grad[i]}
+    params, found = flat.sharded_params, hooks.found
+    hooked = [i for i, slot in enumerate(flat.slots) if has_grad[i] and slot.fqn in found]
+    kept = {i: params[i].grad for i in hooked if found[flat.slots[i].fqn][0]}
     for i in kept:
-        flat.sharded_params[i].grad = None
+        params[i].grad = None
     with _plainly():
         flat.set_sharded_grads(has_grad)
     for i, before in kept.items():
-        slot, param = params[i]
-        for hook in hooks.on_grad(slot.fqn, param):
+        for hook in found[flat.slots[i].fqn][0]:
             _call(hook, flat, i, rows)
         if before is not None:
-            assert param.grad is not None
-            before += param.grad
-            param.grad = before
-    for (slot, param), has, cut in zip(params, has_grad, flat.cuts, strict=True):
+            assert params[i].grad is not None
+            before += params[i].grad
+            params[i].grad = before
+    if not rows.is_alone:
         with _plainly():
-            if not has or (grad := param.grad) is None:
-                continue
-            if not rows.is_alone:
-                param.grad = marked(grad, Rows(rows, slot.fqn, (cut,)))
-        for hook in hooks.when_done(slot.fqn, param):
-            hook(param)
+            for slot, param, cut in zip(flat.slots, params, flat.cuts, strict=True):
+                if (grad := grad_of(param)) is not None:
+                    set_grad(param, marked(grad, Rows(rows, slot.fqn, (cut,))))
+    for i in hooked:
+        if params[i].grad is not None:
+            for hook in found[flat.slots[i].fqn][1]:
+                hook(params[i])
 
 
 @torch.no_grad()

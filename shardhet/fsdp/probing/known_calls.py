@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.batching import BatchAxis, Layout, VisitRules, flatten
-from shardhet.fsdp.microbatch.signature import ModelCall, choice_of
+from shardhet.fsdp.microbatch.signature import CHOOSING, ModelCall, choice_of
 from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.probing.module_state import (
     Edits,
@@ -81,7 +81,8 @@ class KnownCalls:
             _check_places(self._prober)
             self._look_anew()
             self._choices = choosing_attributes(self._prober.module)
-        chosen = tuple(choice_of(held.get(name)) for held, name in self._choices)
+        values = [held.get(name) for held, name in self._choices]
+        chosen = tuple([x if isinstance(x, CHOOSING) else choice_of(x) for x in values])
         edits = self._edits.number
         return (call.key, torch.is_grad_enabled(), is_training, splits, chosen, edits)
 

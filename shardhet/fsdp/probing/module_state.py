@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from enum import Enum
+from itertools import chain
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -269,7 +270,7 @@ class Edits:
                 each.get("forward"),
                 *each["_modules"].values(),
                 *each["_parameters"],
-                *(hook for kind in _HOOKS for hook in each[kind]),
+                *chain.from_iterable(map(each.__getitem__, _HOOKS)),
             )
             for each in self._held
         ]

@@ -36,7 +36,7 @@ which tensors stay unsharded over steps.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -57,7 +57,11 @@ WAS_FROZEN = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+# ``.grad`` of any parameter, past properties of its class: no call in Python.
+grad_of, set_grad = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[union-attr]
+
+
+@dataclass(frozen=True)
 class ParamSlot:
     """One parameter and every place in the module tree that refers to it."""
 
@@ -66,7 +70,7 @@ class ParamSlot:
     shape: torch.Size
     is_trainable: bool
 
-    @property
+    @cached_property
     def fqn(self) -> str:
         """The name of the parameter, as optimizers use it."""
         return self.fqns[0]
@@ -78,11 +82,6 @@ class ParamSlot:
         param = module._parameters[attribute]
         assert param is not None
         return param
-
-    @property
-    def all_current(self) -> list[nn.Parameter | None]:
-        """What each of the modules holds now."""
-        return [module._parameters.get(attribute) for module, attribute in self.owners]
 
     def put(self, param: nn.Parameter) -> None:
         """Make the modules hold ``param``."""
@@ -152,7 +151,10 @@ class FlatTensor:
         self.cuts[:] = layout.cuts()
         self.rows = [cut[self._position] for cut in self.cuts]
         own = layout.shard_spans[self._position]
-        self._boxes = [_within(own, span) for span in layout.param_spans]
+        self._boxes = [
+            (_within(own, span), (rows.numel, *slot.shape[1:]))
+            for span, rows, slot in zip(layout.param_spans, self.rows, self.slots, strict=True)
+        ]
         numel, dtypes = layout.shard_numels[self._position], (self.orig_dtype, self.param_dtype)
         place = RowsOnHost if on_host else RowsOnDevice
         self.placed = place(numel, *dtypes, comm=self.comm)
@@ -201,8 +203,7 @@ class FlatTensor:
 
     def _box(self, shard: Tensor, param: int) -> Tensor:
         """The rows of parameter ``param`` in ``shard``, [rows, ...]; a scalar is one row."""
-        part = self._boxes[param]
-        shape = (self.rows[param].numel, *self.slots[param].shape[1:])
+        part, shape = self._boxes[param]
         return shard[part.start : part.stop].view(shape)
 
     @torch.no_grad()
@@ -264,8 +265,7 @@ class FlatTensor:
         else:
             self.placed.wait_on(comm.current_stream())
         if comm.is_receiver:
-            for slot, param in zip(self.slots, self.unsharded_params, strict=True):
-                slot.put(param)
+            self._show(self.unsharded_params)
 
     def reshard(self) -> None:
         """Free the unsharded storage, unless it stays; the modules hold the shards again."""
@@ -283,8 +283,12 @@ class FlatTensor:
 
     def show_shards(self) -> None:
         """Make the modules hold this rank's rows."""
-        for slot, param in zip(self.slots, self.sharded_params, strict=True):
-            slot.put(param)
+        self._show(self.sharded_params)
+
+    def _show(self, params: Sequence[nn.Parameter]) -> None:
+        for slot, param in zip(self.slots, params, strict=True):
+            for module, attribute in slot.owners:  # as ``put``, twice for each turn
+                module._parameters[attribute] = param
 
     # Gradients #
 
@@ -314,7 +318,10 @@ class FlatTensor:
 
     @torch.no_grad()
     def set_sharded_grads(self, has_grad: Sequence[bool]) -> None:
-        """Set or add to the shards' gradients; None stays where no rank has a gradient."""
+        """Set or add to the shards' gradients; None stays where no rank has a gradient.
+
+        Of rows, they are plain tensors, and calls on rows have to be so (``param_hooks``).
+        """
         reduced, sums = self.grad.take()
         if reduced is None and not sums:
             return  # the unit is never visited
@@ -327,11 +334,12 @@ class FlatTensor:
             if flat_grad is None:
                 grad = sums[i].to(self.orig_dtype).view_as(param)
             else:
-                grad = self._box(flat_grad, i)
-            if param.grad is None:
-                param.grad = grad
+                part, shape = self._boxes[i]
+                grad = flat_grad[part.start : part.stop].view(shape)
+            if (before := grad_of(param)) is None:
+                set_grad(param, grad)
             else:
-                param.grad += grad
+                before += grad
 
     def drop_grads(self) -> None:
         """Drop the gradients of an unfinished or invalid step."""

@@ -13,7 +13,7 @@ from shardhet.comm.collectives import reduce_scatter_uneven
 from shardhet.comm.failure import LostPeerError
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.placement import GradientOnHost
-from shardhet.records.layout import FlatLayout, Span
+from shardhet.records.layout import FlatLayout
 
 
 class GradState(Enum):
@@ -101,7 +101,8 @@ class FlatGradient:
             if self._whole is None:
                 total = grad.to(self._dtype)
             else:
-                total = self._part(self._whole, index).view(grad.shape)
+                span = self._layout.param_spans[index]
+                total = self._whole[span.start : span.stop].view(grad.shape)
                 total.copy_(grad)
             self._sums[index] = total
         elif total is not grad:
@@ -219,16 +220,11 @@ class FlatGradient:
         self.state = GradState.NONE
         self.has_grad = [False] * len(self.has_grad)
 
-    def _part(self, flat: Tensor, index: int) -> Tensor:
-        span: Span = self._layout.param_spans[index]
-        return flat[span.start : span.stop]
-
     def _zero_what_nothing_wrote(self, whole: Tensor) -> None:
-        for gap in self._layout.gap_spans:
-            whole[gap.start : gap.stop].zero_()
-        for i in range(len(self.has_grad)):
-            if i not in self._sums:
-                self._part(whole, i).zero_()
+        spans = enumerate(self._layout.param_spans)
+        missing = [span for i, span in spans if i not in self._sums]
+        for span in (*self._layout.gap_spans, *missing):
+            whole[span.start : span.stop].zero_()
 
 
 class _Freeing:

@@ -143,7 +143,7 @@ class MeanBackward:
     def enter(self, call: str, *values: float) -> list[list[float]]:
         """Enter ``call`` with all ranks: hooks, settings and buffers are the same on all."""
         known = self._runtime.calls.known
-        hooks = with_settings(self._hooks.fingerprint(self._param_by_fqn), self._peers)
+        hooks = with_settings(self._hooks.find(self._param_by_fqn), self._peers)
         entered = self._control.enter(call, [hooks, *values, known.written])
         check_hooks_agree(rows := check_settings_agree(entered, self._peers))
         known.check_written([row[-1] for row in rows], [bool(row[-2]) for row in rows])

@@ -228,7 +228,8 @@ class TurnWalk:
         self._launched.append((kind, unit))
 
     def _wait_before(self, op: Op) -> None:
-        for each in (self._ops[i] for i in op.after):
+        for i in op.after:
+            each = self._ops[i]
             if isinstance(each.kind, LaunchKind):  # messages are waited for by who needs them
                 self._wait(each.kind, self._units[each.unit])
 

@@ -47,6 +47,8 @@ class Tiles:
 
         ``recomputes``: its visit runs it once more in backward, with gradients enabled.
         """
+        if not self._plan.tiled_units:
+            return module.forward
         # What is compiled is called on pieces as a whole; torch has seen what is inside it.
         is_compiled = _is_compiled(module.forward)
         inside = [
