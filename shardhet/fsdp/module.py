@@ -311,7 +311,7 @@ def _know_params(model: HetFSDP, hooks: ParamHooks, before: ParamsBefore) -> Non
 
 def _live_samples(runtime: Runtime) -> int:
     """How many samples of this rank the model computes now; 0 in a probe."""
-    batch = runtime.step.batch
+    batch = runtime.step.round
     return 0 if batch is None or runtime._prober.probe is not None else batch.num_samples
 
 

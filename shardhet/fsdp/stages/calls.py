@@ -117,9 +117,9 @@ class StageCalls(UnitCalls):
         for value in (each for each in part.sent if each.place == place):
             tensor = self._values[value] = tensors[value.number]
             self._versions[value] = tensor._version
-            assert self._step.batch is not None
+            assert self._step.round is not None
             known = kind.findings.results[place].shape(
-                value.number, self._step.batch.num_samples
+                value.number, self._step.round.num_samples
             )
             _check_shape(tensor, known, fqn)
         return output
@@ -168,8 +168,8 @@ class StageCalls(UnitCalls):
 
     def _result_of_others(self, kind: CallKind, place: int) -> Any:
         """What a call of another stage returned: received tensors, and absent ones."""
-        assert self._step.batch is not None
-        result, num_samples = kind.findings.results[place], self._step.batch.num_samples
+        assert self._step.round is not None
+        result, num_samples = kind.findings.results[place], self._step.round.num_samples
         tensors = []
         for i, example in enumerate(result.examples):
             tensor = self._values.get(Returned(place, i))

@@ -8,10 +8,19 @@ from shardhet.comm import devices
 from shardhet.comm.progress import progress
 from shardhet.fsdp.stages.channels import StageChannels
 from shardhet.fsdp.stages.handover import Arriving, Carried, Departures, Peer, Route
-from shardhet.fsdp.stages.rounds import StageRound
 from shardhet.fsdp.stages.runtime import StageRuntime
 from shardhet.fsdp.step.observer import Activity
-from shardhet.records.schedule import Handover, Op, OpKind, Phase, RoundPhase
+from shardhet.fsdp.step.rounds import Round
+from shardhet.records.layout import Span
+from shardhet.records.schedule import (
+    Handover,
+    Op,
+    OpKind,
+    Phase,
+    RoundPhase,
+    intervals,
+    messages_between,
+)
 
 
 class StageExchange:
@@ -33,12 +42,12 @@ class StageExchange:
             for cut in {stage - 1, stage} & by_cut.keys()
         }
         # Of the step in progress
-        self._rounds: Sequence[StageRound] = ()
+        self._rounds: Sequence[Round] = ()
         self._arriving: dict[RoundPhase, Arriving] = {}
         self._leaving: dict[RoundPhase, Sequence[Tensor | None]] = {}
         self._departures: dict[Phase, Departures] = {}
 
-    def begin_step(self, rounds: Sequence[StageRound]) -> None:
+    def begin_step(self, rounds: Sequence[Round]) -> None:
         """Begin a step of ``rounds``, whose list says when messages are launched."""
         stage = self._stage
         held = [min(each, len(rounds)) for each in self._runtime.in_flight]
@@ -49,7 +58,7 @@ class StageExchange:
             most[Phase.BACKWARD] += held[stage - 1] - held[stage]
         self.begin(rounds, most)
 
-    def begin(self, rounds: Sequence[StageRound], max_unsent: Mapping[Phase, int]) -> None:
+    def begin(self, rounds: Sequence[Round], max_unsent: Mapping[Phase, int]) -> None:
         """Begin ``rounds``, with at most so many messages that may not have been received."""
         self._rounds = rounds
         cut_by_phase = {Phase.FORWARD: self._stage, Phase.BACKWARD: self._stage - 1}
@@ -80,7 +89,7 @@ class StageExchange:
     def _make_room(self, of: RoundPhase) -> None:
         """Allocate what a phase receives from another stage, if it gets anything."""
         handover, each = Handover.to(self._stage, of), self._rounds[of.round]
-        carried, n = self._carried(handover), each.batch.num_samples
+        carried, n = self._carried(handover), each.num_samples
         if n and carried:
             peers = self._peers(each, handover)
             route = self._routes[handover.stage, of.phase]
@@ -95,7 +104,7 @@ class StageExchange:
         if (leaving := self._leaving.pop(of, None)) is not None:
             handover, each = Handover.by(self._stage, of), self._rounds[of.round]
             peers = self._peers(each, handover)
-            carried, n = self._carried(handover), each.batch.num_samples
+            carried, n = self._carried(handover), each.num_samples
             self._departures[of.phase].send(leaving, carried, peers, n)
 
     def take(self, of: RoundPhase) -> list[Tensor | None]:
@@ -114,8 +123,27 @@ class StageExchange:
         for each in self._departures.values():
             each.flush()
 
-    def _peers(self, each: StageRound, handover: Handover) -> list[Peer]:
-        return each.peers(self._runtime.plan, self._runtime.control.position, handover)
+    def _peers(self, each: Round, handover: Handover) -> list[Peer]:
+        """Who has this rank's samples at the other side of a cut."""
+        plan, position = self._runtime.plan, self._runtime.control.position
+        own, others = plan.groups[handover.stage : handover.stage + 2]
+        is_earlier = position in own
+        if not is_earlier:
+            own, others = others, own
+        mine = own.index(position)
+        first = sum(each.sizes[i] for i in own[:mine])
+        pair = [[each.sizes[i] for i in group] for group in (own, others)]
+        later = intervals(pair[1] if is_earlier else pair[0])
+        # The transpose of what the others send is what they receive.
+        return [
+            Peer(
+                others[other],
+                Span(samples.start - first, samples.stop - first),
+                is_first=samples.start == later[other if is_earlier else one].start,
+            )
+            for one, other, samples in messages_between(*pair)
+            if one == mine
+        ]
 
     def _carried(self, handover: Handover) -> list[Carried]:
         kind = self._runtime.kind_for(self._rounds[handover.of.round].index)

@@ -1,17 +1,11 @@
 """The rounds of a step, on whose samples all stages agree."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shardhet.fsdp.microbatch.signature import CHECKSUM_END, ModelCall
-from shardhet.fsdp.probing.known_calls import UNKNOWN
-from shardhet.fsdp.stages.handover import Peer
-from shardhet.fsdp.step.rank_batch import RankBatch
-from shardhet.fsdp.step.rounds import Moment
-from shardhet.records.layout import Span
+from shardhet.fsdp.step.rounds import Moment, Round
 from shardhet.records.plan import Plan
-from shardhet.records.schedule import Handover, intervals, messages_between
 
 DEAL = "Pass each rank the samples of plan.sample_indices(model.position)."
 
@@ -29,54 +23,6 @@ class Passed(NamedTuple):
         return cls(call.num_samples, call.lengths, divisor)
 
 
-@dataclass(slots=True)
-class StageRound:
-    """A round as this rank computes it."""
-
-    call: ModelCall
-    sizes: tuple[int, ...]  # samples by position
-    moment: Moment
-    batch: RankBatch
-    index: int = UNKNOWN  # of the findings for its call
-    divisor: float | None = None  # of its loss
-
-    @classmethod
-    def of(
-        cls, plan: Plan, position: int, call: ModelCall, sizes: Sequence[int], moment: Moment
-    ) -> "StageRound":
-        """That of the rank at ``position``, of a round with ``sizes`` samples by position."""
-        own = plan.group_of(position)
-        batch = RankBatch(
-            microbatch_sizes=plan.ranks[position].split(sizes[position]),
-            first_sample=moment.num_samples_before + sum(sizes[i] for i in own if i < position),
-            num_together=sum(sizes[i] for i in own),
-            computing=tuple(i for i in own if sizes[i]),
-            step=moment.step,
-        )
-        return cls(call, tuple(sizes), moment, batch)
-
-    def peers(self, plan: Plan, position: int, handover: Handover) -> list[Peer]:
-        """Who has this rank's samples at the other side of a cut."""
-        own, others = plan.groups[handover.stage : handover.stage + 2]
-        is_earlier = position in own
-        if not is_earlier:
-            own, others = others, own
-        mine = own.index(position)
-        first = sum(self.sizes[i] for i in own[:mine])
-        pair = [[self.sizes[i] for i in group] for group in (own, others)]
-        later = intervals(pair[1] if is_earlier else pair[0])
-        # The transpose of what the others send is what they receive.
-        return [
-            Peer(
-                others[other],
-                Span(samples.start - first, samples.stop - first),
-                is_first=samples.start == later[other if is_earlier else one].start,
-            )
-            for one, other, samples in messages_between(*pair)
-            if one == mine
-        ]
-
-
 def rounds_of(
     plan: Plan,
     position: int,
@@ -85,12 +31,12 @@ def rounds_of(
     told: Sequence[Any],
     *,
     caller: str,
-) -> list[StageRound]:
+) -> list[Round]:
     """The rounds that have samples, given what every rank is passed in each, by position.
 
     Raises ``ValueError``, on all ranks, unless all stages have the same samples.
     """
-    rounds: list[StageRound] = []
+    rounds: list[Round] = []
     before = 0
     for number, call in enumerate(calls):
         row: list[Passed] = [each[number] for each in told]
@@ -98,9 +44,9 @@ def rounds_of(
         sizes = [each.num_samples for each in row]
         if any(sizes):
             moment = Moment(step, len(rounds), before)
-            rounds.append(StageRound.of(plan, position, call, sizes, moment))
+            rounds.append(Round.of(plan, position, call, sizes, moment))
             rounds[-1].divisor = row[0].divisor
-            before += rounds[-1].batch.num_together
+            before += rounds[-1].num_together
     return rounds
 
 

@@ -19,7 +19,7 @@ from shardhet.fsdp.sharding.residence import share_holders
 from shardhet.fsdp.stages.calls import CallKind
 from shardhet.fsdp.stages.parts import carried_of, check_dropouts, parts_of
 from shardhet.fsdp.stages.refusals import check_hooks, refuse
-from shardhet.fsdp.stages.rounds import StageRound
+from shardhet.fsdp.step.rounds import Round
 from shardhet.fsdp.step.runtime import Runtime
 from shardhet.records.plan import Plan, pipeline_of
 from shardhet.records.schedule import (
@@ -54,7 +54,7 @@ class StageRuntime(Runtime):
     # Before the rounds
 
     def know(
-        self, rounds: Sequence[StageRound], run_module: RunModule, *, is_training: bool
+        self, rounds: Sequence[Round], run_module: RunModule, *, is_training: bool
     ) -> None:
         """Find what belongs to the calls of ``rounds``, by probes where needed.  Collective."""
         if torch.is_grad_enabled():
@@ -63,7 +63,7 @@ class StageRuntime(Runtime):
         known = self._index_by_key
         while True:
             mine = [
-                float(known.get(key, UNKNOWN)) if each.batch.num_samples else math.inf
+                float(known.get(key, UNKNOWN)) if each.num_samples else math.inf
                 for key, each in zip(keys, rounds, strict=True)
             ]
             rows = self.control.exchange(mine)
@@ -78,10 +78,10 @@ class StageRuntime(Runtime):
                 break
             each = rounds[unknown[0]]
             each.index = self._probe(each, run_module, is_training=is_training)
-            if each.batch.num_samples and self._kinds[each.index].findings.is_certain:
+            if each.num_samples and self._kinds[each.index].findings.is_certain:
                 known[keys[unknown[0]]] = each.index
 
-    def _probe(self, each: StageRound, run_module: RunModule, *, is_training: bool) -> int:
+    def _probe(self, each: Round, run_module: RunModule, *, is_training: bool) -> int:
         """Run the whole model on all ranks; the index of what is found.  Collective."""
         doing = progress.doing
         progress.mark(f"{doing}, the probe of its first call of this kind")
@@ -94,7 +94,7 @@ class StageRuntime(Runtime):
             findings = self._known.begin(
                 UNKNOWN, each.call, run_module, is_training=is_training, splits=True
             )
-        self.step.batch = None
+        self.step.round = None
         self._comm.receivers = self.computing_here
         progress.mark(doing)
         index, kind, problem = self._known.latest, None, None
@@ -167,7 +167,7 @@ class StageRuntime(Runtime):
 
     def forward_round(
         self,
-        each: StageRound,
+        each: Round,
         run_module: RunModule,
         received: Sequence[Tensor],
         *,
@@ -180,6 +180,7 @@ class StageRuntime(Runtime):
         self.step.has_gradients = torch.is_grad_enabled()
         self._enter(each)
         call = each.call
+        del each.call
         self.step.num_visits.clear()
         self.walk.begin_round()
         self._known.begin(each.index, call, run_module, is_training=is_training, splits=True)
@@ -187,7 +188,7 @@ class StageRuntime(Runtime):
         run = partial(self.calls.run_part, run_module, call, kind, received)
         return self.run_forward(kind.findings, run, is_training=is_training)
 
-    def backward_round(self, each: StageRound, run_autograd: Callable[[], None]) -> None:
+    def backward_round(self, each: Round, run_autograd: Callable[[], None]) -> None:
         """This stage's part of a round's backward."""
         self._enter(each)
         self.run_backward(run_autograd)
@@ -199,9 +200,9 @@ class StageRuntime(Runtime):
             if following.phase is Phase.BACKWARD:
                 self._inputs.expect(following.round)
 
-    def _enter(self, each: StageRound) -> None:
+    def _enter(self, each: Round) -> None:
         self.rounds.moment = each.moment
-        self.step.batch = each.batch
+        self.step.round = each
         if self._inputs is not None:
             self._inputs.enter(each.moment.round)
 

@@ -37,7 +37,7 @@ from shardhet.fsdp.sharding.residence import forget_changed
 from shardhet.fsdp.stages.exchange import StageExchange
 from shardhet.fsdp.stages.graph import Arrived, differentiable, edges_of
 from shardhet.fsdp.stages.refusals import refuse
-from shardhet.fsdp.stages.rounds import DEAL, Passed, StageRound, check_samples, rounds_of
+from shardhet.fsdp.stages.rounds import DEAL, Passed, check_samples, rounds_of
 from shardhet.fsdp.stages.runtime import StageRuntime
 from shardhet.fsdp.step.mean_backward import (
     MeanBackward,
@@ -49,7 +49,7 @@ from shardhet.fsdp.step.mean_backward import (
 )
 from shardhet.fsdp.step.observer import Activity
 from shardhet.fsdp.step.output import Laws, Output
-from shardhet.fsdp.step.rounds import Moment
+from shardhet.fsdp.step.rounds import Moment, Round
 from shardhet.records.layout import Span
 from shardhet.records.schedule import Phase, RoundPhase, one_forward_one_backward
 
@@ -71,7 +71,7 @@ class Pipeline:
         self._exchange = StageExchange(runtime)
         # Of the step in progress
         self._told: list[list[Passed]] = []  # what every rank is passed, by position and round
-        self._rounds: list[StageRound] = []
+        self._rounds: list[Round] = []
         # By round, from forward to backward
         self._arrived: dict[int, Arrived] = {}
         self._made: dict[int, list[GradientEdge | None]] = {}  # that get a gradient
@@ -176,7 +176,7 @@ class Pipeline:
             self._exchange.begin(self._rounds, {Phase.FORWARD: 1, Phase.BACKWARD: 0})
             sizes = [sum(each) for each in zip(*(r.sizes for r in self._rounds), strict=True)]
             moment, position = Moment(runtime.rounds.step), self._control.position
-            whole = StageRound.of(self._plan, position, call, sizes, moment)
+            whole = Round.of(self._plan, position, call, sizes, moment)
             runtime.know([whole], self._run_module, is_training=is_training)
             for each in self._rounds:
                 each.index = whole.index
@@ -193,34 +193,34 @@ class Pipeline:
             runtime.end_rounds()
             runtime.rounds.forget()  # which are no rounds of a step
             self._share([], checksums, "model(...)")
-        if self._is_last and whole.batch.num_samples:
+        if self._is_last and whole.num_samples:
             return output
         findings = runtime.kind_for(whole.index).findings
         return findings.make_empty_output(runtime.calls.anchor)
 
-    def _collect(self, whole: StageRound) -> list[Tensor]:
+    def _collect(self, whole: Round) -> list[Tensor]:
         """The tensors that arrive in all rounds, joined."""
-        carried, number = self._runtime.kind_for(whole.index).received, whole.batch.num_samples
+        carried, number = self._runtime.kind_for(whole.index).received, whole.num_samples
         joined = [each.new_whole(number, self._comm.device) for each in carried]
         start = 0
         for each in self._rounds:
-            span = Span(start, start + each.batch.num_samples)
+            span = Span(start, start + each.num_samples)
             for kind, tensor, piece in zip(carried, joined, self._arrive(each), strict=False):
                 kind.put(tensor, piece, span, number)
             start = span.stop
         return joined
 
-    def _arrive(self, each: StageRound) -> list[Tensor]:
+    def _arrive(self, each: Round) -> list[Tensor]:
         """What a round begins with; what the next one does is on its way."""
         first = each.moment.round
         for following in self._rounds[first : first + 2]:
             self._exchange.receive(RoundPhase(following.moment.round, Phase.FORWARD))
         return self._receive(RoundPhase(first, Phase.FORWARD))
 
-    def _hand_on(self, each: StageRound, output: Sequence[Tensor]) -> None:
+    def _hand_on(self, each: Round, output: Sequence[Tensor]) -> None:
         """Send the next stage its samples of what this one has made in a round."""
         of = RoundPhase(each.moment.round, Phase.FORWARD)
-        if each.batch.num_samples:
+        if each.num_samples:
             self._exchange.give(of, output)
         self._exchange.send(of)
 
@@ -260,7 +260,7 @@ class Pipeline:
 
     def _forward(self, now: RoundPhase, *, is_training: bool) -> None:
         runtime, each = self._runtime, self._rounds[now.round]
-        kind, n = runtime.kind_for(each.index), each.batch.num_samples
+        kind, n = runtime.kind_for(each.index), each.num_samples
         received = self._receive(now)
         if n and kind.received_with_grad:
             self._arrived[now.round] = arrived = Arrived()
@@ -297,7 +297,7 @@ class Pipeline:
     def _do_backward(self, now: RoundPhase) -> None:
         runtime, each = self._runtime, self._rounds[now.round]
         made = self._made.pop(now.round, [])
-        begins = each.batch.num_samples and self._is_last
+        begins = each.num_samples and self._is_last
         grads = [self._seeds.pop(now.round)] if begins else self._exchange.take(now)
         runtime.backward_round(each, partial(run_backward, made, grads))
         if (arrived := self._arrived.pop(now.round, None)) is not None:
@@ -328,6 +328,6 @@ def _checksums(calls: Sequence[ModelCall], device: torch.device) -> HostCopy:
     return HostCopy(torch.stack([each.checksums(device) for each in calls]))
 
 
-def _scale(rounds: Sequence[StageRound]) -> float:
+def _scale(rounds: Sequence[Round]) -> float:
     """By what losses are multiplied: see [Note: Scale of the loss] in ``mean_backward``."""
-    return 2.0 ** -round(math.log2(sum(each.batch.num_together for each in rounds)))
+    return 2.0 ** -round(math.log2(sum(each.num_together for each in rounds)))

@@ -14,8 +14,7 @@ from shardhet.fsdp.probing.module_state import AsItWas
 from shardhet.fsdp.sharding.seeds import RandomStates
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
 from shardhet.fsdp.step.observer import Activity, Observers
-from shardhet.fsdp.step.rank_batch import RankBatch
-from shardhet.fsdp.step.rounds import Moment
+from shardhet.fsdp.step.rounds import Moment, Round
 from shardhet.fsdp.tokens.attention import ContextGroup
 from shardhet.fsdp.tokens.tiles import Tiles
 from shardhet.records.layout import Span
@@ -94,7 +93,7 @@ class OneVisit:
     module: UnitModule
     unit: FSDPUnit | None  # None: the module belongs to the root, which stays unsharded
     rules: VisitRules
-    batch: RankBatch
+    round: Round
     call: int  # number of earlier visits in this forward
     backward: BackwardTurn | None
 
@@ -117,7 +116,7 @@ class Visits:
         self,
         module: UnitModule,
         rules: VisitRules,
-        batch: RankBatch,
+        of: Round,
         *,
         call: int,
         unit: FSDPUnit | None = None,
@@ -132,7 +131,7 @@ class Visits:
             module=module,
             unit=unit,
             rules=rules,
-            batch=batch,
+            round=of,
             call=call,
             backward=backward,
         )
@@ -145,7 +144,7 @@ class Visits:
             unit_fqn=one.fqn,
             function=function,
             rules=rules,
-            microbatch_sizes=batch.microbatch_sizes,
+            microbatch_sizes=of.microbatch_sizes,
             recomputes=recomputes,
             param_addresses=frozenset(flat.unsharded_address for flat in flats),
             device_type=self.device_type,
@@ -170,25 +169,25 @@ def _seeds(visits: Visits, one: OneVisit) -> Surrounding | None:
     if not one.module.module.training:
         return None
     # A call that runs once for all samples draws the same numbers on every rank.
-    first_sample = one.batch.seeded_as if one.rules.is_batched else 0
+    first_sample = one.round.seeded_as if one.rules.is_batched else 0
     return Seeded(
         visits.random,
         one.fqn,
         call=one.call,
-        step=one.batch.step,
+        step=one.round.moment.step,
         first_sample=first_sample,
     )
 
 
 def _norms(visits: Visits, one: OneVisit) -> Surrounding | None:
-    return NotedNorms(visits.norms, one.batch.first_sample) if len(visits.norms) else None
+    return NotedNorms(visits.norms, one.round.first_sample) if len(visits.norms) else None
 
 
 def _tokens(visits: Visits, one: OneVisit) -> Surrounding | None:
     if visits.tokens is None:
         return None
-    is_batched, number = one.rules.is_batched, one.batch.num_samples
-    spans = spans_of(one.batch.microbatch_sizes) if is_batched else [Span(0, number)]
+    is_batched, number = one.rules.is_batched, one.round.num_samples
+    spans = spans_of(one.round.microbatch_sizes) if is_batched else [Span(0, number)]
     keeps = one.unit is not None and visits.tokens.keeps(one.module.fqn)
     return visits.tokens.around(spans, keeps=keeps)
 

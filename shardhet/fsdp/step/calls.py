@@ -25,8 +25,7 @@ from shardhet.fsdp.probing.prober import Prober
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
 from shardhet.fsdp.step.around import BackwardTurn, Visits
 from shardhet.fsdp.step.features import FeatureGathers
-from shardhet.fsdp.step.rank_batch import RankBatch
-from shardhet.fsdp.step.rounds import Moment, Rounds
+from shardhet.fsdp.step.rounds import Moment, Round, Rounds
 from shardhet.fsdp.step.turn_walk import TurnWalk
 
 CALL_THE_MODEL = (
@@ -41,7 +40,7 @@ CallUnit = Callable[[int, UnitModule, tuple[Any, ...], dict[str, Any]], Any]
 class StepInProgress:
     """Where this rank is in the round in progress."""
 
-    batch: RankBatch | None = None  # from the call of forward to the end of backward
+    round: Round | None = None  # from the call of forward to the end of backward
     has_gradients: bool = False  # at the call of forward; the model may disable them inside
     awaits_backward: bool = False
     is_in_autograd: bool = False
@@ -121,10 +120,10 @@ class UnitCalls:
         backward = BackwardTurn(
             self._enter_backward, self._walk.end_turn, segment, self._rounds.moment
         )
-        assert self._step.batch is not None
+        assert self._step.round is not None
         with self._visiting_unit(unit.fqn):
             visit = self._visits.of(
-                module, rules, self._step.batch, call=call, unit=unit, backward=backward
+                module, rules, self._step.round, call=call, unit=unit, backward=backward
             )
             output = run_visit(visit, self.anchor if needs_backward else None, leaves)
         self._walk.end_turn()
@@ -135,8 +134,8 @@ class UnitCalls:
     ) -> Any:
         """Run a call of a module of the root that has to run microbatch by microbatch."""
         if (
-            self._step.batch is None
-            or not self._step.batch.num_samples
+            self._step.round is None
+            or not self._step.round.num_samples
             or not module.module.training
         ):
             return module.forward(*args, **kwargs)
@@ -160,7 +159,7 @@ class UnitCalls:
                 return probe.call(module.fqn, module.forward, args, kwargs, is_piece=True)
             call = self.known.count(module)
             leaves, rules = self.known.prepare(module, (args, kwargs))
-            visit = self._visits.of(module, rules, self._step.batch, call=call)
+            visit = self._visits.of(module, rules, self._step.round, call=call)
             return run_visit(visit, self.anchor if needs_backward else None, leaves)
 
     @contextmanager
@@ -192,7 +191,7 @@ class UnitCalls:
                 "would be gathered once for each microbatch. Make both one unit, or call it "
                 "outside: HetFSDP(units=[...])."
             )
-        if self._step.batch is None or not self._step.batch.num_samples:
+        if self._step.round is None or not self._step.round.num_samples:
             with self._peers.guard():  # outside of model(...) no other guard tells peers
                 raise RuntimeError(
                     f"unit {unit_fqn!r} was called outside of HetFSDP's forward. "
@@ -202,7 +201,7 @@ class UnitCalls:
     def _enter_backward(self, segment: int, moment: Moment) -> None:
         """Begin the backward of a visit; take the turns before it that autograd skipped."""
         if (
-            self._step.batch is None
+            self._step.round is None
             or self._rounds.moment != moment
             or not self._step.is_in_autograd
         ):

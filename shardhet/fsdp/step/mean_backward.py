@@ -91,7 +91,7 @@ class MeanBackward:
                 _check_scaled(loss_sum, [*self._returned.leaves.values()])
             if divisor is None:
                 self.check_pair(loss_sum, num_tokens)
-            num_samples = batch.num_samples if (batch := self._runtime.step.batch) else 0
+            num_samples = batch.num_samples if (batch := self._runtime.step.round) else 0
             several = self._runtime.rounds.number > 1
             self.check_leaves(loss_sum, divides_late=several and divisor is None)
             with self._runtime.observers.watch("", Activity.AGREE):
@@ -277,7 +277,7 @@ class MeanBackward:
         """Loss and tokens of every rank, [world_size, 2] in plan order, and all tokens."""
         comm = self._comm
         mine = torch.zeros(2, dtype=torch.float64, device=comm.device)
-        batch = self._runtime.step.batch
+        batch = self._runtime.step.round
         if batch is not None and batch.num_samples:
             mine[0] = loss_sum.detach()  # without samples it may be 0 / 0
         mine[1].add_(_number(num_tokens))

@@ -1,10 +1,13 @@
-"""The rounds of a step: which one comes next, and what they have in common."""
+"""The rounds of a step: what a rank computes in each, and which one comes next."""
 
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
+from shardhet.fsdp.microbatch.signature import ModelCall
+from shardhet.fsdp.probing.known_calls import UNKNOWN
 from shardhet.records.plan import Plan
 from shardhet.records.schedule import StepForm
 
@@ -15,6 +18,54 @@ class Moment(NamedTuple):
     step: int  # number of steps finished before
     round: int = 0  # of this step
     num_samples_before: int = 0  # of all ranks, in its rounds before
+
+
+MEMBER = 2**40  # more than the samples of any step
+
+
+@dataclass(slots=True)
+class Round:
+    """A round as this rank computes it, beside the others of its stage."""
+
+    call: ModelCall  # until it is made: its arguments may be freed then
+    sizes: tuple[int, ...]  # samples by position, of all stages
+    moment: Moment
+    microbatch_sizes: tuple[int, ...]
+    first_sample: int  # index in the global batch
+    num_together: int  # samples of all ranks of the stage
+    computing: tuple[int, ...]  # positions of those that compute something
+    member: int  # of those that compute these samples together
+    index: int = UNKNOWN  # of the findings for its call
+    divisor: float | None = None  # of its loss, if that is known
+
+    @classmethod
+    def of(
+        cls, plan: Plan, position: int, call: ModelCall, sizes: Sequence[int], moment: Moment
+    ) -> Self:
+        """That of the rank at ``position``, of a round with ``sizes`` samples by position."""
+        own, members = plan.group_of(position), plan.context_group(position)
+        dealt = {i: sizes[i] * plan.leads(i) for i in own}
+        before = sum(size for i, size in dealt.items() if i < members[0])
+        return cls(
+            call,
+            tuple(sizes),
+            moment,
+            microbatch_sizes=plan.ranks[position].split(sizes[position]),
+            first_sample=moment.num_samples_before + before,
+            num_together=sum(dealt.values()),
+            computing=tuple(i for i in own if sizes[i]),
+            member=members.index(position),
+        )
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples of this rank."""
+        return sum(self.microbatch_sizes)
+
+    @property
+    def seeded_as(self) -> int:
+        """The first sample, as seeds have it: members draw for other tokens."""
+        return self.first_sample + self.member * MEMBER
 
 
 class Rounds:

@@ -25,13 +25,13 @@ from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.seeds import RandomStates
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.stages.calls import StageCalls
+from shardhet.fsdp.step.agreement import agree_on_round, beside_others
 from shardhet.fsdp.step.around import Visits
 from shardhet.fsdp.step.calls import StepInProgress
 from shardhet.fsdp.step.features import FeatureGathers
 from shardhet.fsdp.step.host_slabs import HostSlabs
 from shardhet.fsdp.step.observer import Activity, Observers
-from shardhet.fsdp.step.rank_batch import RankBatch, agree_on_batch, beside_others
-from shardhet.fsdp.step.rounds import Rounds
+from shardhet.fsdp.step.rounds import Round, Rounds
 from shardhet.fsdp.step.turn_walk import TurnWalk
 from shardhet.fsdp.tokens.attention import ContextGroup
 from shardhet.fsdp.tokens.tiles import Tiles
@@ -155,24 +155,25 @@ class Runtime:
         splits = is_ragged or self.rounds.is_cut or call.num_samples > most
         index = self._known.index_of(call, is_training=is_training, splits=splits)
         with self.observers.watch("", Activity.AGREE):
-            self.step.batch, index = agree_on_batch(
+            each = self.step.round = agree_on_round(
                 self.plan,
                 self.control,
-                num_samples=call.num_samples,
+                call,
                 index=index,
                 rounds=self.rounds,
                 flats=self.flats,
                 checksum=0.0 if self.tokens is None else self.tokens.cutter.checksum,
             )
-        first = self.step.batch.first_sample - self.rounds.moment.num_samples_before
-        self.own_samples = range(first, first + self.step.batch.num_samples)
-        self.had_samples = bool(self.step.batch.computing)
-        if not self.step.batch.computing:
+        first = each.first_sample - each.moment.num_samples_before
+        self.own_samples = range(first, first + each.num_samples)
+        self.had_samples = bool(each.computing)
+        index = each.index
+        if not each.computing:
             if not self.rounds.have_begun:
                 self.features.is_in_forward = False
                 return None
             index = self._known.latest  # its turns are taken all the same
-        receivers = self._comm.receivers_for(self.step.batch.computing)
+        receivers = self._comm.receivers_for(each.computing)
         if self.rounds.receivers is not None and self.step.has_gradients:
             receivers = self.rounds.receivers
         self.unshard_root(receivers, receivers)
@@ -192,7 +193,8 @@ class Runtime:
         output = self.run_forward(
             findings, partial(run_module, *call.with_all()), is_training=is_training
         )
-        if not self.step.batch.num_samples:
+        del each.call
+        if not each.num_samples:
             output = findings.make_empty_output(self.calls.anchor)
         self._end_forward(is_training)
         return output
@@ -217,18 +219,20 @@ class Runtime:
         self, findings: Findings, run: Callable[[], Any], *, is_training: bool
     ) -> Any:
         """Take all turns of a round's forward; what ``run`` returns on ranks with samples."""
-        batch, output = self.step.batch, None
-        assert batch is not None
-        if batch.num_samples:
+        each, output = self.step.round, None
+        assert each is not None
+        if each.num_samples:
             taken_over = self.calls.dropout.taken_over(is_needed=findings.has_root_dropout)
             with self._random.around(is_training), taken_over:
-                self._random.seed("", 0, batch.step, batch.seeded_as, is_training)
+                self._random.seed("", 0, each.moment.step, each.seeded_as, is_training)
                 output = run()
             self.walk.end_forward()
         else:
             self.walk.pass_forward()
-        _count_everywhere(self._module, findings, batch, self.control)
-        self._known.end_forward(follows=self.rounds.have_begun, is_cut=batch.is_cut)
+        _count_everywhere(self._module, findings, each, self.control)
+        self._known.end_forward(
+            follows=self.rounds.have_begun, is_cut=len(each.microbatch_sizes) > 1
+        )
         return output
 
     def _end_forward(self, is_training: bool) -> None:
@@ -251,21 +255,21 @@ class Runtime:
 
     def backward(self, run_autograd: Callable[[], None]) -> None:
         """Take all turns of backward; computing ranks call ``run_autograd``.  Collective."""
-        assert self.step.batch is not None
+        assert self.step.round is not None
         self.step.awaits_backward = False
         self.run_backward(run_autograd)
         if self.rounds.is_last:
             self.walk.reduce_rest()
             self.end_rounds()
         else:
-            self.rounds.end_round(self.step.batch.num_together)
-        self.step.batch = None
+            self.rounds.end_round(self.step.round.num_together)
+        self.step.round = None
 
     def run_backward(self, run_autograd: Callable[[], None]) -> None:
         """Take all turns of a round's backward."""
-        assert self.step.batch is not None
+        assert self.step.round is not None
         self.walk.begin_backward()
-        if self.step.batch.num_samples:
+        if self.step.round.num_samples:
             with self.step.in_autograd(self._comm.device.type):
                 run_autograd()
         self.features.finish()
@@ -278,7 +282,7 @@ class Runtime:
         self.walk.end_step()
         self.root_comm.wait_all_sent()
         self.features.is_in_forward = False
-        self.step.batch = None
+        self.step.round = None
 
     def abandon(self) -> None:
         """End a step without its backward: nothing stays in flight, everything is sharded."""
@@ -287,14 +291,14 @@ class Runtime:
         self.norms.drop()
         if self._inputs is not None:
             self._inputs.drop()
-        self.step.batch, self.step.awaits_backward = None, False
+        self.step.round, self.step.awaits_backward = None, False
 
 
 def _count_everywhere(
-    module: nn.Module, findings: Findings, batch: RankBatch, control: Channel
+    module: nn.Module, findings: Findings, each: Round, control: Channel
 ) -> None:
     """Copy numbers that the forward changed in attributes to ranks without samples."""
-    if findings.counted and 0 < len(batch.computing) < control.world_size:
+    if findings.counted and 0 < len(each.computing) < control.world_size:
         CountedNumbers(module, findings.counted).take_over(
-            control, source=batch.computing[0], is_here=bool(batch.num_samples)
+            control, source=each.computing[0], is_here=bool(each.num_samples)
         )

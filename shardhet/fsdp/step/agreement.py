@@ -1,8 +1,8 @@
-"""The part of the global batch that each rank computes in a step."""
+"""Agreement of all ranks on the round that comes next."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -11,37 +11,8 @@ from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.known_calls import UNKNOWN
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.residence import forget_changed
-from shardhet.fsdp.step.rounds import Rounds
+from shardhet.fsdp.step.rounds import Round, Rounds
 from shardhet.records.plan import Plan
-
-MEMBER = 2**40  # more than the samples of any step
-
-
-@dataclass(frozen=True, slots=True)
-class RankBatch:
-    """The part of this round's samples that this rank computes."""
-
-    microbatch_sizes: tuple[int, ...]
-    first_sample: int  # index in the global batch
-    num_together: int  # samples of all ranks
-    computing: tuple[int, ...]  # positions of all ranks that compute something
-    step: int  # number of steps finished before
-    member: int = 0  # of those that compute these samples together
-
-    @property
-    def seeded_as(self) -> int:
-        """The first sample, as seeds have it: members draw for other tokens."""
-        return self.first_sample + self.member * MEMBER
-
-    @property
-    def num_samples(self) -> int:
-        """The number of samples of this rank."""
-        return sum(self.microbatch_sizes)
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether they are several microbatches."""
-        return len(self.microbatch_sizes) > 1
 
 
 def beside_others(call: ModelCall, control: Channel) -> tuple[ModelCall, bool]:
@@ -52,20 +23,20 @@ def beside_others(call: ModelCall, control: Channel) -> tuple[ModelCall, bool]:
     return replace(call, is_behind=has_any and not call.has_rows), has_any
 
 
-def agree_on_batch(
+def agree_on_round(
     plan: Plan,
     control: Channel,
+    call: ModelCall,
     *,
-    num_samples: int,
     index: int,
     rounds: Rounds,
     flats: Sequence[FlatTensor] = (),
     checksum: float = 0.0,
-) -> tuple[RankBatch, int]:
-    """This rank's part of the batch, and the index of the findings to use.  Collective.
+) -> Round:
+    """The round of this ``call`` on all ranks, and of the findings to use.  Collective.
 
-    ``index`` is that of this rank's findings; the returned one is UNKNOWN unless all computing
-    ranks have the same.  What was written of ``flats``, all that there are, does not stay
+    ``index`` is that of this rank's findings; the round's is UNKNOWN unless all computing ranks
+    have the same.  What was written of ``flats``, all that there are, does not stay
     unsharded any longer.  ``checksum`` is of samples that others compute, too.  Raises
     ``ValueError`` on all ranks if they call the model in different ways, or with more samples
     than the plan gives them.
@@ -75,7 +46,7 @@ def agree_on_batch(
     finished = moment.step * num_rounds + moment.round
     has_changed = any(flat.residence.has_changed() for flat in flats)
     mine = 4 * index + 2 * has_changed + with_gradients
-    rows = control.enter("model(...)", [num_samples, mine, finished, checksum])
+    rows = control.enter("model(...)", [call.num_samples, mine, finished, checksum])
     gradients = [bool(int(row[1]) % 2) for row in rows]
     for name, values in (
         ("gradients enabled", gradients),
@@ -91,24 +62,15 @@ def agree_on_batch(
     if any(int(row[1]) % 4 > 1 for row in rows):
         forget_changed(flats, control)
     sizes = [int(row[0]) for row in rows]
-    position = control.position
     if with_gradients:
         _check_fits_plan(plan, sizes)
     for group in plan.context_groups or ():
         if len({(rows[i][0], rows[i][3]) for i in group}) > 1:
             raise ValueError(_UNLIKE_MEMBERS.format(list(group)))
-    dealt = [size if plan.leads(i) else 0 for i, size in enumerate(sizes)]
-    members = plan.context_group(position)
-    batch = RankBatch(
-        microbatch_sizes=plan.ranks[position].split(num_samples),
-        first_sample=moment.num_samples_before + sum(dealt[: members[0]]),
-        num_together=sum(dealt),
-        member=members.index(position),
-        computing=tuple(i for i, size in enumerate(sizes) if size),
-        step=moment.step,
-    )
+    found = Round.of(plan, control.position, call, sizes, moment)
     known = {int(row[1]) // 4 for row in rows if row[0]}
-    return batch, known.pop() if len(known) == 1 else UNKNOWN
+    found.index = known.pop() if len(known) == 1 else UNKNOWN
+    return found
 
 
 def _check_fits_plan(plan: Plan, sizes: Sequence[int]) -> None:
