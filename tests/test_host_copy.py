@@ -11,6 +11,7 @@ from shardhet import HetFSDP, Plan
 from shardhet.comm.host_copy import HostCopy, to_device
 from shardhet.fsdp.step import mean_backward
 from shardhet.fsdp.step.observer import Activity
+from shardhet.fsdp.step.output import warn_of_large_output
 
 
 def test_on_a_cpu_the_values_are_there_at_once_and_nothing_is_copied() -> None:
@@ -58,4 +59,4 @@ def test_logits_of_a_whole_batch_are_warned_of(mib: int) -> None:
     expected = pytest.warns(UserWarning, match="300 MiB") if mib > 256 else nullcontext()
     with warnings.catch_warnings(), expected:
         warnings.simplefilter("error" if mib < 256 else "always")
-        mean_backward.warn_of_large_output({"logits": logits})
+        warn_of_large_output({"logits": logits})

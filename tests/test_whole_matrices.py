@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from shardhet import HetFSDP, Plan, Stage
+from shardhet.fsdp.step.observer import Activity, Observed
 from tests.checkpoint_cases import FORMS, with_gradients
 from tests.hosts import on_different_hosts
 from tests.ordinary import WIDTH, Pair
@@ -176,8 +177,11 @@ def end_step(
         optimizer.zero_grad()
 
 
-def train(rank: int, plan: Plan, kind: str, clip_at: float | None) -> list[Tensor]:
-    pair = Wholes(plan, kind)
+def train(
+    rank: int, plan: Plan, kind: str, clip_at: float | None, is_apart: bool
+) -> list[Tensor]:
+    with on_different_hosts() if is_apart else nullcontext():
+        pair = Wholes(plan, kind)
     for step in range(NUM_STEPS):
         pair.step(step, clip_at)
     for param in matrices(pair.model):
@@ -189,7 +193,7 @@ def train(rank: int, plan: Plan, kind: str, clip_at: float | None) -> list[Tenso
 def test_parameters_are_those_of_one_process(seed: int) -> None:
     draw = random.Random(f"whole {seed}")
     plan = draw_plan(draw, has_stages=seed % 4 == 3)
-    args = plan, draw.choice([*KINDS]), draw.choice([None, 0.05])
+    args = plan, draw.choice([*KINDS]), draw.choice([None, 0.05]), draw.random() < 0.5
     first, again = (run_ranks(train, plan.world_size, *args) for _ in range(2))
     for one, other in zip(first, again, strict=True):
         assert all(map(torch.equal, one, other))
@@ -262,3 +266,118 @@ def test_what_needs_more_than_its_parameters_is_refused(
     plan = Plan.by_hand(**TWO, whole_matrices=whole)
     for outcome in run_ranks_expecting_failure(refuse, 2, plan, make):
         assert message in outcome.message, outcome.traceback
+
+
+def late(rank: int) -> None:
+    """Two ranks as of two hosts, whose last reduction goes on after backward."""
+    plan = Plan.by_hand(microbatch_sizes=[4, 2], state_shares=[0.7, 0.3], whole_matrices=True)
+    with on_different_hosts():
+        pair, other = Wholes(plan, "muon"), Pair(plan)
+    happened = list[str]()
+
+    def observe(each: Observed) -> None:
+        if each.activity is Activity.WAIT_REDUCE:
+            happened.append(each.unit)
+
+    pair.model.add_observer(observe)
+    for name, optimizer in zip(("muon", "adamw"), pair.mine, strict=True):
+        optimizer.register_step_post_hook(lambda *_, name=name: happened.append(name))
+    pair.step(0)
+    assert happened == ["head", "blocks.1", "blocks.0", "muon", "", "adamw"]
+    happened.clear()
+    pair.step(1, clip_at=0.05)
+    assert happened == ["head", "blocks.1", "blocks.0", "", "muon", "adamw"]
+    # A gradient that is read is whole; what nobody reads is added to; what is dropped is gone.
+    for _ in range(2):
+        other.backward()
+    with torch.no_grad():
+        other.model(**other.mine(other.batch()))
+    other.backward()
+    other.same_grads()
+    other.backward()
+    bias = other.model.module.norm.bias
+    bias.grad = None
+    assert bias.grad is None
+    other.backward()
+    assert bias.grad is not None
+
+
+def test_matrices_are_stepped_beside_the_last_reduction() -> None:
+    run_ranks(late, 2)
+
+
+class MuonOfParts(optim.Muon):
+    """As docs/training_loop.md has it."""
+
+    def _init_group(self, group: Any, *lists: list[Tensor]) -> bool:
+        has_complex = super()._init_group(group, *lists)
+        of = group.get("parts", (1,))
+        for each in lists:
+            sizes = [[len(whole) * n // sum(of) for n in of] for whole in each]
+            each[:] = [
+                part for whole, at in zip(each, sizes, strict=True) for part in whole.split(at)
+            ]
+        return has_complex
+
+
+class Attending(nn.Module):
+    """What attends, more or less, with fused or separate projections of which k and v are
+    smaller.
+    """
+
+    def __init__(self, *, is_fused: bool) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 2 * WIDTH, bias=False) if is_fused else None
+        sizes = (WIDTH, WIDTH // 2, WIDTH // 2)
+        parts = [nn.Linear(WIDTH, n, bias=False) for n in sizes if not is_fused]
+        self.parts = nn.ModuleList(parts)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = torch.cat([part(x) for part in self.parts], -1) if self.qkv is None else None
+        q, kv = (whole if self.qkv is None else self.qkv(x)).chunk(2, -1)
+        return x + self.out(q * kv.roll(1, -1).tanh())
+
+
+def fused_and_apart(rank: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Attending(is_fused=False) for _ in range(2)))
+    fused = nn.Sequential(*(Attending(is_fused=True) for _ in range(2)))
+
+    def joined() -> dict[str, Tensor]:
+        found = {}
+        for i, block in enumerate(plain):
+            found[f"{i}.qkv.weight"] = torch.cat([part.weight for part in block.parts])
+            found[f"{i}.out.weight"] = block.out.weight
+        return found
+
+    fused.load_state_dict(joined())
+    plan = Plan.by_hand(
+        microbatch_sizes=[3, 2, 1], state_shares=[0.5, 0.3, 0.2], whole_matrices=True
+    )
+    model = HetFSDP(fused, plan)
+    named = dict(model.named_parameters())
+    mine = MuonOfParts(
+        [
+            {"params": [p for fqn, p in named.items() if "qkv" in fqn], "parts": (2, 1, 1)},
+            {"params": [p for fqn, p in named.items() if "out" in fqn]},
+        ]
+    )
+    theirs = optim.Muon(plain.parameters())
+    for step in range(3):
+        x = batch_of(step)["x"]
+        own = x[plan.sample_indices(model.position)]
+        model.backward(model(own).square().sum(), len(own))
+        (plain(x).square().sum() / len(x)).backward()
+        for optimizer in (mine, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            whole = model.module.state_dict()
+            for fqn, expected in joined().items():
+                assert (whole[fqn] - expected).abs().max() < 1e-12
+
+
+def test_fused_matrices_are_stepped_by_their_parts() -> None:
+    run_ranks(fused_and_apart, 3)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from experiments.common.emulated_link import EmulatedLink, emulated_link
+from experiments.common.emulated_link import LATENCY, EmulatedLink, emulated_link
 from experiments.common.launch import FORKED, start_ranks
 from shardhet.comm.transport import SWITCH
 
@@ -19,15 +19,20 @@ DEVICE = "CABLE_DEVICE"  # the variable with the name of the cable's device
 
 
 def run_over_cable(
-    fn: Callable[..., Result], numbers: tuple[int, int], mbit_per_s: float, *args: Any
+    fn: Callable[..., Result],
+    numbers: tuple[int, int],
+    mbit_per_s: float,
+    *args: Any,
+    latency: str = LATENCY,
 ) -> list[Result]:
     """``fn(rank, *args)`` of every rank; ``numbers`` of them are at each end of the cable.
 
-    ``mbit_per_s`` holds in each direction.  The two sides share no memory.  Raises ``OSError``
-    if the system lets nobody make networks, and ``RuntimeError`` as ``run_ranks`` does.
+    ``mbit_per_s`` holds in each direction, behind a queue of ``latency``.  The two sides share
+    no memory.  Raises ``OSError`` if the system lets nobody make networks, and
+    ``RuntimeError`` as ``run_ranks`` does.
     """
     world_size = sum(numbers)
-    with emulated_link(numbers[0], mbit_per_s) as link:
+    with emulated_link(numbers[0], mbit_per_s, latency) as link:
         store = TCPStore(link.address, 0, is_master=True, wait_for_workers=False)
         reach = partial(_reach, link, store.port, world_size)
         return start_ranks(FORKED, reach, fn, world_size, *args)

@@ -39,7 +39,9 @@ class EmulatedLink:
 
 
 @contextmanager
-def emulated_link(first_ranks: int, mbit_per_s: float) -> Iterator[EmulatedLink]:
+def emulated_link(
+    first_ranks: int, mbit_per_s: float, latency: str = LATENCY
+) -> Iterator[EmulatedLink]:
     """Make the networks; they are gone in the end.
 
     Raises ``OSError`` with what the system has refused.
@@ -48,7 +50,7 @@ def emulated_link(first_ranks: int, mbit_per_s: float) -> Iterator[EmulatedLink]
     name, side = f"het{number}", f"hs{number}"
     subnet = f"10.{200 + number % 50}.{number // 50 % 250}"
     rate = f"{mbit_per_s * 1e6:.0f}"
-    bucket = ("root", "tbf", "rate", rate, "burst", BURST, "latency", LATENCY)
+    bucket = ("root", "tbf", "rate", rate, "burst", BURST, "latency", latency)
     with ExitStack() as after:
         _do("ip", "netns", "add", name)
         after.callback(_do, "ip", "netns", "delete", name)

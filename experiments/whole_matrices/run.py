@@ -7,7 +7,6 @@ python -m experiments.whole_matrices.run --quick    few steps, and keeps nothing
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -32,6 +31,7 @@ from experiments.common.systems import (
 from experiments.decoders import decoder_config, make_decoder, random_batches
 from shardhet import HetFSDP, Plan
 from shardhet.fsdp.params.optimizer_gate import rows_of
+from shardhet.models.decoder import DecoderConfig
 from shardhet.planner.owners import OwnersProblem, assigned
 from shardhet.pricing.matrices import Matrices, operations
 from shardhet.records.layout import Owned
@@ -68,11 +68,19 @@ def is_matrix(fqn: str, param: Tensor) -> bool:
 def plan_of(name: str) -> Plan:
     """The same batches under every name, and another way to store the state."""
     even = [1 / len(SPEEDS)] * len(SPEEDS)
-    by_hand = partial(Plan.by_hand, microbatch_sizes=BATCHES)
-    if name != BY_SPEED:
-        return by_hand(state_shares=even, whole_matrices=name == EVENLY)
+    if name == BY_SPEED:
+        return plan_of_speeds(CONFIG, SPEEDS, BATCHES)
+    return Plan.by_hand(
+        microbatch_sizes=BATCHES, state_shares=even, whole_matrices=name == EVENLY
+    )
+
+
+def plan_of_speeds(
+    config: DecoderConfig, speeds: Sequence[float], batches: Sequence[int]
+) -> Plan:
+    """With owners by speed; memory does not bind."""
     with torch.device("meta"):
-        model = make_decoder(CONFIG, torch.device("meta"))
+        model = make_decoder(config, torch.device("meta"))
     named = list(model.named_parameters())
     shapes = Matrices(tuple(p.shape) for fqn, p in named if is_matrix(fqn, p))
     numels = np.array([float(prod(shape)) for shape in shapes])
@@ -83,15 +91,16 @@ def plan_of(name: str) -> Plan:
         OwnersProblem(
             numels=numels,
             numbers=numbers,
-            seconds=work[:, None] / np.array(SPEEDS),
-            room=np.full(len(SPEEDS), whole),
-            seconds_per_numel=np.zeros(len(SPEEDS)),
+            seconds=work[:, None] / np.array(speeds),
+            room=np.full(len(speeds), whole),
+            seconds_per_numel=np.zeros(len(speeds)),
             cut_numel=whole - float(numels @ numbers),
         )
     )
     assert found is not None
-    stored = numels @ found.numbers + (whole - float(numels @ numbers)) / len(SPEEDS)
-    plan = by_hand(state_shares=(stored / stored.sum()).tolist(), whole_matrices=True)
+    stored = numels @ found.numbers + (whole - float(numels @ numbers)) / len(speeds)
+    shares = (stored / stored.sum()).tolist()
+    plan = Plan.by_hand(microbatch_sizes=batches, state_shares=shares, whole_matrices=True)
     ranks = [
         replace(
             rank,

@@ -36,8 +36,9 @@ from shardhet.fsdp.stages.refusals import beyond_stages, find_units_by
 from shardhet.fsdp.stages.runtime import StageRuntime
 from shardhet.fsdp.stages.step import Pipeline
 from shardhet.fsdp.step.intercept import intercept
-from shardhet.fsdp.step.mean_backward import MeanBackward, warn_of_large_output
+from shardhet.fsdp.step.mean_backward import MeanBackward
 from shardhet.fsdp.step.observer import Activity, Observer
+from shardhet.fsdp.step.output import warn_of_large_output
 from shardhet.fsdp.step.runtime import Runtime
 from shardhet.fsdp.step.unit_by_unit import unit_by_unit
 from shardhet.fsdp.surface import guard_root

@@ -7,6 +7,7 @@ of ``register_post_accumulate_grad_hook`` gets the parameter that users see: thi
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -14,8 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from shardhet.fsdp.params.row_group import RowGroup, Rows
+from shardhet.fsdp.params.row_params import RowParameter, put_off
 from shardhet.fsdp.params.rows import marked
 from shardhet.fsdp.sharding.flat import FlatTensor, grad_of, set_grad
+from shardhet.fsdp.sharding.flat_grad import GradState
+from shardhet.fsdp.step.turn_walk import TurnWalk
 
 Hooks = dict[int, Callable[..., Any]]
 _plainly = torch._C.DisableTorchFunctionSubclass  # each look is a call in Python otherwise
@@ -77,10 +81,40 @@ def check_hooks_agree(rows: Sequence[Sequence[float]]) -> None:
         )
 
 
+def may_be_late(flats: Sequence[FlatTensor], hooks: ParamHooks) -> bool:
+    """Whether gradients that are being reduced may be set when one of them is first read.
+
+    Not where the reduction needs this process (a transport), or a hook is called on all ranks.
+    """
+    return all(
+        flat.comm.reduce_channel.transport is None
+        and isinstance(param, RowParameter)
+        and slot.fqn not in hooks.found
+        for flat in flats
+        if flat.grad.state is GradState.REDUCING
+        for slot, param in zip(flat.slots, flat.sharded_params, strict=True)
+    )
+
+
 def set_grads_with_hooks(
-    flat: FlatTensor, has_grad: Sequence[bool], hooks: ParamHooks, rows: RowGroup
+    flat: FlatTensor,
+    has_grad: Sequence[bool],
+    factor: float | None,
+    hooks: ParamHooks,
+    rows: RowGroup,
+    walk: TurnWalk,
 ) -> None:
-    """``flat.set_sharded_grads`` with the users' hooks.  Collective if there are any."""
+    """``flat.set_sharded_grads``, of its sum times ``factor``, with the users' hooks.
+
+    Collective if there are any.  While the sum is being reduced it is put off.
+    """
+    if flat.grad.state is GradState.REDUCING:
+        put_off(flat.sharded_params, walk.finish)
+        again = flat, has_grad, factor, hooks, rows, walk
+        walk.when_finished(partial(set_grads_with_hooks, *again))
+        return
+    if factor is not None:
+        flat.grad.multiply(factor)
     params, found = flat.sharded_params, hooks.found
     hooked = [i for i, slot in enumerate(flat.slots) if has_grad[i] and slot.fqn in found]
     kept = {i: params[i].grad for i in hooked if found[flat.slots[i].fqn][0]}

@@ -8,11 +8,12 @@ found.  If it needs whole parameters, its groups have those that are here.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 from torch import Tensor, nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardhet.fsdp.params.optimizer_gate import know, put_in_front, rows_of, takes_whole
 from shardhet.fsdp.params.row_group import Rows
@@ -33,6 +34,7 @@ class _Stepping:
     groups: list[tuple[dict[str, Any], list[Tensor]]] = field(default_factory=list)
 
 
+_finishes = WeakIdKeyDictionary()  # of parameters whose gradients may be late, see ``put_off``
 _stepping: "WeakKeyDictionary[optim.Optimizer, _Stepping]" = WeakKeyDictionary()
 
 
@@ -48,12 +50,14 @@ class RowParameter(RowTensor):
     @property
     def grad(self) -> Tensor | None:
         """The gradient, by a shorter way than other attributes: zero_grad asks for each."""
+        _settle(self)
         with _plainly():
             grad: Tensor | None = Tensor.grad.__get__(self)  # type: ignore[union-attr]
             return grad
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
+        _settle(self)
         with _plainly():
             if isinstance(grad, Tensor) and grad.dim() == self.dim():
                 grad = marked(rows_in(grad, self), self._of)
@@ -72,6 +76,19 @@ class RowParameter(RowTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return memo.setdefault(id(self), self._as_plain().__deepcopy__({}))
+
+
+def put_off(params: Iterable[nn.Parameter], finish: Callable[[], None]) -> None:
+    """Have a method called before gradients of ``params`` are read or set, from now on."""
+    for param in params:
+        _finishes[param] = WeakMethod(finish)
+
+
+def _settle(param: Tensor) -> None:
+    method = _finishes.get(param) if _finishes else None
+    if method is not None and (finish := method()) is not None:
+        with rows_of(param).group.peers.guard("model.backward"):
+            finish()
 
 
 def guard(params: Iterable[tuple[nn.Parameter, Callable[[], Rows]]]) -> None:
@@ -96,11 +113,12 @@ def _make_plain(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             if issubclass(kind := type(param), RowParameter):
+                grad = param.grad  # once it is there, see ``put_off``
                 param.__class__ = kind.__bases__[1]
                 changed.plain.append((param, kind))
-                if type(param.grad) is RowTensor:
-                    changed.plain.append((param.grad, RowTensor))
-                    param.grad.__class__ = Tensor  # type: ignore[assignment]
+                if type(grad) is RowTensor:
+                    changed.plain.append((grad, RowTensor))
+                    grad.__class__ = Tensor  # type: ignore[assignment]
         if takes_whole(optimizer):
             changed.groups.append((group, group["params"]))
             group["params"] = [param for param in group["params"] if param.numel()]

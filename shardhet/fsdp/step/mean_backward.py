@@ -8,9 +8,10 @@ once, at the end.  Powers of two do not round.
 
 [Note: The way to .grad]
 ``run`` calls ``Runtime.backward``: each turn's reduction is launched when the turn ends, and
-``TurnWalk.reduce_rest`` waits for the last (``FlatGradient.finish``).  After the last round
+waited for (``FlatGradient.finish``) before the next one is.  After the last round
 ``set_grads_with_hooks`` lets each ``FlatTensor`` assign the gradients of its rows
-(``set_sharded_grads``).  ``.grad`` may be read when ``run`` returns.
+(``set_sharded_grads``).  ``.grad`` may be read when ``run`` returns; with whole matrices, who
+reads one of the last reduction waits for it: an optimizer of others steps beside it.
 """
 
 import logging
@@ -21,14 +22,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from shardhet.comm import devices
 from shardhet.comm.host_copy import HostCopy
 from shardhet.comm.progress import progress
 from shardhet.fsdp.microbatch.layered import leaves_of, run_backward
 from shardhet.fsdp.microbatch.loss import check_no_tokens
-from shardhet.fsdp.params.param_hooks import ParamHooks, check_hooks_agree, set_grads_with_hooks
+from shardhet.fsdp.params.param_hooks import (
+    ParamHooks,
+    check_hooks_agree,
+    may_be_late,
+    set_grads_with_hooks,
+)
 from shardhet.fsdp.params.row_group import RowGroup
 from shardhet.fsdp.params.step_settings import check_settings_agree, with_settings
 from shardhet.fsdp.sharding.flat import FlatTensor
@@ -37,8 +42,6 @@ from shardhet.fsdp.step.output import Laws, Output, check_factors
 from shardhet.fsdp.step.runtime import Runtime
 
 logger = logging.getLogger("shardhet.fsdp")
-
-LARGE_OUTPUT_BYTES = 256 * 2**20  # warn if a model's output is larger: logits, not a loss
 
 
 class MeanBackward:
@@ -173,13 +176,13 @@ class MeanBackward:
                 return math.nan
             logger.warning("step %d has no valid token and is skipped.", step)
             return None
+        walk, factor = self._runtime.walk, None if scale is None else 1 / (scale * sum(counts))
+        if not (self._runtime.plan.whole_matrices and may_be_late(self._flats, self._hooks)):
+            walk.finish()
         with self._peers.guard("hooks on parameters"):
-            for flat in self._flats:
-                if flat.is_trainable:
-                    if scale is not None:
-                        flat.grad.multiply(1.0 / (scale * sum(counts)))
-                    has = [has_grad[slot.fqn] for slot in flat.slots]
-                    set_grads_with_hooks(flat, has, self._hooks, self._rows)
+            for flat in (each for each in self._flats if each.is_trainable):
+                has = [has_grad[slot.fqn] for slot in flat.slots]
+                set_grads_with_hooks(flat, has, factor, self._hooks, self._rows, walk)
         return self.mean_so_far
 
     @property
@@ -346,19 +349,6 @@ def _number(num_tokens: Tensor | int) -> Any:
     if isinstance(num_tokens, Tensor) and devices.is_on_host(num_tokens):
         return num_tokens.item()
     return num_tokens
-
-
-def warn_of_large_output(output: Any) -> None:
-    """Warn if the model returns logits of a whole batch."""
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    nbytes = sum(t.numel() * t.element_size() for t in tensors)
-    if nbytes > LARGE_OUTPUT_BYTES:
-        warnings.warn(
-            f"the model returns {nbytes / 2**20:.0f} MiB for the rank's whole batch, and "
-            "backward needs as much again. Pass loss_fn to HetFSDP, so that only the output "
-            "of one microbatch is alive at a time.",
-            stacklevel=3,
-        )
 
 
 def _warn_of_bounded(rows: Sequence[Sequence[float]], before: Tensor | None) -> None:

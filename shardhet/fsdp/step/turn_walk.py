@@ -62,6 +62,7 @@ class TurnWalk:
         self._end = 0  # where the backward in progress ends
         self.is_behind = False  # it passes over turns of forward in which it calls nothing
         self._launched: list[tuple[LaunchKind, FSDPUnit]] = []  # nobody has waited for them
+        self._then: list[Callable[[], None]] = []  # what to do when all of it is finished
         # Makes room for a message, receives or sends it, on a rank of a pipeline.
         self.hand_over: Callable[[Op], None] | None = None
 
@@ -210,18 +211,26 @@ class TurnWalk:
         self._pass_until(self._end)
 
     def reduce_rest(self) -> None:
-        """Launch the reductions that no turn is left for, the root's last, and finish all."""
+        """Launch the reductions that no turn is left for, the root's last, which is in flight
+        then: who needs it calls ``finish``.
+        """
         self.go_on()
         for unit in reversed(self.staying):
             if unit.is_trainable:
                 self.finish()
                 self._launch(REDUCE, unit)
-        self.finish()
+
+    def when_finished(self, do: Callable[[], None]) -> None:
+        """Have ``finish`` do so too, the next time."""
+        self._then.append(do)
 
     def finish(self) -> None:
         """Finish what is in flight."""
         while self._launched:
             self._wait(*self._launched[0])
+        then, self._then = self._then, []
+        for do in then:
+            do()
 
     def _launch(self, kind: LaunchKind, unit: FSDPUnit) -> None:
         RUNS[kind].launch(unit)
@@ -251,6 +260,8 @@ class TurnWalk:
 
     def abandon(self) -> None:
         """End a step without its backward: nothing stays in flight, everything is sharded."""
+        if self._then:  # of the step before, whose backward has ended
+            self.finish()
         self._reshard((*self._units, self._root))
         for unit in (*self._units, self._root):
             unit.drop_grads()
