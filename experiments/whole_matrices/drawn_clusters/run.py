@@ -90,12 +90,10 @@ class Row:
         return self.step_s / (self.step_s - min(self.idle_s, self.optimizer_s))
 
 
-def drawn(seed: int) -> tuple[str, str, Setting, int]:
-    """The model, the cards, the setting and the batch."""
-    rng = np.random.default_rng(seed)
-    model = str(rng.choice([*MODELS]))
+def workload_of(model: str) -> Workload:
+    """One of ``MODELS``, in bfloat16."""
     layers, width, heads, kv_heads, hidden, tokens = MODELS[model]
-    workload = Workload.transformer(
+    return Workload.transformer(
         num_layers=layers,
         width=width,
         num_heads=heads,
@@ -105,6 +103,13 @@ def drawn(seed: int) -> tuple[str, str, Setting, int]:
         seq_len=tokens,
         param_dtype="bfloat16",
     )
+
+
+def drawn(seed: int) -> tuple[str, str, Setting, int]:
+    """The model, the cards, the setting and the batch."""
+    rng = np.random.default_rng(seed)
+    model = str(rng.choice([*MODELS]))
+    workload = workload_of(model)
     kinds = [str(kind) for kind in rng.choice(CARDS, int(rng.integers(2, 5)), replace=False)]
     hosts = ["+".join([kind] * int(rng.integers(1, 4))) for kind in kinds]
     cards = " | ".join(hosts)

@@ -65,7 +65,7 @@ def row_of(seed: int) -> Row:
 
     def repeats() -> bool:
         first, again = (
-            run_ranks(train, plan.world_size, plan, kind, clip_at, timeout_s=TIMEOUT_S)
+            run_ranks(train, plan.world_size, plan, kind, clip_at, False, timeout_s=TIMEOUT_S)
             for _ in range(2)
         )
         both = [zip(*each, strict=True) for each in zip(first, again, strict=True)]
