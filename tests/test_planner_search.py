@@ -1,13 +1,14 @@
 """The search finds what exhaustive search finds, and its bound is true where it stops early."""
 
 from dataclasses import replace
+from itertools import combinations_with_replacement, product
 
 import numpy as np
 import pytest
 
 from shardhet.planner.problem.problem import Group, Limits, Problem, fill_level
 from shardhet.planner.search.exact import best_choice, is_small
-from shardhet.planner.search.few import are_few
+from shardhet.planner.search.few import are_few, that_add_up
 from shardhet.planner.search.oracle import Oracle
 from shardhet.planner.search.search import (
     DEFAULT_EFFORT,
@@ -118,6 +119,47 @@ def test_choices_of_many_devices_are_not_listed() -> None:
     batch = np.arange(1, 41)  # three devices have 11,480 choices of these
     several = Group(3, batch, np.array([1.0 * batch]), 1.0 * batch[::-1], 1.0)
     assert not are_few(Problem((several,), 60, 5.0), DEFAULT_EFFORT.most_choices)
+
+
+def test_candidates_that_no_others_complete_to_the_batch_are_left_out() -> None:
+    rng, num_left_out = np.random.default_rng(9), 0
+    for _ in range(8):
+        problem = random_problem(
+            rng, num_groups=3, num_devices=4, global_batch_size=8, memory_binds=False
+        )
+        groups = [replace(e, batch=e.batch * int(rng.integers(1, 5))) for e in problem.groups]
+        kept = that_add_up(replace(problem, groups=tuple(groups)))
+        sums = [
+            [*combinations_with_replacement(sorted(set(each.batch.tolist())), each.count)]
+            for each in groups
+        ]
+        meeting = [
+            each for each in product(*sums) if sum(map(sum, each)) == problem.global_batch_size
+        ]
+        for g, group in enumerate(groups):
+            used = {b for each in meeting for b in each[g]}
+            assert {*group.batch[kept[g]].tolist()} == used
+            num_left_out += len(kept[g]) < len(group.batch)
+    assert num_left_out > 2
+
+
+def test_sets_of_many_equal_devices_are_searched_by_their_sums() -> None:
+    """No multiple of 129 and 128 but that of 128 is the batch."""
+
+    def of(members: int) -> Group:
+        batch = np.repeat(np.arange(50), 4)
+        room = 1e3 - batch - np.tile(np.arange(4), 50)
+        costs = np.array([batch + 0.1, batch * (1.2 + np.tile(np.arange(4), 50))])
+        return Group(1, members * batch, costs, room, 1.0, members).sorted()[0]
+
+    found = search(Problem((of(129), of(128), of(128)), 4096, 5.0))
+    batches = [
+        of(n).batch[each.candidate]
+        for n, each in zip((129, 128, 128), found.choices, strict=True)
+    ]
+    assert batches == [0, 2048, 2048]
+    with pytest.raises(NothingFitsError):
+        search(Problem((of(129), of(128), of(128)), 4097 + 128 * 129, 5.0))
 
 
 def test_the_dynamic_programme_is_asked_up_to_its_limit() -> None:

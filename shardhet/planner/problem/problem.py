@@ -213,8 +213,20 @@ class Problem:
             np.flatnonzero((group.costs <= np.array(limits)[:, None]).all(axis=0))
             for group in self.groups
         )
+        return self.only(kept), kept
+
+    def only(self, kept: Sequence[Ints]) -> "Problem":
+        """The problem with these candidates of each group."""
         groups = tuple(group.only(k) for group, k in zip(self.groups, kept, strict=True))
-        return replace(self, groups=groups), kept
+        return replace(self, groups=groups)
+
+    def in_common_parts(self) -> "Problem":
+        """The problem with samples counted in the largest part that divides all batches."""
+        batches = [group.batch for group in self.groups]
+        part = int(np.gcd.reduce(np.concatenate([*batches, [self.global_batch_size]])))
+        groups = [replace(each, batch=each.batch // part) for each in self.groups]
+        whole = self.global_batch_size // part
+        return replace(self, groups=tuple(groups), global_batch_size=whole)
 
     def allowed(self, limits: Limits) -> Bools:
         """[G, C] which candidates stay within the limits."""

@@ -1,11 +1,16 @@
 """The best choice where choices are few: all of them are looked at.
 
+Before, candidates are left out whose batches no others complete to the whole: sets of many
+equal devices compute multiples of their number.
+
 A choice of a group is a multiset of its candidates.  Those of all groups that meet the batch
 are put together group by group, without those that exceed it on the way.
 """
 
+from functools import reduce
 from itertools import combinations_with_replacement
 from math import comb, inf
+from operator import mul, or_
 
 import numpy as np
 
@@ -13,6 +18,7 @@ from shardhet.planner.problem.problem import Choice, Floats, Ints, Problem
 from shardhet.planner.search.exact import FEW_DEVICES
 from shardhet.planner.search.incumbent import NUM_RUNNERS_UP, Choices, Incumbent
 
+MOST_SUMS = 2**12  # batches of all devices that are added up
 MOST_LISTED = 2**15  # devices of all multisets of a group of more than two
 AT_ONCE = 2**12  # choices whose optimizer is timed
 
@@ -32,6 +38,35 @@ def are_few(problem: Problem, most: int) -> bool:
         if number > most:
             return False
     return True
+
+
+def that_add_up(problem: Problem) -> list[Ints]:
+    """Per group, the candidates whose batches some of the others complete to the whole.
+
+    All of them where there are many.  Totals are bits of whole numbers.
+    """
+    batches = [np.unique(group.batch).tolist() for group in problem.groups]
+    counts = [group.count for group in problem.groups]
+    is_many = sum(map(mul, map(len, batches), counts)) > MOST_SUMS
+    if is_many or problem.counts.sum() > FEW_DEVICES:
+        return [np.arange(len(group.batch)) for group in problem.groups]
+    whole = problem.global_batch_size
+    within = (2 << whole) - 1
+    before = [1]  # all but one of each group with those before it
+    for own, count in zip(batches, counts, strict=True):
+        totals = [before.pop()]
+        for _ in range(count):
+            totals.append(reduce(or_, [totals[-1] << b for b in own]) & within)
+        before += totals[-2:]
+    wanted, kept = 1 << whole, list[Ints]()
+    for group, own, others in zip(
+        problem.groups[::-1], batches[::-1], before[-2::-1], strict=True
+    ):
+        fitting = [b for b in own if others & (wanted >> b)]
+        kept.insert(0, np.flatnonzero(np.isin(group.batch, fitting)))
+        for _ in range(group.count):
+            wanted = reduce(or_, [wanted >> b for b in own])
+    return kept
 
 
 def best_of_all(problem: Problem, at_most_s: float) -> Incumbent:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardhet.planner.problem.problem import Limits, Problem, Value
+from shardhet.planner.problem.problem import Ints, Limits, Problem, Value
 from shardhet.planner.search import exact, few
 from shardhet.planner.search.boxes import Box, Grid, with_entry
 from shardhet.planner.search.incumbent import RELATIVE_EPSILON, Choices, Incumbent
@@ -71,6 +71,18 @@ class Found:
         """(objective - bound) / bound; 0 where optimality is proven."""
         return max(0.0, self.value.objective_s / self.lower_bound_s - 1)
 
+    def originally(self, kept: Sequence[Ints]) -> "Found":
+        """The same of the problem of which only the ``kept`` candidates were left."""
+
+        def original(choices: Choices) -> Choices:
+            return tuple(
+                replace(each, candidate=int(kept[each.group][each.candidate]))
+                for each in choices
+            )
+
+        runners_up = tuple(map(original, self.runners_up))
+        return replace(self, choices=original(self.choices), runners_up=runners_up)
+
 
 class NothingFitsError(Exception):
     """No choice meets the batch and the state, even without limits on time."""
@@ -96,6 +108,15 @@ def search(
     Raises ``NothingFitsError`` if nothing fits even in unlimited time, or nothing that is
     faster than ``at_most_s``.
     """
+    kept = few.that_add_up(problem)
+    if not all(map(len, kept)):
+        raise NothingFitsError
+    found = _searched(problem.only(kept).in_common_parts(), effort, at_most_s)
+    return found.originally(kept)
+
+
+def _searched(problem: Problem, effort: Effort, at_most_s: float) -> Found:
+    """``search`` without the candidates that are in no choice."""
     if few.are_few(problem, effort.most_choices):
         best = few.best_of_all(problem, at_most_s)
         if best.value is None:
@@ -120,19 +141,8 @@ def search(
         at_most_s=at_most_s,
         num_scanned=first.oracle.num_scanned,
     )
-    found = second.found(second.search_boxes(second.box_within(box, first)))
-
-    def original(choices: Choices) -> Choices:
-        return tuple(
-            replace(choice, candidate=int(kept[choice.group][choice.candidate]))
-            for choice in choices
-        )
-
-    return replace(
-        found,
-        choices=original(second.best.choices) or first.best.choices,
-        runners_up=tuple(map(original, found.runners_up)),
-    )
+    found = second.found(second.search_boxes(second.box_within(box, first))).originally(kept)
+    return found if found.choices else replace(found, choices=first.best.choices)
 
 
 class _Search:
