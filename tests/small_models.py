@@ -31,6 +31,16 @@ def small_decoder(**changes: Any) -> DecoderConfig:
     return replace(_DECODER, **changes)
 
 
+def of_transformers(name: str, **changes: Any) -> Any:
+    """A small ``LlamaForCausalLM``, say, with random weights, of 64 words and two layers."""
+    import transformers
+
+    torch.manual_seed(0)
+    shape = {"vocab_size": 64, "num_hidden_layers": 2, **TRANSFORMERS_SHAPE, **changes}
+    config = getattr(transformers, f"{name.partition('For')[0]}Config")(**shape)
+    return getattr(transformers, name)(config)
+
+
 class Chain(nn.Module):
     """Layers one after the other, each followed by ``act``; returns what a loss would."""
 

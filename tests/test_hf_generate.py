@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
-from tests.small_models import TRANSFORMERS_SHAPE
+from tests.small_models import of_transformers
 from tests.worlds import TRANSFORMERS, on_ranks, preload, run_ranks, run_ranks_expecting_failure
 
 transformers = pytest.importorskip("transformers", reason="needs the hf extra")
@@ -27,16 +27,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def decoder() -> Any:
     """A small Llama that ends its texts."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        **TRANSFORMERS_SHAPE,
-        num_hidden_layers=3,
-        eos_token_id=3,
-        bos_token_id=1,
-        pad_token_id=0,
-    )
-    return transformers.LlamaForCausalLM(config).eval()
+    ends = {"eos_token_id": 3, "bos_token_id": 1, "pad_token_id": 0}
+    return of_transformers("LlamaForCausalLM", num_hidden_layers=3, **ends).eval()
 
 
 def encoder_decoder() -> Any:

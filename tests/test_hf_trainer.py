@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from shardhet import HetFSDP, Plan, Stage
 from shardhet.records.plan import HoldsFor
 from tests.selection import for_campaign, one_in
-from tests.small_models import TRANSFORMERS_SHAPE
+from tests.small_models import of_transformers
 from tests.worlds import TRANSFORMERS, preload, run_ranks
 
 transformers = pytest.importorskip("transformers", reason="needs the hf extra")
@@ -37,6 +37,7 @@ from tests.trainer_options import (  # noqa: E402  # needs transformers
     with_option,
 )
 
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 ANSWER = ("start_positions", "end_positions")
 FIRST_CASE_S = 110.0  # every rank imports transformers once, on a busy machine slowly
 TRIED_IN_STAGES = [("long", "float64"), ("padded, tokens seen", "float64")] + [
@@ -132,16 +133,7 @@ def train_a_classifier(rank: int, folder: str, plan: Plan, num_batches: int) -> 
 
 def classifier() -> Any:
     """A small BERT with a head for three classes; no dropout."""
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=VOCAB_SIZE,
-        **TRANSFORMERS_SHAPE,
-        num_hidden_layers=2,
-        num_labels=3,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return transformers.BertForSequenceClassification(config).double()
+    return of_transformers("BertForSequenceClassification", num_labels=3, **NO_DROPOUT).double()
 
 
 def labelled(num_samples: int) -> list[dict[str, Tensor]]:
@@ -687,14 +679,7 @@ def pad_to_longest(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def train_on_answers(trainer_class: Any, folder: str, **options: Any) -> Any:
     """Answers are places among all tokens of a batch, padded ones too."""
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=VOCAB_SIZE,
-        **TRANSFORMERS_SHAPE,
-        num_hidden_layers=1,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
+    model = of_transformers("BertForQuestionAnswering", **NO_DROPOUT).double()
     samples = [
         {"input_ids": torch.arange(4, 6 + i), **dict.fromkeys(ANSWER, torch.tensor(i % 2))}
         for i in range(12)
@@ -702,7 +687,6 @@ def train_on_answers(trainer_class: Any, folder: str, **options: Any) -> Any:
     args = arguments(folder, max_steps=2, logging_steps=1, per_device_eval_batch_size=3)
     if trainer_class is transformers.Trainer:
         args.per_device_train_batch_size, args.per_device_eval_batch_size = 7, 9
-    model = transformers.BertForQuestionAnswering(config).double()
     options |= {"train_dataset": samples, "eval_dataset": samples}
     trainer = trainer_class(model, args, data_collator=pad_to_longest, **options)
     trainer.train()
@@ -726,11 +710,7 @@ def test_batches_are_padded_alike_where_losses_depend_on_it(tmp_path: Path) -> N
 def test_answers_outside_of_their_texts_are_refused(tmp_path: Path) -> None:
     from shardhet.hf import HetTrainer
 
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=VOCAB_SIZE, **TRANSFORMERS_SHAPE, num_hidden_layers=1
-    )
-    model = transformers.BertForQuestionAnswering(config)
+    model = of_transformers("BertForQuestionAnswering")
     samples = [
         {"input_ids": each["input_ids"], "start_positions": i, "end_positions": 9 * i}
         for i, each in enumerate(texts(4, seed=4))

@@ -12,6 +12,7 @@ from shardhet import HetFSDP, Plan
 from tests.checkpoint_cases import Odd
 from tests.edge_plans import UNEVEN, every_plan
 from tests.ordinary import WITHIN_S, Net, Pair
+from tests.small_models import of_transformers
 from tests.worlds import ends_all_ranks, on_ranks, run_ranks
 
 
@@ -93,22 +94,12 @@ def test_what_cannot_be_whole_is_refused_on_all_ranks(rank: int, fault: str, say
 
 def use_peft(rank: int) -> None:
     import peft
-    import transformers
 
     warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by an old name
-    config = transformers.LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-    )
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    models: list[Any] = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(peft.get_peft_model(transformers.LlamaForCausalLM(config), lora))
-    plain, module = models
+    plain, module = (
+        peft.get_peft_model(of_transformers("LlamaForCausalLM"), lora) for _ in range(2)
+    )
     HetFSDP(module, UNEVEN)
     same_state(peft.get_peft_model_state_dict(module), peft.get_peft_model_state_dict(plain))
     same_state(module.base_model.model.lm_head.state_dict(), plain.lm_head.state_dict())

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardhet import Plan, Stage
-from tests.small_models import TRANSFORMERS_SHAPE
+from tests.small_models import of_transformers
 
 VOCAB_SIZE = 64
 SEQ_LEN = 11
@@ -162,15 +162,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def llama(**changes: Any) -> Any:
     """A small Llama in float64; it has no key bias, whose gradient would be rounding noise."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        **TRANSFORMERS_SHAPE,
-        num_hidden_layers=2,
-        max_position_embeddings=32,
-        **changes,
-    )
-    return transformers.LlamaForCausalLM(config).double()
+    return of_transformers("LlamaForCausalLM", max_position_embeddings=32, **changes).double()
 
 
 def texts(num_samples: int, seed: int) -> list[dict[str, Tensor]]:
