@@ -1,8 +1,10 @@
 """Tiles: a long sample takes little memory, and its gradients stay those of one process."""
 
 import copy
+import gc
 from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -78,6 +80,24 @@ def test_no_more_logits_than_of_a_tile_are_there(
     tile = 23  # tokens of a try, and of a tile of up to three samples
     assert sizes.most["head.projection"] <= 3 * tile * 256
     assert sizes.most["blocks.0.mlp.gate_up"] <= 3 * tile * 2 * 24
+
+
+@on_ranks(1)
+def test_what_cannot_be_cut_into_tiles_keeps_no_arguments(rank: int) -> None:
+    """Of which it is found once."""
+    module, seen = decoder(), list[Any]()
+    module.get_submodule("blocks.0").register_forward_pre_hook(
+        lambda _, args: seen.append(ref(args[0]))
+    )
+    model = HetFSDP(module, Plan.by_hand(microbatch_sizes=[1], tiles=True, tokens_per_tile=8))
+    gc.collect()
+    gc.disable()
+    try:
+        model.forward_backward(*words(1))
+        assert seen
+        assert all(each() is None for each in seen)
+    finally:
+        gc.enable()
 
 
 @on_ranks(1)

@@ -35,7 +35,7 @@ class Tiles:
         self._plan = rank_plan
         self._device = device
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        self._known: dict[Hashable, ByTokens | NotByTokensError] = {}
+        self._known: dict[Hashable, ByTokens | str] = {}  # or why not
         self._is_inside = False  # of a module that runs in tiles, or is tried
         self._is_probe = False
         self._is_unused = False  # whether nobody looks at results of the next call
@@ -136,10 +136,11 @@ class Tiles:
                 self._known[key] = found
             except NotByTokensError as reason:
                 logger.info("tiles: not of %s", reason)
-                self._known[key] = reason
+                self._known[key] = str(reason)
+                reason.__traceback__ = reason.__context__ = None  # frames hold arguments
         known = self._known[key]
-        if isinstance(known, NotByTokensError):
-            raise known
+        if isinstance(known, str):
+            raise NotByTokensError(known)
         return known
 
     def _visit(
