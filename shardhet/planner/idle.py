@@ -18,6 +18,7 @@ none fits that has no room for the state.  So many sets cost little.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 from typing import Any
 
@@ -119,7 +120,7 @@ class PartSearch:
             parts = list(self._parts(self.found[-1].positions, every))
         return self.found[-1] if self.found else None
 
-    @property
+    @cached_property
     def _every(self) -> Positions:
         return tuple(range(self.setting.cluster.world_size))
 
@@ -266,12 +267,17 @@ class PartSearch:
         """Whether all devices are in the part that must do something, and of those that must do
         alike all or none.
         """
-        inside, devices = set(part), range(self.setting.cluster.world_size)
-        is_needed = any(self.demands.needs(i) for i in devices if i not in inside)
+        inside, devices = set(part), self.setting.cluster.devices
         alike = (len(inside.intersection(e)) in (0, len(set(e))) for e in self.demands.equal)
-        kinds = {self.setting.cluster.devices[i].kind for i in part}
-        has_kind = self.with_kind is None or self.with_kind in kinds
-        return bool(part) and has_kind and not is_needed and all(alike)
+        has_kind = self.with_kind is None or any(
+            devices[i].kind == self.with_kind for i in part
+        )
+        return bool(part) and has_kind and self._needed <= inside and all(alike)
+
+    @cached_property
+    def _needed(self) -> frozenset[int]:
+        """The devices that must do something."""
+        return frozenset(filter(self.demands.needs, self._every))
 
     def _compute_s(self, part: Positions) -> float:
         """A bound on the compute of a part, in the times of the whole."""

@@ -67,7 +67,11 @@ class CostModel(TurnPrices, MemoryPrices):
         costs = []
         for i, rank in enumerate(ranks):
             if i not in is_active:
-                costs.append(self._rank_cost(i, rank, 0, ()))
+                budget = self.cluster.memory_budget_bytes(i)
+                idle = (rank.device.kind, budget, rank.optimizer_on_host)
+                if idle not in known:
+                    known[idle] = self._rank_cost(i, rank, 0, ())
+                costs.append(known[idle])
                 continue
             last = plan.last_microbatch_sizes(i)
             sizes = (rank.microbatch_sizes, last)

@@ -20,7 +20,7 @@ With one device more, collectives follow in the same two ways from those of the 
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from shardhet.pricing.derive import derive_collectives, derive_two_levels, slowest_of
@@ -161,9 +161,7 @@ def part_of(setting: Setting, positions: Collection[int]) -> Setting:
         cluster=smaller,
         profile=replace(
             profile,
-            devices=tuple(
-                each for each in _devices(setting, smaller) if each.device_kind in kinds
-            ),
+            devices=_devices(setting, smaller, kinds),
             collectives=collectives,
             two_levels=two_levels,
             groups=groups,
@@ -198,7 +196,7 @@ def with_one_more(setting: Setting, position: int) -> Setting | None:
         two = two and _in_proportion(two, one, profile.collectives)
     else:
         one, two = profile.collectives, profile.two_levels
-    devices = _devices(setting, larger)
+    devices = _devices(setting, larger, [each.device_kind for each in profile.devices])
     return replace(
         setting,
         cluster=larger,
@@ -239,12 +237,15 @@ def _with_copy(cluster: Cluster, position: int) -> Cluster:
     return with_libraries(larger, has_stages=with_libraries(cluster) != cluster)
 
 
-def _devices(setting: Setting, other: Cluster) -> tuple[DeviceProfile, ...]:
-    """Profiles of devices of which so many are waited for as ``other`` has."""
+def _devices(
+    setting: Setting, other: Cluster, kinds: Collection[str | None]
+) -> tuple[DeviceProfile, ...]:
+    """Profiles of devices of these kinds, of which so many are waited for as ``other`` has."""
     pace = slowest_of(other.world_size) / slowest_of(setting.cluster.world_size)
     return tuple(
         each.with_times(lambda s: pace * s) if each.source is Source.DERIVED else each
         for each in setting.profile.devices
+        if each.device_kind in kinds
     )
 
 
@@ -259,11 +260,16 @@ def _is_derived(setting: Setting) -> bool:
         return False
 
 
+@lru_cache(maxsize=4)  # that of the whole, for each of its parts
+def _stated(cluster: Cluster, link_fraction: float | None) -> Collectives:
+    return derive_collectives(cluster, link_fraction)
+
+
 def _derived(setting: Setting, other: Cluster) -> tuple[Collectives, Collectives | None]:
     """The collectives of a part of the cluster, or of more, in one level and in two."""
     cluster, profile = setting.cluster, setting.profile
     fraction = profile.link_fraction
-    stated = derive_collectives(cluster, fraction)
+    stated = _stated(cluster, fraction)
     one = _in_proportion(derive_collectives(other, fraction), profile.collectives, stated)
     two = derive_two_levels(other, fraction)
     return one, two and _in_proportion(two, profile.collectives, stated)
