@@ -149,7 +149,7 @@ def check(
 
 def backward_in_rounds(model: HetFSDP, call: Callable[..., Any], *args: Any) -> None:
     """A step of two rounds of the loss that the call returns."""
-    scaler = torch.amp.GradScaler("cpu", enabled=model._backward.is_float16)
+    scaler = torch.amp.GradScaler("cpu", enabled=model._mean.is_float16)
     for _ in range(2):
         model.backward(scaler.scale(call(*args)), NUM_SAMPLES)
 

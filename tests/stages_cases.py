@@ -209,9 +209,9 @@ def _train(rank: int, drawn: StagesCase, place: Accelerator | OnHost) -> Result:
     ) -> float | None:
         mine = plan.sample_indices(model.position, drawn.num_samples[step])
         own = given(batch, mine)
-        before, num_probes = len(place.syncs), len(model._runtime._known._findings)
+        before, num_probes = len(place.syncs), len(model._runtime.known._findings)
         mean: float | None = call(model.forward_backward, *own)
-        if len(model._runtime._known._findings) == num_probes:
+        if len(model._runtime.known._findings) == num_probes:
             found = list(place.syncs[before:])
             if plan.ranks[model.position].optimizer_on_host:  # it reads the gradients
                 is_second = step == 1 < course.steps_between_zero_grad

@@ -63,7 +63,7 @@ def make(num_rounds: int = 1) -> tuple[Beside, Tensor]:
 
 
 def num_probes(model: HetFSDP) -> int:
-    return len(model._runtime._known._findings)
+    return len(model._runtime.known._findings)
 
 
 @on_ranks(2)

@@ -86,7 +86,7 @@ def take(
     step: int,
 ) -> float | None:
     """Forward and backward of all rounds; checks that what the plan says is sent."""
-    num_probes = len(model._runtime._known._findings)
+    num_probes = len(model._runtime.known._findings)
     by_group = accelerator.nccl.communicators
     before = sum(each.received_bytes for each in by_group.values())
     launched = {group: len(each.collectives) for group, each in by_group.items()}
@@ -95,7 +95,7 @@ def take(
     accelerator.syncs.clear()
     for each in mine:
         mean = train_step(model, problem, each, course)
-    if len(model._runtime._known._findings) == num_probes:
+    if len(model._runtime.known._findings) == num_probes:
         # The host reads the losses when backward is queued, and nothing else but gradients
         # that are to be on the host, and by which factor a loss has what the model returns;
         # in several rounds also by what losses were multiplied.

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
 from shardhet.comm.host_copy import HostCopy, to_device
-from shardhet.fsdp.step import mean_backward
+from shardhet.fsdp.step import mean_loss
 from shardhet.fsdp.step.observer import Activity
-from shardhet.fsdp.step.output import warn_of_large_output
 
 
 def test_on_a_cpu_the_values_are_there_at_once_and_nothing_is_copied() -> None:
@@ -37,7 +36,7 @@ def test_losses_set_out_before_backward_and_are_read_after_it(
             happened.append("read")
             return super().read()
 
-    monkeypatch.setattr(mean_backward, "HostCopy", Noted)
+    monkeypatch.setattr(mean_loss, "HostCopy", Noted)
     layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     model = HetFSDP(layers, Plan.even(1, microbatch_size=3), units=[nn.Linear])
     model.add_observer(
@@ -59,4 +58,4 @@ def test_logits_of_a_whole_batch_are_warned_of(mib: int) -> None:
     expected = pytest.warns(UserWarning, match="300 MiB") if mib > 256 else nullcontext()
     with warnings.catch_warnings(), expected:
         warnings.simplefilter("error" if mib < 256 else "always")
-        warn_of_large_output({"logits": logits})
+        mean_loss.warn_of_large_output({"logits": logits})

@@ -276,7 +276,7 @@ UNITS = ("embedding", *(f"blocks.{i}" for i in range(4)), "head")
 def _leaks(rank: int, way: str, plan: Plan) -> None:
     torch.manual_seed(0)
     model = check_steps(Leaky(way).double(), plan, units=UNITS).model
-    kind = model._runtime.kind_for(0)  # type: ignore[attr-defined]
+    kind = model._pipeline._kinds._kinds[0]  # type: ignore[attr-defined]
     if kind.sent:
         values = {way: 2} if way else {}
         assert len(kind.sent) == values.get(way, 1)

@@ -12,7 +12,7 @@ import torch
 from shardhet import HetFSDP
 from shardhet.comm.liveness import EXIT_STATUS, watch, watch_ranks
 from shardhet.fsdp.stages.exchange import StageExchange
-from shardhet.fsdp.stages.runtime import StageRuntime
+from shardhet.fsdp.step.runtime import Runtime
 from tests.emulated.accelerator import Accelerator
 from tests.misdeeds import commit
 from tests.selection import one_in
@@ -85,7 +85,7 @@ def _train(rank: int, case: Case) -> None:
         place.installed(),
         before("take", StageExchange, act, "taking"),
         before("send", StageExchange, act, "giving"),
-        before("end_step_of_stages", StageRuntime, act, "reducing"),
+        before("reduce_rest", Runtime, act, "reducing"),
     ):
         model = HetFSDP(Leaky(), PLAN, units=UNITS, device=place.device)
         for block in model.module.blocks:  # type: ignore[union-attr]

@@ -33,12 +33,11 @@ from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.materialize import RowSource
 from shardhet.fsdp.stages.channels import comm_of_units
 from shardhet.fsdp.stages.refusals import beyond_stages, find_units_by
-from shardhet.fsdp.stages.runtime import StageRuntime
 from shardhet.fsdp.stages.step import Pipeline
-from shardhet.fsdp.step.intercept import intercept
-from shardhet.fsdp.step.mean_backward import MeanBackward
+from shardhet.fsdp.step.calls import intercept
+from shardhet.fsdp.step.mean_loss import MeanLoss, warn_of_large_output
 from shardhet.fsdp.step.observer import Activity, Observer
-from shardhet.fsdp.step.output import warn_of_large_output
+from shardhet.fsdp.step.round_by_round import RoundByRound
 from shardhet.fsdp.step.runtime import Runtime
 from shardhet.fsdp.step.unit_by_unit import unit_by_unit
 from shardhet.fsdp.surface import guard_root
@@ -148,7 +147,7 @@ class HetFSDP(ModuleInRounds):
         self._loss, self._caches = FusedLoss(loss_fn), CacheSwitch(module)
         self._batch_dim, self._forward = batch_dims(batch_dim, module.forward), module.forward
         self._make_runtime = partial(
-            StageRuntime,
+            Runtime,
             built,
             root,
             control=members.control,
@@ -159,8 +158,8 @@ class HetFSDP(ModuleInRounds):
             caches=self._caches,
             loss=self._loss,
         )
-        self._make_backward = partial(
-            MeanBackward,
+        self._make_mean = partial(
+            MeanLoss,
             flats=self._flats,
             param_by_fqn=self._param_by_fqn,
             hooks=hooks,
@@ -175,7 +174,7 @@ class HetFSDP(ModuleInRounds):
 
     def compute_by(self, plan: Plan, of_units: CommContext) -> None:
         """Take steps as ``plan`` says, with units gathered over ``of_units``.  Collective."""
-        before: StageRuntime | None = self.__dict__.get("_runtime")
+        before: Runtime | None = self.__dict__.get("_runtime")
         observers = None if before is None else before.observers
         self._runtime = self._make_runtime(
             plan=plan, comm=of_units, root_comm=self._comm, observers=observers
@@ -185,10 +184,10 @@ class HetFSDP(ModuleInRounds):
             self._runtime.asks_to_end = before.asks_to_end
             self._runtime.raises_bad_loss = before.raises_bad_loss
             self._runtime.follow(plan, before.rounds.batches_per_step)
-        self._backward = self._make_backward(self._runtime)
-        self._pipeline = None
-        if plan.stages is not None:
-            self._pipeline = Pipeline(self._runtime, self._backward, self._run_module)
+        self._mean = self._make_mean(self._runtime)
+        of_steps = self._runtime, self._mean, self._run_module
+        self._by_round = RoundByRound(*of_steps)
+        self._pipeline = None if plan.stages is None else Pipeline(*of_steps)
         intercept(self.module, self._runtime.calls, self._loss.for_plan(plan), self._pieces)
 
     # Training #
@@ -214,8 +213,8 @@ class HetFSDP(ModuleInRounds):
             self._check_can_run()
             call = self._call_of_round((args, kwargs, in_tuple(loss_inputs)))
             with self._forgetting_rounds():
-                output = self._runtime.forward(self._run_module, call, self.module.training)
-        output = self._backward.expect(output)
+                output = self._by_round.forward(call, is_training=self.module.training)
+        output = self._by_round.expect(output)
         if output is None:
             return _loss_of_none(self.device)
         warn_of_large_output(output)

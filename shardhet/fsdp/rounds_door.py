@@ -15,10 +15,11 @@ from shardhet.fsdp.microbatch.signature import Arguments, BatchDims, ModelCall, 
 from shardhet.fsdp.probing.module_state import choices_of
 from shardhet.fsdp.sharding.build import MixedPrecision
 from shardhet.fsdp.sharding.comm import CommContext
-from shardhet.fsdp.stages.runtime import StageRuntime
 from shardhet.fsdp.stages.step import Pipeline
 from shardhet.fsdp.state_door import ModuleWithState
-from shardhet.fsdp.step.mean_backward import MeanBackward
+from shardhet.fsdp.step.mean_loss import MeanLoss
+from shardhet.fsdp.step.round_by_round import RoundByRound
+from shardhet.fsdp.step.runtime import Runtime
 from shardhet.fsdp.step.unit_by_unit import check_is_not_open
 from shardhet.fsdp.tokens.skeleton import Skeleton, by_tokens, filled
 from shardhet.records.plan import Plan
@@ -30,8 +31,9 @@ class ModuleInRounds(ModuleWithState):
     plan: Plan
     position: int
     _precision: MixedPrecision
-    _runtime: StageRuntime
-    _backward: MeanBackward
+    _runtime: Runtime
+    _mean: MeanLoss
+    _by_round: RoundByRound
     _forward: Callable[..., Any]  # of the wrapped module
     _batch_dim: BatchDims
     _ragged: Mapping[str, CountRows]
@@ -58,7 +60,7 @@ class ModuleInRounds(ModuleWithState):
         sums of the rounds' losses over their divisors.
         """
         with self._forgetting_rounds():
-            return self._backward.run(loss_sum, num_tokens, divisor)
+            return self._by_round.backward(loss_sum, num_tokens, divisor)
 
     def forward_backward(
         self,
@@ -99,7 +101,7 @@ class ModuleInRounds(ModuleWithState):
                 if len(parts) > 1 and call.num_samples:
                     call.check_cut(self._runtime.calls.are_batched)
                 loss_sum, num_tokens = loss_pair(output, self._loss.loss_fn)
-                self._backward.check_pair(loss_sum, num_tokens)
+                self._by_round.check_pair(loss_sum, num_tokens)
             if scaler is not None:
                 loss_sum = scaler.scale(loss_sum)
             mean = self.backward(loss_sum, num_tokens)
@@ -111,11 +113,11 @@ class ModuleInRounds(ModuleWithState):
 
         For trainers whose loss is computed from what the module returns.
         """
-        self._function = self._runtime.function = function
+        self._function = self._runtime.known.function = function
         try:
             yield
         finally:
-            self._function = self._runtime.function = None
+            self._function = self._runtime.known.function = None
 
     def step_of(
         self,
@@ -234,13 +236,13 @@ class ModuleInRounds(ModuleWithState):
         """The mean loss in the rounds so far of the step in progress, or of the last one; the
         sum over their divisors if ``backward`` was given them.  The same on all ranks.
         """
-        return self._backward.mean_so_far
+        return self._mean.mean_so_far
 
     @property
     def own_samples(self) -> range:
         """The places of this rank's samples in the global batch of the last ``model(...)``."""
         self.plan.refuse_stages("own_samples", "plan.sample_indices has a rank's samples")
-        return self._runtime.own_samples
+        return self._by_round.own_samples
 
     @property
     def grad_norm(self) -> Tensor | None:

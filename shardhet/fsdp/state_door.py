@@ -21,7 +21,7 @@ from shardhet.fsdp.params.state import (
     sharded_state_dict,
 )
 from shardhet.fsdp.sharding.comm import CommContext
-from shardhet.fsdp.stages.runtime import StageRuntime
+from shardhet.fsdp.step.runtime import Runtime
 from shardhet.fsdp.surface import ModuleOfRows
 
 _BY_THEMSELVES = (
@@ -35,7 +35,7 @@ class ModuleWithState(ModuleOfRows):
 
     _comm: CommContext
     _control: Channel
-    _runtime: StageRuntime
+    _runtime: Runtime
     position: int
 
     def own_tokens(self, tensor: Tensor, *, are_labels: bool = False) -> Tensor:

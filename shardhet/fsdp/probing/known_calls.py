@@ -1,11 +1,12 @@
 """Rules of a model's calls: found once for each kind of call, then looked up."""
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.dropout import _DropoutNd
 
 from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.batching import BatchAxis, Layout, VisitRules, flatten
@@ -39,9 +40,15 @@ UNKNOWN = -1  # the index of findings that do not exist yet
 class KnownCalls:
     """The findings of all probes, in the same order on every rank."""
 
-    def __init__(self, prober: Prober, control: Channel) -> None:
+    function: Callable[..., Any] | None = None  # see ``HetFSDP.computing``
+
+    def __init__(self, prober: Prober, control: Channel, *, in_stages: bool) -> None:
+        """``in_stages``: findings are for one shape of samples, which stages hand over."""
         self._prober = prober
         self._control = control
+        self._in_stages = in_stages
+        modules = prober.module.modules()
+        self._dropouts = [each for each in modules if isinstance(each, _DropoutNd)]
         self._findings: list[Findings] = []
         self._index_by_key: dict[Hashable, int] = {}
         self._choices = choosing_attributes(prober.module)
@@ -72,10 +79,10 @@ class KnownCalls:
 
     def index_of(self, call: ModelCall, *, is_training: bool, splits: bool) -> int:
         """The index of this rank's findings for such a call; UNKNOWN if it has none."""
-        key = self.key_of(call, is_training=is_training, splits=splits)
+        key = self._key_of(call, is_training=is_training, splits=splits)
         return self._index_by_key.get(key, UNKNOWN)
 
-    def key_of(self, call: ModelCall, *, is_training: bool, splits: bool) -> Hashable:
+    def _key_of(self, call: ModelCall, *, is_training: bool, splits: bool) -> Hashable:
         """What calls have in common that the same findings are for."""
         if self._edits.are_new():
             _check_places(self._prober)
@@ -83,40 +90,42 @@ class KnownCalls:
             self._choices = choosing_attributes(self._prober.module)
         values = [held.get(name) for held, name in self._choices]
         chosen = tuple([x if isinstance(x, CHOOSING) else choice_of(x) for x in values])
-        edits = self._edits.number
-        return (call.key, torch.is_grad_enabled(), is_training, splits, chosen, edits)
+        key = (call.key, torch.is_grad_enabled(), is_training, splits, chosen)
+        shapes: Any = None
+        if self._in_stages:
+            shapes = call.lengths, *(bool(each.p) for each in self._dropouts)
+        return (*key, self._edits.number, self.function, shapes)
 
-    def begin(
-        self,
-        index: int,
-        call: ModelCall,
-        run_module: RunModule,
-        *,
-        is_training: bool,
-        splits: bool,
-    ) -> Findings:
-        """Begin a forward with the findings at ``index``; UNKNOWN runs a probe first.
-
-        Collective.
-        """
+    def probe(
+        self, call: ModelCall, run_module: RunModule, *, is_training: bool, splits: bool
+    ) -> int:
+        """Run a probe on all ranks; the index of what it finds.  Collective."""
         self.look()
-        if index == UNKNOWN:
-            # Before the model may change it.
-            key = self.key_of(call, is_training=is_training, splits=splits)
-            _check_can_be_probed(call)
-            rows = self._control.exchange([float(splits)])
-            findings = self._prober.find(
-                call if call.num_samples else None,
-                run_module,
-                has_gradients=torch.is_grad_enabled(),
-                splits=any(row[0] for row in rows),
-            )
-            self._writes.take()
-            self._counted |= {".".join(filter(None, number)) for number in findings.counted}
-            self._findings.append(findings)
-            index = len(self._findings) - 1
-            if call.num_samples and findings.is_certain:
-                self._index_by_key[key] = index
+        # Before the model may change it.
+        key = self._key_of(call, is_training=is_training, splits=splits)
+        _check_can_be_probed(call)
+        rows = self._control.exchange([float(splits)])
+        findings = self._prober.find(
+            call if call.num_samples else None,
+            run_module,
+            has_gradients=torch.is_grad_enabled(),
+            splits=any(row[0] for row in rows),
+        )
+        self._writes.take()
+        self._counted |= {".".join(filter(None, number)) for number in findings.counted}
+        self._findings.append(findings)
+        index = len(self._findings) - 1
+        if call.num_samples and findings.is_certain:
+            self._index_by_key[key] = index
+        return index
+
+    def findings(self, index: int) -> Findings:
+        """Those of a probe."""
+        return self._findings[index]
+
+    def begin(self, index: int, call: ModelCall) -> Findings:
+        """Begin a forward with the findings at ``index``."""
+        self.look()
         self._index = index
         if call.cut_from is not None:
             call.cut_from.check_cut(self.current.are_batched)

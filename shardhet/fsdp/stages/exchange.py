@@ -8,9 +8,10 @@ from shardhet.comm import devices
 from shardhet.comm.progress import progress
 from shardhet.fsdp.stages.channels import StageChannels
 from shardhet.fsdp.stages.handover import Arriving, Carried, Departures, Peer, Route
-from shardhet.fsdp.stages.runtime import StageRuntime
+from shardhet.fsdp.stages.kinds import CallKinds
 from shardhet.fsdp.step.observer import Activity
 from shardhet.fsdp.step.rounds import Round
+from shardhet.fsdp.step.runtime import Runtime
 from shardhet.records.layout import Span
 from shardhet.records.schedule import (
     Handover,
@@ -26,8 +27,8 @@ from shardhet.records.schedule import (
 class StageExchange:
     """The messages of one rank."""
 
-    def __init__(self, runtime: StageRuntime) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: Runtime, kinds: CallKinds) -> None:
+        self._runtime, self._kinds = runtime, kinds
         self._comm = comm = runtime.root_comm
         self._stage = stage = runtime.stage
         channels = StageChannels.of(runtime.plan, comm, runtime.control)
@@ -146,7 +147,7 @@ class StageExchange:
         ]
 
     def _carried(self, handover: Handover) -> list[Carried]:
-        kind = self._runtime.kind_for(self._rounds[handover.of.round].index)
+        kind = self._kinds.of(self._rounds[handover.of.round])
         is_to_next = handover.stage == self._stage
         if handover.of.phase is Phase.FORWARD:
             return kind.sent if is_to_next else kind.received

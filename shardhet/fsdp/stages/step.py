@@ -36,11 +36,11 @@ from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.sharding.residence import forget_changed
 from shardhet.fsdp.stages.exchange import StageExchange
 from shardhet.fsdp.stages.graph import Arrived, differentiable, edges_of
+from shardhet.fsdp.stages.kinds import CallKinds
 from shardhet.fsdp.stages.refusals import refuse
 from shardhet.fsdp.stages.rounds import DEAL, Passed, check_samples, rounds_of
-from shardhet.fsdp.stages.runtime import StageRuntime
-from shardhet.fsdp.step.mean_backward import (
-    MeanBackward,
+from shardhet.fsdp.step.mean_loss import (
+    MeanLoss,
     check_graph,
     check_is_number,
     check_is_wide,
@@ -50,6 +50,7 @@ from shardhet.fsdp.step.mean_backward import (
 from shardhet.fsdp.step.observer import Activity
 from shardhet.fsdp.step.output import Laws, Output
 from shardhet.fsdp.step.rounds import Moment, Round
+from shardhet.fsdp.step.runtime import Runtime
 from shardhet.records.layout import Span
 from shardhet.records.schedule import Phase, RoundPhase, one_forward_one_backward
 
@@ -57,18 +58,16 @@ from shardhet.records.schedule import Phase, RoundPhase, one_forward_one_backwar
 class Pipeline:
     """The steps of one rank of a pipeline."""
 
-    def __init__(
-        self, runtime: StageRuntime, backward: MeanBackward, run_module: RunModule
-    ) -> None:
-        self._runtime = runtime
-        self._backward = backward
+    def __init__(self, runtime: Runtime, mean: MeanLoss, run_module: RunModule) -> None:
+        self._runtime, self._mean = runtime, mean
+        self._kinds = CallKinds(runtime, run_module)
         self._plan = runtime.plan
         self._control, self._peers = runtime.control, runtime.peers
         self._run_module = run_module
         self._comm = comm = runtime.root_comm
         self._stage = stage = runtime.stage
         self._is_last = stage == len(runtime.in_flight) - 1
-        self._exchange = StageExchange(runtime)
+        self._exchange = StageExchange(runtime, self._kinds)
         # Of the step in progress
         self._told: list[list[Passed]] = []  # what every rank is passed, by position and round
         self._rounds: list[Round] = []
@@ -94,15 +93,15 @@ class Pipeline:
         """
         runtime, exchange = self._runtime, self._exchange
         with self._peers.guard("forward_backward"):
-            check_scaler(scaler, is_float16=self._backward.is_float16)
+            check_scaler(scaler, is_float16=self._mean.is_float16)
             _check_arguments(calls)
             calls = self._agree("forward_backward", calls, divisors)
             if not self._rounds:
                 raise ValueError(f"forward_backward: no rank has samples. {DEAL}")
             self._begin_step()
             runtime.norms.begin()
-            runtime.know(self._rounds, self._run_module, is_training=is_training)
-            kinds = [runtime.kind_for(each.index) for each in self._rounds]
+            self._kinds.know(self._rounds, is_training=is_training)
+            kinds = map(self._kinds.of, self._rounds)
             if len({each.findings.schedule.segments for each in kinds}) > 1:
                 raise ValueError(
                     "forward_backward: rounds of a step call units in different ways, which "
@@ -118,7 +117,7 @@ class Pipeline:
             sums: HostCopy | None = None
             order = one_forward_one_backward(number, runtime.in_flight[self._stage])
             exchange.begin_step(self._rounds)
-            runtime.begin_rounds(self._rounds[0].index, number, exchange.hand_over)
+            self._kinds.lay_out(self._rounds[0], number, exchange.hand_over)
             for now, following in zip(order, [*order[1:], order[-1]], strict=True):
                 runtime.begin_phase(now, following)
                 name = f"stage {runtime.stage}: {now.phase.value} of round {now.round}"
@@ -132,18 +131,18 @@ class Pipeline:
                 runtime.walk.go_on()  # sends what it has made, gathers for the next
             exchange.flush()
             progress.mark("reducing the gradients that all stages share")
-            runtime.end_step_of_stages()
+            runtime.reduce_rest()
             runtime.norms.apply(self._control)
-            has_grad = self._backward.agree_on_grads()
+            has_grad = self._mean.agree_on_grads()
             mine = [0.0, 0.0] if sums is None else sums.read().tolist()
-            known = runtime.calls.known
+            known = runtime.known
             rows = self._share([*mine, known.written], checksums, "forward_backward")
             have_samples = [any(of.num_samples for of in each) for each in self._told]
             known.check_written([row[2] for row in rows], have_samples)
             check_graph(any(has_grad.values()), any(have_samples))
         of_loss = torch.tensor(rows, dtype=torch.float64)[:, :2]
-        self._backward.is_divided = is_divided
-        return self._backward.end_step(of_loss, has_grad, scale)
+        self._mean.is_divided = is_divided
+        return self._mean.end_step(of_loss, has_grad, scale)
 
     def _share(
         self, numbers: Sequence[float], checksums: HostCopy, caller: str
@@ -177,30 +176,27 @@ class Pipeline:
             sizes = [sum(each) for each in zip(*(r.sizes for r in self._rounds), strict=True)]
             moment, position = Moment(runtime.rounds.step), self._control.position
             whole = Round.of(self._plan, position, call, sizes, moment)
-            runtime.know([whole], self._run_module, is_training=is_training)
+            self._kinds.know([whole], is_training=is_training)
             for each in self._rounds:
                 each.index = whole.index
             parts = [whole] if self._is_last else self._rounds
-            runtime.begin_rounds(whole.index, len(parts))
+            self._kinds.lay_out(whole, len(parts))
             for each in parts:
                 received = self._collect(whole) if self._is_last else self._arrive(each)
-                output = runtime.forward_round(
-                    each, self._run_module, received, is_training=is_training
-                )
+                output = self._kinds.forward(each, received, is_training=is_training)
                 if not self._is_last:
                     self._hand_on(each, output)
             self._exchange.flush()
             runtime.end_rounds()
             runtime.rounds.forget()  # which are no rounds of a step
             self._share([], checksums, "model(...)")
-        if self._is_last and whole.num_samples:
+        if self._is_last:
             return output
-        findings = runtime.kind_for(whole.index).findings
-        return findings.make_empty_output(runtime.calls.anchor)
+        return self._kinds.of(whole).findings.make_empty_output(runtime.calls.anchor)
 
     def _collect(self, whole: Round) -> list[Tensor]:
         """The tensors that arrive in all rounds, joined."""
-        carried, number = self._runtime.kind_for(whole.index).received, whole.num_samples
+        carried, number = self._kinds.of(whole).received, whole.num_samples
         joined = [each.new_whole(number, self._comm.device) for each in carried]
         start = 0
         for each in self._rounds:
@@ -237,8 +233,8 @@ class Pipeline:
         has_changed = any(flat.residence.has_changed() for flat in flats)
         with self._runtime.observers.watch("", Activity.AGREE):
             flags = 2 * has_changed + torch.is_grad_enabled()
-            self._runtime.calls.known.look()
-            entered = self._backward.enter(caller, step, float(flags))
+            self._runtime.known.look()
+            entered = self._mean.enter(caller, step, float(flags))
             _check_entered(caller, step, [row[1:3] for row in entered])
             if any(row[2] > 1 for row in entered):
                 forget_changed(flats, self._control)
@@ -260,14 +256,12 @@ class Pipeline:
 
     def _forward(self, now: RoundPhase, *, is_training: bool) -> None:
         runtime, each = self._runtime, self._rounds[now.round]
-        kind, n = runtime.kind_for(each.index), each.num_samples
+        kind, n = self._kinds.of(each), each.num_samples
         received = self._receive(now)
         if n and kind.received_with_grad:
             self._arrived[now.round] = arrived = Arrived()
             received = arrived.with_grad(received, kind.received, runtime.calls.anchor)
-        output = runtime.forward_round(
-            each, self._run_module, received, is_training=is_training
-        )
+        output = self._kinds.forward(each, received, is_training=is_training)
         if not n:
             return
         if self._is_last:
@@ -289,7 +283,7 @@ class Pipeline:
         if len(self._rounds) > 1 or len(self._runtime.computing_here) > 1:
             Output(output, laws).check_adds_up(loss_sum, num_tokens, "forward_backward")
         check_is_wide(loss_sum, "forward_backward")
-        self._backward.check_leaves(loss_sum, divides_late=True)
+        self._mean.check_leaves(loss_sum, divides_late=True)
         self._sums[0] += loss_sum.detach().double() / divisor
         self._sums[1] += num_tokens
         return loss_sum
@@ -329,5 +323,5 @@ def _checksums(calls: Sequence[ModelCall], device: torch.device) -> HostCopy:
 
 
 def _scale(rounds: Sequence[Round]) -> float:
-    """By what losses are multiplied: see [Note: Scale of the loss] in ``mean_backward``."""
+    """By what losses are multiplied: see [Note: Scale of the loss] in ``round_by_round``."""
     return 2.0 ** -round(math.log2(sum(each.num_together for each in rounds)))

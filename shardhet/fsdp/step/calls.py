@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from shardhet.comm.peers import Peers
 from shardhet.comm.progress import progress
 from shardhet.fsdp.microbatch.layered import autocast_as, run_visit
+from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.microbatch.root_dropout import (
     DROPOUT_CALLS,
     CheckpointedError,
@@ -72,7 +73,7 @@ class UnitCalls:
         peers: Peers,
         device: torch.device,
     ) -> None:
-        self.units = tuple(units)
+        self.root, self.units = root, tuple(units)
         self.dropout = RootDropout(root, self.visit_piece)
         self.outside_of_steps: CallUnit | None = None  # replaces ``visit`` while it is set
         self._step = step
@@ -235,3 +236,48 @@ def _needs_backward(module: UnitModule, args: Any, kwargs: Any) -> bool:
 
 def _any_requires_grad(tree: Any) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(tree))
+
+
+def intercept(
+    root: nn.Module, calls: UnitCalls, loss: FusedLoss, pieces: Sequence[UnitModule]
+) -> None:
+    """Route calls of every unit's modules, and of pieces of the root, through ``calls``."""
+    head = loss.find_head(root, calls.units)
+    for index, unit in enumerate(calls.units):
+        for module in unit.modules:
+            if module is head:
+                module.module.forward = _visit_with_loss(calls, index, module, loss)
+            else:
+                module.module.forward = _visit(calls, index, module)
+    for piece in pieces:
+        piece.module.forward = _visit_piece(calls, piece)
+
+
+def _visit(calls: UnitCalls, unit: int, module: UnitModule) -> Callable[..., Any]:
+    def visit(*args: Any, **kwargs: Any) -> Any:
+        return calls.visit(unit, module, args, kwargs)
+
+    return visit
+
+
+def _visit_piece(calls: UnitCalls, module: UnitModule) -> Callable[..., Any]:
+    def visit(*args: Any, **kwargs: Any) -> Any:
+        return calls.visit_piece(module, args, kwargs)
+
+    return visit
+
+
+def _visit_with_loss(
+    calls: UnitCalls, unit: int, module: UnitModule, loss: FusedLoss
+) -> Callable[..., Any]:
+    with_loss = loss.with_loss(module)
+
+    def visit(*args: Any, **kwargs: Any) -> Any:
+        # The caller, or the model, wants the head's output.
+        if calls.outside_of_steps is not None or loss.is_outside:
+            return calls.visit(unit, module, args, kwargs)
+        output = calls.visit(unit, with_loss, (loss.inputs, *args), kwargs)
+        loss.note(output)
+        return output
+
+    return visit

@@ -5,7 +5,6 @@ returns by a factor that is the same on all ranks, and on a mean by the number o
 over.  The factors are the gradients of what is returned.
 """
 
-import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -17,7 +16,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from shardhet.comm.host_copy import HostCopy
 from shardhet.fsdp.microbatch.batching import Join, flatten, named_leaves, unflatten
@@ -26,7 +24,6 @@ from shardhet.fsdp.microbatch.batching import Join, flatten, named_leaves, unfla
 # what counts in each; None for anything else.  By its place in an output.
 Law = frozenset[Join] | None
 Laws = Mapping[str, Law]
-LARGE_OUTPUT_BYTES = 256 * 2**20  # warn if a model's output is larger: logits, not a loss
 
 
 class Output:
@@ -176,16 +173,21 @@ _BY_OTHER_FACTORS = (
     "give model.backward; return rows of samples for what is not linear (a square, a product, "
     "a ratio), or let one rank compute all samples at once."
 )
+CREATES_GRAPH = (
+    "gradients of gradients (create_graph=True, as for a gradient penalty) are not computed "
+    "through a HetFSDP model, whose backward has no graph. Leave the penalty out, or train "
+    "this model with plain PyTorch."
+)
 
 
-def warn_of_large_output(output: Any) -> None:
-    """Warn if the model returns logits of a whole batch."""
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    nbytes = sum(t.numel() * t.element_size() for t in tensors)
-    if nbytes > LARGE_OUTPUT_BYTES:
-        warnings.warn(
-            f"the model returns {nbytes / 2**20:.0f} MiB for the rank's whole batch, and "
-            "backward needs as much again. Pass loss_fn to HetFSDP, so that only the output "
-            "of one microbatch is alive at a time.",
-            stacklevel=3,
-        )
+def arrived_late(*, of_earlier: bool) -> str:
+    return (
+        "a gradient arrived for the output of "
+        + ("an earlier model(...)" if of_earlier else "model(...)")
+        + ". Call model.backward(loss_sum, num_tokens) once after each model(...), before the "
+        "next, instead of loss.backward() or one backward for several calls: gradients add up. "
+        "For the mean over the tokens of several calls give each model.backward this rank's "
+        "number of tokens in all. Does one loss compare two calls, as of a siamese net? Make "
+        "both in the forward of one module that HetFSDP wraps. Does it go through two HetFSDP "
+        "models? Wrap both in one module, and make an optimizer for the parameters of each."
+    )

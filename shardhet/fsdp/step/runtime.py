@@ -1,7 +1,9 @@
-"""One training step on this rank: forward and backward."""
+"""What a rank does in a step: forwards and backwards of rounds, and the end of the step.
+
+``RoundByRound`` and ``Pipeline`` say which comes when.
+"""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +17,8 @@ from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.caches import CacheSwitch
 from shardhet.fsdp.microbatch.host_inputs import InputsOnHost
 from shardhet.fsdp.microbatch.loss import FusedLoss
-from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.attempt import RunModule
-from shardhet.fsdp.probing.known_calls import UNKNOWN, KnownCalls
+from shardhet.fsdp.probing.known_calls import KnownCalls
 from shardhet.fsdp.probing.module_state import CountedNumbers
 from shardhet.fsdp.probing.probe import ProbedModel
 from shardhet.fsdp.probing.prober import Findings, Prober
@@ -25,21 +26,22 @@ from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.seeds import RandomStates
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.stages.calls import StageCalls
-from shardhet.fsdp.step.agreement import agree_on_round, beside_others
 from shardhet.fsdp.step.around import Visits
 from shardhet.fsdp.step.calls import StepInProgress
 from shardhet.fsdp.step.features import FeatureGathers
 from shardhet.fsdp.step.host_slabs import HostSlabs
-from shardhet.fsdp.step.observer import Activity, Observers
+from shardhet.fsdp.step.observer import Observers
 from shardhet.fsdp.step.rounds import Round, Rounds
 from shardhet.fsdp.step.turn_walk import TurnWalk
 from shardhet.fsdp.tokens.attention import ContextGroup
 from shardhet.fsdp.tokens.tiles import Tiles
-from shardhet.records.plan import Plan
+from shardhet.records.plan import Plan, pipeline_of
+from shardhet.records.schedule import Phase, RoundPhase
+from shardhet.records.stages import rounds_in_flight, stage_by_unit
 
 
 class Runtime:
-    """Takes all units of one model through its steps; ``StageRuntime`` is what is made."""
+    """Takes the units of one stage through its steps; without stages all ranks are one."""
 
     def __init__(
         self,
@@ -75,8 +77,6 @@ class Runtime:
         self._caches, self._loss = caches, loss
         self.walk = TurnWalk(units, root, comm=comm, observers=self.observers)
         self.features = FeatureGathers(root_comm, control, peers)
-        self.had_samples = True  # on any rank, in the last forward
-        self.own_samples = range(0)  # of the last forward, in the global batch
         self._inputs: InputsOnHost | None = None
         self.step = StepInProgress()
         self.calls = StageCalls(
@@ -94,7 +94,7 @@ class Runtime:
     def follow(self, plan: Plan, batches_per_step: int = 1) -> None:
         """Compute as ``plan`` says from the next forward on, so many of its batches a step."""
         self.plan = plan
-        self._rank_plan = plan.ranks[self.control.position]
+        self.rank_plan = plan.ranks[self.control.position]
         self.rounds.follow(plan, batches_per_step)
         self._comm.num_rounds = self.rounds.number
         self.features.has_parts = plan.num_rounds > 1 or plan.stages is not None
@@ -106,14 +106,14 @@ class Runtime:
         self.tokens = ContextGroup.of(plan, self._module, self._comm, self.control)
         visits = Visits(
             staying=self.walk.staying,
-            rank_plan=self._rank_plan,
+            rank_plan=self.rank_plan,
             random=self._random,
             norms=self.norms,
             observers=self.observers,
             device_type=self._comm.device.type,
             inputs=self._inputs,
             tokens=self.tokens,
-            tiles=Tiles(self._rank_plan, self._comm.device),
+            tiles=Tiles(self.rank_plan, self._comm.device),
         )
         probed = ProbedModel(
             module=self._module,
@@ -126,82 +126,26 @@ class Runtime:
             device=self._comm.device,
             plan=plan,
         )
+        self.stage = plan.groups.index(own := plan.group_of(self.control.position))
+        progress.stage = None if plan.stages is None else self.stage
+        self.computing_here = tuple(i for i in self.root_comm.computing if i in own)
+        self.stage_by_fqn = stage_by_unit(pipeline_of(plan), [unit.fqn for unit in self.units])
+        self.in_flight = rounds_in_flight(pipeline_of(plan), self.rounds.number)  # by stage
         self._prober = Prober(probed, form=self.rounds.form)
-        self._known = KnownCalls(self._prober, self.control)
-        self.calls.follow(visits, self._prober, self._known)
+        self.known = KnownCalls(self._prober, self.control, in_stages=plan.stages is not None)
+        self.calls.follow(visits, self._prober, self.known)
 
     @property
     def known_to_stay(self) -> frozenset[int]:
         """Units that some forward so far needed unsharded throughout."""
         return self._prober.staying
 
-    # Forward #
-
-    def forward(self, run_module: RunModule, call: ModelCall, is_training: bool) -> Any:
-        """The module's output; on a rank without samples an empty one.  Collective.
-
-        Returns None if no rank has samples, unless earlier rounds of the step had some.
-        """
-        self.step.has_gradients = torch.is_grad_enabled()
-        if self.rounds.have_begun:
-            self.rounds.check_goes_on(
-                has_gradients=self.step.has_gradients, awaits_backward=self.step.awaits_backward
-            )
-        else:
-            self.begin_step()
-        self.features.begin()
-        call, is_ragged = beside_others(call, self.control)
-        most = max(self._rank_plan.microbatch_sizes, default=0)
-        splits = is_ragged or self.rounds.is_cut or call.num_samples > most
-        index = self._known.index_of(call, is_training=is_training, splits=splits)
-        with self.observers.watch("", Activity.AGREE):
-            each = self.step.round = agree_on_round(
-                self.plan,
-                self.control,
-                call,
-                index=index,
-                rounds=self.rounds,
-                flats=self.flats,
-                checksum=0.0 if self.tokens is None else self.tokens.cutter.checksum,
-            )
-        first = each.first_sample - each.moment.num_samples_before
-        self.own_samples = range(first, first + each.num_samples)
-        self.had_samples = bool(each.computing)
-        index = each.index
-        if not each.computing:
-            if not self.rounds.have_begun:
-                self.features.is_in_forward = False
-                return None
-            index = self._known.latest  # its turns are taken all the same
-        receivers = self._comm.receivers_for(each.computing)
-        if self.rounds.receivers is not None and self.step.has_gradients:
-            receivers = self.rounds.receivers
-        self.unshard_root(receivers, receivers)
-        if index == UNKNOWN:
-            progress.mark("model(...), the probe of its first call of this kind")
-        with self.calls.dropout.taken_over(is_needed=index == UNKNOWN):
-            findings = self._known.begin(
-                index, call, run_module, is_training=is_training, splits=splits
-            )
-        if index == UNKNOWN and self.step.has_gradients:
-            self.slabs.reserve(findings.inputs)
-        self.step.num_visits.clear()
-        self.walk.is_behind = call.is_behind
-        self.walk.begin(findings.schedule, self.rounds.moment.round, findings.staying)
-        if is_training:
-            self.norms.begin()
-        output = self.run_forward(
-            findings, partial(run_module, *call.with_all()), is_training=is_training
-        )
-        del each.call
-        if not each.num_samples:
-            output = findings.make_empty_output(self.calls.anchor)
-        self._end_forward(is_training)
-        return output
+    # Rounds #
 
     def begin_step(self) -> None:
         """Begin anew, and read rows again that are on the host."""
         self.abandon()
+        self.step.has_gradients = torch.is_grad_enabled()
         for comm in self.comms:
             comm.mark_rows_changed()
 
@@ -215,12 +159,32 @@ class Runtime:
                 unit.copy_to_device()
         self.walk.take_in(self.root)
 
-    def run_forward(
-        self, findings: Findings, run: Callable[[], Any], *, is_training: bool
-    ) -> Any:
-        """Take all turns of a round's forward; what ``run`` returns on ranks with samples."""
-        each, output = self.step.round, None
-        assert each is not None
+    def probe(
+        self, each: Round, run_module: RunModule, *, is_training: bool, splits: bool
+    ) -> Findings:
+        """Run the whole model on all ranks, and find what belongs to the round.  Collective."""
+        doing = progress.doing
+        progress.mark(f"{doing}, the probe of its first call of this kind")
+        self._enter(each)
+        with self.calls.dropout.taken_over(is_needed=True):
+            each.index = self.known.probe(
+                each.call, run_module, is_training=is_training, splits=splits
+            )
+        findings = self.known.findings(each.index)
+        if self.step.has_gradients:
+            self.slabs.reserve(findings.inputs)
+        progress.mark(doing)
+        return findings
+
+    def forward_round(self, each: Round, run: Callable[[], Any], *, is_training: bool) -> Any:
+        """Take all turns of a round's forward; what ``run`` returns on ranks with samples, on
+        others an empty output of the model.
+        """
+        self._enter(each)
+        self.step.num_visits.clear()
+        self.walk.begin_round()
+        findings = self.known.begin(each.index, each.call)
+        del each.call
         if each.num_samples:
             taken_over = self.calls.dropout.taken_over(is_needed=findings.has_root_dropout)
             with self._random.around(is_training), taken_over:
@@ -229,47 +193,17 @@ class Runtime:
             self.walk.end_forward()
         else:
             self.walk.pass_forward()
+            output = findings.make_empty_output(self.calls.anchor)
         _count_everywhere(self._module, findings, each, self.control)
-        self._known.end_forward(
-            follows=self.rounds.have_begun, is_cut=len(each.microbatch_sizes) > 1
-        )
+        is_cut = len(each.microbatch_sizes) > 1
+        self.known.end_forward(follows=self.rounds.have_begun, is_cut=is_cut)
         return output
 
-    def _end_forward(self, is_training: bool) -> None:
-        self.features.is_in_forward = False
-        if is_training:
-            self.norms.apply(self.control)
-        self.step.awaits_backward = torch.is_grad_enabled()
-        if self.step.awaits_backward:
-            self.walk.go_on()  # while the loss is computed and shared
-        else:
-            self.end_rounds()
-
-    # Backward #
-
-    def drop(self) -> None:
-        """Drop the rounds of the step so far, and begin it anew.  Collective."""
-        self.walk.finish()  # nothing may write what is dropped
-        self.abandon()
-        self.rounds.forget()
-
-    def backward(self, run_autograd: Callable[[], None]) -> None:
-        """Take all turns of backward; computing ranks call ``run_autograd``.  Collective."""
-        assert self.step.round is not None
-        self.step.awaits_backward = False
-        self.run_backward(run_autograd)
-        if self.rounds.is_last:
-            self.walk.reduce_rest()
-            self.end_rounds()
-        else:
-            self.rounds.end_round(self.step.round.num_together)
-        self.step.round = None
-
-    def run_backward(self, run_autograd: Callable[[], None]) -> None:
-        """Take all turns of a round's backward."""
-        assert self.step.round is not None
+    def backward_round(self, each: Round, run_autograd: Callable[[], None]) -> None:
+        """Take all turns of a round's backward; ranks with samples call ``run_autograd``."""
+        self._enter(each)
         self.walk.begin_backward()
-        if self.step.round.num_samples:
+        if each.num_samples:
             with self.step.in_autograd(self._comm.device.type):
                 run_autograd()
         self.features.finish()
@@ -277,12 +211,40 @@ class Runtime:
             self._inputs.end_round()
         self.walk.end_backward()
 
+    def begin_phase(self, now: RoundPhase, following: RoundPhase) -> None:
+        """Let what a backward that follows begins with come back from the host meanwhile."""
+        if self._inputs is not None:
+            self._inputs.enter(now.round)
+            if following.phase is Phase.BACKWARD:
+                self._inputs.expect(following.round)
+
+    def _enter(self, each: Round) -> None:
+        self.rounds.moment, self.step.round = each.moment, each
+        if self._inputs is not None:
+            self._inputs.enter(each.moment.round)
+
+    # The end of a step #
+
+    def reduce_rest(self) -> None:
+        """Reduce what is left, the root's last, and end the step.  Collective."""
+        for unit in self.units:
+            if self.stage_by_fqn[unit.fqn] != self.stage:
+                unit.pass_over()
+        self.walk.reduce_rest()
+        self.end_rounds()
+
     def end_rounds(self) -> None:
         """Reshard what stayed, once the last round is finished."""
         self.walk.end_step()
         self.root_comm.wait_all_sent()
         self.features.is_in_forward = False
         self.step.round = None
+
+    def drop(self) -> None:
+        """Drop the rounds of the step so far, and begin it anew.  Collective."""
+        self.walk.finish()  # nothing may write what is dropped
+        self.abandon()
+        self.rounds.forget()
 
     def abandon(self) -> None:
         """End a step without its backward: nothing stays in flight, everything is sharded."""

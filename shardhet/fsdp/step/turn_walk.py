@@ -71,7 +71,7 @@ class TurnWalk:
     def begin(
         self, schedule: Schedule, round_index: int = 0, staying: Iterable[int] = ()
     ) -> None:
-        """Begin the forward of a round with this schedule and launch its first gathers.
+        """Follow this schedule from the round that comes next on.
 
         If the rounds before followed another one, the rest of the step is laid out anew.
         """
@@ -87,7 +87,6 @@ class TurnWalk:
         if not round_index or schedule is not self._base:
             self.lay_out(rest)
             self._base = schedule
-        self.begin_round()
 
     def lay_out(self, schedule: Schedule, *place: Any, in_one_order: bool = False) -> None:
         """Begin a step, or what is left of one, and do what comes before its first turn.
@@ -101,7 +100,7 @@ class TurnWalk:
         self.go_on()
 
     def begin_round(self) -> None:
-        """Begin the forward of the next round, which all ranks do together."""
+        """Begin the forward of the next round, and its first gathers, on all ranks together."""
         self._first = self._cursor
         self.go_on()
         while self._ops[self._at].kind is OpKind.AGREE:

@@ -94,7 +94,7 @@ class Hooks:
         self.say = say or self._say
         self.log = log or (lambda step, values: None)
         self.on_roll_back, self.forget_peak_memory = on_roll_back, forget_peak_memory
-        self.has_float16 = has_scaler or model._backward.is_float16
+        self.has_float16 = has_scaler or model._mean.is_float16
         self._ends = ExitStack()
 
     def __enter__(self) -> Self:

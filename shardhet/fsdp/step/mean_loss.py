@@ -1,0 +1,289 @@
+"""The mean loss of a step, and its gradients: what all ranks tell each other of them.
+
+[Note: The way to .grad]
+Each turn's reduction is launched when the turn ends, and waited for (``FlatGradient.finish``)
+before the next one is.  Then ``set_grads_with_hooks`` lets each ``FlatTensor`` assign the
+gradients of its rows (``set_sharded_grads``); with whole matrices, who reads one of the last
+reduction waits for it: an optimizer of others steps beside it.
+"""
+
+import logging
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shardhet.comm import devices
+from shardhet.comm.host_copy import HostCopy
+from shardhet.comm.progress import progress
+from shardhet.fsdp.microbatch.layered import leaves_of
+from shardhet.fsdp.params.param_hooks import (
+    ParamHooks,
+    check_hooks_agree,
+    may_be_late,
+    set_grads_with_hooks,
+)
+from shardhet.fsdp.params.row_group import RowGroup
+from shardhet.fsdp.params.step_settings import check_settings_agree, with_settings
+from shardhet.fsdp.sharding.flat import FlatTensor
+from shardhet.fsdp.step.observer import Activity
+from shardhet.fsdp.step.output import Laws, check_factors
+from shardhet.fsdp.step.runtime import Runtime
+
+LARGE_OUTPUT_BYTES = 256 * 2**20  # warn if a model's output is larger: logits, not a loss
+
+logger = logging.getLogger("shardhet.fsdp")
+
+
+class MeanLoss:
+    """The mean loss of the step in progress."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        flats: Sequence[FlatTensor],
+        param_by_fqn: Mapping[str, nn.Parameter],
+        hooks: ParamHooks,
+        rows: RowGroup,
+        *,
+        is_float16: bool,
+    ) -> None:
+        self.is_float16 = is_float16
+        self._runtime = runtime
+        self.flats = flats
+        self._param_by_fqn = param_by_fqn
+        self._own = {
+            id(each)
+            for flat in flats
+            for each in (*flat.sharded_params, *flat.unsharded_params)
+        }
+        self._hooks = hooks
+        self._rows = rows
+        self._control, self._peers = rows.control, rows.peers
+        self.is_divided = False  # the loss, by what the program gives
+        # Of the rounds of the step so far
+        self.sums: Tensor | None = None  # losses and tokens of every rank, [world_size, 2]
+        self.laws: list[Laws] = []  # see ``check_factors``
+        self.told: list[float] = []
+
+    def enter(self, call: str, *values: float) -> list[list[float]]:
+        """Enter ``call`` with all ranks: hooks, settings and buffers are the same on all."""
+        known = self._runtime.known
+        hooks = with_settings(self._hooks.find(self._param_by_fqn), self._peers)
+        entered = self._control.enter(call, [hooks, *values, known.written])
+        check_hooks_agree(rows := check_settings_agree(entered, self._peers))
+        known.check_written([row[-1] for row in rows], [bool(row[-2]) for row in rows])
+        return rows
+
+    def end_step(
+        self, sums: Tensor, has_grad: Mapping[str, bool], scale: float | None
+    ) -> float | None:
+        """Set the gradients of a step, and return its mean loss.  Collective.
+
+        ``sums`` are losses and tokens of every rank, [world_size, 2].  Gradients are those of
+        the sum of losses times ``scale``; None if they are of what is returned.
+        """
+        self.sums = sums
+        losses, counts = sums.T.tolist()
+        is_valid = all(map(math.isfinite, losses)) and sum(counts) > 0
+        if not is_valid:
+            with self._peers.guard("model.backward"):
+                self._runtime.drop()
+        step = self._runtime.rounds.step + 1
+        self._runtime.rounds.end_step(step)
+        progress.end_step(step)
+        if not is_valid:
+            if not all(map(math.isfinite, losses)):
+                if self._runtime.raises_bad_loss:
+                    raise FloatingPointError(_not_finite(step, losses))
+                return math.nan
+            logger.warning("step %d has no valid token and is skipped.", step)
+            return None
+        walk, factor = self._runtime.walk, None if scale is None else 1 / (scale * sum(counts))
+        if not (self._runtime.plan.whole_matrices and may_be_late(self.flats, self._hooks)):
+            walk.finish()
+        with self._peers.guard("hooks on parameters"):
+            for flat in (each for each in self.flats if each.is_trainable):
+                has = [has_grad[slot.fqn] for slot in flat.slots]
+                set_grads_with_hooks(flat, has, factor, self._hooks, self._rows, walk)
+        return self.mean_so_far
+
+    @property
+    def mean_so_far(self) -> float:
+        """Of the rounds so far of the step in progress, or of the last one."""
+        if self.sums is None:
+            return 0.0
+        losses, counts = map(sum, self.sums.T.tolist())
+        return float(losses if self.is_divided else losses / counts if counts else losses)
+
+    def agree_on_grads(self) -> dict[str, bool]:
+        """Which parameters have a gradient on any rank, by fqn.  Collective."""
+        names = [slot.fqn for flat in self.flats for slot in flat.slots]
+        mine = [float(has) for flat in self.flats for has in flat.grad.has_grad]
+        laws, told, self.laws, self.told = self.laws, self.told, [], []
+        with self._runtime.observers.watch("", Activity.AGREE):
+            rows = self._control.exchange([float(self._runtime.asks_to_end), *mine, *told])
+        if self._runtime.rounds.is_cut and told:
+            check_factors(laws, [row[1 + len(mine) :] for row in rows])
+        asks_to_end, *columns = zip(*rows, strict=True)
+        self._runtime.is_asked_to_end = any(asks_to_end)
+        columns = columns[: len(names)]
+        return {name: any(column) for name, column in zip(names, columns, strict=True)}
+
+    def check_leaves(self, loss_sum: Tensor, *, divides_late: bool) -> None:
+        """Raise ``ValueError`` if the loss depends on a parameter that is not the model's, or,
+        where it is divided after backward only, on anything else that gets a gradient.
+        """
+        anchors = {id(each.anchor) for each in (self._runtime.calls, self._runtime.features)}
+        others = (each for each in leaves_of(loss_sum) if id(each) not in self._own | anchors)
+        for variable in others:
+            if isinstance(variable, nn.Parameter) and not self._rows.is_alone:
+                raise ValueError(_OF_OTHERS.format(tuple(variable.shape)))
+            if divides_late:
+                raise ValueError(wants_gradient("model.backward", variable))
+
+    def share(self, loss_sum: Tensor, num_tokens: Tensor | int) -> tuple[HostCopy, Tensor]:
+        """Loss and tokens of every rank, [world_size, 2] in plan order, and all tokens."""
+        comm = self._runtime.root_comm
+        mine = torch.zeros(2, dtype=torch.float64, device=comm.device)
+        batch = self._runtime.step.round
+        if batch is not None and batch.num_samples:
+            mine[0] = loss_sum.detach()  # without samples it may be 0 / 0
+        mine[1].add_(_number(num_tokens))
+        # On the stream of its communicator; the divisor is what the compute stream waits for.
+        comm.reduce_scatter_stream.wait_stream(comm.current_stream())
+        with comm.on_stream(comm.reduce_scatter_stream):
+            rows = comm.reduce_channel.gather_rows(mine)
+            total = rows[:, 1].sum()
+            on_host = HostCopy(rows)
+            # After the copy: a rank that is alone copies ``mine``, which is freed below.
+            shared = comm.record_event(comm.reduce_scatter_stream)
+        comm.current_stream().wait_event(shared)
+        return on_host, total
+
+
+_NO_GRADIENT = (
+    "model.backward: no rank's loss depends on a parameter that requires gradients. Give it "
+    "the loss itself, not detached, and train some parameters."
+)
+_OF_OTHERS = (
+    "model.backward: the loss depends on a parameter of shape {} that is not one of the "
+    "model's (of a criterion, perhaps), so its gradient would be that of this rank's samples "
+    "only. Put it into the module that HetFSDP wraps, or use it detached."
+)
+
+
+def check_graph(has_graph: bool, has_samples: bool) -> None:
+    """Raise ``RuntimeError`` if there is nothing to differentiate, as torch does."""
+    if has_samples and not has_graph:
+        raise RuntimeError(_NO_GRADIENT)
+
+
+def wants_gradient(call: str, tensor: Tensor) -> str:
+    """The message of a refusal."""
+    return (
+        f"{call}: the loss depends on a tensor of shape {tuple(tensor.shape)} that requires a "
+        "gradient and is no parameter of the model. In a step of several rounds, or of "
+        "stages, losses are divided by the number of all tokens at the end only, so it would "
+        "get that of another loss. Detach it, give every model.backward of the step a "
+        "divisor, or give a plan of one round without stages."
+    )
+
+
+def check_is_number(loss_sum: Any) -> None:
+    """Raise unless the loss is a tensor with one element."""
+    if isinstance(loss_sum, Tensor) and loss_sum.dim() == 0:
+        return
+    if isinstance(loss_sum, Tensor):
+        raise ValueError(
+            f"model.backward: the loss has shape {tuple(loss_sum.shape)} but must be a single "
+            "number, the sum over this rank's tokens. Call .sum() on it."
+        )
+    has_loss = hasattr(loss_sum, "loss") or (
+        isinstance(loss_sum, Mapping) and "loss" in loss_sum
+    )
+    raise TypeError(
+        f"model.backward: the loss is a {type(loss_sum).__name__} but must be a tensor, the "
+        "sum over this rank's tokens. "
+        + ("Pass output.loss * num_tokens." if has_loss else "Pass the loss itself.")
+    )
+
+
+def check_is_wide(loss_sum: Tensor, call: str) -> None:
+    """Raise ``ValueError`` if the loss is in float16."""
+    if loss_sum.dtype is torch.float16:
+        raise ValueError(
+            f"{call}: the loss is a sum in float16, where more than 65,504 is infinite. "
+            "Compute it from output.float()."
+        )
+
+
+def check_scaler(scaler: torch.amp.GradScaler | None, *, is_float16: bool) -> None:
+    """Raise ``ValueError`` if there is none, in float16."""
+    if is_float16 and scaler is None:
+        raise ValueError(
+            "forward_backward: param_dtype is float16, but the loss is not scaled, so small "
+            "gradients would become 0. Give it scaler=torch.amp.GradScaler(...), and call "
+            "scaler.step(optimizer) and scaler.update() after it."
+        )
+
+
+def _not_finite(step: int, losses: Sequence[float]) -> str:
+    bad = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
+    return (
+        f"step {step}: the loss is not finite at positions {bad} of the "
+        f"plan (loss sums {losses}); no gradient was set. Lower the learning rate, "
+        "clip gradients, or look for bad samples there."
+    )
+
+
+def check_scaled(loss_sum: Tensor, outputs: Sequence[Any]) -> None:
+    """Raise ``ValueError`` if the loss is that of the model itself, or in float16, too."""
+    if loss_sum.requires_grad and any(output is loss_sum for output in outputs):
+        raise ValueError(
+            "model.backward: param_dtype is float16, but the loss is not scaled, so small "
+            "gradients would become 0. Call "
+            "model.backward(scaler.scale(loss_sum), num_tokens) with a "
+            "torch.amp.GradScaler, and scaler.step(optimizer) and scaler.update() after it."
+        )
+    check_is_wide(loss_sum, "model.backward")
+
+
+def _number(num_tokens: Tensor | int) -> Any:
+    """A plain number for a tensor of the host, whose copy would wait for all of forward."""
+    if isinstance(num_tokens, Tensor) and devices.is_on_host(num_tokens):
+        return num_tokens.item()
+    return num_tokens
+
+
+def warn_of_large_output(output: Any) -> None:
+    """Warn if the model returns logits of a whole batch."""
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    nbytes = sum(t.numel() * t.element_size() for t in tensors)
+    if nbytes > LARGE_OUTPUT_BYTES:
+        warnings.warn(
+            f"the model returns {nbytes / 2**20:.0f} MiB for the rank's whole batch, and "
+            "backward needs as much again. Pass loss_fn to HetFSDP, so that only the output "
+            "of one microbatch is alive at a time.",
+            stacklevel=3,
+        )
+
+
+def warn_of_bounded(rows: Sequence[Sequence[float]], before: Tensor | None) -> None:
+    """Warn if a rank's number of tokens may be 1 in place of 0.
+
+    ``rows`` are losses and tokens of a round, by position, and ``before`` of the rounds before.
+    """
+    counts = [tokens for _, tokens in (*rows, *([] if before is None else before.tolist()))]
+    if [0.0, 1.0] in rows and max(counts) > 1:
+        warnings.warn(
+            f"model.backward: the loss of position {rows.index([0.0, 1.0])} of the plan is 0 "
+            "and has 1 token. If that is because the count is kept above 0 (clamp(min=1), "
+            "max(1, n)), the loss is divided by too much: give the count as it is. It may be "
+            "0, and losses are divided by that of all ranks.",
+            stacklevel=4,
+        )
