@@ -368,7 +368,7 @@ REFUSALS = {
     "leave_out=yes": "leave_out: 'yes' but it must be one of ask, auto, never",
     "leave_out=[1,2]": "Write one word, without brackets.",
     "leave_out=auto objective=largest_batch": "Devices are left out for throughput only",
-    "inputs_on_host=true objective=largest_batch": "known only of plans that keep nothing",
+    "inputs_on_host=true objective=largest_batch": "together with objective=largest_batch",
     "tolerance=2": "tolerance: 2.0 but it must lie between 0 and 1",
     "tolerance=-0.1": "tolerance: -0.1 but it must be at least 0",
     "tolerance=1%": "Write a plain number, without a unit: 0.5, not 50%.",

@@ -298,10 +298,10 @@ class PlannerConf(InputsConf):
     max_microbatch_size: int | None = checked(None, at_least(1))
     # Of accumulation in a step; null leaves it open.
     max_rounds: int | None = checked(None, at_least(1))
-    # Of a pipeline, whose stages are groups of devices; 1: none.
-    max_stages: int = checked(1, at_least(1))
+    max_stages: int = checked(1, at_least(1))  # of a pipeline, of groups of devices; 1: none
     inputs_on_host: bool = False  # inputs of recomputed units may wait in the hosts' memory
     optimizer_on_host: bool = False  # optimizers may step in the hosts' memory
+    context_groups: bool = False  # devices may compute a sample together, by tokens
     resident_units: bool = True  # frozen weights may stay unsharded over steps
     whole_matrices: bool = False  # of blocks, each on one device, as Muon needs them
     # Say which devices are better left out; auto: plan without.
@@ -326,10 +326,7 @@ class PlannerConf(InputsConf):
             )
         for key in ("inputs_on_host", "optimizer_on_host"):
             if getattr(self, key) and self.objective == "largest_batch":
-                raise ConfigError(
-                    f"{key}: true but objective=largest_batch, which is known only of plans "
-                    "that keep nothing on hosts. Drop one of them."
-                )
+                self._check_beside(key, ["objective=largest_batch"])
         if self.max_stages > MAX_STAGES:
             raise ConfigError(
                 f"max_stages: {self.max_stages} but pipelines are planned with up to "
@@ -337,6 +334,9 @@ class PlannerConf(InputsConf):
             )
         if self.max_stages > 1:
             self._check_beside("max_stages", self.refused_beside_stages())
+        if self.context_groups:
+            refused = self.refused_beside_stages() + ["whole_matrices"] * self.whole_matrices
+            self._check_beside("context_groups", refused)
         if self.whole_matrices:
             beside = [f"objective={self.objective}"] * (self.objective != OBJECTIVES[0])
             self._check_beside("whole_matrices", beside + ["baselines"] * self.baselines)
@@ -366,6 +366,7 @@ class PlannerConf(InputsConf):
         """What is set that is not planned for together with stages."""
         beside = {
             f"objective={self.objective}": self.objective != OBJECTIVES[0],
+            "context_groups": self.has_stages and self.context_groups,
             "leave_out=auto": self.leave_out == "auto",
             "limits": bool(self.limits),
             "equal": bool(self.equal),
@@ -401,6 +402,7 @@ class PlannerConf(InputsConf):
             may_keep_inputs_on_host=self.inputs_on_host,
             may_keep_optimizer_on_host=self.optimizer_on_host,
             may_keep_frozen_weights=self.resident_units,
+            may_share_samples=self.context_groups,
             whole_matrices=EVERY_BLOCK if self.whole_matrices else (),
         )
         with config_errors():

@@ -354,6 +354,7 @@ class MeasuredPlanConf(PlanConf):
     # Of that, approximate, for compute; collectives come on top.
     time_limit_s: float = checked(60.0, above(0))
     max_stages: int = checked(1, at_least(1))  # of a pipeline, where that is faster; 1: none
+    context_groups: bool = False  # devices may compute a sample together, by tokens
 
     def __post_init__(self) -> None:
         super().__post_init__()

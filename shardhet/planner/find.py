@@ -14,6 +14,7 @@ from itertools import product
 from math import inf
 
 from shardhet.planner.candidates.candidates import LeastCompute
+from shardhet.planner.candidates.groupings import with_groups
 from shardhet.planner.forms import BatchRounds, rounds_of
 from shardhet.planner.idle import PartSearch, Positions, active_positions, with_idle
 from shardhet.planner.owners import owned_batches
@@ -96,12 +97,16 @@ def solve(
     batches = partial(_solve_rows, asked, tolerance)
     if demands.whole_matrices:
         return owned_batches(batches, prices[0], demands, at_most_s)
+    if demands.may_share_samples:
+        return with_groups(batches, prices[0], demands, global_batch_size)
     return batches(demands)
 
 
-def _solve_rows(asked: "_Asked", tolerance: float | None, demands: Demands) -> PlanSolution:
+def _solve_rows(
+    asked: "_Asked", tolerance: float | None, demands: Demands, at_most_s: float = inf
+) -> PlanSolution:
     """``solve``, of demands that were checked, without whole matrices."""
-    asked = replace(asked, demands=demands)
+    asked = replace(asked, demands=demands, at_most_s=min(at_most_s, asked.at_most_s))
     found = _of_part(asked, demands.not_idle(asked.setting.cluster.world_size), tolerance)
     return found or _of_all_or_fewer(asked, tolerance)
 
@@ -194,7 +199,8 @@ def _of_all(asked: "_Asked", tolerance: float | None) -> "_Found":
     """
     found: list[_Found] = []
     missed: PlanError | None = None
-    for demands in _with_less_on_hosts(asked):
+    least, *_ = asked.demands.with_less_on_hosts()  # of equally fast plans not the first
+    for demands in [asked.demands, *[least] * (least != asked.demands)]:
         try:
             found.append(_solve(replace(asked, demands=demands), tolerance))
         except PlanError as error:
@@ -206,12 +212,6 @@ def _of_all(asked: "_Asked", tolerance: float | None) -> "_Found":
     bound_s = min(each.best.lower_bound_s for each in found)
     best = min(found, key=lambda each: each.best.predicted.step_time_s)
     return replace(best, best=replace(best.best, lower_bound_s=bound_s))
-
-
-def _with_less_on_hosts(asked: "_Asked") -> list[Demands]:
-    """What is asked, and the same with less on hosts; equally fast plans: the first."""
-    least, *_ = asked.demands.with_less_on_hosts()
-    return [asked.demands] if least == asked.demands else [asked.demands, least]
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,9 @@ def within_hosts(
         on_host = [i for i in here if ranks[i].optimizer_on_host]
         if on_host and node.host_memory_bytes is not None:
             inputs = sum(
-                ranks[i].rank_batch_size * model.host_bytes_per_sample(ranks[i]) for i in here
+                ranks[i].rank_batch_size
+                * model.of_member(demands.member(i)).host_bytes_per_sample(ranks[i])
+                for i in here
             )
             left = (node.host_memory_bytes - inputs) / model.workload.state_bytes_per_element
             left -= len(on_host) * row_numel  # that rounding to rows may add

@@ -64,7 +64,10 @@ def with_idle(
         taken[i] if i in taken else replace(idle, device=device)
         for i, device in enumerate(cluster.devices)
     )
-    plan = replace(solution.plan, ranks=ranks)
+    groups = solution.plan.context_groups
+    if groups is not None:
+        groups = tuple(tuple(positions[i] for i in each) for each in groups)
+    plan = replace(solution.plan, ranks=ranks, context_groups=groups)
     predicted = prices.predict(plan).within(demands.budgets(cluster))
     found = replace(solution, plan=plan, predicted=predicted)
     return found if found.fits else None
@@ -248,7 +251,8 @@ class PartSearch:
     def _unlike(self, nodes: dict[str, set[int]]) -> Mapping[Any, set[int]]:
         """The devices of nodes by host, of those that are alike on one only."""
         profile, demands, cluster = self.setting.profile, self.demands, self.setting.cluster
-        if demands.limits or demands.equal or profile.groups or profile.pairs:
+        are_told = demands.limits or demands.equal or demands.context_groups
+        if are_told or profile.groups or profile.pairs:
             return nodes  # each may be told from the others
         first: dict[Any, set[int]] = {}
         for members in nodes.values():
@@ -268,7 +272,8 @@ class PartSearch:
         alike all or none.
         """
         inside, devices = set(part), self.setting.cluster.devices
-        alike = (len(inside.intersection(e)) in (0, len(set(e))) for e in self.demands.equal)
+        sets = (*self.demands.equal, *self.demands.context_groups)
+        alike = (len(inside.intersection(e)) in (0, len(set(e))) for e in sets)
         has_kind = self.with_kind is None or any(
             devices[i].kind == self.with_kind for i in part
         )

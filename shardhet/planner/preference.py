@@ -125,7 +125,7 @@ def _wishes(demands: Demands, model: CostModel) -> Iterator[_Wish]:
 
 def _alike(demands: Demands, cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     """Sets of equal devices: those demanded, and the rest by role."""
-    held = {i for each in demands.equal for i in each}
+    held = {i for each in (*demands.equal, *demands.context_groups) for i in each}
     members: dict[int, list[int]] = {}
     for i, role in enumerate(demands.roles(cluster)):
         if i not in held:
@@ -242,6 +242,7 @@ def _fullness(task: FormTask, table: CandidateTable) -> Fullness:
         is_known[g] = max(of_members) == min(of_members) and not any(
             demands.has_even_state
             or i in exact
+            or demands.member(i)
             or demands.limits.get(i, NO_LIMITS).max_state_share is not None
             for i in positions
         )

@@ -172,7 +172,7 @@ def _room(builder: TableBuilder, role: Role, batch: int) -> float:
         for each in builder.treatments
         if role.host is not None or not each.optimizer_on_host
     ]
-    room = builder.model.room_for_state(
+    room = builder.model.of_member(role.member).room_for_state(
         choices,
         role.device_kind,
         role.budget_bytes,

@@ -10,7 +10,7 @@ import numpy as np
 from shardhet.planner.candidates.table import Candidate, CandidateTable
 from shardhet.planner.forms import BatchRounds
 from shardhet.planner.hosts import as_evenly, within_hosts
-from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.demands import Demands, host_bytes
 from shardhet.planner.problem.problem import Choice, Floats
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.planner.receivers import depends_on_shares, least_uneven_shares
@@ -67,8 +67,11 @@ def _rows_moved(
         return None
     per_share = np.array(
         [
-            [model.workload.numel * each for each in model.bytes_per_numel_range(rank)]
-            for rank in solution.plan.ranks
+            [
+                model.workload.numel * each
+                for each in model.of_rank(solution.plan, i).bytes_per_numel_range(rank)
+            ]
+            for i, rank in enumerate(solution.plan.ranks)
         ]
     )
     for _ in range(MAX_MOVES):
@@ -110,13 +113,13 @@ def plans_of_choices(
     number = len(model.cluster.devices)
     demanded = demands.state_shares(number)
     if demands.has_even_state:
-        taken, _ = _taken(model, table, choices, inf)
-        yield _plan(model, table.rounds, taken, np.full(number, 1 / number))
+        taken, _ = _taken(model, demands, table, choices, inf)
+        yield _plan(model, demands, table.rounds, taken, np.full(number, 1 / number))
         return
     wanted = table.problem.state_numel
     ways = [(optimizer_s, True)] * to_one_level + [(optimizer_s, False), (inf, False)]
     for within_s, is_level in ways:
-        taken, room = _taken(model, table, choices, within_s)
+        taken, room = _taken(model, demands, table, choices, within_s)
         if any(each.optimizer_on_host for each in taken):
             ranks = tuple(map(_rank_plan, taken, [0.0] * number, model.cluster.devices))
             room = within_hosts(model, demands, ranks, room, table.problem.row_numel)
@@ -129,13 +132,13 @@ def plans_of_choices(
         shares *= 1 - sum(demanded.values())
         for position, share in demanded.items():
             shares[position] = share
-        yield _plan(model, table.rounds, taken, shares)
+        yield _plan(model, demands, table.rounds, taken, shares)
     if depends_on_shares(model):
         computes = np.array([bool(each.microbatch_sizes) for each in taken])
         part = (1 - sum(demanded.values())) / (table.problem.state_numel or 1.0)
         spread = least_uneven_shares(computes, room * part, demanded)
         if spread is not None:
-            yield _plan(model, table.rounds, taken, spread)
+            yield _plan(model, demands, table.rounds, taken, spread)
 
 
 def _to_one_level(
@@ -146,12 +149,14 @@ def _to_one_level(
     wanted: float,
 ) -> Floats:
     """Elements on each device within its room, such that all are filled to the same part."""
-    known: dict[tuple[str | None, Candidate], Floats] = {}
-    for device, candidate in zip(model.cluster.devices, taken, strict=True):
-        if (device.kind, candidate) not in known:
-            known[device.kind, candidate] = model.lines_of(_rank_plan(candidate, 0.0, device))
-    pairs = zip(model.cluster.devices, taken, strict=True)
-    lines = [known[device.kind, each] for device, each in pairs]
+    known: dict[tuple[object, ...], Floats] = {}
+    lines = []
+    for i, (device, candidate) in enumerate(zip(model.cluster.devices, taken, strict=True)):
+        key = (device.kind, candidate, member := demands.member(i))
+        if key not in known:
+            own = model.of_member(member)
+            known[key] = own.lines_of(_rank_plan(candidate, 0.0, device))
+        lines.append(known[key])
     # [devices, moments], of each device as many as of that with the most
     most = max(each.shape[1] for each in lines)
     padded = [np.pad(each, ((0, 0), (0, most - each.shape[1])), "edge") for each in lines]
@@ -169,7 +174,11 @@ def _to_one_level(
 
 
 def _taken(
-    model: CostModel, table: CandidateTable, choices: Sequence[Choice], optimizer_s: float
+    model: CostModel,
+    demands: Demands,
+    table: CandidateTable,
+    choices: Sequence[Choice],
+    optimizer_s: float,
 ) -> tuple[list[Candidate], Floats]:
     """What each device does, and the elements that it may store within the optimizer's time."""
     problem, number = table.rounded, len(model.cluster.devices)
@@ -183,18 +192,51 @@ def _taken(
         caps = problem.numels_within(choice.group, optimizer_s)
         left = min(left, caps[min(choice.candidate, len(caps) - 1)])
         for _ in range(choice.count):
-            for position in next(next_of_group[choice.group]):
-                taken[position] = candidate
-                room[position] = left / members
+            positions = list(next(next_of_group[choice.group]))
+            taken |= dict.fromkeys(positions, candidate)
+            room[positions] = left / members
+            if demands.member(positions[0]):
+                own = _rooms_of_members(model, demands, candidate, positions)
+                own -= table.problem.row_numel
+                room[positions] = own * min(1.0, left / own.sum())
     return [taken[position] for position in range(number)], room
 
 
+def _rooms_of_members(
+    model: CostModel, demands: Demands, candidate: Candidate, positions: Sequence[int]
+) -> Floats:
+    """Elements that fit on each member of a context group."""
+    cluster, sizes = model.cluster, candidate.microbatch_sizes
+    of_hosts = host_bytes(demands, cluster)
+    rooms = [
+        model.of_member(demands.member(i)).room_for_state(
+            [_rank_plan(candidate, 0.0, cluster.devices[i])],
+            cluster.devices[i].kind,
+            demands.budget_bytes(cluster, i),
+            batches=np.array([sum(sizes)]),
+            sizes=np.array([max(sizes, default=1)]),
+            host_bytes=of_hosts[i],
+        )
+        for i in positions
+    ]
+    return np.concatenate(rooms, axis=None)
+
+
 def _plan(
-    model: CostModel, rounds: BatchRounds, taken: Sequence[Candidate], shares: Floats
+    model: CostModel,
+    demands: Demands,
+    rounds: BatchRounds,
+    taken: Sequence[Candidate],
+    shares: Floats,
 ) -> Plan:
     trios = zip(taken, shares.tolist(), model.cluster.devices, strict=True)
+    ranks = [_rank_plan(*each) for each in trios]
+    groups = [each for each in demands.context_groups if taken[min(each)].microbatch_sizes]
+    for i, member in (pair for each in groups for pair in each.items()):
+        ranks[i] = replace(ranks[i], token_share=member.token_share)
     return Plan(
-        ranks=tuple(_rank_plan(*each) for each in trios),
+        ranks=tuple(ranks),
+        context_groups=tuple(tuple(sorted(each)) for each in groups) or None,
         **asdict(model.form),
         two_level_units=model.two_level_units,
         resident_units=model.resident_units,

@@ -14,6 +14,9 @@ the predicted step is
       + max_i (seconds per element of the optimizer) * (elements stored by i)
       + the runtime's own time in every turn, if the host does not run ahead of its device
 
+The compute of a member of a context group is that of its tokens, and the exchange of keys and
+values (``shardhet.pricing.part``).
+
 Devices without samples and rows take no part in collectives, which are then those of the
 cluster without these devices.
 """
@@ -42,7 +45,6 @@ class CostModel(TurnPrices, MemoryPrices):
         Devices are those of the cluster, in its order.
         """
         plan.refuse_stages("the cost model")
-        plan.refuse_groups("the cost model")
         of_plan = (plan.form, plan.two_level_units, plan.resident_units)
         if of_plan != (self.form, self.two_level_units, self.resident_units):
             return self.for_plan(plan).predict(plan)
@@ -73,10 +75,10 @@ class CostModel(TurnPrices, MemoryPrices):
                     known[idle] = self._rank_cost(i, rank, 0, ())
                 costs.append(known[idle])
                 continue
-            last = plan.last_microbatch_sizes(i)
-            sizes = (rank.microbatch_sizes, last)
+            last, member = plan.last_microbatch_sizes(i), self.member_at(plan, i)
+            own, sizes = among.of_member(member), (rank.microbatch_sizes, last)
             key: tuple[object, ...] = (
-                rank.device.kind,
+                (rank.device.kind, member),
                 sizes,
                 rank.recomputed_units,
                 (rank.tiled_units, rank.tokens_per_tile),
@@ -86,12 +88,13 @@ class CostModel(TurnPrices, MemoryPrices):
                 key = (*key, rank.inputs_on_host, paces[i])
             if key not in compute:
                 compute[key] = [
-                    among._class_seconds(each, rank, last, paces[i]) for each in turns.classes
+                    own._class_seconds(each, rank, last, paces[i]) for each in turns.classes
                 ]
                 parts_by_kind.setdefault(rank.device.kind, []).append(compute[key])
             of_rank = (key, stored[i], rank.device.memory_capacity_bytes)
             if of_rank not in known:
-                known[of_rank] = self._rank_cost(i, rank, stored[i], compute[key])
+                alone = self.of_member(member)
+                known[of_rank] = alone._rank_cost(i, rank, stored[i], compute[key])
             cost = known[of_rank]
             if stored_by.matrices:
                 self._check_has_time(i, rank, stored_by)

@@ -167,6 +167,11 @@ def slowest_of(number: int) -> float:
     return 1 + STRAGGLING * sqrt(2 * log(number))
 
 
+def derive_device(kind: DeviceKind, workload: Workload) -> DeviceProfile:
+    """A device of the kind, alone and with its usual efficiency."""
+    return _device_profile(kind, workload, efficiency_of(kind, workload.param_dtype), 1.0)
+
+
 def _device_profile(
     kind: DeviceKind, workload: Workload, efficiency: Efficiency, slowest: float
 ) -> DeviceProfile:

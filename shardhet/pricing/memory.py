@@ -24,7 +24,7 @@ from shardhet.pricing.priced import UnitRun, at_sizes
 from shardhet.pricing.step_cost import MemoryParts, Moments
 from shardhet.records.plan import RankPlan
 from shardhet.records.schedule.held import MAX_ROUNDS
-from shardhet.records.workload import Workload
+from shardhet.records.workload import Unit, Workload
 
 STORED_DTYPES = ("float32", "float64")  # in which parameters are kept, too
 LEAST_KNOWN_SIZES = 33  # of microbatches, whose bytes are computed at once
@@ -33,7 +33,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)
 def _known_moments(workload: Workload) -> dict[object, dict[tuple[object, ...], Moments]]:
     """Moments of plans for a workload, by form, which are the same on parts of a cluster."""
     return {}
@@ -144,6 +144,7 @@ class MomentPrices(HostInputPrices):
             self.is_alone,
             levels,
             self.resident_units,
+            self.member and self.member.recomputed,
         )
         return _known_moments(self.workload).setdefault(key, {})
 
@@ -160,13 +161,9 @@ class MomentPrices(HostInputPrices):
     def moments_by_turn(self, rank: RankPlan) -> Moments:
         """[turns + 1] of at most ``MAX_ROUNDS`` rounds; the last is after all turns."""
         held, units = self.held, self.visited_units
-        kinds = [self.kind_for(rank, unit) for unit in units]
-        inputs = np.array([float(kind.input_bytes) for kind in kinds])
+        inputs = np.array([float(self._input_bytes[unit.fqn]) for unit in units])
         leaves = np.array([self.leaves_device(rank, unit) for unit in units])
-        is_again = [rank.recomputes(unit.fqn) for unit in units]
-        graphs = np.array([float(kind.activation_bytes) for kind in kinds]) * ~np.array(
-            is_again
-        )
+        graphs = np.array([self._graph_bytes(rank, unit) for unit in units])
         has_grad = np.array([unit.fqn in self._may_leave for unit in units])
         coming = np.where(leaves, inputs, 0.0)
         after = np.append(inputs[1:], float(self.hands_on_bytes))
@@ -202,13 +199,19 @@ class MomentPrices(HostInputPrices):
 
     def kept_bytes_per_sample(self, rank: RankPlan) -> Floats:
         """[units] of inputs and graphs that wait for backward once the unit has run."""
-        kinds = [(unit, self.kind_for(rank, unit)) for unit in self.visited_units]
         kept = [
-            kind.input_bytes * (not self.leaves_device(rank, unit))
-            + kind.activation_bytes * (not rank.recomputes(unit.fqn))
-            for unit, kind in kinds
+            self._input_bytes[unit.fqn] * (not self.leaves_device(rank, unit))
+            + self._graph_bytes(rank, unit)
+            for unit in self.visited_units
         ]
         return np.array(kept, dtype=np.float64)
+
+    def _graph_bytes(self, rank: RankPlan, unit: Unit) -> float:
+        """Bytes of a sample that wait for a unit's backward besides its input."""
+        kind = self.kind_for(rank, unit)
+        if not rank.recomputes(unit.fqn):
+            return float(kind.activation_bytes)
+        return float(kind.kv_bytes * self.keeps_received(rank, unit.fqn))
 
     def _runs_of(self, rank: RankPlan) -> Mapping[UnitRun, int]:
         """How many units run in each way."""

@@ -16,6 +16,10 @@ has since been changed: the links that the others cross, how many take part in a
 one level or in two, and how much slower the slowest of so many devices is.
 
 With one device more, collectives follow in the same two ways from those of the whole.
+
+A member of a context group computes a part of each sample: mirrored spans have as large a part
+of a causal sample's pairs as of its tokens.  On top comes the exchange of keys and values,
+which nothing hides.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,13 +27,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-from shardhet.pricing.derive import derive_collectives, derive_two_levels, slowest_of
+from shardhet.pricing.derive import (
+    derive_collectives,
+    derive_device,
+    derive_two_levels,
+    slowest_of,
+)
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster
 from shardhet.records.margin import with_libraries
 from shardhet.records.profiles import (
     CollectivePoint,
     Collectives,
+    ComputePoint,
     Curve,
     DeviceProfile,
     GroupCollectives,
@@ -37,7 +47,9 @@ from shardhet.records.profiles import (
     Profile,
     Source,
     Timing,
+    UnitProfile,
 )
+from shardhet.records.workload import UnitKind
 
 
 @dataclass(frozen=True)
@@ -131,6 +143,88 @@ class MeasuredGroups:
         if not known or not in_a_row <= set(known):
             return None
         return 1 / min(each.bandwidth_bytes_per_s for each in known.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A device that computes its part of the tokens of samples, as others of a group do."""
+
+    token_share: float
+    device_kind: str | None
+    collectives: Collectives  # of the group
+    unevenness: float  # of their parts
+    recomputed: tuple[tuple[str, ...], ...] = ()  # units, by member; (): all the same ones
+
+    def exchange_s(self, nbytes: float) -> tuple[float, float]:
+        """Seconds of gathering so many bytes, and of reducing their gradients."""
+        of, beyond = self.collectives, self.unevenness - 1
+        if of.gather_s is None or of.reduce_s is None or not nbytes:
+            return 0.0, 0.0
+        return (
+            of.gather_s.at(nbytes * (1 + of.gather_unevenness_weight * beyond)),
+            of.reduce_s.at(nbytes * (1 + of.reduce_unevenness_weight * beyond)),
+        )
+
+
+def part_of_samples(setting: Setting, member: Member) -> Setting:
+    """The setting for a device that computes a part of each sample."""
+    workload, share = setting.workload, member.token_share
+    kinds = tuple(kind.of_tokens(share) for kind in workload.kinds)
+    num_tokens = max(1, round(share * workload.tokens_per_sample))
+    part = replace(workload, kinds=kinds, tokens_per_sample=num_tokens)
+    device = setting.profile.device(member.device_kind)
+    described = {kind.kind: kind for kind in setting.cluster.kinds}.get(device.device_kind)
+    derived: list[DeviceProfile] = []
+    if device.source is Source.DERIVED and described is not None:
+        derived = [derive_device(described, each) for each in (workload, part)]
+
+    def unit(each: UnitProfile) -> UnitProfile:
+        of_kind = [w.kind_by_name[each.unit_kind] for w in (workload, part)]
+        in_derived = [of.unit_by_kind[each.unit_kind] for of in derived]
+        return _unit_of_member(each, of_kind[0], of_kind[1], member, in_derived)
+
+    units = tuple(
+        unit(each) if each.unit_kind in workload.kind_by_name else each for each in device.units
+    )
+    profile = replace(setting.profile, devices=(replace(device, units=units),))
+    return replace(setting, workload=part, profile=profile)
+
+
+def _unit_of_member(
+    unit: UnitProfile,
+    whole: UnitKind,
+    part: UnitKind,
+    member: Member,
+    derived: Sequence[UnitProfile],  # of the whole and of the part; (): it was measured
+) -> UnitProfile:
+    """The unit on a part of each sample, with the exchange.
+
+    What was measured is read off its curves there; what was derived is derived anew, in the
+    proportion in which the profile has since been changed.
+    """
+    share = member.token_share
+    more_bytes = part.activation_bytes + part.transient_bytes
+    more_bytes -= round(share * (whole.activation_bytes + whole.transient_bytes))
+
+    def at(own: Curve, size: int, of_derived: Sequence[Curve]) -> float:
+        if not of_derived:
+            return own.at(share * size)
+        there_s, here_s = (curve.at(size) for curve in of_derived)
+        return own.at(size) * here_s / there_s if there_s else 0.0
+
+    def point(size: int) -> ComputePoint:
+        gather_s, reduce_s = member.exchange_s(size * whole.kv_bytes)
+        forward_s = at(unit.forward_s, size, [each.forward_s for each in derived])
+        backward_s = at(unit.backward_s, size, [each.backward_s for each in derived])
+        peak = unit.peak_bytes
+        return ComputePoint(
+            microbatch_size=size,
+            forward=Timing.single(forward_s + gather_s),
+            backward=Timing.single(backward_s + reduce_s),
+            peak_bytes=None if peak is None else int(peak.at(share * size)) + size * more_bytes,
+        )
+
+    return replace(unit, points=tuple(point(each.microbatch_size) for each in unit.points))
 
 
 def part_of(setting: Setting, positions: Collection[int]) -> Setting:

@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from shardhet.pricing.part import part_of
+from shardhet.pricing.part import Member, part_of, part_of_samples
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster
 from shardhet.records.plan import Plan, RankPlan, is_matched
@@ -75,6 +75,8 @@ class Known:
     stored: tuple[tuple[float, ...], list[int]] | None = None
     # Settings of parts of the cluster, and what is known of each, by positions.
     parts: dict[tuple[int, ...], tuple[Setting, "Known"]] = field(default_factory=dict)
+    # What is known of members of context groups.
+    members: dict[Member, "Known"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class Priced:
     in_flight: int = 1  # rounds whose activations are held at once, as in a stage of a pipeline
     receives: bool = False  # whether another stage hands over the inputs of the first unit
     hands_on_bytes: int = 0  # per sample, to the next stage
+    member: Member | None = None  # of a context group, whose part of each sample is priced
     known: Known = field(default_factory=Known, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -121,6 +124,67 @@ class Priced:
         setting, known = parts[key]
         return replace(self, setting=setting, known=known)
 
+    def member_at(self, plan: Plan, position: int) -> Member | None:
+        """The device as one of a context group of the plan; None if it computes alone."""
+        group = plan.context_group(position)
+        if len(group) == 1:
+            return None
+        shares = plan.token_shares(position)
+        return self.member_of(dict(zip(group, shares, strict=True)), position, plan.ranks)
+
+    def member_of(
+        self, group: Mapping[int, float], position: int, ranks: Sequence[RankPlan] = ()
+    ) -> Member:
+        """The device as one of those that have these parts of the tokens of samples.
+
+        Without their ``ranks``, all of them recompute the same units.
+        """
+        if not any(kind.kv_bytes for kind in self.workload.kinds):
+            raise ValueError(
+                "plan: it has context groups, but the workload does not say how large keys and "
+                "values are. Describe or measure the model anew."
+            )
+        recomputed = tuple(ranks[i].recomputed_units for i in group if ranks)
+        return Member(
+            token_share=group[position],
+            device_kind=self.cluster.devices[position].kind,
+            collectives=self.among(tuple(group)).profile.collectives,
+            unevenness=max(group.values()) * len(group),
+            recomputed=() if len(set(recomputed)) < 2 else recomputed,
+        )
+
+    def of_member(self, member: Member | None) -> Self:
+        """The same prices where only this part of each sample is computed; None: all of it."""
+        if member is None:
+            return self
+        if member not in self.known.members:
+            part = part_of_samples(self.setting, member)
+            self.known.members[member] = Known((part.workload, part.profile))
+        known = self.known.members[member]
+        assert known.of is not None
+        setting = Setting(self.cluster, *known.of)
+        return replace(self, setting=setting, known=known, member=member)
+
+    def of_rank(self, plan: Plan, position: int) -> Self:
+        """The prices of what a device computes in a plan."""
+        return self.of_member(self.member_at(plan, position))
+
+    def keeps_received(self, rank: RankPlan, unit_fqn: str) -> bool:
+        """Whether the rank recomputes a unit with the keys and values that it has received,
+        as members of its group that do not recompute it send them once.
+        """
+        of_members = () if self.member is None else self.member.recomputed
+        all_do = all(is_matched(unit_fqn, patterns) for patterns in of_members)
+        return not all_do and rank.recomputes(unit_fqn)
+
+    def _own_part(self, kind: UnitKind) -> float:
+        """What of a unit's forward is not the exchange of a context group."""
+        member = self.member
+        if member is None or not kind.kv_bytes:
+            return 1.0
+        whole_s = self.profile.unit(member.device_kind, kind.name).forward_s.at(1)
+        return 1 - member.exchange_s(kind.kv_bytes)[0] / whole_s if whole_s else 1.0
+
     def curves_s(self, device_kind: str | None, unit_kind: str, largest: int) -> Floats:
         """[2, 1 + largest] seconds of a unit's forward and backward by microbatch size."""
         key, known = (device_kind, unit_kind, largest), self.known.curves_s
@@ -149,11 +213,12 @@ class Priced:
         if kind.token_wise is None or self.num_tiles(rank, unit_fqn) < 2:
             return 0.0
         part = kind.token_wise.forward_flops / max(1, kind.forward_flops)
-        return 0.0 if part >= 1 and rank.recomputes(unit_fqn) else part
+        return 0.0 if part >= 1 and rank.recomputes(unit_fqn) else part * self._own_part(kind)
 
     def again_part(self, rank: RankPlan, unit_fqn: str, kind: UnitKind) -> float:
         """What of a unit's forward is computed once more in backward."""
-        return rank.recomputes(unit_fqn) + self.tiled_part(rank, unit_fqn, kind)
+        own = self._own_part(kind) if self.keeps_received(rank, unit_fqn) else 1.0
+        return rank.recomputes(unit_fqn) * own + self.tiled_part(rank, unit_fqn, kind)
 
     def kind_for(self, rank: RankPlan, unit: Unit) -> UnitKind:
         """The unit's kind, in tiles if the rank computes it so."""

@@ -16,6 +16,7 @@ from shardhet.fsdp.microbatch.caches import CacheSwitch
 from shardhet.fsdp.microbatch.modes import OperationMode, tensors_among
 from shardhet.fsdp.sharding.build import cast_arguments
 from shardhet.fsdp.sharding.unit import UnitModule
+from shardhet.fsdp.tokens.lockstep import attending_by, attention
 from shardhet.fsdp.tokens.tiles import Tiles
 from shardhet.profiler.batch import ExampleBatch, LossFn
 from shardhet.profiler.sketch import ModelSketch, TensorInput, UnitCall, UnitSketch
@@ -82,6 +83,7 @@ class Counts:
     input_grad_bytes: int = 0  # of inputs that have a gradient
     graph_bytes: int = 0  # what the unit's graph holds besides inputs and parameters
     peak_bytes: int = 0  # the most that is alive in forward and backward, the graph included
+    kv_bytes: int = 0  # of keys and values, as attention gets them
 
     def __add__(self, other: "Counts") -> "Counts":
         """The counts of two calls of one unit, which run in turn and keep both graphs."""
@@ -94,6 +96,7 @@ class Counts:
             peak_bytes=max(
                 self.peak_bytes + other.graph_bytes, self.graph_bytes + other.peak_bytes
             ),
+            kv_bytes=self.kv_bytes + other.kv_bytes,
         )
 
 
@@ -147,8 +150,15 @@ def _count_call(
     ]
     for each in (forward, backward):
         each.mod_tracker = _NoModules()  # type: ignore[assignment]
+    kv_bytes = 0
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Any:
+        nonlocal kv_bytes
+        kv_bytes += key.nbytes + value.nbytes
+        return attention(query, key, value, *rest, **options)
+
     with torch.enable_grad():
-        with live, forward:
+        with live, forward, attending_by(attend):
             outputs = [
                 leaf
                 for leaf in tree_leaves(function(*args, **kwargs))
@@ -174,6 +184,7 @@ def _count_call(
         ),
         graph_bytes=graph_bytes,
         peak_bytes=live.peak_bytes,
+        kv_bytes=kv_bytes,
     )
 
 

@@ -378,6 +378,7 @@ def _kind(name: str, unit: UnitSketch, smaller: Counts, larger: Counts) -> UnitK
         frozen_params=tuple(
             i for i, slot in enumerate(unit.draft.slots) if not slot.is_trainable
         ),
+        kv_bytes=per_sample("kv_bytes"),
     )
 
 

@@ -50,7 +50,7 @@ def plan_table(plan: Any) -> str:
         if plan.stages is not None:
             cells.append(str(plan.groups.index(plan.group_of(positions[0]))))
         cells += [f"{sum(each.number for each in rank.owned or ())}"] * owns
-        cells += ["all" if rank.token_share is None else f"{rank.token_share:.2%}"] * shares
+        cells += [tokens_cell(rank)] * shares
         rows.append(cells)
     return "\n".join([_heading(plan), *_drawn(rows)])
 
@@ -112,6 +112,11 @@ def alike(plan: Any, share: Callable[[int], float]) -> list[range]:
         else:
             found.append(range(i, i + 1))
     return found
+
+
+def tokens_cell(rank: Any) -> str:
+    """The part of each sample's tokens that a device computes."""
+    return "all" if rank.token_share is None else f"{rank.token_share:.2%}"
 
 
 def named_row(positions: range, kind: str) -> str:

@@ -167,14 +167,6 @@ class PlanInGroups:
                 f"anything yet. {mend}."
             )
 
-    def refuse_groups(self: Any, caller: str) -> None:
-        """Raise ``ValueError`` if the plan has context groups, for a ``caller`` without."""
-        if self.context_groups:
-            raise ValueError(
-                f"{caller}: the plan has context groups {list(self.context_groups)}, whose "
-                "seconds and bytes are not known yet. Give it a plan without."
-            )
-
 
 def check_groups(plan: Any, tolerance: float) -> None:
     """Raise ``ValueError`` unless members of groups follow on each other and do the same."""

@@ -165,14 +165,16 @@ def make_actors(
         rank, device = plan.ranks[i], model.cluster.devices[i]
         last = plan.last_microbatch_sizes(i)
         node = model.cluster.node_of[i] if rank.optimizer_on_host else None
-        places = (rank.recomputed_units, rank.tiled_units, rank.tokens_per_tile, node)
+        member = model.member_at(plan, i)
+        places = (rank.recomputed_units, rank.tiled_units, rank.tokens_per_tile, node, member)
         key: tuple[object, ...] = (device.kind, rank.microbatch_sizes, last, *places)
         if rank.inputs_on_host:
             key = (*key, rank.inputs_on_host, paces[i])
         if key not in actors:
             here = replace(rank, device=device)
-            seconds, input_copy_s = _seconds(model, among, here, last, schedule, pace=paces[i])
-            running, kept, numel_bytes = _memory(model, here, schedule)
+            own, own_among = model.of_member(member), among.of_member(member)
+            seconds, input_copy_s = _seconds(own, own_among, here, last, schedule, paces[i])
+            running, kept, numel_bytes = _memory(own, here, schedule)
             actors[key] = Actor(
                 name=device.kind or "device",
                 positions=[],
@@ -199,7 +201,6 @@ def _seconds(
     rank: RankPlan,
     last: tuple[int, ...],  # its microbatches in the last round
     schedule: Schedule,
-    *,
     pace: float,  # bytes per second of copies to the host and back
 ) -> tuple[list[float], list[float]]:
     """By turn: seconds of compute, and of copies of inputs beside it."""
@@ -209,7 +210,7 @@ def _seconds(
         for kind in dict.fromkeys(unit.kind for unit in units)
         for sizes in (rank.microbatch_sizes, last)
     }
-    again = [model.again_part(rank, unit.fqn, model.workload.kind_of(unit)) for unit in units]
+    again = [among.again_part(rank, unit.fqn, model.workload.kind_of(unit)) for unit in units]
     for turn in schedule.turns:
         unit, is_last = units[turn.unit], turn.round == schedule.form.num_rounds - 1
         sizes = last if is_last else rank.microbatch_sizes

@@ -41,6 +41,7 @@ from shardhet.records.shown import (
     named_row,
     recomputed,
     samples_of_step,
+    tokens_cell,
 )
 from shardhet.records.workload import Workload
 from shardhet.simulator.stages import PipelinePrice
@@ -75,6 +76,7 @@ class Row:
     cost: RankCost
     share: float  # of the state, on one of them
     busy: float  # fraction of the step
+    tokens: str  # of its samples; "": the plan has no context groups
 
     @property
     def label(self) -> str:
@@ -113,6 +115,7 @@ def rows_of(
                 costs[i],
                 share(i),
                 busy_fraction(i),
+                tokens_cell(plan.ranks[i]) if plan.context_groups else "",
             )
         )
     return found
@@ -145,7 +148,8 @@ def owners_note(solution: PlanSolution) -> str:
 def columns_in(unit: str, plan: Plan) -> tuple[str, ...]:
     """The names of ``cells_in``."""
     usual = ("samples", "microbatches", "recomputes", "state", f"memory, {unit}", "busy")
-    return (*usual, *("matrices", "optimizer") * bool(plan.whole_matrices))
+    shared = ("tokens",) * bool(plan.context_groups)
+    return (*usual, *shared, *("matrices", "optimizer") * bool(plan.whole_matrices))
 
 
 def cells_in(unit: str, row: Row, units: Sequence[str]) -> tuple[str, ...]:
@@ -161,6 +165,7 @@ def cells_in(unit: str, row: Row, units: Sequence[str]) -> tuple[str, ...]:
         f"{row.share:.2%}",
         _memory_cell(row, unit),
         f"{row.busy:.0%}",
+        *(row.tokens,) * bool(row.tokens),
         *(*owned, duration(row.cost.optimizer_s)) * (row.rank.owned is not None),
     )
 

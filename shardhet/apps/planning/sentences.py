@@ -47,6 +47,12 @@ def form_lines(plan: Plan, workload: Workload) -> Iterator[str]:
             "Gradients are kept whole and reduced after the last round "
             "(reduce_each_round=False)."
         )
+    for group in plan.context_groups or ():
+        yield (
+            f"Devices {group[0]} to {group[-1]} compute the same samples, each its part of the "
+            "tokens (context_groups); only attention sends keys and values between them. "
+            "Training refuses models in which tokens meet elsewhere."
+        )
     yield from resident_lines(plan, workload)
     if plan.two_level_units:
         number = sum(is_matched(unit.fqn, plan.two_level_units) for unit in workload.units)
@@ -114,6 +120,8 @@ def proven_line(solution: PlanSolution, demands: Demands) -> str:
     if idle:
         busy += f", or only the {idle} that {'is' if idle == 1 else 'are'} idle here"
     most, first = demands.max_rounds, min(FIRST_ROUNDS, demands.max_rounds or FIRST_ROUNDS)
+    if solution.plan.context_groups:
+        busy += ", in these context groups with these parts of the tokens"
     rounds = "one round" if most == 1 else f"1 to {first} equal rounds"
     if most is None or most > FIRST_ROUNDS:
         rounds += f", or more{f' (up to {most or 0:,})' * bool(most)} that divide the batch"

@@ -19,10 +19,12 @@ from shardhet.planner import Demands, PlanError, PlanSolution, solve
 from shardhet.planner.advice.explain import Gain, Situation, Variant
 from shardhet.planner.advice.fewer import faster_on_fewer
 from shardhet.planner.baselines import compute_only, even, memory_only, one_round
+from shardhet.planner.candidates.groupings import FEW
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
 from shardhet.planner.task import TOO_SLOW
 from shardhet.pricing.derive import meets_over_gloo, slowest_of
 from shardhet.pricing.setting import Setting
+from shardhet.records.model.unit_kind import MOST_UNTILED
 
 MUCH_OF_SPEEDS = 0.8  # of what devices compute together: with more, stages have little to gain
 MAX_STAGES = 4  # that are tried
@@ -141,6 +143,13 @@ def forms(asked: Asked) -> Iterator[Variant]:
             )
             reach = partial(_with, asked, kept)
             yield Variant("host memory", key, reach, most=asked.most, within=both)
+    is_few = asked.best is None or conf.global_batch_size <= FEW * setting.cluster.world_size
+    is_long = setting.workload.tokens_per_sample >= MOST_UNTILED
+    beside = demands.may_share_samples or demands.limits or demands.equal
+    if is_few and is_long and not (is_one or beside or demands.whole_matrices):
+        shared = replace(demands, may_share_samples=True)
+        reach = partial(_with, asked, shared)
+        yield Variant("samples shared by tokens", "context_groups=true", reach, most=asked.most)
     states_memory = any(node.host_memory_bytes is not None for node in setting.cluster.nodes)
     if asked.best is None and states_memory:
         key = "more memory of hosts, with inputs_on_host=true optimizer_on_host=true,"

@@ -81,7 +81,8 @@ def plan_here(
         say(console, each.why)
     if isinstance(conf.plan, MeasuredPlanConf):
         whole = EVERY_BLOCK * conf.optim.to_record().takes_matrices
-        demands = Demands(whole_matrices=whole)
+        shares = conf.plan.context_groups
+        demands = Demands(whole_matrices=whole, may_share_samples=shares)
         asked = _Asked(conf.plan.global_batch_size, conf.plan.max_stages, demands)
         stored = _of_rank_zero(partial(_stored, conf, conf.plan, folder, present), everyone)
         if not isinstance(stored, Setting):
@@ -208,6 +209,7 @@ class _Asked:
             may_keep_inputs_on_host=any(rank.inputs_on_host for rank in plan.ranks),
             may_keep_optimizer_on_host=any(rank.optimizer_on_host for rank in plan.ranks),
             whole_matrices=plan.whole_matrices or (),
+            may_share_samples=plan.context_groups is not None,
         )
         return cls(plan.global_batch_size, len(plan.stages or (None,)), demands)
 

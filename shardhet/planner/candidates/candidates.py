@@ -29,6 +29,7 @@ MANY_BATCHES, FEW_BATCHES = 1024, 256  # of one device: then first with a stride
 FIRST_CUT_FACTOR = 4  # the first cut allows this many times the compute of the whole batch
 CLOSE_CUT_FACTOR = 1.5  # likewise, where many groups make each candidate count
 MANY_GROUPS = 32
+FINER = 2  # steps of recomputation where few long samples are shared by tokens
 GIB = 2**30
 
 
@@ -68,7 +69,7 @@ class TableBuilder:
         self.demands = demands
         self.treatments = treatments(
             model,
-            effort.recompute_steps,
+            effort.recompute_steps * (FINER if demands.context_groups else 1),
             on_host=demands.may_keep_inputs_on_host,
             optimizer_on_host=demands.may_keep_optimizer_on_host,
         )
@@ -102,7 +103,9 @@ class TableBuilder:
         bundles: dict[tuple[int, tuple[int, ...]], list[tuple[int, ...]]] = {}
         for positions in demands.bundles(model.cluster.world_size):
             role_ids = [id(all_roles[position]) for position in positions]
-            key = (len(positions), tuple(dict.fromkeys(role_ids)))
+            if not role_by_id[role_ids[0]].member:
+                role_ids = list(dict.fromkeys(role_ids))
+            key = (len(positions), tuple(role_ids))
             bundles.setdefault(key, []).append(positions)
         # Per group: sets of equal positions.
         self.bundles = tuple(map(tuple, bundles.values()))
@@ -126,7 +129,7 @@ class TableBuilder:
             (
                 times.slowest_optimizer_s * self.state.row
                 for times in self._groups
-                if times.num_members > 1
+                if times.num_batches > 1
             ),
             default=0.0,
         )
@@ -134,7 +137,7 @@ class TableBuilder:
     def least_compute_s(self, numbers: Sequence[int]) -> float:
         """No step is shorter if so many sets of each group compute."""
         per_s = sum(
-            number * times.num_members / times.least_seconds_per_sample
+            number * times.num_batches / times.least_seconds_per_sample
             for number, times in zip(numbers, self._groups, strict=True)
         )
         return self.rounds.round_size / per_s
@@ -147,7 +150,7 @@ class TableBuilder:
     def least_compute(self) -> LeastCompute:
         """What the batch takes at least."""
         kinds = {device.kind for device in self.model.cluster.devices}
-        number = np.array([[times.count * times.num_members] for times in self._groups])
+        number = np.array([[times.count * times.num_batches] for times in self._groups])
         with np.errstate(divide="ignore"):  # a phase may take no time
             unit_s = {
                 name: self.rounds.global_batch_size
@@ -216,13 +219,13 @@ class TableBuilder:
         if not self._is_cut(cut_s) and self.model.cluster.world_size > 1:
             return [range(1 + each) for each in most]
         together = sum(
-            times.count * times.num_members * each
+            times.count * times.num_batches * each
             for times, each in zip(self._groups, most, strict=True)
         )
         missing = self.rounds.round_size - together
         windows = []
         for times, each in zip(self._groups, most, strict=True):
-            least = -(-(missing + times.num_members * each) // times.num_members)
+            least = -(-(missing + times.num_batches * each) // times.num_batches)
             windows.append(range(min(max(0, least), each), 1 + each))
         return windows
 

@@ -1,4 +1,8 @@
-"""The candidates of a group: devices that may do the same, or sets of devices that must."""
+"""The candidates of a group: devices that may do the same, or sets of devices that must.
+
+A set may also be a context group.  It has one batch, of which each member computes its tokens,
+and together the room of all.
+"""
 
 from collections.abc import Sequence
 from functools import cached_property, reduce
@@ -31,9 +35,14 @@ class GroupTimes:
         self.num_members = num_members
         self._terms = terms
         self._roles = roles
-        largest = min(map(terms.largest_microbatch_size, roles))
+        self._is_shared = roles[0].member is not None
+        self.num_batches = 1 if self._is_shared else num_members
+        self._terms_of = [terms.of(role) for role in roles]
+        pairs = list(zip(self._terms_of, roles, strict=True))
+        largest = min(each.largest_microbatch_size(role) for each, role in pairs)
         self._members = [
-            RoleTimes(terms, role, largest, is_together=num_members > 1) for role in roles
+            RoleTimes(each, role, largest, is_together=self.num_batches > 1)
+            for each, role in pairs
         ]
         self._num_measured = max(each.num_measured for each in self._members)
         # Devices that must be equal cut their batches by the slowest of them.
@@ -77,11 +86,12 @@ class GroupTimes:
         number = self.num_members
         group = Group(
             count=self.count,
-            batch=number * batch,
+            batch=self.num_batches * batch,
             costs=costs,
             room=number * room,
             optimizer_s_per_numel=self.slowest_optimizer_s / number,
             num_members=number,
+            num_batches=self.num_batches,
             compute_s=compute,
             own_optimizer=optimizer * number if self._has_host else None,
         )
@@ -146,10 +156,10 @@ class GroupTimes:
         if self._fixed:
             return max(self._fixed)
         terms = self._terms
-        per_sample = 0 if terms.has_endless_memory else terms.least_bytes_per_sample
-        largest = self._terms.rounds.round_size // self.num_members
-        if per_sample:
-            largest = min(largest, *(role.budget_bytes // per_sample for role in self._roles))
+        largest = self._terms.rounds.round_size // self.num_batches
+        for of, role in zip(self._terms_of, self._roles, strict=True):
+            if not terms.has_endless_memory and of.least_bytes_per_sample:
+                largest = min(largest, role.budget_bytes // of.least_bytes_per_sample)
         if self.is_cut(cut_s):
             largest = min(largest, int(cut_s / self.least_seconds_per_sample))
         return largest
@@ -158,7 +168,7 @@ class GroupTimes:
         """The largest batch of all members whose compute may take ``left_s`` of ``most_s``."""
         most = self.most(most_s)
         each = min(member.most_within(most, left_s) for member in self._members)
-        return self.count * self.num_members * each
+        return self.count * self.num_batches * each
 
     def _batches(self, window: range, stride: int) -> Ints:
         """The batches that each member may compute."""
@@ -175,7 +185,7 @@ class GroupTimes:
     def is_cut(self, cut_s: float) -> bool:
         """Whether the cut leaves out larger batches."""
         whole_s = self._terms.rounds.round_size * self.least_seconds_per_sample
-        return not self._fixed and whole_s > cut_s * self.num_members
+        return not self._fixed and whole_s > cut_s * self.num_batches
 
     def _is_on_host(self, choice: int) -> bool:
         return self._terms.treatments[choice].optimizer_on_host
@@ -192,16 +202,22 @@ class GroupTimes:
         return np.array(choices, dtype=np.int64)
 
     def _of_choices(self, choices: Ints, batches: Ints, tried: Tried) -> Worth:
-        """Costs of the slowest member, room of the smallest, compute and lines of all."""
+        """Costs of the slowest member, room of the smallest, compute and lines of all.
+
+        Of a context group, the room is the mean, if all have some.
+        """
         sizes = self.splits.largest[tried.splits]
         members = [
             member.of_choices(choices, batches, sizes, seconds)
             for member, seconds in zip(self._members, tried.seconds, strict=True)
         ]
         costs, rooms, compute_s, optimizers = zip(*members, strict=True)
+        room: Floats = reduce(np.minimum, rooms)
+        if self._is_shared:
+            room = np.where(room < 0, room, sum(rooms) / self.num_members)
         return Worth(
             reduce(np.maximum, costs),
-            reduce(np.minimum, rooms),
+            room,
             reduce(np.add, compute_s) * (self.num_members / len(members)),
             np.concatenate(optimizers, axis=1),
         )

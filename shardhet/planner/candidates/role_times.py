@@ -43,6 +43,10 @@ class Terms:
     has_endless_memory: bool
     max_microbatch_size: int | None
 
+    def of(self, role: Role) -> "Terms":
+        """Those of a device that may be a member of a context group."""
+        return replace(self, model=self.model.of_member(role.member)) if role.member else self
+
     @cached_property
     def are_recomputed(self) -> Bools:
         """[treatments, classes] whether the units of a class are recomputed."""

@@ -41,7 +41,7 @@ class CandidateTable:
     def candidate(self, group: int, index: int) -> Candidate:
         """What one device does that takes the candidate at ``index`` of a group."""
         each = self.problem.groups[group]
-        batch = int(each.batch[index]) // each.num_members
+        batch = int(each.batch[index]) // each.num_batches
         split = int(self.split_indices[group][index])
         sizes = self.splits[group].sizes(batch, split)
         treated = self.treatments[int(self.choices[group][index])]

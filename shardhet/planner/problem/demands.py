@@ -13,6 +13,7 @@ from shardhet.records.schedule import StepForm
 
 if TYPE_CHECKING:
     from shardhet.pricing.hosts import HostPart
+    from shardhet.pricing.part import Member
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,7 @@ class Role:
     limits: DeviceLimits  # without the budget
     host: "HostPart | None" = None  # where its optimizer may step; None: on the device only
     host_bytes: float = inf  # that it may take of the host's memory, if the others take none
+    member: "Member | None" = None  # of a context group, which has all of its members or none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,9 @@ class Demands:
     limits: Mapping[int, DeviceLimits] = field(default_factory=dict)  # by position
     # sets of positions with the same microbatches, recomputation and share of the state
     equal: Sequence[Sequence[int]] = ()
+    # By position, who computes the same samples, each its part of the tokens.
+    context_groups: "Sequence[Mapping[int, Member]]" = ()
+    may_share_samples: bool = False  # by tokens, in context groups that the planner chooses
     max_microbatch_size: int | None = None
     has_even_state: bool = False  # all devices store the same
     has_even_batches: bool = False  # all compute as many samples, or the first one more
@@ -133,7 +138,7 @@ class Demands:
             could_be_even = not rounds.global_batch_size % world_size
             if could_be_even and rounds.round_size % world_size:
                 return None  # the first devices would compute more than the others
-            return self._with_batches(rounds.round_size, world_size)
+            return _with_batches(self, rounds.round_size, world_size)
         stated = self._stated("rank_batch_size")
         if rounds.number == 1 or not stated:
             return self
@@ -145,19 +150,6 @@ class Demands:
                 limits.get(i, NO_LIMITS), rank_batch_size=batch // rounds.number
             )
         return replace(self, limits=limits)
-
-    def _with_batches(self, round_size: int, world_size: int) -> "Demands":
-        """The same batch of every device; the remainder goes to the first devices."""
-        each, rest = divmod(round_size, world_size)
-        limits = {
-            position: replace(
-                self.limits.get(position, NO_LIMITS), rank_batch_size=each + (position < rest)
-            )
-            for position in range(world_size)
-        }
-        # The remainder may separate devices that must be equal.
-        equal = () if rest else self.equal
-        return replace(self, limits=limits, equal=equal, has_even_batches=False)
 
     def rank_batch_size(self, position: int) -> int | None:
         """The batch that is demanded of the device, or of one that it must equal."""
@@ -224,8 +216,10 @@ class Demands:
         """The demands on these devices, in a cluster that has no others."""
         place = {position: i for i, position in enumerate(sorted(positions))}
         sets = [tuple(place[i] for i in each if i in place) for each in self.equal]
+        groups = (each for each in self.context_groups if each.keys() <= place.keys())
         return replace(
             self,
+            context_groups=tuple({place[i]: m for i, m in e.items()} for e in groups),
             limits={place[i]: each for i, each in self.limits.items() if i in place},
             equal=tuple(each for each in sets if len(each) > 1),
         )
@@ -237,10 +231,14 @@ class Demands:
 
     def bundles(self, world_size: int) -> list[tuple[int, ...]]:
         """All positions, in sets of equal devices, ordered by their first members."""
-        sets = [tuple(sorted(each)) for each in self.equal if each]
+        sets = [tuple(sorted(each)) for each in (*self.equal, *self.context_groups) if each]
         members = {position for each in sets for position in each}
         alone = [(position,) for position in range(world_size) if position not in members]
         return sorted([*sets, *alone])
+
+    def member(self, position: int) -> "Member | None":
+        """The device as one of a context group, if it is in one."""
+        return next((e[position] for e in self.context_groups if position in e), None)
 
     def roles(self, cluster: Cluster) -> list[Role]:
         """The role of every device, in the order of the cluster; equal roles are one object."""
@@ -251,7 +249,8 @@ class Demands:
         hosts, memory = _host_parts(self, cluster), host_bytes(self, cluster)
         for i, device in enumerate(cluster.devices):
             key = (device.kind, cluster.memory_budget_bytes(i), hosts[i], memory[i])
-            is_usual = i not in self.limits and i not in shares
+            member = self.member(i)
+            is_usual = not (i in self.limits or i in shares or member)
             if not is_usual or key not in usual:
                 role = Role(
                     device.kind,
@@ -264,6 +263,7 @@ class Demands:
                     ),
                     None if i in shares else hosts[i],
                     memory[i],
+                    member,
                 )
                 role = known.setdefault(role, role)
                 if is_usual:
@@ -290,6 +290,20 @@ class Demands:
     def budgets(self, cluster: Cluster) -> list[int]:
         """``budget_bytes`` of every device, in the order of the cluster."""
         return [self.budget_bytes(cluster, i) for i in range(cluster.world_size)]
+
+
+def _with_batches(demands: Demands, round_size: int, world_size: int) -> Demands:
+    """The same batch of every device; the remainder goes to the first devices."""
+    each, rest = divmod(round_size, world_size)
+    limits = {
+        position: replace(
+            demands.limits.get(position, NO_LIMITS), rank_batch_size=each + (position < rest)
+        )
+        for position in range(world_size)
+    }
+    # The remainder may separate devices that must be equal.
+    equal = () if rest else demands.equal
+    return replace(demands, limits=limits, equal=equal, has_even_batches=False)
 
 
 def _host_parts(demands: Demands, cluster: Cluster) -> "list[HostPart | None]":

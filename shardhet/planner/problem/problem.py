@@ -43,6 +43,7 @@ class Group:
     room: Floats  # [C] elements of state that fit besides it; never negative
     optimizer_s_per_numel: float
     num_members: int = 1  # devices in each of the ``count`` sets
+    num_batches: int = 1  # of these devices together; those of a context group have one
     # [C] seconds of compute that no communication hides; None: the sum of the costs
     compute_s: Floats | None = None
     # [2, K, C] lines r and a, where candidates differ: in T seconds the optimizer updates what

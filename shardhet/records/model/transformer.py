@@ -76,6 +76,7 @@ class DecoderShape:
                 activation_bytes=self._hidden_bytes(up_width) + 2 * self._tiled_norm_bytes(),
                 rest_bytes=4 * self.residual_bytes,  # attention's gradients, and the stream's
             ),
+            kv_bytes=2 * self.seq_len * self.kv_width * self.itemsize,
         )
 
     def _if_long(self, **parts: int) -> TokenWise | None:

@@ -45,6 +45,7 @@ class UnitKind:
     # weights of 4 bits, for instance, are gathered as they are stored.
     gathered_bytes: Count | None = None
     token_wise: TokenWise | None = None  # None: nothing that is worth tiles
+    kv_bytes: Annotated[Count, OMITTABLE] = 0  # per sample: keys and values of its attention
 
     def __post_init__(self) -> None:
         for shape in self.param_shapes:
@@ -82,6 +83,36 @@ class UnitKind:
             backward_flops=self.backward_flops + part.forward_flops,
             activation_bytes=max(0, self.activation_bytes - part.activation_bytes),
             transient_bytes=part.rest_bytes + of_tile,
+        )
+
+    def of_tokens(self, share: float) -> "UnitKind":
+        """The kind for a device that computes this part of the tokens of its samples.
+
+        Keys and values of all tokens are in its graph, and while it runs twice more: as they
+        arrive and are put in order, or their gradients are.
+        """
+
+        def of(figure: int) -> int:
+            return round(share * figure)
+
+        beside, part = 2 * self.kv_bytes, self.token_wise
+        received = self.kv_bytes - of(self.kv_bytes)
+        if part is not None:
+            part = TokenWise(
+                forward_flops=of(part.forward_flops),
+                activation_bytes=of(part.activation_bytes),
+                rest_bytes=of(part.rest_bytes) + beside,
+            )
+        grads = None if self.input_grad_bytes is None else of(self.input_grad_bytes)
+        return replace(
+            self,
+            forward_flops=of(self.forward_flops),
+            backward_flops=of(self.backward_flops),
+            input_bytes=of(self.input_bytes),
+            input_grad_bytes=grads,
+            activation_bytes=of(self.activation_bytes) + received,
+            transient_bytes=of(self.transient_bytes) + beside,
+            token_wise=part,
         )
 
     @property
