@@ -126,7 +126,8 @@ def set_grads_with_hooks(
         for hook in found[flat.slots[i].fqn][0]:
             _call(hook, flat, i, rows)
         if before is not None:
-            assert (grad := params[i].grad) is not None
+            grad = params[i].grad
+            assert grad is not None
             before += grad
             params[i].grad = before
     if not rows.is_alone:
