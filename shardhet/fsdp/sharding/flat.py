@@ -265,7 +265,7 @@ class FlatTensor:
         else:
             self.placed.wait_on(comm.current_stream())
         if comm.is_receiver:
-            self._show(self.unsharded_params)
+            _show(self.slots, self.unsharded_params)
 
     def reshard(self) -> None:
         """Free the unsharded storage, unless it stays; the modules hold the shards again."""
@@ -283,12 +283,7 @@ class FlatTensor:
 
     def show_shards(self) -> None:
         """Make the modules hold this rank's rows."""
-        self._show(self.sharded_params)
-
-    def _show(self, params: Sequence[nn.Parameter]) -> None:
-        for slot, param in zip(self.slots, params, strict=True):
-            for module, attribute in slot.owners:  # as ``put``, twice for each turn
-                module._parameters[attribute] = param
+        _show(self.slots, self.sharded_params)
 
     # Gradients #
 
@@ -345,6 +340,12 @@ class FlatTensor:
         """Drop the gradients of an unfinished or invalid step."""
         forget_autograds(self.unsharded_params)
         self.grad.drop()
+
+
+def _show(slots: Sequence[ParamSlot], params: Sequence[nn.Parameter]) -> None:
+    for slot, param in zip(slots, params, strict=True):
+        for module, attribute in slot.owners:  # as ``put``, twice for each turn
+            module._parameters[attribute] = param
 
 
 def _keep_kind(given: nn.Parameter, sharded: nn.Parameter, whole: nn.Parameter) -> None:
