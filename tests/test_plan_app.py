@@ -369,6 +369,8 @@ REFUSALS = {
     "leave_out=[1,2]": "Write one word, without brackets.",
     "leave_out=auto objective=largest_batch": "Devices are left out for throughput only",
     "inputs_on_host=true objective=largest_batch": "together with objective=largest_batch",
+    "context_groups=true max_stages=2": "together with context_groups is not planned for",
+    "context_groups=true equal=[[0,1]]": "together with equal is not planned for",
     "tolerance=2": "tolerance: 2.0 but it must lie between 0 and 1",
     "tolerance=-0.1": "tolerance: -0.1 but it must be at least 0",
     "tolerance=1%": "Write a plain number, without a unit: 0.5, not 50%.",
