@@ -224,7 +224,8 @@ def predicted_line(step_s: float, samples_per_s: float, part: float, workload: W
     return (
         f"predicted step {duration(step_s)}: {samples_per_s:,.4g} samples/s"
         + f", {samples_per_s * tokens:,.0f} tokens/s" * (tokens > 1)
-        + f"; {part:.2f} of the sum of the devices' speeds"
+        # With parts of samples, which some cards compute faster, it may be more than all of it.
+        + f"; {part:.2f} of the sum of the devices' speeds" * (part <= 1)
     )
 
 

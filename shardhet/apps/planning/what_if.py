@@ -149,7 +149,7 @@ def forms(asked: Asked) -> Iterator[Variant]:
     if is_few and is_long and not (is_one or beside or demands.whole_matrices):
         shared = replace(demands, may_share_samples=True)
         reach = partial(_with, asked, shared)
-        yield Variant("samples shared by tokens", "context_groups=true", reach, most=asked.most)
+        yield Variant("samples shared by tokens", "context_groups=true", reach)
     states_memory = any(node.host_memory_bytes is not None for node in setting.cluster.nodes)
     if asked.best is None and states_memory:
         key = "more memory of hosts, with inputs_on_host=true optimizer_on_host=true,"
