@@ -10,7 +10,7 @@ left idle is searched for by ``shardhet.planner.idle``.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
+from itertools import filterfalse, product
 from math import inf
 
 from shardhet.planner.candidates.candidates import LeastCompute
@@ -73,15 +73,16 @@ def solve(
     near: StepForm | None = None,
     with_kind: str | None = None,
     at_most_s: float = inf,
+    prefers: bool = True,
 ) -> PlanSolution:
     """The fastest plan that fits every budget, with a bound on what any plan can reach.
 
     With a ``tolerance``, the plan to prefer of those that are slower by at most this part
-    (``shardhet.planner.preference``).  Unless ``is_bounded``, the bound holds only for plans
-    that meet demanded shares to the element, which takes a search less.  Plans of the form
-    ``near`` are looked at first, as probably the best, and of sets of devices only those with
-    one of ``with_kind``.  Raises ``PlanError`` with the nearest miss if nothing fits, or if no
-    step is as short as ``at_most_s``, which is seen sooner than how long the best takes.
+    (``shardhet.planner.preference``) if it ``prefers`` one.  Unless ``is_bounded``, the bound
+    holds only for plans that meet demanded shares to the element, which takes a search less.
+    Plans of the form ``near`` are looked at first, as probably the best, and of sets of devices
+    only those with one of ``with_kind``.  Raises ``PlanError`` with the nearest miss if nothing
+    fits, or if no step is as short as ``at_most_s``, which is seen sooner.
     """
     global_batch_size = whole("global_batch_size", global_batch_size)
     if global_batch_size < 1:
@@ -91,7 +92,7 @@ def solve(
     _check_size(setting)
     demands.check(setting.cluster.world_size)
     demands.check_batches(setting.cluster.world_size, global_batch_size)
-    given = (effort, is_bounded, near, at_most_s, with_kind)
+    given = (effort, is_bounded, near, at_most_s, with_kind, prefers)
     prices = _priced(setting, demands)
     asked = _Asked(prices, global_batch_size, demands, *given)
     batches = partial(_solve_rows, asked, tolerance)
@@ -176,7 +177,7 @@ def _of_all_or_fewer(asked: "_Asked", tolerance: float | None) -> PlanSolution:
         missed.lower_bound_s = min(search.missed_s.values(), default=inf)
         raise missed
     chosen = best.solution
-    if tolerance is not None:
+    if tolerance is not None and asked.prefers:
         fastest_s = min(each.best.predicted.step_time_s for each in found.values())
         limit_s = (1 + tolerance) * fastest_s
         plans = [
@@ -256,8 +257,7 @@ def _solve(asked: "_Asked", tolerance: float | None) -> _Found:
 def _search_rest(asked: "_Asked", met: "_Met") -> None:
     """Search steps of several rounds, and those that keep fewer frozen weights, by bounds."""
     least_s, compute = endless_memory_bound_s(asked.of_endless_memory())
-    several = (task for task in asked.of_several_rounds() if not asked.is_near(task))
-    rest = [*asked.of_fewer_residents(), *several]
+    rest = [*asked.of_fewer_residents(), *filterfalse(asked.is_near, asked.of_several_rounds())]
     if asked.deals_differ:
         least_s = 0.0
     trials = [
@@ -284,6 +284,7 @@ class _Asked:
     near: StepForm | None = None  # of several rounds, looked at first
     at_most_s: float = inf  # slower plans are not asked for
     with_kind: str | None = None
+    prefers: bool = True
 
     @property
     def setting(self) -> Setting:

@@ -47,10 +47,14 @@ def preferred(best: PlanSolution, pools: Sequence[Bounded], limit_s: float) -> P
     _, first = pools[0][0]
     model, demands = first.model, first.demands
     for wish, pool in product(_wishes(demands, model), tasks):
-        wished = [replace(wish.of(task), at_most_s=limit_s) for task in pool]
+        few_first = sorted(pool, key=lambda task: task.rounds.number)
+        wished = [replace(wish.of(task), at_most_s=limit_s) for task in few_first]
         found: list[PlanSolution] = []
         tight: list[FormTask] = []
         for task in wished:
+            number = task.rounds.number
+            if any(_burden(each, model) <= (number > 1, 0.0, number, 0.0) for each in found):
+                break  # no plan of more rounds is preferred
             try:
                 found += [each] if (each := _within(task)) else []
             except NoRoomForRowsError:

@@ -61,9 +61,9 @@ class Asked:
     def solved(self, there: Situation, least: float) -> PlanSolution:
         """The plan for another situation; ``PlanError`` if it is seen that none is as fast.
 
-        If one is, it is searched for anew, as for a plan that is asked for: of plans that are
-        nearly as fast another may be preferred.  Where devices are idle or only store, a faster
-        plan may follow from a slower one.
+        If one is, it is searched for anew, as for a plan that is asked for, beginning with
+        its form: of plans that are nearly as fast another may be preferred.  Where devices are
+        idle or only store, a faster plan may follow from a slower one.
         """
         best = self.best
         search = partial(
@@ -74,11 +74,12 @@ class Asked:
             effort=self.effort,
             tolerance=self.conf.tolerance or None,  # equally fast plans are equally good here
             is_bounded=False,
-            near=None if best is None else best.plan.form,
         )
+        near = None if best is None else best.plan.form
         if least and best and all(rank.rank_batch_size for rank in best.plan.ranks):
-            search(at_most_s=self.step_s(least), with_kind=there.changed_kind)
-        return search()
+            most_s, kind = self.step_s(least), there.changed_kind
+            near = search(near=near, at_most_s=most_s, with_kind=kind, prefers=False).plan.form
+        return search(near=near)
 
     def reached(self, there: Situation, least: float) -> float:
         """Its samples per second."""
