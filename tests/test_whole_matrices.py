@@ -307,7 +307,7 @@ def test_matrices_are_stepped_beside_the_last_reduction() -> None:
 
 
 class MuonOfParts(optim.Muon):
-    """As docs/training_loop.md has it."""
+    """Takes matrices that are several in one by their parts, whose rows have proportions."""
 
     def _init_group(self, group: Any, *lists: list[Tensor]) -> bool:
         has_complex = super()._init_group(group, *lists)
