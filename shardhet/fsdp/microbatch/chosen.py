@@ -1,4 +1,4 @@
-"""Calls of a model with some of their samples, as probes make them.
+"""Calls of a model with some of their samples, and of their tokens, as probes make them.
 
 Places are those in the order of probes: samples that have rows of all ragged arguments.  One
 beyond the last one wraps around and takes that sample rolled along another dimension; if there
@@ -6,6 +6,8 @@ are ragged arguments, only these, so that they go on to fit.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +15,49 @@ from torch import Tensor
 from shardhet.fsdp.microbatch.batching import BatchAxis, flatten
 from shardhet.fsdp.microbatch.ragged import Rows
 from shardhet.fsdp.microbatch.signature import Arguments, ModelCall
+from shardhet.records.plan import RankPlan
 
 Axes = Sequence[BatchAxis | None]  # by leaf of the arguments
+# A probe keeps arguments and results of units for two samples and for three, twice each, and
+# runs a unit on three at once.  So few of their tokens take less than one sample in a step.
+SHARE_OF_TOKENS, LEAST_TOKENS = 1 / 12, 64
+
+
+def with_few_tokens(call: ModelCall, rank: RankPlan) -> ModelCall:
+    """The call with so few tokens of each sample that a probe takes no more memory than the
+    largest microbatch, or a tile of it; itself if it has few, or if it is not clear where
+    they are.
+    """
+    texts = [
+        leaf.shape[0 if dim else 1]
+        for leaf, dim in zip(call.leaves, call.batch_dims, strict=True)
+        if isinstance(leaf, Tensor) and leaf.dim() > 1 + leaf.is_floating_point()
+    ]
+    total = 0 if call.is_ragged or not texts else texts[0]
+    most = total * SHARE_OF_TOKENS
+    if rank.tiled_units:
+        most = min(most, rank.tokens_per_tile / 3)
+    few = int(most * max(rank.microbatch_sizes, default=0)) // LEAST_TOKENS * LEAST_TOKENS
+    few = max(few, LEAST_TOKENS)
+    if 2 * few > total:
+        return call
+
+    def fewer(leaf: Any, batch_dim: int | None) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+            return leaf
+        made, last = leaf.detach(), total - 1
+        # The first and the last, and others at equal distances.
+        places = -(torch.arange(few, device=leaf.device) * -last // (few - 1))
+        for dim, length in enumerate(leaf.shape):
+            if length == total and not (dim == batch_dim and length == call.num_samples):
+                made = made.index_select(dim, places)
+        is_whole = not (leaf.is_floating_point() or leaf.is_complex()) and leaf.numel()
+        if is_whole and few <= leaf.max() <= total:
+            # Perhaps places of tokens, or lengths: those among the few.
+            made = torch.where(made > 0, made.long() * (few - 1) // last, made).to(leaf.dtype)
+        return made.requires_grad_(leaf.requires_grad)
+
+    return replace(call, leaves=tuple(map(fewer, call.leaves, call.batch_dims)))
 
 
 def with_samples(

@@ -20,7 +20,7 @@ from shardhet.fsdp.microbatch.root_dropout import CheckpointedError
 from shardhet.fsdp.microbatch.signature import ModelCall, lists_of_entries
 from shardhet.fsdp.probing.comparing import Cut, are_close
 from shardhet.fsdp.probing.gradients import MIXED, OUTSIDE, GradientCut, Gradients, go_together
-from shardhet.fsdp.probing.law import Law, Refusal
+from shardhet.fsdp.probing.law import CACHED, DRAWS, KEPT, UNFORESEEN, Law, Refusal
 from shardhet.fsdp.probing.module_state import Number, kept_of_samples
 from shardhet.fsdp.probing.order import FAILED, GatherFailed, PeerFailed
 from shardhet.fsdp.probing.probe import Place, Probe, ProbedModel
@@ -65,6 +65,8 @@ class Attempt:
     model: ProbedModel
     run_once: RunOnce
     call: ModelCall | None
+    whole: ModelCall | None = None  # with all tokens, if ``call`` has few
+    is_of_few: bool  # whether some rank's has
     axes: Axes
     run_module: RunModule
     has_gradients: bool
@@ -96,6 +98,8 @@ class Attempt:
                 _, self.segments = self._forward("small", range(SMALL), kind="small")
                 _check_draws(self)
                 self._forward("large", range(LARGE), kind="large")
+                if self.is_of_few:
+                    self._check_whole()
                 self._check_outputs()
                 _check_kept(self)
                 if self.model.caches.is_asked_for:
@@ -108,7 +112,7 @@ class Attempt:
         except Refusal as refusal:
             self.is_refused = True
             drawn = "" if self.probe is None else self.probe.watcher.drawn
-            return ValueError(_UNFORESEEN.format(drawn, refusal)) if drawn else refusal.error
+            return ValueError(UNFORESEEN.format(drawn, refusal)) if drawn else refusal.error
         except LostPeerError:
             raise
         except Exception as error:
@@ -131,7 +135,7 @@ class Attempt:
         factor: float = 1.0,
         asked: Sequence[str] = (),
     ) -> tuple[Any, Any]:
-        """One forward on ``samples``, of a kind of ``Probe.running``.
+        """One forward on ``samples``, of a kind of ``Probe.running``: "whole" has all tokens.
 
         Generators of the host draw numbers near that of ``word``, floating arguments of the
         first sample are multiplied by ``factor``, and gradients are kept of the outputs that
@@ -139,12 +143,13 @@ class Attempt:
         """
 
         def run() -> Any:
-            assert self.call is not None
+            call = self.whole if kind == "whole" else self.call
+            assert call is not None
             assert self.probe is not None
-            args, kwargs, loss_inputs = with_samples(self.call, self.axes, samples, factor)
+            args, kwargs, loss_inputs = with_samples(call, self.axes, samples, factor)
             self._generators.begin(word)
             self.probe.watcher.drawn_one = NUMBERS[word] if self.splits else 0.5
-            given = rows_in(self.call, self.axes, (args, kwargs, loss_inputs))
+            given = rows_in(call, self.axes, (args, kwargs, loss_inputs))
             with self.probe.running(kind, given, samples):
                 output = self.run_module(args, kwargs, loss_inputs)
                 if kind != "plain":
@@ -174,6 +179,13 @@ class Attempt:
             refusal = found
         if self._any_rank(refusal is not None):
             raise PeerFailed if refusal is None else refusal
+
+    def _check_whole(self) -> None:
+        """Raise if units are called in another way for all tokens of a sample."""
+        _, segments = self._forward("whole", (0,), kind="whole")
+        with self._together():
+            if segments != self.segments or "whole" in self._unlike:
+                raise Law.APART.refusal("model(...): few tokens are computed otherwise")
 
     def _check_outputs(self) -> None:
         """Find the laws of outputs; raise if a row depends on the rank's other samples."""
@@ -307,7 +319,8 @@ class Attempt:
 
     def empty_output(self) -> bytes:
         """The output for no samples, on the meta device, pickled."""
-        return empty_output_of(self._outputs["small"], self._outputs["large"])
+        small, large = self._outputs["small"], self._outputs["large"]
+        return empty_output_of(small, large, self._outputs.get("whole", small))
 
 
 def _is_mean(attempt: Attempt, at: str) -> bool:
@@ -337,7 +350,7 @@ def _check_kept(attempt: Attempt) -> None:
         if attempt.probe is not None:
             attempt.probe.begins_with = {}
             names = ", ".join(".".join(filter(None, key)) for key in kept)
-            _check_same(attempt, "small", "afresh", _KEPT.format(names))
+            _check_same(attempt, "small", "afresh", KEPT.format(names))
 
 
 def _has_values(attempt: Attempt) -> bool:
@@ -365,7 +378,7 @@ def _check_draws(attempt: Attempt) -> None:
         drawn.append("torch's generator outside of units (perhaps layers skipped at random)")
     if not attempt._any_rank(bool(drawn)):
         return
-    found = _DRAWS.format(" and ".join(drawn) or "a generator")
+    found = DRAWS.format(" and ".join(drawn) or "a generator")
     for name, word in (("middle", MIDDLE), ("high", HIGH)):
         _, segments = attempt._forward(name, range(SMALL), kind="small", word=word)
         with attempt._together():
@@ -396,7 +409,7 @@ def _check_caches(attempt: Attempt) -> None:
             if other is None or not are_close(
                 one, other, attempt.probe.watcher.eps if attempt.probe else 0.0
             ):
-                raise Refusal(ValueError(_CACHED))
+                raise Refusal(ValueError(CACHED))
 
 
 def _try_values(attempt: Attempt) -> None:
@@ -423,24 +436,6 @@ def _try_values(attempt: Attempt) -> None:
             attempt._check_rows([way])
 
 
-_CACHED = (
-    "model(...): with a KV cache (config.use_cache=True) it computes something else than "
-    "without, for instance for position_ids that begin anew within a row: without a cache "
-    "they mean packed sequences that do not see each other. HetFSDP trains without caches. Say "
-    "that you mean it, for plain PyTorch too: model.config.use_cache = False before wrapping; "
-    "or leave out the argument that makes the difference."
-)
-
-
-_UNFORESEEN = (
-    "{} of a kind that no probe can foresee, so it cannot be shown that samples do not mix "
-    "({}) Draw them with torch.rand, randn, randint, bernoulli, multinomial or dropout."
-)
-_DRAWS = "model(...): it draws from {}, and what it computes depends on that"
-_KEPT = (
-    "model(...): a forward keeps values of its samples for the next one (attribute {}), and "
-    "computes with them"
-)
 # What torch.autograd.grad says of a unit's result, which has no graph in a probe.
 _NO_GRAPH = ("to not have been used in the graph", "does not have a grad_fn")
 _GRADIENT_INSIDE = (

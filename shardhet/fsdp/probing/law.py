@@ -62,3 +62,23 @@ class Law(Enum):
         """To be raised, of what was ``found``."""
         needed, advice = self.value
         return Refusal(kind(f"{found}, but {needed}. {advice}."))
+
+
+# Sentences of their own.
+
+CACHED = (
+    "model(...): with a KV cache (config.use_cache=True) it computes something else than "
+    "without, for instance for position_ids that begin anew within a row: without a cache "
+    "they mean packed sequences that do not see each other. HetFSDP trains without caches. Say "
+    "that you mean it, for plain PyTorch too: model.config.use_cache = False before wrapping; "
+    "or leave out the argument that makes the difference."
+)
+UNFORESEEN = (
+    "{} of a kind that no probe can foresee, so it cannot be shown that samples do not mix "
+    "({}) Draw them with torch.rand, randn, randint, bernoulli, multinomial or dropout."
+)
+DRAWS = "model(...): it draws from {}, and what it computes depends on that"
+KEPT = (
+    "model(...): a forward keeps values of its samples for the next one (attribute {}), and "
+    "computes with them"
+)

@@ -9,6 +9,8 @@ Generators of the host draw what ``host_draws`` says.
     large  a b c      which dimensions grow with the batch; whether a unit gives the same in the
                       microbatches (a b) and (c), and (a) and (b c), as whole; after it, whether
                       units that are recomputed give for (a b) what they gave in the small run
+    whole  a          of long samples, which are tried with few of their tokens: whether units
+                      are called alike with all of them
     rest   c, a, ...  whether what the model returns is, for (a b c) and for (a b a), that of
                       its parts, once more with gradients where values do not tell; units
                       return what they have for these samples in the large run
@@ -132,6 +134,7 @@ class ProbedModel:
         # tokens after backward.
         self.is_followed = plan.stages is not None
         self.divides_late = self.is_followed or plan.num_rounds > 1
+        self.rank_plan = plan.ranks[self.control.position]
         modules = [each.fqn for unit in self.units for each in unit.modules]
         self.recomputed = {fqn for fqn in modules if any(r.recomputes(fqn) for r in plan.ranks)}
 
@@ -193,6 +196,8 @@ class Probe:
         self._run = getattr(Probe, f"_run_{name}")
         self._samples, self.is_unlike = samples, False
         self._num_calls.clear()
+        if name == "whole":
+            self.inputs, self._refs = [], []
         self.gradients = {}
         with _isolated(self._model):
             set_numbers(self._model.module, self.begins_with)
@@ -200,7 +205,7 @@ class Probe:
             given = [tensor for tensor, _ in inputs]
             self.watcher.give(given)
             self.watcher.made_rows.begin(inputs)
-            follows = self._model.is_followed and name == "large"
+            follows = self._model.is_followed and name in ("large", "whole")
             self.watcher.flow = Flow(given) if follows else None
             self.flow = self.watcher.flow or self.flow
             reads = Reads(self.watcher.read, self.watcher.hook) if follows else nullcontext()
@@ -336,7 +341,7 @@ class Probe:
                 known = (i for i, each in enumerate(self._refs) if each() is tensor)
                 number = next(known, len(self._refs))
                 self._refs += [ref(tensor)] * (number == len(self._refs))
-                nbytes = tensor.numel() * tensor.dtype.itemsize / LARGE
+                nbytes = tensor.numel() * tensor.dtype.itemsize / len(self._samples)
                 self.inputs.append(SeenInput(call.fqn, number, nbytes))
 
     def _run_rest(self, key: CallKey, call: ProbedCall) -> Any:
@@ -347,6 +352,19 @@ class Probe:
             return self._run_afresh(key, call)
         output, results = known.results(call, self._samples, changed, self._runner.run)
         return self._returned(key, output, results, known.rules.is_differentiable)
+
+    def _run_whole(self, key: CallKey, call: ProbedCall) -> Any:
+        rules, number = self._recorded[key].rules, len(self._samples)
+        self._note_inputs(call, rules)
+        output = self._run_afresh(key, call)
+        pairs = (
+            *zip(call.tensors, rules.inputs, strict=True),
+            *zip(tensors_in(output), rules.outputs, strict=True),
+        )
+        self.is_unlike |= call.arguments != rules.arguments or not all(
+            rule.fits(tensor, number) for tensor, rule in pairs if isinstance(rule, BatchAxis)
+        )
+        return output
 
     def _run_afresh(self, key: CallKey, call: ProbedCall) -> Any:
         output, rules = self._runner.run(call), self._recorded[key].rules

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from shardhet.fsdp.microbatch.batching import (
     known_rules,
     unflatten,
 )
-from shardhet.fsdp.microbatch.chosen import has_unlike_samples
+from shardhet.fsdp.microbatch.chosen import has_unlike_samples, with_few_tokens
 from shardhet.fsdp.microbatch.loss import LossUsedError
 from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
 from shardhet.fsdp.microbatch.signature import ModelCall, lists_of_entries
@@ -134,14 +135,18 @@ class Prober:
         """``first`` is what was wrong with a loss of the last unit's output, but its place."""
         attempts = self._attempts(call)
         problem = first
-        num_computing = sum(row[0] for row in self._control.exchange([float(call is not None)]))
+        few = call and with_few_tokens(call, self._model.rank_plan)
+        told = self._control.exchange([float(call is not None), float(few is not call)])
+        num_computing, has_few = sum(row[0] for row in told), any(row[1] for row in told)
         gathered = {p: i for p, i in self._model.gathered.items() if i not in self.staying}
         model = self._model.with_gathered(gathered, self._model.rows)
-        for i, axes in enumerate(attempts):
+        for axes, is_of_few in product(attempts, [True, False] if has_few else [False]):
             attempt = Attempt(
                 model=model,
                 run_once=self.run_once,
-                call=call,
+                call=few if is_of_few else call,
+                whole=call if is_of_few else None,
+                is_of_few=is_of_few,
                 axes=axes,
                 run_module=run_module,
                 has_gradients=has_gradients,
@@ -150,7 +155,8 @@ class Prober:
             )
             found = attempt.run()
             staying = found.unit if isinstance(found, StaysUnsharded) else -1
-            if i == 0 and isinstance(found, Exception) and first is None:
+            is_first = axes is attempts[0] and not is_of_few
+            if is_first and isinstance(found, Exception) and first is None:
                 problem = _explained(found, call, attempts, is_refused=attempt.is_refused)
             is_used = isinstance(found, LossUsedError)
             rows = self._control.exchange([float(found is not None), staying, float(is_used)])

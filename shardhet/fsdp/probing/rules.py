@@ -240,12 +240,14 @@ def readings(
     return [*axes, Join.SHARED]
 
 
-def empty_output_of(for_small: Any, for_large: Any) -> bytes:
-    """The output of a model for no samples, on the meta device, pickled."""
+def empty_output_of(for_small: Any, for_large: Any, for_some: Any) -> bytes:
+    """The output of a model for no samples, on the meta device, pickled; as long as that
+    ``for_some``.
+    """
     small, spec = flatten(for_small)
-    large, _ = flatten(for_large)
+    large, some = flatten(for_large)[0], flatten(for_some)[0]
     leaves: list[Any] = []
-    for one, other in zip(small, large, strict=False):
+    for one, other, like in zip(small, large, some, strict=False):
         if not isinstance(one, Tensor) or not isinstance(other, Tensor):
             leaves.append(_for_no_samples(one))
             continue
@@ -253,7 +255,7 @@ def empty_output_of(for_small: Any, for_large: Any) -> bytes:
             axes = find_axis(one, other, SIZES)
         except ValueError:  # several dimensions depend on the number of samples
             axes = [BatchAxis(0)]
-        shape = axes[0].shape(one.shape, 0) if axes else tuple(one.shape)
+        shape = axes[0].shape(like.shape, 0) if axes else tuple(like.shape)
         flag = one.requires_grad
         leaves.append(torch.empty(shape, dtype=one.dtype, device="meta", requires_grad=flag))
     try:
