@@ -145,11 +145,15 @@ def _solve_for(
         missed, bound_s = error, error.lower_bound_s
     else:
         bound_s = solution.lower_bound_s
-    demands = task.demands
-    has_shares = demands.has_even_state or demands.state_shares(task.model.cluster.world_size)
-    if task.is_bounded and (has_shares or demands.equal):
+    if task.is_bounded and (_has_shares(task) or task.demands.equal):
         bound_s = min(bound_s, _lenient_bound_s(task, computing))
     return solution, bound_s, missed
+
+
+def _has_shares(task: FormTask) -> bool:
+    """Whether shares are demanded, which the problem makes room for with some rows more."""
+    demands = task.demands
+    return bool(demands.has_even_state or demands.state_shares(task.model.cluster.world_size))
 
 
 def _lenient_bound_s(task: FormTask, computing: Computing) -> float:
@@ -211,11 +215,13 @@ def _fitting(task: FormTask, computing: Computing) -> tuple[list[PlanSolution], 
     """
     fitting: list[PlanSolution] = []
     missed: NoRoomForRowsError | None = None
+    # The plan's own shares are some rows smaller than those that are looked for.
+    at_most_s = task.at_most_s * (1 + ROWS_GAP * _has_shares(task))
     for row_part in ROW_PARTS:
         builder = task.builder(computing, row_part=row_part)
         try:
             table, found, is_tight = search_table(
-                builder, task.effort, task.at_most_s, is_only_faster=task.is_only_faster
+                builder, task.effort, at_most_s, is_only_faster=task.is_only_faster
             )
         except NoRoomForRowsError as error:
             missed = missed or error

@@ -21,6 +21,7 @@ Axes = Sequence[BatchAxis | None]  # by leaf of the arguments
 # A probe keeps arguments and results of units for two samples and for three, twice each, and
 # runs a unit on three at once.  So few of their tokens take less than one sample in a step.
 SHARE_OF_TOKENS, LEAST_TOKENS = 1 / 12, 64
+LONG = 2048  # samples of fewer tokens are tried whole, which shows more
 
 
 def with_few_tokens(call: ModelCall, rank: RankPlan) -> ModelCall:
@@ -39,7 +40,7 @@ def with_few_tokens(call: ModelCall, rank: RankPlan) -> ModelCall:
         most = min(most, rank.tokens_per_tile / 3)
     few = int(most * max(rank.microbatch_sizes, default=0)) // LEAST_TOKENS * LEAST_TOKENS
     few = max(few, LEAST_TOKENS)
-    if 2 * few > total:
+    if total < LONG or 2 * few > total:
         return call
 
     def fewer(leaf: Any, batch_dim: int | None) -> Any:
