@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
-from shardhet.fsdp.microbatch.chosen import LEAST_TOKENS, with_few_tokens
+from shardhet.fsdp.microbatch import chosen
+from shardhet.fsdp.microbatch.chosen import LEAST_TOKENS, LONG, with_few_tokens
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.models.decoder import Decoder
 from shardhet.profiler.counting import LiveBytes
@@ -27,8 +28,6 @@ from tests.small_models import (
 )
 from tests.worlds import on_ranks
 
-LONG = 2 * LEAST_TOKENS
-
 
 def of_call(*args: Tensor) -> ModelCall:
     def forward(*_: Any) -> None: ...
@@ -40,8 +39,9 @@ def rank_of(size: int, **tiles: Any) -> RankPlan:
     return Plan.by_hand(microbatch_sizes=[size], **tiles).ranks[0]
 
 
-def test_the_few_tokens_are_spread_over_a_sample() -> None:
+def test_the_few_tokens_are_spread_over_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first and the last are among them; places of tokens are those among the few."""
+    monkeypatch.setattr(chosen, "LONG", 1024)
     at = torch.arange(1024)
     ends = torch.tensor([1023, 511])
     found = with_few_tokens(

@@ -99,7 +99,7 @@ class Attempt:
                 _check_draws(self)
                 self._forward("large", range(LARGE), kind="large")
                 if self.is_of_few:
-                    self._check_whole()
+                    _check_whole(self)
                 self._check_outputs()
                 _check_kept(self)
                 if self.model.caches.is_asked_for:
@@ -179,13 +179,6 @@ class Attempt:
             refusal = found
         if self._any_rank(refusal is not None):
             raise PeerFailed if refusal is None else refusal
-
-    def _check_whole(self) -> None:
-        """Raise if units are called in another way for all tokens of a sample."""
-        _, segments = self._forward("whole", (0,), kind="whole")
-        with self._together():
-            if segments != self.segments or "whole" in self._unlike:
-                raise Law.APART.refusal("model(...): few tokens are computed otherwise")
 
     def _check_outputs(self) -> None:
         """Find the laws of outputs; raise if a row depends on the rank's other samples."""
@@ -317,10 +310,19 @@ class Attempt:
         )
         return max((max(torch.finfo(each).eps, computed) for each in dtypes), default=0.0)
 
-    def empty_output(self) -> bytes:
-        """The output for no samples, on the meta device, pickled."""
-        small, large = self._outputs["small"], self._outputs["large"]
-        return empty_output_of(small, large, self._outputs.get("whole", small))
+
+def empty_output(attempt: Attempt) -> bytes:
+    """The output for no samples, on the meta device, pickled."""
+    small, large = attempt._outputs["small"], attempt._outputs["large"]
+    return empty_output_of(small, large, attempt._outputs.get("whole", small))
+
+
+def _check_whole(attempt: Attempt) -> None:
+    """Raise if units are called in another way for all tokens of a sample."""
+    _, segments = attempt._forward("whole", (0,), kind="whole")
+    with attempt._together():
+        if segments != attempt.segments or "whole" in attempt._unlike:
+            raise Law.APART.refusal("model(...): few tokens are computed otherwise")
 
 
 def _is_mean(attempt: Attempt, at: str) -> bool:

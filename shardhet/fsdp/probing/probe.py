@@ -302,7 +302,7 @@ class Probe:
         self.rules[key] = rules
         marks = marks if marks == marks_of(module) else []
         self._recorded[key] = Recorded(kept, output, rules, marks, self._splits)
-        self._note_inputs(call, rules)
+        _note_inputs(self, call, rules)
         for i, (tensor, rule) in enumerate(zip(call.tensors, rules.inputs, strict=True)):
             if isinstance(rule, BatchAxis):
                 self._check_backward((key, i), tensor, f"an argument of unit {call.fqn!r}")
@@ -335,15 +335,6 @@ class Probe:
             grads = gradients_outside(tensor) if tensor.requires_grad else {}
         self.gradients[place] = grads
 
-    def _note_inputs(self, call: ProbedCall, rules: VisitRules) -> None:
-        for tensor, rule in zip(call.tensors, rules.inputs, strict=True):
-            if isinstance(rule, BatchAxis) and tensor.requires_grad:
-                known = (i for i, each in enumerate(self._refs) if each() is tensor)
-                number = next(known, len(self._refs))
-                self._refs += [ref(tensor)] * (number == len(self._refs))
-                nbytes = tensor.numel() * tensor.dtype.itemsize / len(self._samples)
-                self.inputs.append(SeenInput(call.fqn, number, nbytes))
-
     def _run_rest(self, key: CallKey, call: ProbedCall) -> Any:
         known = self._recorded[key]
         self.is_unlike |= call.arguments != known.rules.arguments
@@ -355,15 +346,9 @@ class Probe:
 
     def _run_whole(self, key: CallKey, call: ProbedCall) -> Any:
         rules, number = self._recorded[key].rules, len(self._samples)
-        self._note_inputs(call, rules)
+        _note_inputs(self, call, rules)
         output = self._run_afresh(key, call)
-        pairs = (
-            *zip(call.tensors, rules.inputs, strict=True),
-            *zip(tensors_in(output), rules.outputs, strict=True),
-        )
-        self.is_unlike |= call.arguments != rules.arguments or not all(
-            rule.fits(tensor, number) for tensor, rule in pairs if isinstance(rule, BatchAxis)
-        )
+        self.is_unlike |= not _fits(call, output, rules, number)
         return output
 
     def _run_afresh(self, key: CallKey, call: ProbedCall) -> Any:
@@ -424,3 +409,24 @@ _CALLED_OTHERWISE = (
     f" is called in another order, or with other kinds of arguments, for {LARGE} samples than "
     f"for {SMALL}"
 )
+
+
+def _fits(call: ProbedCall, output: Any, rules: VisitRules, num_samples: int) -> bool:
+    """Whether rules that were found are those of this call too."""
+    pairs = (
+        *zip(call.tensors, rules.inputs, strict=True),
+        *zip(tensors_in(output), rules.outputs, strict=True),
+    )
+    return call.arguments == rules.arguments and all(
+        rule.fits(tensor, num_samples) for tensor, rule in pairs if isinstance(rule, BatchAxis)
+    )
+
+
+def _note_inputs(probe: Probe, call: ProbedCall, rules: VisitRules) -> None:
+    for tensor, rule in zip(call.tensors, rules.inputs, strict=True):
+        if isinstance(rule, BatchAxis) and tensor.requires_grad:
+            known = (i for i, each in enumerate(probe._refs) if each() is tensor)
+            number = next(known, len(probe._refs))
+            probe._refs += [ref(tensor)] * (number == len(probe._refs))
+            nbytes = tensor.numel() * tensor.dtype.itemsize / len(probe._samples)
+            probe.inputs.append(SeenInput(call.fqn, number, nbytes))

@@ -30,7 +30,7 @@ from shardhet.fsdp.microbatch.chosen import has_unlike_samples, with_few_tokens
 from shardhet.fsdp.microbatch.loss import LossUsedError
 from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
 from shardhet.fsdp.microbatch.signature import ModelCall, lists_of_entries
-from shardhet.fsdp.probing.attempt import Attempt, RunModule
+from shardhet.fsdp.probing.attempt import Attempt, RunModule, empty_output
 from shardhet.fsdp.probing.law import Refusal
 from shardhet.fsdp.probing.module_state import Filled, Number
 from shardhet.fsdp.probing.order import GatherFailed, OrderFinder, PeerFailed
@@ -208,7 +208,7 @@ class Prober:
         self._check_agreement(rules)
         flow = None if probe is None else probe.flow
         mine = probe and (
-            attempt.empty_output(),
+            empty_output(attempt),
             probe.counted,
             [] if flow is None else flow.reached,
             attempt.laws,

@@ -313,10 +313,7 @@ class FlatTensor:
 
     @torch.no_grad()
     def set_sharded_grads(self, has_grad: Sequence[bool]) -> None:
-        """Set or add to the shards' gradients; None stays where no rank has a gradient.
-
-        Of rows, they are plain tensors, and calls on rows have to be so (``param_hooks``).
-        """
+        """Set or add to the shards' gradients; None stays where no rank has a gradient."""
         reduced, sums = self.grad.take()
         if reduced is None and not sums:
             return  # the unit is never visited
