@@ -73,7 +73,7 @@ class DecoderShape:
             * self.itemsize,
             token_wise=self._if_long(
                 forward_flops=2 * self.seq_len * sum(prod(shape) for shape in matrices[2:]),
-                activation_bytes=self._hidden_bytes(up_width) + 2 * self._tiled_norm_bytes(),
+                activation_bytes=self._hidden_bytes(up_width) + self._tiled_norms_bytes(),
                 rest_bytes=4 * self.residual_bytes,  # attention's gradients, and the stream's
             ),
             kv_bytes=2 * self.seq_len * self.kv_width * self.itemsize,
@@ -87,11 +87,13 @@ class DecoderShape:
         hidden = up_width + (2 if self.is_gated else 1) * self.hidden_width
         return self.seq_len * hidden * self.itemsize
 
-    def _tiled_norm_bytes(self) -> int:
-        """What a norm in tiles does not keep: all but its output, and its input once more."""
+    def _tiled_norms_bytes(self) -> int:
+        """What both norms in tiles do not keep: all but their outputs, and the stream between
+        attention and MLP, of which the second keeps a float32 copy otherwise.
+        """
         if self.has_biases or self.fuses_norms:
             return 0
-        return self._norm_bytes() - (2 if self._upcasts_norms else 1) * self.residual_bytes
+        return 2 * self._norm_bytes() - (3 if self._upcasts_norms else 2) * self.residual_bytes
 
     def _block_activation_bytes(self, qkv_width: int, up_width: int) -> int:
         """What a block saves for backward besides its input, in bytes per sample.
