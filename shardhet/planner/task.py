@@ -215,13 +215,11 @@ def _fitting(task: FormTask, computing: Computing) -> tuple[list[PlanSolution], 
     """
     fitting: list[PlanSolution] = []
     missed: NoRoomForRowsError | None = None
-    # The plan's own shares are some rows smaller than those that are looked for.
-    at_most_s = task.at_most_s * (1 + ROWS_GAP * _has_shares(task))
     for row_part in ROW_PARTS:
         builder = task.builder(computing, row_part=row_part)
         try:
             table, found, is_tight = search_table(
-                builder, task.effort, at_most_s, is_only_faster=task.is_only_faster
+                builder, task.effort, task.at_most_s, is_only_faster=task.is_only_faster
             )
         except NoRoomForRowsError as error:
             missed = missed or error
