@@ -56,6 +56,13 @@ class FormTask:
         gathers = form.reshard_after_forward, form.reshard_after_backward
         return self.rounds.number, -num_resident, *gathers, form.reduce_each_round
 
+    @property
+    def has_shares(self) -> bool:
+        """Whether shares are demanded, which the problem makes room for with some rows more."""
+        demands = self.demands
+        shares = demands.state_shares(self.model.cluster.world_size)
+        return bool(demands.has_even_state or shares)
+
     def builder(
         self,
         computing: Computing | None = None,
@@ -145,15 +152,9 @@ def _solve_for(
         missed, bound_s = error, error.lower_bound_s
     else:
         bound_s = solution.lower_bound_s
-    if task.is_bounded and (_has_shares(task) or task.demands.equal):
+    if task.is_bounded and (task.has_shares or task.demands.equal):
         bound_s = min(bound_s, _lenient_bound_s(task, computing))
     return solution, bound_s, missed
-
-
-def _has_shares(task: FormTask) -> bool:
-    """Whether shares are demanded, which the problem makes room for with some rows more."""
-    demands = task.demands
-    return bool(demands.has_even_state or demands.state_shares(task.model.cluster.world_size))
 
 
 def _lenient_bound_s(task: FormTask, computing: Computing) -> float:
@@ -215,18 +216,21 @@ def _fitting(task: FormTask, computing: Computing) -> tuple[list[PlanSolution], 
     """
     fitting: list[PlanSolution] = []
     missed: NoRoomForRowsError | None = None
+    # A plan may store some rows less, and be faster, than what makes room for demanded shares.
+    most_s = task.at_most_s * (1 + ROUNDING) if task.has_shares else inf
+    limit_s = task.at_most_s * (1 + ROWS_GAP * task.has_shares)
     for row_part in ROW_PARTS:
         builder = task.builder(computing, row_part=row_part)
         try:
             table, found, is_tight = search_table(
-                builder, task.effort, task.at_most_s, is_only_faster=task.is_only_faster
+                builder, task.effort, limit_s, is_only_faster=task.is_only_faster
             )
         except NoRoomForRowsError as error:
             missed = missed or error
             continue
-        fitting += fitting_plans(
-            task.model, computing.demands, table, (found.choices, *found.runners_up)
-        )
+        choices = (found.choices, *found.runners_up)
+        plans = fitting_plans(task.model, computing.demands, table, choices)
+        fitting += [each for each in plans if step_s(each) <= most_s]
         missed = NoRoomForRowsError(
             "plan: no share fits once it is rounded to rows. Raise a budget.",
             lower_bound_s=found.lower_bound_s,

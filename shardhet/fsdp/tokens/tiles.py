@@ -136,8 +136,7 @@ class Tiles:
                 self._known[key] = found
             except NotByTokensError as reason:
                 logger.info("tiles: not of %s", reason)
-                self._known[key] = str(reason)
-                reason.__traceback__ = reason.__context__ = None  # frames hold arguments
+                self._known[key] = str(reason)  # its frames would hold the arguments
         known = self._known[key]
         if isinstance(known, str):
             raise NotByTokensError(known)

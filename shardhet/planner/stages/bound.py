@@ -116,7 +116,7 @@ class Speeds:
     _known_transfers_s: dict[tuple[Positions, float], tuple[Floats, Floats]] = field(
         default_factory=dict
     )
-    _known_balanced: dict[Stages, tuple[float, tuple[int, ...]]] = field(default_factory=dict)
+    _known_balanced_s: dict[Stages, float] = field(default_factory=dict)
     _known_links: dict[tuple[Positions, Positions], tuple[Link, int]] = field(
         default_factory=dict
     )
@@ -147,7 +147,7 @@ class Speeds:
             for each in pairwise(stages)
             for two_s, one_s in zip(self.hops_s(*each, 2), self.hops_s(*each, 1), strict=True)
         )
-        compute_s, _ = self._balanced(stages)
+        compute_s = self._balanced_s(stages)
         return self.global_batch_size * max(compute_s, link_s)
 
     def rounds_s(self, positions: Positions, num_samples: int) -> Floats:
@@ -254,10 +254,6 @@ class Speeds:
             self._known_transfers_s[key] = gathers_s, reductions_s
         return self._known_transfers_s[key]
 
-    def balanced_cuts(self, stages: Stages) -> tuple[int, ...]:
-        """Cuts with which stages compute about equally long."""
-        return self._balanced(stages)[1]
-
     def hops_s(self, one: Positions, other: Positions, num_samples: int) -> tuple[float, float]:
         """Seconds of so many samples to another stage and back, at the thinnest cut."""
         link, workload = self.link(one, other), self.setting.workload
@@ -273,24 +269,19 @@ class Speeds:
             self._known_links[one, other] = link_between(self.setting.cluster, one, other)
         return self._known_links[one, other]
 
-    def _balanced(self, stages: Stages) -> tuple[float, tuple[int, ...]]:
-        """Seconds per sample that no cuts go below, and cuts that take hardly longer."""
-        if stages not in self._known_balanced:
-            self._known_balanced[stages] = self._balance(stages)
-        return self._known_balanced[stages]
-
-    def _balance(self, stages: Stages) -> tuple[float, tuple[int, ...]]:
-        seconds = [self._unit_s(each) for each in stages]
-        low, high = 0.0, sum(map(sum, seconds))
-        cuts = even_cuts([1.0] * len(stages), [1.0] * len(self.units))
-        for _ in range(BISECTIONS):
-            middle = (low + high) / 2
-            found = cuts_within(seconds, middle)
-            if found is None:
-                low = middle
-            else:
-                high, cuts = middle, found
-        return low, cuts
+    def _balanced_s(self, stages: Stages) -> float:
+        """Seconds per sample that no cuts go below."""
+        if stages not in self._known_balanced_s:
+            seconds = [self._unit_s(each) for each in stages]
+            low, high = 0.0, sum(map(sum, seconds))
+            for _ in range(BISECTIONS):
+                middle = (low + high) / 2
+                if are_within(seconds, middle):
+                    high = middle
+                else:
+                    low = middle
+            self._known_balanced_s[stages] = low
+        return self._known_balanced_s[stages]
 
     def _unit_s(self, positions: Positions) -> list[float]:
         """Seconds per sample of each unit, on all devices of a stage together."""
@@ -324,14 +315,13 @@ def even_cuts(weights: Sequence[float], sizes: Sequence[float]) -> tuple[int, ..
     return tuple(cuts)
 
 
-def cuts_within(seconds: Sequence[Sequence[float]], most_s: float) -> tuple[int, ...] | None:
-    """Cuts with which no stage takes longer; None if there are none.
+def are_within(seconds: Sequence[Sequence[float]], most_s: float) -> bool:
+    """Whether there are cuts with which no stage takes longer.
 
     ``seconds`` has those of every unit, for each stage.  Every stage takes as many units as it
     can, and leaves one at least to each after it.
     """
     number, start = len(seconds[0]), 0
-    cuts = []
     for i, of_units in enumerate(seconds):
         stop, used = start, 0.0
         most = number - (len(seconds) - 1 - i)
@@ -339,7 +329,6 @@ def cuts_within(seconds: Sequence[Sequence[float]], most_s: float) -> tuple[int,
             used += of_units[stop]
             stop += 1
         if stop == start:
-            return None
+            return False
         start = stop
-        cuts.append(stop)
-    return tuple(cuts[:-1]) if start == number else None
+    return start == number
