@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from shardhet import HetFSDP, Plan
 from shardhet.models.decoder import Decoder
 from tests.beside import Beside
+from tests.checkpoint_cases import FORMS
 from tests.parity import clip_both
 from tests.small_models import small_decoder
 
 VOCAB_SIZE, WIDTH, NUM_STEPS = 61, 16, 3
+MOST_RANKS, LEAST_TOKENS = 7, 8
 
 
 class Block(nn.Module):
@@ -105,6 +107,9 @@ def loss(model: nn.Module, ids: Tensor, targets: Tensor, *more: Tensor) -> tuple
     if not more:
         return model(ids, targets)  # type: ignore[no-any-return]
     mask, positions = more
+    if len(ids) and bool((mask == 0).any()):  # ragged: to its longest, which a group can share
+        longest = max(LEAST_TOKENS, int(mask.sum(-1).max()))
+        ids, targets, mask = (each[:, :longest] for each in (ids, targets, mask))
     kwargs = {"attention_mask": mask} if mask.numel() and bool((mask != 1).any()) else {}
     if positions.numel() and int(positions.diff(dim=-1).min()) < 1:
         kwargs = {"position_ids": positions}
@@ -113,6 +118,17 @@ def loss(model: nn.Module, ids: Tensor, targets: Tensor, *more: Tensor) -> tuple
     if isinstance(model, HetFSDP) and len(ids):
         own = model.own_tokens(targets)
     return of_logits(logits[..., : own.shape[-1], :], own)
+
+
+def _parts(draw: random.Random, world_size: int | None) -> list[tuple[int, bool]]:
+    """The number of members of each group, 1 for a rank alone, and whether that only stores."""
+    while True:
+        found = [(draw.choice([2, 2, 3, 4]), False) for _ in range(draw.randint(1, 3))]
+        found += [(1, draw.random() < 0.5) for _ in range(draw.choice([0, 0, 1, 2]))]
+        draw.shuffle(found)
+        total = sum(number for number, _ in found)
+        if total == world_size or (world_size is None and total <= MOST_RANKS):
+            return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,37 +142,41 @@ class Case:
 
     @classmethod
     def drawn(cls, seed: int, world_size: int | None = None) -> "Case":
-        """Groups of 2 to 4, ranks alone, and ranks that only store."""
+        """One to three groups of 2 to 4, ranks alone, and ranks that only store.
+
+        Without ``world_size`` there are at most ``MOST_RANKS``.
+        """
         draw = random.Random(seed)
-        world_size = world_size or draw.randint(2, 5)
-        groups, sizes, batches, at = [], [0] * world_size, [0] * world_size, 0
-        while at < world_size:
-            left = world_size - at
-            number = (
-                draw.randint(2, min(4, left))
-                if left > 1 and (not groups or draw.random() < 0.6)
-                else 1
-            )
-            stores = number == 1 and groups and draw.random() < 0.4
-            size, batch = draw.randint(1, 3), draw.randint(1, 4)
-            members = range(at, at + number)
-            groups += [list(members)] * (number > 1)
-            for i in members:
-                sizes[i], batches[i] = (0, 0) if stores else (size, batch)
-            at += number
+        parts = _parts(draw, world_size)
+        sizes, batches, groups = list[int](), list[int](), list[list[int]]()
+        for number, stores in parts:
+            members = list(range(len(sizes), len(sizes) + number))
+            groups += [members] * (number > 1)
+            size, batch = (0, 0) if stores else (draw.randint(1, 3), draw.randint(1, 4))
+            sizes += [size] * number
+            batches += [batch] * number
+        world_size = len(sizes)
         model = draw.choice(list(MODELS))
         blocks = "model.layers" if "llama" in model else "blocks"
         patterns: list[Any] = [False, False, True, [f"{blocks}.1"], [f"{blocks}.*"]]
+        tiles: list[Any] = [False, False, True, [f"{blocks}.1"]]
+        if draw.random() < 0.5:  # of plans no member has tiles
+            tiles = [False]
         weights = [draw.random() + 0.05 for _ in range(world_size)]
+        again = [draw.choice(patterns) for _ in range(world_size)]
         plan = Plan.by_hand(
             microbatch_sizes=sizes,
             rank_batch_sizes=batches,
             state_shares=[w / sum(weights) for w in weights],
-            recompute=[draw.choice(patterns) for _ in range(world_size)],
+            recompute=again,
             num_rounds=draw.choice([1, 1, 2, 3]),
-            reshard_after_forward=draw.random() < 0.7,
+            inputs_on_host=[each is not False and draw.random() < 0.2 for each in again],
+            optimizer_on_host=[draw.random() < 0.1 for _ in range(world_size)],
+            **draw.choice(FORMS),
             context_groups=groups,
             token_shares=[draw.choice([1.0, 2.0, 5.0]) for _ in range(world_size)],
+            tiles=[draw.choice(tiles) for _ in range(world_size)],
+            tokens_per_tile=draw.randint(2, 4),
         )
         if draw.random() < 0.3:
             last = draw.randint(1, plan.round_size)
@@ -164,7 +184,7 @@ class Case:
         return cls(
             plan=plan,
             model=model,
-            num_tokens=draw.randint(8, 24),
+            num_tokens=draw.randint(LEAST_TOKENS, 24),
             seed=seed,
         )
 
