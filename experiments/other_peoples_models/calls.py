@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from experiments.other_peoples_models.records import Family, Loss, Way
-from experiments.other_peoples_models.tasks import SPECTRUM, TRANSLATION, Batch
+from experiments.other_peoples_models.tasks import (
+    IGNORED,
+    MASKED_WORD,
+    NEXT_WORD,
+    SPECTRUM,
+    TRANSLATION,
+    Batch,
+)
 from shardhet import HetFSDP
 from shardhet.fsdp.sharding.wrapping import UnitModules, find_units
 
@@ -31,6 +38,8 @@ def make_model(family: Family, way: Way) -> nn.Module:
     model = family.make(**way.config).double().train()
     if way.has_lora:
         model = _with_lora(model, family)
+    if not way.drops:
+        _drop_nothing(model)
     return WithLoss(model, family) if way.is_staged else model
 
 
@@ -59,6 +68,17 @@ def _with_lora(model: nn.Module, family: Family) -> nn.Module:
         init_lora_weights=False,  # random: beside zeros its first half has no gradient
     )
     return get_peft_model(model, config).double().train()  # type: ignore[arg-type]
+
+
+def _drop_nothing(model: nn.Module) -> None:
+    """Set all that looks like the probability of dropout to zero."""
+    for each in model.modules():
+        names = {name for name in vars(each) if "drop" in name}
+        if "Drop" in type(each).__name__ or type(each).__name__ == "StochasticDepth":
+            names.add("p")
+        for name in names & vars(each).keys():
+            if isinstance(getattr(each, name), float):
+                setattr(each, name, 0.0)
 
 
 def wanted_units(family: Family, way: Way) -> tuple[str, ...] | None:
@@ -147,14 +167,23 @@ def _first_parameters(model: nn.Module, names: Collection[str]) -> list[str]:
     return list(takewhile(lambda name: name in names, parameters))
 
 
-def loss_of(output: Any, batch: Batch, family: Family, way: Way) -> tuple[Tensor, int]:
-    """Sum over samples or labels, and their number."""
+def loss_of(
+    output: Any, batch: Batch, family: Family, way: Way, model: nn.Module | None = None
+) -> tuple[Tensor, int]:
+    """Sum over samples or labels, and their number; of a ``model``'s tokens, if it has a part
+    of them.
+    """
     if way.is_staged:
         loss_sum, number = output
         return loss_sum, int(number)
-    num_valid = family.task.num_valid(batch["labels"])
+    task, labels = family.task, batch["labels"]
+    if isinstance(model, HetFSDP) and model.plan.context_groups and labels.dim() > 1:
+        if task.loss is NEXT_WORD.loss:
+            labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        task, labels = MASKED_WORD, model.own_tokens(labels)
+    num_valid = task.num_valid(labels)
     if way.loss is Loss.INNER:
         return output.loss * num_valid, num_valid
     if way.loss is Loss.ITEMS:
         return output.loss, num_valid
-    return family.task.loss(family.logits(output), batch["labels"])
+    return task.loss(family.logits(output), labels)

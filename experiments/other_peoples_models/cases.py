@@ -35,7 +35,7 @@ class Runner:
         self._commit = commit
         # Where each is, and why there is none.
         self._made: dict[tuple[str, str, tuple[int, ...]], tuple[Path, str | None]] = {}
-        self._noise_by_key: dict[tuple[str, tuple[int, ...]], dict[str, float]] = {}
+        self._noise_by_key: dict[tuple[str, bool, tuple[int, ...]], dict[str, float]] = {}
 
     def run(self, case: Case, named: Named) -> Row:
         """The row of a case under this plan."""
@@ -99,14 +99,14 @@ class Runner:
                 path.unlink(missing_ok=True)  # cases come family by family
         if key not in self._made:
             path = self._folder / f"{len(self._made)}.pt"
-            known = self._noise_by_key.get((family.name, sizes))
+            known = self._noise_by_key.get((family.name, way.drops, sizes))
             [failure] = run_forks(
                 _try_reference, 1, family, way, named, path, known, timeout_s=TIMEOUT_S
             )
             if failure is None:
                 failure = "it ended without a message."
             elif not failure and known is None:
-                self._noise_by_key[family.name, sizes] = load(path).noise
+                self._noise_by_key[family.name, way.drops, sizes] = load(path).noise
             self._made[key] = path, failure or None
         return self._made[key]
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from experiments.other_peoples_models.other_families import OTHERS
-from experiments.other_peoples_models.plans import APART, IN_ROUNDS, PLANS
+from experiments.other_peoples_models.plans import APART, IN_ROUNDS, IN_TILES, PLANS, SHARED
 from experiments.other_peoples_models.records import Case, Family, Loss, Way
 from experiments.other_peoples_models.transformers_families import TRANSFORMERS
 
@@ -48,6 +48,10 @@ _WAYS: tuple[tuple[Way, Callable[[Family], object]], ...] = (
     ),
     (Way(name="lora", has_lora=True), lambda family: family.lora_targets),
     (Way(name="units", has_coarse_units=True), lambda family: family.coarse_units),
+    # With --tokens alone
+    (Way(name="no dropout", drops=False), lambda family: False),
+    (Way(name="no dropout, labels", drops=False, loss=Loss.INNER), lambda family: False),
+    (Way(name="no dropout, num_items", drops=False, loss=Loss.ITEMS), lambda family: False),
     # With --stages alone
     (Way(name="stages", is_staged=True), lambda family: False),
     (Way(name="stages, lora", is_staged=True, has_lora=True), lambda family: False),
@@ -60,6 +64,16 @@ WITH_ALL_PLANS = (DOCUMENTED.name, "labels", "lora", "units")
 def ways_of(family: Family) -> list[str]:
     """Those that mean something for it, the documented one first."""
     return [way.name for way, suits in _WAYS if suits(family)]
+
+
+def cases_by_tokens(family: Family) -> Iterator[Case]:
+    """In tiles, and as devices that share samples, which draw other numbers for dropout."""
+    ways = ["no dropout"]
+    ways += [f"no dropout, {w}" for w in ("labels", "num_items") if w in ways_of(family)]
+    yield Case(family=family.name, way=DOCUMENTED.name, plan=IN_TILES.name)
+    for plan in (IN_TILES, SHARED):
+        for way in ways:
+            yield Case(family=family.name, way=way, plan=plan.name)
 
 
 def cases_of(family: Family, way: str, *, is_quick: bool = False) -> Iterator[Case]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 from experiments.other_peoples_models.records import Named
 from shardhet import Plan, Stage
@@ -13,7 +14,7 @@ ALONE = Named(
 )
 
 
-def _two_ranks(name: str, **options: bool) -> Named:
+def _two_ranks(name: str, **options: Any) -> Named:
     plan = Plan.by_hand(
         microbatch_sizes=[2, 1], rank_batch_sizes=[5, 2], state_shares=[0.7, 0.3], **options
     )
@@ -47,6 +48,21 @@ IN_ROUNDS = Named(  # the second round has samples on one rank only
     eval_sizes=(1, 4),
 )
 PLANS = {each.name: each for each in (ALONE, KEPT, RECOMPUTED, APART, IN_ROUNDS)}
+
+IN_TILES = _two_ranks("2 ranks, in tiles", tiles=True, tokens_per_tile=4)
+SHARED = Named(  # two have the same samples, each its tokens, and one others
+    name="3 ranks, 2 share samples",
+    plan=Plan.by_hand(
+        microbatch_sizes=[2, 2, 1],
+        rank_batch_sizes=[3, 3, 2],
+        state_shares=[0.5, 0.2, 0.3],
+        recompute=[False, True, False],
+        context_groups=[[0, 1]],
+        token_shares=[2, 1, 1],
+    ),
+    eval_sizes=(2, 2, 3),
+)
+BY_TOKENS = {each.name: each for each in (IN_TILES, SHARED)}
 
 
 # Ranks of each stage, with samples of each in a round and shares of the stage's state.
@@ -86,5 +102,6 @@ def microbatches_of(plan: Plan) -> list[int]:
         size
         for number in range(plan.num_rounds)
         for i in plan.groups[0]  # all stages cut alike
+        if plan.leads(i)
         for size in plan.ranks[i].split(len(plan.round_samples(i, number)))
     ]

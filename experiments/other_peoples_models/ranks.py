@@ -147,7 +147,7 @@ class _Rank:
         if way.loss is Loss.FUNCTION:
             labels = (batch["labels"],)
             return family.logits(calls.call(model, batch, family, way, loss_inputs=labels))
-        return calls.loss_of(calls.call(model, batch, family, way), batch, family, way)
+        return calls.loss_of(calls.call(model, batch, family, way), batch, family, way, model)
 
     def _evaluate(self, model: HetFSDP, batch: Batch, expected: Step, number: int) -> None:
         self.phase = f"evaluation before step {number}"

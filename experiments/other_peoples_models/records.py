@@ -55,6 +55,7 @@ class Way:
     has_coarse_units: bool = False
     collides: bool = False  # the second step's sequences are as long as a rank's batch
     evaluates: bool = False  # before every step
+    drops: bool = True  # as its dropout says
     is_staged: bool = False  # in a module that computes the loss, by ``forward_backward``
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from experiments.other_peoples_models import calls
 from experiments.other_peoples_models.comparison import (
@@ -17,11 +18,13 @@ from experiments.other_peoples_models.comparison import (
     quiet,
     sum_in_order,
 )
-from experiments.other_peoples_models.plans import microbatches_of
+from experiments.other_peoples_models.plans import BY_TOKENS, microbatches_of
 from experiments.other_peoples_models.records import Family, Named, Way
 from experiments.other_peoples_models.tasks import Batch
 from shardhet.fsdp.microbatch.caches import CacheSwitch
 from tests.seeded import seeded, unit_by_param
+
+MATH = SDPBackend.MATH
 
 
 @dataclass(kw_only=True)
@@ -64,11 +67,13 @@ def _noise(
     family: Family, way: Way, named: Named, steps: list[Step], units: dict[str, str]
 ) -> dict[str, float]:
     orders = [_Plain(calls.make_model(family, way), family, way, named, is_reversed=True)]
-    if not (family.is_random or family.has_batch_norm or way.has_lora):
+    if not ((family.is_random and way.drops) or family.has_batch_norm or way.has_lora):
         orders.append(_Plain(calls.make_model(family, way), family, way, named, is_whole=True))
     if CacheSwitch(orders[0].model).is_asked_for:
         # Without a KV cache keys lie otherwise in memory, so other kernels multiply them.
         orders.append(_Plain(calls.make_model(family, way), family, way, named, caches=False))
+    if named.name in BY_TOKENS:  # attention in pieces, which some compute in float32 after
+        orders.append(_Plain(calls.make_model(family, way), family, way, named, kernel=MATH))
     noise = Errors(unit_by_param=units).by_quantity
     if named.plan.num_rounds > 1:  # which divide last
         model = calls.make_model(family, way)
@@ -93,6 +98,7 @@ class _Plain:
         is_reversed: bool = False,  # gradients are added from the last microbatch on
         is_whole: bool = False,  # one batch, no microbatches
         caches: bool = True,  # if its configuration asks for them
+        kernel: SDPBackend | None = None,  # of attention
         divides_last: bool = False,  # the gradients, by the number of labels, and not the loss
     ) -> None:
         self.steps: list[Step] = []
@@ -103,7 +109,7 @@ class _Plain:
         self._family = family
         self._way = way
         self._named = named
-        self._is_reversed = is_reversed
+        self._is_reversed, self._kernel = is_reversed, kernel
         self._divides_last = divides_last or way.is_staged  # as rounds do
         total = named.plan.global_batch_size
         self._microbatch_sizes = [total] if is_whole else microbatches_of(named.plan)
@@ -166,7 +172,8 @@ class _Plain:
             for size in self._microbatch_sizes:
                 part = calls.part_of(batch, self._family, first, size)
                 seeds.start(step=number, first_sample=first)
-                with nullcontext() if self._caches else CacheSwitch(self.model).off():
+                caches = nullcontext() if self._caches else CacheSwitch(self.model).off()
+                with caches, sdpa_kernel(self._kernel) if self._kernel else nullcontext():
                     output = calls.call(self.model, part, self._family, self._way)
                 loss_sum, _ = calls.loss_of(output, part, self._family, self._way)
                 loss = loss_sum / num_labels

@@ -4,6 +4,7 @@ python -m experiments.other_peoples_models.run                 an hour
 python -m experiments.other_peoples_models.run --quick         one plan; keeps nothing
 python -m experiments.other_peoples_models.run --only llama    what has the word in its name
 python -m experiments.other_peoples_models.run --stages        in stages, to stages.csv
+python -m experiments.other_peoples_models.run --tokens        tiles and a group, to tokens.csv
 
 Results are written case by case; what is there already is not run again without --again.
 torchvision that lies in a folder of its own: TORCHVISION_FOLDER=FOLDER.
@@ -35,11 +36,20 @@ from experiments.other_peoples_models.families import (
     FAMILIES,
     STAGED,
     WAYS,
+    cases_by_tokens,
     cases_of,
     ways_of,
 )
 from experiments.other_peoples_models.forks import import_for
-from experiments.other_peoples_models.plans import ALONE, APART, PLANS, STAGES, in_stages
+from experiments.other_peoples_models.plans import (
+    ALONE,
+    APART,
+    BY_TOKENS,
+    PLANS,
+    SHARED,
+    STAGES,
+    in_stages,
+)
 from experiments.other_peoples_models.records import Case, Named, Row
 from experiments.other_peoples_models.report import as_markdown
 
@@ -52,12 +62,13 @@ def main() -> None:
     options = _options()
     environment = Environment.here()
     console.print(environment.as_markdown())
-    name = "stages.csv" if options.stages else "results.csv"
+    name = "stages.csv" if options.stages else "tokens.csv" if options.tokens else "results.csv"
     path = options.results or (None if options.quick else HERE / name)
     rows = {row.key: row for row in (read_csv(path, Row) if path and path.exists() else [])}
     pairs = [] if options.report else _pairs(options)
     import_for([FAMILIES[family] for family in dict.fromkeys(family for family, _ in pairs)])
-    cases = [*(_staged if options.stages else _flat)(pairs, options)]
+    drawn = _staged if options.stages else _by_tokens if options.tokens else _flat
+    cases = [*drawn(pairs, options)]
     if options.again:
         asked = {case.key for case, _ in cases}
         rows = {key: row for key, row in rows.items() if key not in asked}
@@ -87,6 +98,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--plan", choices=PLANS, help="only this one")
     parser.add_argument("--stages", action="store_true", help="in stages")
     parser.add_argument("--again", action="store_true", help="run what is there already, too")
+    parser.add_argument("--tokens", action="store_true", help="in tiles, and a shared sample")
     parser.add_argument("--report", action="store_true", help="tables of what is there")
     parser.add_argument("--results", type=Path, metavar="FILE", help="written instead")
     return parser.parse_args()
@@ -128,6 +140,16 @@ def _flat(
         yield case, PLANS[case.plan]
 
 
+def _by_tokens(
+    pairs: list[tuple[str, str]], options: argparse.Namespace
+) -> Iterator[tuple[Case, Named]]:
+    """Families in tiles, and of which two ranks share samples."""
+    for family in dict.fromkeys(family for family, _ in pairs):
+        for case in cases_by_tokens(FAMILIES[family]):
+            if not options.quick or case.plan == SHARED.name:
+                yield case, BY_TOKENS[case.plan]
+
+
 def _staged(
     pairs: list[tuple[str, str]], options: argparse.Namespace
 ) -> Iterator[tuple[Case, Named]]:
@@ -151,7 +173,7 @@ def _staged(
 
 
 def _in_order(rows: dict[tuple[str, str, str], Row]) -> list[Row]:
-    names, ways, plans = list(FAMILIES), list(WAYS), list(PLANS)
+    names, ways, plans = list(FAMILIES), list(WAYS), [*PLANS, *BY_TOKENS]
 
     def place(row: Row) -> tuple[int, int, int]:
         plan = plans.index(row.plan) if row.plan in plans else 0
