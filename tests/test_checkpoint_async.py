@@ -46,8 +46,6 @@ def test_it_is_complete_before_anybody_waits(rank: int, tmp_path: Path) -> None:
         time.sleep(0.01)
     pending.wait()
     load(model, optimizer, tmp_path / "alone")
-    store = pending._job._store
-    assert not any(store.check([str(i)]) for i in range(3))  # it keeps nothing of it
 
 
 @on_ranks(3)

@@ -21,8 +21,8 @@ from shardhet.checkpoint.format.errors import CheckpointError
 from shardhet.checkpoint.format.reading import SavedCheckpoint
 from shardhet.checkpoint.loading import CALL as LOADS
 from shardhet.checkpoint.loading import load
-from shardhet.checkpoint.saving import CALL as SAVES
 from shardhet.checkpoint.saving import PendingSave, save, save_async, wait_for_pending
+from shardhet.checkpoint.state.job import CALL as SAVES
 from shardhet.checkpoint.state.optimizer_state import Optimizers
 from shardhet.checkpoint.state.ranks import Ranks, step_of
 

@@ -2,24 +2,18 @@
 
 Order of collectives (all ranks, in this order; "checkpoint.save" is their name):
 
-    0  of the previous save of this model, if it has not been waited for: its 4 and 5
+    0  of the previous save of this model, if it has not been waited for: its 4
     1  all ranks have come; then every rank says what it holds, or why it cannot be saved
     2  rank zero has made the unfinished folder; if asynchronous, every rank has its copies
-    3  no collective: every rank writes one file, in a thread if asynchronous
-    4  every rank says what it has written
-    5  rank zero has completed the folder (metadata, plan, manifest, rename)
-
-An asynchronous save leaves its reports of 3 in the rendezvous store as well, where rank zero's
-thread finds them: the folder is then complete before anybody waits, and 4 and 5 only say so.
-The thread makes no collective call, so that it never comes between those of the model.
+    3  every rank has written one file, and rank zero has completed the folder (metadata, plan,
+       manifest, rename); if asynchronous in a thread, over a channel of its own
+    4  if asynchronous, when it is waited for: every rank says what has failed
 
 Lifetimes: ``save`` writes the model's own tensors while all ranks are in the call.
 ``save_async`` copies them to host memory before it returns; the copies are freed once they
 are written.
 """
 
-import uuid
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,14 +21,12 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from shardhet.checkpoint.format import files
-from shardhet.checkpoint.format.entries import Holding, check_agree
+from shardhet.checkpoint.format.entries import check_agree
 from shardhet.checkpoint.state.held import Held
-from shardhet.checkpoint.state.job import Job
+from shardhet.checkpoint.state.job import CALL, Job
 from shardhet.checkpoint.state.optimizer_state import Optimizers
 from shardhet.checkpoint.state.ranks import Ranks, check_order
 from shardhet.comm.progress import phase
-
-CALL = "checkpoint.save"
 
 
 @phase(CALL)
@@ -62,7 +54,7 @@ def save(
     Raises ``CheckpointError`` on every rank, for what cannot be saved before anything is
     written; ``path`` is then as it was.
     """
-    _start(model, optimizer, path, extra, is_async=False).wait()
+    _begin(model, optimizer, path, extra, is_async=False).run()
 
 
 @phase(CALL)
@@ -79,18 +71,19 @@ def save_async(
     load of ``model`` waits for this one, and raises if it has failed.  Wait for the last one
     before the program ends.
     """
-    return _start(model, optimizer, path, extra, is_async=True)
+    job = _begin(model, optimizer, path, extra, is_async=True)
+    pending = _pending[model] = PendingSave(Path(path).absolute(), model, job)
+    job.start()
+    return pending
 
 
 class PendingSave:
     """A checkpoint that is being written."""
 
-    def __init__(self, path: Path, ranks: Ranks, model: nn.Module, job: "Job") -> None:
+    def __init__(self, path: Path, model: nn.Module, job: Job) -> None:
         self.path = path
-        self._ranks = ranks
         self._model = model
-        self._job = job
-        self._is_over = False
+        self._job: Job | None = job
 
     @phase(CALL)
     def wait(self) -> None:
@@ -98,20 +91,11 @@ class PendingSave:
 
         Raises ``CheckpointError`` on every rank if any rank could not write.
         """
-        if self._is_over:
-            return
-        self._is_over = True
+        job, self._job = self._job, None
         if _pending.get(self._model) is self:
             del _pending[self._model]
-        try:
-            reports = self._ranks.exchange(self._job.written(), call=CALL)
-        finally:
-            self._job.stop()
-        try:
-            self._ranks.agree(lambda: self._job.complete(reports), call=CALL)
-        finally:
-            self._job.clear()  # rank zero has read everything
-        self._ranks.raise_if_any([(report.rank, report.failure) for report in reports])
+        if job is not None:
+            job.wait()
 
 
 # By model, until somebody has waited for it.
@@ -125,14 +109,14 @@ def wait_for_pending(model: nn.Module) -> None:
         pending.wait()
 
 
-def _start(
+def _begin(
     model: nn.Module,
     optimizer: Optimizers,
     path: str | Path,
     extra: Any,
     *,
     is_async: bool,
-) -> PendingSave:
+) -> Job:
     check_order(CALL, model, path)
     wait_for_pending(model)
     ranks = Ranks(model)
@@ -141,27 +125,15 @@ def _start(
     held = Held(ranks)
     holdings = ranks.agree(lambda: held.collect(model, optimizer, path, extra), call=CALL)
 
-    def begin() -> str | None:
-        topic = _begin(holdings, path, ranks)
+    def begin() -> bool:
+        check_agree(holdings)
+        if ranks.is_writer:
+            files.begin(path)
         if is_async:
             held.copy()
-        return topic
+        return ranks.is_writer
 
-    topics = ranks.agree(begin, call=CALL)
-    [(writer, topic)] = [(i, each) for i, each in enumerate(topics) if each is not None]
-    job = Job(path, ranks, held, holdings, writer=writer)
-    if is_async:
-        job.start(topic)
-    else:
-        job.write()
-    pending = _pending[model] = PendingSave(path, ranks, model, job)
-    return pending
-
-
-def _begin(holdings: Sequence[Holding], path: Path, ranks: Ranks) -> str | None:
-    """Check that ranks agree, and on rank zero make the folder; a name for this save."""
-    check_agree(holdings)
-    if not ranks.is_writer:
-        return None
-    files.begin(path)
-    return f"checkpoint_{uuid.uuid4().hex}"
+    writer = ranks.agree(begin, call=CALL).index(True)
+    description = held.described(holdings, writer)
+    channel = ranks.side_channel(CALL) if is_async else None
+    return Job(path, ranks, held, description, leads=ranks.is_writer, channel=channel)

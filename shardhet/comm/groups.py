@@ -5,6 +5,7 @@ import os
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from hashlib import sha1
 from importlib.metadata import entry_points
 from typing import Self
@@ -160,11 +161,13 @@ def new_group(
     *,
     backend: str,
     ranks: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
 ) -> dist.ProcessGroup:
     """A new group of the same processes, or of ``ranks`` of ``group`` (all of which call).
 
-    It waits as long as ``group`` does with tensors on ``device``.  Every group is made here,
-    and nothing but its own ranks has to call: see ``count_alike`` and ``_without_splitting``.
+    It waits for ``timeout``, or as long as ``group`` does with tensors on ``device``.  Every
+    group is made here, and nothing but its own ranks has to call: see ``count_alike`` and
+    ``_without_splitting``.
     """
     if backend == "nccl":
         os.environ.setdefault(PRIORITY_OF_NCCL, "1")
@@ -175,7 +178,7 @@ def new_group(
     with _without_splitting(size), _named_by_count():
         made = dist.new_group(
             world_ranks if ranks is None else [world_ranks[rank] for rank in ranks],
-            timeout=timeout_of(group, device),
+            timeout=timeout or timeout_of(group, device),
             backend=backend,
             use_local_synchronization=True,
         )
@@ -193,7 +196,8 @@ def side_channel(channel: Channel) -> Channel:
         return Channel(None, channel.rank_by_position, channel.position)
     host = torch.device("cpu")
     count_alike(group, host)
-    new = new_group(group, host, backend="gloo")
+    # One rank's disk may take hours longer than another's.  A peer that ends breaks it at once.
+    new = new_group(group, host, backend="gloo", timeout=timedelta(days=7))
     made = Channel(new, channel.rank_by_position, channel.position)
     _side_channels.add(made)
     return made

@@ -6,20 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from shardhet.comm.channel import Channel
 from shardhet.comm.failure import ADVICE, holder_of
 
 LIMIT_S = 1800.0  # as torch's for a collective
 SECONDS_BETWEEN_LOOKS = 0.05
-
-
-def store_of(channel: Channel, topic: str) -> Any:
-    """Where the processes of ``channel`` leave texts about ``topic``, which is used once."""
-    group: Any = channel.group
-    store = HashStore() if group is None else group.get_group_store()
-    return PrefixStore(f"shardhet_{topic}_", store)
 
 
 def from_first_rank(key: str, make: Callable[[], str], *, what: str) -> str:

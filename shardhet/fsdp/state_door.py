@@ -10,7 +10,6 @@ from torch.nn.modules.module import _IncompatibleKeys
 from shardhet.comm import devices
 from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME, Channel
 from shardhet.comm.groups import side_channel
-from shardhet.comm.store import store_of
 from shardhet.fsdp.door import keep_out_arguments, loads_by_itself, stand_ins, watch_inside
 from shardhet.fsdp.params.row_group import RowGroup
 from shardhet.fsdp.params.state import (
@@ -185,10 +184,6 @@ class ModuleWithState(ModuleOfRows):
         with self._peers.guard(call):
             self._control.enter(call, within_s=within_s)
             return self._control.exchange_objects(value)
-
-    def text_store(self, topic: str) -> Any:
-        """Where the ranks of this model leave texts for each other without a collective."""
-        return store_of(self._control, topic)
 
     def side_channel(self) -> Channel:
         """A channel over gloo among the ranks of this model, for a thread.  Collective."""

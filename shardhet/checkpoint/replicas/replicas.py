@@ -32,7 +32,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -45,12 +44,11 @@ from shardhet.checkpoint.loading import load_from
 from shardhet.checkpoint.replicas.copying import Copying
 from shardhet.checkpoint.replicas.nodes import node_name
 from shardhet.checkpoint.replicas.source import DamagedFile, DamagedReplicaError, find
-from shardhet.checkpoint.saving import CALL as SAVES
 from shardhet.checkpoint.saving import wait_for_pending
 from shardhet.checkpoint.state.held import Held
+from shardhet.checkpoint.state.job import CALL as SAVES
 from shardhet.checkpoint.state.optimizer_state import Optimizers
 from shardhet.checkpoint.state.ranks import Ranks, step_of
-from shardhet.comm.channel import Channel
 from shardhet.comm.on_host.memory import available_bytes
 from shardhet.comm.progress import phase
 from shardhet.records.nodes import Nodes, keepers
@@ -91,7 +89,6 @@ class Replicas:
         """
         self.folder = Path(folder).absolute()
         self._copying: Copying | None = None
-        self._channels: WeakKeyDictionary[nn.Module, Channel | None] = WeakKeyDictionary()
         self.bytes_by_node: tuple[int, ...] = ()  # of the last replica, copies included
 
     @property
@@ -151,13 +148,13 @@ class Replicas:
         ranks.agree(begin, call=SAVES)
         [writer] = [i for i, offer in enumerate(offers) if offer.is_writer]
         self._copying = Copying(
-            path=path,
-            ranks=ranks,
-            held=held,
-            description=held.described(holdings, writer),
+            path,
+            ranks,
+            held,
+            held.described(holdings, writer),
             leads=nodes.leads(ranks.position),
+            channel=ranks.side_channel(str(self.folder)),
             keeper_of=keeper_of,
-            channel=self._channel(model, ranks),
             remove_others=lambda: self._remove(lambda each: each != step),
         )
         self._copying.start()
@@ -169,11 +166,8 @@ class Replicas:
         Raises ``CheckpointError`` on every rank if a file could not be written.
         """
         copying, self._copying = self._copying, None
-        if copying is None:
-            return
-        copying.join()
-        ranks = Ranks(model)
-        ranks.raise_if_any(ranks.exchange((ranks.rank, copying.failure), call=SAVES))
+        if copying is not None:
+            copying.wait()
 
     @phase(LOADS)
     def load_latest(
@@ -193,7 +187,7 @@ class Replicas:
         self.wait(model)
         wait_for_pending(model)
         ranks.meet(LOADS)
-        channel = self._channel(model, ranks)
+        channel = ranks.side_channel(str(self.folder))
         damaged: set[DamagedFile] = set()
         while True:
             source = find(self.folder, ranks, checkpoints, channel, damaged)
@@ -243,11 +237,6 @@ class Replicas:
             has_version=bool(files.steps_in(self.folder)),
             is_writer=ranks.is_writer,
         )
-
-    def _channel(self, model: nn.Module, ranks: Ranks) -> Channel | None:
-        if model not in self._channels:
-            self._channels[model] = ranks.side_channel()
-        return self._channels[model]
 
     def _remove(self, is_old: Callable[[int], bool]) -> None:
         for step in filter(is_old, files.steps_in(self.folder)):

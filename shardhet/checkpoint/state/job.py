@@ -1,114 +1,109 @@
-"""The writing of one checkpoint on one rank: its file, and on rank zero the whole folder."""
+"""The writing of one checkpoint by its ranks: of one folder for all, or of one on each node.
 
-import threading
-import time
-from collections.abc import Sequence
-from contextlib import suppress
+Order of collectives, over a channel of their own if a thread makes them:
+
+    every rank has written its own file
+    rank zero has described the checkpoint, given what all have written
+    every rank has passed its file on (``replicas.copying``)
+    every folder has its name
+
+What fails on any rank is raised on all of them, and unfinished folders are removed.
+"""
+
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from shardhet.checkpoint.format import files
-from shardhet.checkpoint.format.entries import Holding
+from shardhet.checkpoint.format.description import Description
 from shardhet.checkpoint.format.errors import CheckpointError, in_words
 from shardhet.checkpoint.format.writing import Report, write_rank_file
 from shardhet.checkpoint.state.held import Held
 from shardhet.checkpoint.state.ranks import Ranks
 from shardhet.checkpoint.threads import Thread
+from shardhet.comm.channel import Channel, join
+from shardhet.comm.groups import break_connections
 
-SECONDS_BETWEEN_LOOKS = 0.02
+CALL = "checkpoint.save"
 
 
 class Job:
-    """The writing of one checkpoint on one rank, here or in a thread."""
+    """The writing of one checkpoint on one rank."""
 
     def __init__(
-        self, path: Path, ranks: Ranks, held: Held, holdings: Sequence[Holding], *, writer: int
+        self,
+        path: Path,
+        ranks: Ranks,
+        held: Held,
+        description: Description,
+        *,
+        leads: bool,
+        channel: Channel | None = None,
     ) -> None:
+        """``leads``: whether this rank completes a folder ``path``; ``channel``: for a thread,
+        whose ``held`` are copies.
+        """
         self._path = path
         self._ranks = ranks
+        self._among = ranks if channel is None else ranks.over(channel)
+        self._channel = channel
         self._held: Held | None = held
-        self._description = held.described(holdings, writer)
-        self._report: Report | None = None
-        self._is_over, self._failure = False, ""  # of rank zero's part, and how it failed
-        self._has_written = threading.Event()
-        self._stops = threading.Event()
+        self._description = description
+        self._leads = leads
+        self._failure: str | None = None  # in the thread
         self._thread: Thread | None = None
-        self._store: Any = None
 
-    def start(self, topic: str) -> None:
-        """Write in a thread, and on rank zero complete the folder there."""
-        self._store = self._ranks.store(topic)
+    def start(self) -> None:
+        """Write in a thread."""
         name = f"writes {self._path.name}"
-        self._thread = Thread(self._run, name=name, stop=self._stops.set)
+        self._thread = Thread(self._run_apart, name=name, stop=self._break)
         self._thread.start()
 
-    def write(self) -> None:
-        """Write this rank's file; a failure is in the report."""
-        assert self._held is not None
-        try:
-            self._report = write_rank_file(
-                files.unfinished_path(self._path),
-                self._description.entries,
-                self._held.content,
-                rank=self._ranks.rank,
-                position=self._ranks.position,
-            )
-        finally:
-            self._held = None  # frees the copies
-            self._has_written.set()
+    def wait(self) -> None:
+        """Wait until the thread has ended.  Collective.
 
-    def written(self) -> Report:
-        """The report, once there is one."""
-        self._has_written.wait()
-        return self._report or Report(rank=self._ranks.rank, failure="its thread has ended")
-
-    def stop(self) -> None:
-        """End the thread: rank zero's need not look for reports any longer."""
-        self._stops.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def clear(self) -> None:
-        """Take this rank's report out of the store."""
-        if self._store is not None:
-            with suppress(RuntimeError):  # some kinds of store keep what they have
-                self._store.delete_key(str(self._ranks.position))
-
-    def _run(self) -> None:
-        self.write()
-        store, keys = self._store, [str(i) for i in range(self._ranks.world_size)]
-        with suppress(RuntimeError):  # the store may be gone; whoever waits finds out
-            store.set(str(self._ranks.position), self.written().to_json())
-            while self._ranks.is_writer and not self._stops.is_set():
-                if store.check(keys):
-                    with suppress(Exception):  # kept as the failure
-                        texts = store.multi_get(keys)
-                        self.complete([Report.from_json(text) for text in texts])
-                    break
-                time.sleep(SECONDS_BETWEEN_LOOKS)
-
-    def complete(self, reports: Sequence[Report]) -> None:
-        """On rank zero, and once: give the folder its name, or remove it after a failure.
-
-        Raises what went wrong in that, each time.
+        Raises ``CheckpointError`` on every rank if any rank could not write.
         """
-        if not self._ranks.is_writer:
-            return
-        if not self._is_over:
-            self._is_over = True
-            try:
-                self._complete(reports)
-            except Exception as error:
-                files.give_up(self._path)
-                self._failure = in_words(error)
-        if self._failure:
-            raise CheckpointError(self._failure)
+        assert self._thread is not None
+        join(self._thread)
+        ranks = self._ranks
+        ranks.raise_if_any(ranks.exchange((ranks.rank, self._failure), call=CALL))
 
-    def _complete(self, reports: Sequence[Report]) -> None:
-        if any(report.failure is not None for report in reports):
-            files.give_up(self._path)
-            return
-        folder = files.unfinished_path(self._path)
-        for name, text in self._description.texts(reports).items():
-            files.write_file(folder / name, text)
-        files.complete(self._path)
+    def run(self) -> None:
+        """Write here.  Collective; raises ``CheckpointError`` on every rank if it fails."""
+        among, is_writer = self._among, self._ranks.position == self._description.writer
+        try:
+            reports = among.agree(self._write, call=CALL)
+            texts = among.agree(
+                lambda: self._description.texts(reports) if is_writer else {}, call=CALL
+            )
+            among.agree(lambda: self._pass_on(reports), call=CALL)
+            among.agree(lambda: self._complete(texts[self._description.writer]), call=CALL)
+        except CheckpointError:
+            if self._leads:
+                files.give_up(self._path)
+            raise
+
+    def _run_apart(self) -> None:
+        try:
+            self.run()
+        except Exception as error:
+            self._failure = in_words(error)
+
+    def _break(self) -> None:
+        if self._channel is not None:
+            break_connections(self._channel)
+
+    def _write(self) -> Report:
+        assert self._held is not None
+        content, self._held = self._held.content, None  # frees the copies at the end
+        folder, entries = files.unfinished_path(self._path), self._description.entries
+        return write_rank_file(folder, entries, content, position=self._ranks.position)
+
+    def _pass_on(self, reports: Sequence[Report]) -> None:
+        """Nothing: all ranks write to one folder.  Must not raise before a collective."""
+
+    def _complete(self, texts: Mapping[str, bytes]) -> None:
+        if self._leads:
+            for name, text in texts.items():
+                files.write_file(files.unfinished_path(self._path) / name, text)
+            files.complete(self._path)

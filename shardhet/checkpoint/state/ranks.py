@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from copy import copy
+from typing import Any, Self, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from shardhet.checkpoint.format.errors import CheckpointError, in_words
 from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME, Channel
-from shardhet.comm.store import store_of
 from shardhet.fsdp import HetFSDP
 
 T = TypeVar("T")
@@ -38,6 +39,7 @@ class Ranks:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model if isinstance(model, HetFSDP) else None
+        self._channel: Channel | None = None  # in place of the model's own
         self.rank = 0 if self._model is None else self._model.rank
         self.position = 0 if self._model is None else self._model.position
         self.world_size = 1 if self._model is None else self._model.plan.world_size
@@ -49,6 +51,8 @@ class Ranks:
 
     def exchange(self, value: Any, *, call: str, within_s: float | None = None) -> list[Any]:
         """Every rank's ``value`` (picklable), by position.  Collective."""
+        if self._channel is not None:
+            return self._channel.exchange_objects(value)
         if self._model is None:
             return [value]
         return self._model.exchange_objects(value, call=call, within_s=within_s)
@@ -91,12 +95,23 @@ class Ranks:
         also = f" (ranks {others} failed too)" if others and not is_shared else ""
         raise CheckpointError(f"{named}{also}") from cause
 
-    def store(self, topic: str) -> Any:
-        """Where these ranks leave each other texts about ``topic`` without a collective."""
-        if self._model is None:
-            return store_of(Channel(None, (0,), 0), topic)
-        return self._model.text_store(topic)
+    def side_channel(self, topic: str) -> Channel | None:
+        """The channel among these ranks for threads of one topic; None for a plain module.
 
-    def side_channel(self) -> Channel | None:
-        """A new channel among these ranks; None for a plain module.  Collective."""
-        return None if self._model is None else self._model.side_channel()
+        It is made on first use.  Collective.
+        """
+        if self._model is None:
+            return None
+        made = _side_channels.setdefault(self._model, {})
+        if topic not in made:
+            made[topic] = self._model.side_channel()
+        return made[topic]
+
+    def over(self, channel: Channel) -> Self:
+        """These ranks, for a thread that exchanges over ``channel``."""
+        other = copy(self)
+        other._channel = channel
+        return other
+
+
+_side_channels: WeakKeyDictionary[HetFSDP, dict[str, Channel]] = WeakKeyDictionary()
