@@ -68,37 +68,6 @@ def test_speed_is_judged_against_both_opponents() -> None:
     assert [bar.holds for bar in speed.bars(ledger.rows)] == [False, True, True]
 
 
-def test_a_part_that_did_not_finish_leaves_a_table_without_what_is_missing() -> None:
-    results, accumulation = own("results"), own("accumulation")
-    ledger = results.Ledger(None)
-    results.Recorder("accumulation", ledger.add)("HetFSDP, l = 4", "step", 0.5, "s")
-    [table] = accumulation.tables(ledger.rows)
-    assert table.rows == [["HetFSDP, l = 4", "500.0 (500.0-500.0)", "", ""]]
-    assert accumulation.bars(ledger.rows) == []
-
-
-def test_overhead_is_what_a_step_takes_beyond_its_microbatches() -> None:
-    results, accumulation = own("results"), own("accumulation")
-    ledger = results.Ledger(None)
-    record = results.Recorder("accumulation", ledger.add)
-    record(accumulation.COMPUTE_CASE, accumulation.COMPUTE, 0.1, "s")
-    record("FSDP2, l = 4", accumulation.STEP, 0.5, "s")
-    assert accumulation.overhead_s(ledger.rows, "FSDP2, l = 4") == pytest.approx(0.1)
-
-
-def test_the_picture_shows_what_was_measured(tmp_path: Path) -> None:
-    results, accumulation = own("results"), own("accumulation")
-    ledger = results.Ledger(None)
-    record = results.Recorder("accumulation", ledger.add)
-    accumulation.draw(ledger.rows, tmp_path / "nothing.png")
-    assert not (tmp_path / "nothing.png").exists()
-    record(accumulation.COMPUTE_CASE, accumulation.COMPUTE, 0.1, "s")
-    for count in accumulation.COUNTS:
-        record(f"HetFSDP, l = {count}", accumulation.STEP, 0.1 * count + 0.05, "s")
-    accumulation.draw(ledger.rows, tmp_path / "some.png")
-    assert (tmp_path / "some.png").exists()
-
-
 def test_plans_of_streams_share_one_global_batch() -> None:
     streams = own("streams")
     for world_size in streams.WORLDS:

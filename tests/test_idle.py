@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.pipelines.brute_force.instances import drawn
 from shardhet.planner import Demands, DeviceLimits, PlanError, PlanSolution, solve
 from shardhet.planner.advice.explain import Situation, larger_situations
 from shardhet.planner.idle import PartSearch, active_positions, with_idle
@@ -24,6 +23,7 @@ from shardhet.records.workload import Workload
 from shardhet.simulator.simulation import simulate
 from shardhet.simulator.timeline import Work
 from tests.made_up import collectives
+from tests.pipeline_problems import drawn
 from tests.selection import one_in
 from tests.test_fewer import SLOW_LINKS, setting_of
 

@@ -19,6 +19,7 @@ from shardhet.planner.search.search import (
     search,
 )
 from tests.planning_problems import SEARCHED, BruteForce, random_problem, recomputed_objective
+from tests.recorded_plans import SEEDS, record_of, recorded
 from tests.selection import one_in
 
 NUM_BLOCKS, PROBLEMS_PER_BLOCK = 3, 100
@@ -79,6 +80,18 @@ def test_the_search_equals_brute_force(block: int, differ: bool) -> None:
         assert found.relative_gap <= 1e-9
     assert num_solved > 0.9 * number
     assert num_few > 0  # others have more than can be looked at
+
+
+@pytest.mark.parametrize("stride", one_in(2, [12, 1]))
+def test_objectives_are_those_that_were_recorded(stride: int) -> None:
+    """Of 240; ``python -m tests.recorded_plans`` writes all anew."""
+    by_seed = {each.seed: each for each in recorded()}
+    assert list(by_seed) == list(SEEDS)
+    for seed in SEEDS[::stride]:
+        found, before = record_of(seed), by_seed[seed]
+        assert found.lower_bound_s == pytest.approx(before.lower_bound_s, rel=1e-9)
+        # Equal objectives, but shares of other assignments round to other rows.
+        assert found.step_time_s == pytest.approx(before.step_time_s, rel=1e-6)
 
 
 @pytest.mark.campaign  # the other comparison stays

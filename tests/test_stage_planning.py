@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from experiments.pipelines.brute_force.instances import drawn
 from shardhet.apps.plan import DOOR as PLAN_DOOR
 from shardhet.apps.plan import main as plan_main
 from shardhet.apps.planning import stages as stages_report
@@ -54,6 +53,7 @@ from shardhet.simulator.pipeline import (
 from shardhet.simulator.simulation import timeline_of
 from shardhet.simulator.stages import price_of, with_units
 from shardhet.simulator.timeline import RankTimeline, Timeline, Work
+from tests.pipeline_problems import drawn
 from tests.selection import one_in
 
 WORKLOAD = Workload.transformer(

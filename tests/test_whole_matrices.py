@@ -1,9 +1,5 @@
-"""Matrices that one rank stores whole: optimizers that need them train as in one process.
+"""Matrices that one rank stores whole: optimizers that need them train as in one process."""
 
-SHARDHET_WHOLE_CASES=200 draws more cases than the ordinary ones.
-"""
-
-import os
 import random
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -26,7 +22,7 @@ from tests.worlds import run_ranks, run_ranks_expecting_failure
 
 BATCH = 6  # samples of a step
 NUM_STEPS = 5
-NUM_CASES = int(os.environ.get("SHARDHET_WHOLE_CASES", "40"))
+NUM_CASES = 40
 
 
 class Soap(optim.Optimizer):
@@ -76,11 +72,10 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
 
 def two_optimizers(model: nn.Module, kind: str) -> list[optim.Optimizer]:
     """That kind for the blocks' matrices, AdamW for the rest."""
-    make = KINDS.get(kind) or partial(of_package, kind)
     chosen = {id(param): param for param in matrices(model)}
     rest = [param for param in model.parameters() if id(param) not in chosen]
     # An eps that differences of rounding are small to.
-    return [make([*chosen.values()], lr=0.02), optim.AdamW(rest, lr=0.01, eps=1e-3)]
+    return [KINDS[kind]([*chosen.values()], lr=0.02), optim.AdamW(rest, lr=0.01, eps=1e-3)]
 
 
 KINDS: dict[str, Callable[..., Any]] = {
@@ -88,18 +83,6 @@ KINDS: dict[str, Callable[..., Any]] = {
     "adafactor": optim.Adafactor,
     "soap": Soap,
 }
-
-
-def of_package(kind: str, params: Iterable[Any], lr: float) -> optim.Optimizer:
-    """One that another package has."""
-    if kind == "transformers adafactor":
-        from transformers.optimization import Adafactor
-
-        return Adafactor(params, lr=lr, relative_step=False)
-    from pytorch_optimizer import Shampoo
-
-    assert kind == "shampoo"
-    return Shampoo(params, lr=lr)
 
 
 def draw_plan(draw: random.Random, world_size: int = 0, *, has_stages: bool = False) -> Plan:

@@ -1,8 +1,8 @@
 """Rows of drawn instances, one per seed, in one file that several processes add to.
 
-python -m experiments.pipelines.brute_force.run                      # goes on with results.csv
-python -m experiments.pipelines.brute_force.run --seeds 600 750      # a part of it
-python -m experiments.pipelines.brute_force.run --seeds 0 4 --only-show   # writes nothing
+python -m experiments.sentences.run                      # goes on with results.csv
+python -m experiments.sentences.run --seeds 600 750      # a part of it
+python -m experiments.sentences.run --seeds 0 4 --only-show   # writes nothing
 """
 
 import argparse

@@ -7,7 +7,7 @@ python -m experiments.gpu.run --rehearse    a few minutes, no GPU: every part
 python -m experiments.gpu.run --only memory --only reads
 
 Every number is in FOLDER/results.csv before the next one is measured.  The folder gets at most
-five files: that, README.md, failures.txt, trace.json.gz and accumulation.png.
+four files: that, README.md, failures.txt and trace.json.gz.
 """
 
 import argparse
@@ -33,7 +33,6 @@ from experiments.common.results import (
     console,
 )
 from experiments.gpu import (
-    accumulation,
     checks,
     machine,
     memory,
@@ -102,7 +101,6 @@ PARTS = (
     Part(speed.NAME, speed.run, speed.tables, speed.bars, 110),
     Part(memory.NAME, memory.run, memory.tables, memory.bars, 50),
     Part(prediction.NAME, prediction.run, prediction.tables, prediction.bars, 60),
-    Part(accumulation.NAME, accumulation.run, accumulation.tables, accumulation.bars, 70),
     Part(checks.COMPILE, checks.compiled, checks.compile_tables, checks.compile_bars, 60),
 )
 
@@ -304,12 +302,9 @@ class Report:
                 file.write(f"{said}\n{more}\n")
 
     def close(self) -> None:
-        """All bars, and the picture."""
+        """All bars."""
         self.page.table("Bars", BAR_HEADER, self._bar_cells)
         self.page.write_block()
-        if self._out is not None:
-            rows = [row for row in self._ledger.rows if row.part == accumulation.NAME]
-            accumulation.draw(rows, self._out / "accumulation.png")
 
 
 if __name__ == "__main__":
