@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
+from shardhet.fsdp.tokens.law import NotByTokensError, by_tokens
 from shardhet.models.decoder import Decoder
 from tests.beside import Beside
 from tests.small_models import WIDTH, kind, small_decoder
@@ -98,6 +99,21 @@ def test_what_cannot_be_cut_into_tiles_keeps_no_arguments(rank: int) -> None:
         assert all(each() is None for each in seen)
     finally:
         gc.enable()
+
+
+def test_a_try_that_fails_keeps_nothing() -> None:
+    """Its graph holds a hook, which holds no graph."""
+
+    def mixed(x: Tensor) -> Tensor:
+        return linear(x).softmax(1)
+
+    linear, x = nn.Linear(3, 3), torch.randn(1, 8, 3)
+    alive = ref(x.untyped_storage())
+    with pytest.raises(NotByTokensError, match="depends for one token"):
+        by_tokens("mixed", linear, mixed, ((x,), {}))
+    del x
+    gc.collect()
+    assert alive() is None
 
 
 @on_ranks(1)

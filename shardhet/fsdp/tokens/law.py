@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -153,8 +154,10 @@ class _Try:
         held = self._held()
         # A device that shares samples tries what it computes alone, without the others.
         with self._recording(), attending_by(attention):
-            hooks = torch.autograd.graph.saved_tensors_hooks(self._note, lambda kept: kept)
-            with hooks:
+            # A graph holds its hooks: by a method of this, which holds the graph, neither
+            # would ever be freed.
+            note = partial(_note, self.kept)
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
                 whole = self._run(self.inputs[1], None)
             parts = [self.run_piece(i) for i in (0, 1)] if not together else []
             if together:
@@ -342,9 +345,10 @@ class _Try:
         }
         return found | {name: each._version for name, each in self.module.named_buffers()}
 
-    def _note(self, saved: Tensor) -> Tensor:
-        self.kept[_storage(saved)] = _bytes(saved)
-        return saved
+
+def _note(kept: dict[int, int], saved: Tensor) -> Tensor:
+    kept[_storage(saved)] = _bytes(saved)
+    return saved
 
 
 class _DropsNothing(Watcher):
