@@ -12,14 +12,12 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from shardhet.apps.plan import DOOR as PLAN_DOOR
 from shardhet.apps.plan import main as plan_main
-from shardhet.apps.planning import stages as stages_report
 from shardhet.apps.planning.inputs import load as plan_load
 from shardhet.apps.planning.inputs import read_request
-from shardhet.apps.planning.stages import PipelineReport, show_pipeline, units_in_short
+from shardhet.apps.planning.stages import Rivals, rival_lines, units_in_short
 from shardhet.apps.simulate import main as simulate_main
 from shardhet.config.planning import Inputs, PlannerConf
 from shardhet.planner import Demands, solve
@@ -43,9 +41,9 @@ from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.schedule import LaunchKind
 from shardhet.records.workload import Workload
 from shardhet.simulator.pipeline import (
+    Hop,
     StageTimes,
-    hop_between,
-    hop_s,
+    hop_of,
     least_pipeline_s,
     link_between,
     pipeline_s,
@@ -166,14 +164,15 @@ def test_what_has_no_gradient_is_priced_one_way() -> None:
     ]
     masked = replace(setting, workload=replace(setting.workload, kinds=tuple(kinds)))
     [block, *_] = [unit for unit in masked.workload.units if unit.kind == "block"]
-    hop, before = (hop_between(each, (0,), (1,), block, 3) for each in (masked, setting))
+    link = link_between(setting.cluster, (0,), (1,))
+    hop, before = (hop_of(link, each.workload, block, 3) for each in (masked, setting))
     assert (hop.nbytes, hop.back_bytes) == (2 * before.nbytes, before.nbytes)
     assert (hop.back_s, before.back_s) == (before.seconds, before.seconds)
     assert hop.seconds > 1.5 * hop.back_s
     saved = Workload.from_json(masked.workload.to_json())
     assert saved == masked.workload
     [first, *_] = setting.workload.units
-    assert hop_between(setting, (0,), (1,), first, 3).back_s == 0  # tokens
+    assert hop_of(link, setting.workload, first, 3).back_s == 0  # tokens
 
 
 def test_more_in_flight_hide_a_slow_link() -> None:
@@ -196,7 +195,8 @@ def test_messages_take_all_of_the_slowest_link_and_nodes_have_cables_of_their_ow
     assert link_between(cluster, (0,), (1,)) == (FAST, 1)
     assert link_between(cluster, (0, 1), (2, 3)) == (SLOW, 1)
     assert link_between(cluster, (0, 2), (3, 4)) == (SLOW, 2)
-    assert hop_s((SLOW, 2), 4e8) == pytest.approx(1e-4 + 1.0)
+    hop = Hop(link=SLOW, num_links=2, nbytes=4 * 10**8, back_bytes=0)
+    assert (hop.seconds, hop.back_s) == (pytest.approx(1e-4 + 1.0), 0.0)
     with pytest.raises(ValueError, match="between_nodes is not stated"):
         link_between(cluster_of(("Tesla T4",), ("Tesla T4",), between=None), (0,), (1,))
 
@@ -268,8 +268,7 @@ def test_stages_keep_on_hosts_what_does_not_fit_on_devices() -> None:
     assert not any(rank.inputs_on_host for rank in ranks)  # they would gain nothing
     price = price_of(found.plan, setting, smaller)
     assert price.step_time_s == found.step_time_s
-    predicted = [rank for stage in found.stages for rank in stage.solution.predicted.ranks]
-    assert [e.memory for e in price.ranks] == [e.memory for e in predicted]
+    assert [e.memory for e in price.ranks] == [e.memory for e in found.predicted.ranks]
 
 
 @pytest.mark.campaign  # the search's own test stays
@@ -571,10 +570,12 @@ def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
     assert found is not None
     assert found.lower_bound_s <= best_s * (1 + 1e-9)
     assert found.step_time_s <= best_s * 1.01
-    for stages in orders_of_stages(setting.cluster, 3):
-        trials = all_trials(search, stages)
-        least_s = min(search.seconds_of(stages, trial) for trial in trials)
-        assert search.speeds.least_step_s(stages) <= least_s * (1 + 1e-9)
+    least_s = min(
+        search.expected.least_s(stages, trial)
+        for stages in orders_of_stages(setting.cluster, 3)
+        for trial in all_trials(search, stages)
+    )
+    assert least_s <= best_s * (1 + 1e-9)
 
 
 @pytest.mark.campaign  # ten seconds of searches
@@ -661,7 +662,9 @@ def test_the_bound_holds_for_stages_that_are_faster_than_the_whole() -> None:
     setting = derived(cluster_of(CARDS[:1] * 4, CARDS[:1] * 4))
     search = searched(setting, 64)
     halves = (0, 1, 2, 3), (4, 5, 6, 7)
-    assert search.speeds.least_of_any_s() <= search.speeds.least_step_s(halves)
+    trials = all_trials(search, halves)
+    least_s = min(search.expected.least_s(halves, each) for each in trials)
+    assert search.speeds.least_of_any_s() <= least_s
 
 
 def test_the_plan_is_one_that_can_run() -> None:
@@ -676,8 +679,7 @@ def test_the_plan_is_one_that_can_run() -> None:
     assert Plan.from_json(plan.to_json()) == plan
     devices = setting.cluster.devices
     assert [rank.device for rank in plan.ranks] == [devices[i] for i in sum(found.groups, ())]
-    for stage in found.stages:
-        assert stage.solution.fits
+    assert all(rank.fits for rank in found.predicted.ranks)
 
 
 def seconds_beside_collectives(rank: RankTimeline, timeline: Timeline) -> float:
@@ -698,15 +700,15 @@ def test_a_plan_that_was_found_is_simulated_as_the_search_priced_it(seed: int) -
     price = price_of(
         found.plan, setting, lambda positions: derived(setting.cluster.only(positions))
     )
-    ranks = [rank for stage in found.stages for rank in stage.solution.predicted.ranks]
+    ranks = found.predicted.ranks
     assert [each.memory for each in price.ranks] == [each.memory for each in ranks]
-    assert price.hops == found.hops
+    assert price.hops == found.predicted.hops
     assert price.step_time_s == found.step_time_s
     timeline = timeline_of(price)
     # The price takes all rounds of a stage to be alike, and nothing to hide its first gather.
     assert timeline.step_time_s == pytest.approx(found.step_time_s, rel=0.02)
     messages = [each for each in timeline.collectives if each.work is Work.HAND_OVER]
-    assert len(messages) == 2 * found.num_rounds * len(found.hops)
+    assert len(messages) == 2 * found.plan.num_rounds * len(price.hops)
     for i, (rank, cost) in enumerate(zip(timeline.ranks, ranks, strict=True)):
         # Collectives of the stage that run beside compute slow it down.
         excess = setting.profile.device(rank.name).overlap_excess
@@ -808,17 +810,13 @@ def three_in_two_regions() -> Setting:
 def rivals_of(found: PipelineSolution, setting: Setting, positions: Positions) -> list[str]:
     part = derived(setting.cluster.only(positions))
     alone = positions, solve(part, global_batch_size=12), part.workload.param_dtype
-    inputs = Inputs(setting=setting, name="")
-    report = PipelineReport(
-        inputs=inputs, solution=found, settings=(), flat=None, alone=(alone,)
-    )
-    return list(stages_report._rivals(report))
+    return list(rival_lines(found, Rivals(None, (alone,)), Inputs(setting=setting, name="")))
 
 
 def test_the_bandwidth_below_which_a_part_is_faster_is_that_of_the_slowest_link_alone() -> None:
     setting = three_in_two_regions()
     found = found_in(setting, 12, needs_all=True)
-    assert {hop.link for hop in found.hops} == set(setting.cluster.links)
+    assert {hop.link for hop in found.predicted.hops} == set(setting.cluster.links)
     *_, only, below = rivals_of(found, setting, (0,))
     told = re.search(r"Below (\S+) Gbit/s, in place of 1.28 between stages, it alone", below)
     assert told is not None
@@ -844,13 +842,13 @@ def test_nothing_is_said_of_a_link_that_the_part_alone_crosses_too() -> None:
 def test_what_is_told_beside_stages_is_of_their_memory_and_of_plans_without_them(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    reports: list[PipelineReport] = []
+    shown: list[Rivals] = []
 
-    def shown(report: PipelineReport, console: Console, *, explains: bool) -> None:
-        reports.append(report)
-        show_pipeline(report, console, explains=explains)
+    def lines(found: PipelineSolution, rivals: Rivals, inputs: Inputs) -> Iterator[str]:
+        shown.append(rivals)
+        return rival_lines(found, rivals, inputs)
 
-    monkeypatch.setattr("shardhet.apps.planning.answering.show_pipeline", shown)
+    monkeypatch.setattr("shardhet.apps.planning.answering.rival_lines", lines)
     keys = ("cluster=lab", "model=gpt_125m", "max_stages=2", "global_batch_size=16")
     out = tmp_path / "plan.json"
     plan_main([*keys, "leave_out=never", "explain=true", f"out={out}"])
@@ -864,13 +862,13 @@ def test_what_is_told_beside_stages_is_of_their_memory_and_of_plans_without_them
     assert f" of {budget[1]} GiB" in capsys.readouterr().out
     assert "0.23 times as long (in bfloat16 instead of float32)." in text
     assert re.search(r"FP16: .* samples/s without stages; it trains", text) is not None
-    (report,) = reports
+    (rivals,) = shown
     conf, inputs = plan_load(PLAN_DOOR, read_request(PLAN_DOOR, keys), PlannerConf)
     _, flat = conf.without_stages(inputs)
-    assert report.flat is not None
-    for i, rank in enumerate(report.flat.predicted.ranks):
+    assert rivals.flat is not None
+    for i, rank in enumerate(rivals.flat.predicted.ranks):
         assert rank.memory_budget_bytes == flat.setting.cluster.memory_budget_bytes(i)
-    both = [alone for positions, alone, _ in report.alone if positions == (0, 1)]
+    both = [alone for positions, alone, _ in rivals.alone if positions == (0, 1)]
     for alone in both:
         assert alone.predicted.ranks[0].memory_budget_bytes > 35 * 2**30
 

@@ -176,10 +176,12 @@ def in_stages(key: tuple[str, str, int], total: float, cells: Any) -> InStages:
         without_stages=share(planned(setting, batch, Demands()), total),
         pipeline=share(found, total),
         stages="; ".join(
-            f"{len(stage.unit_fqns)} units on {','.join(map(str, stage.positions))}"
-            for stage in (found.stages if found else ())
+            f"{len(stage.units)} units on {','.join(map(str, positions))}"
+            for stage, positions in (
+                zip(found.plan.stages or (), found.groups, strict=True) if found else ()
+            )
         ),
-        num_rounds=found and found.num_rounds,
+        num_rounds=found and found.plan.num_rounds,
         gap=found and round(found.relative_gap, 3),
         by_default=share(pipelined(setting_of(*key, BY_DEFAULT), batch), total),
         search_s=round(search_s, 1),

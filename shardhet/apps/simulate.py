@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         stage_of = conf.part_of(inputs, has_stages=True)
         price = price_of(plan, inputs.setting, stage_of)
         timeline = timeline_of(price)
-    found = rows_of(plan, price, lambda i: 1 - timeline.idle_fraction(i))
+    found = rows_of(plan, price, timeline)
     console = WideConsole()
     _show(inputs, plan, timeline, found, console)
     _write(conf, inputs, timeline, found, console)

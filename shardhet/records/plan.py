@@ -71,6 +71,11 @@ class RankPlan:
     tokens_per_tile: Annotated[PositiveInt, OMITTABLE] = TOKENS_PER_TILE
 
     @property
+    def is_on_host(self) -> bool:
+        """Whether it keeps anything in the memory of the host."""
+        return bool(self.inputs_on_host) or self.optimizer_on_host
+
+    @property
     def rank_batch_size(self) -> int:
         """The number of samples that this device computes in a round."""
         return sum(self.microbatch_sizes)

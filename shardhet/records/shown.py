@@ -29,7 +29,7 @@ def plan_table(plan: Any) -> str:
     """What a step is, and what each device computes and stores."""
     units = [unit.fqn for unit in plan.units]
     columns = ["device", "samples", "microbatches", "recomputes", "state"]
-    on_host = any(rank.inputs_on_host or rank.optimizer_on_host for rank in plan.ranks)
+    on_host = any(rank.is_on_host for rank in plan.ranks)
     columns += ["on the host"] * on_host + ["stage"] * (plan.stages is not None)
     owns, shares = any(rank.owned for rank in plan.ranks), plan.context_groups is not None
     columns += ["matrices"] * owns + ["tokens"] * shares

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from shardhet.pricing.setting import Setting
 from shardhet.pricing.step_cost import StepCost
 from shardhet.records.cluster import Cluster, Link
 from shardhet.records.schedule import Phase
@@ -47,14 +46,30 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hop:
-    """What stages hand over in a round, and the gradients that come back."""
+    """What stages hand over in a round, and the gradients that come back.
 
+    Messages go point to point and get all of the bandwidth; the part of it that collectives
+    reach (``shardhet.pricing.derive``) is relative to this.
+    """
+
+    link: Link
+    num_links: int = 1  # side by side
     nbytes: int
     back_bytes: int
-    link: Link
-    num_links: int  # side by side
-    seconds: float
-    back_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a round from one stage to the next."""
+        return self._seconds(self.nbytes)
+
+    @property
+    def back_s(self) -> float:
+        """Seconds of its gradients."""
+        return self._seconds(self.back_bytes) if self.back_bytes else 0.0
+
+    def _seconds(self, nbytes: int) -> float:
+        bandwidth = self.link.bandwidth_bytes_per_s * self.num_links
+        return self.link.latency_s + nbytes / bandwidth
 
 
 def pipeline_s(
@@ -240,42 +255,11 @@ def handed_back_bytes(workload: Workload, after: Unit) -> int:
     return kind.input_bytes if kind.input_grad_bytes is None else kind.input_grad_bytes
 
 
-def hop_between(
-    setting: Setting,
-    senders: Sequence[int],
-    receivers: Sequence[int],
-    first: Unit,
-    num_samples: int,
-) -> Hop:
-    """What one stage hands over to the next, whose first unit is ``first``, in a round."""
-    link = link_between(setting.cluster, senders, receivers)
-    return hop_of(link, setting.workload, first, num_samples)
-
-
 def hop_of(link: tuple[Link, int], workload: Workload, first: Unit, num_samples: int) -> Hop:
-    """The same over one of several equal links."""
-    nbytes = num_samples * handed_on_bytes(workload, first)
-    return hop_over(link, nbytes, num_samples * handed_back_bytes(workload, first))
-
-
-def hop_over(link: tuple[Link, int], nbytes: int, back_bytes: int | None = None) -> Hop:
-    """So many bytes of a round, and of gradients; None: as many."""
-    back_bytes = nbytes if back_bytes is None else back_bytes
+    """What one stage hands to the next, whose first unit is ``first``, in a round."""
     return Hop(
-        nbytes=nbytes,
-        back_bytes=back_bytes,
         link=link[0],
         num_links=link[1],
-        seconds=hop_s(link, nbytes),
-        back_s=hop_s(link, back_bytes) if back_bytes else 0.0,
+        nbytes=num_samples * handed_on_bytes(workload, first),
+        back_bytes=num_samples * handed_back_bytes(workload, first),
     )
-
-
-def hop_s(link: tuple[Link, int], nbytes: float) -> float:
-    """Seconds of so many bytes over one of several equal links.
-
-    Messages go point to point and get all of the bandwidth; the part of it that collectives
-    reach (``shardhet.pricing.derive``) is relative to this.
-    """
-    one, number = link
-    return one.latency_s + nbytes / (one.bandwidth_bytes_per_s * number)

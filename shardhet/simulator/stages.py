@@ -10,7 +10,7 @@ from shardhet.pricing.hosts import part_of_hosts
 from shardhet.pricing.part import part_of as measured_part_of
 from shardhet.pricing.setting import Setting
 from shardhet.pricing.step_cost import RankCost, StepCost
-from shardhet.records.cluster import Cluster
+from shardhet.records.cluster import Cluster, Link
 from shardhet.records.plan import Plan
 from shardhet.records.stages import positions_by_stage, rounds_in_flight, stage_by_unit
 from shardhet.records.workload import Unit
@@ -18,7 +18,8 @@ from shardhet.simulator.pipeline import (
     Hop,
     StageTimes,
     handed_on_bytes,
-    hop_between,
+    hop_of,
+    link_between,
     pipeline_s,
 )
 
@@ -44,6 +45,25 @@ class PipelinePrice:
     hops: tuple[Hop, ...] = ()  # between one stage and the next
     in_flight: tuple[int, ...] = ()  # rounds, by stage; () of a plan without stages
 
+    def within(self, budgets: Sequence[int]) -> "PipelinePrice":
+        """The same with these memory budgets, by position in the plan."""
+        parts = [
+            replace(each, cost=each.cost.within([budgets[i] for i in each.positions]))
+            for each in self.parts
+        ]
+        return replace(self, parts=tuple(parts))
+
+    def over(self, link: Link, part: float) -> "PipelinePrice":
+        """The same if messages over this link had this part of its bandwidth."""
+        slower = replace(link, bandwidth_bytes_per_s=part * link.bandwidth_bytes_per_s)
+        hops = [replace(each, link=slower) if each.link == link else each for each in self.hops]
+        return replace(self, hops=tuple(hops))
+
+    @property
+    def times(self) -> tuple[StageTimes, ...]:
+        """Seconds of every stage, whose rounds are taken to be alike."""
+        return tuple(StageTimes.of(part.cost, part.plan.num_rounds) for part in self.parts)
+
     @property
     def ranks(self) -> tuple[RankCost, ...]:
         """The cost of every device, in plan order."""
@@ -52,13 +72,12 @@ class PipelinePrice:
     @property
     def step_time_s(self) -> float:
         """Seconds of a step, where each stage computes its rounds as its cost says."""
-        number = self.parts[0].plan.num_rounds
         return pipeline_s(
-            [StageTimes.of(part.cost, number) for part in self.parts],
+            self.times,
             [hop.seconds for hop in self.hops],
             backs_s=[hop.back_s for hop in self.hops],
             in_flight=self.in_flight or (1,),
-            num_rounds=number,
+            num_rounds=self.parts[0].plan.num_rounds,
         )
 
 
@@ -106,10 +125,8 @@ def price_of(plan: Plan, setting: Setting, part_of: PartOf | None = None) -> Pip
     return PipelinePrice(
         parts=tuple(parts),
         hops=tuple(
-            hop_between(setting, one, other, units[0], plan.round_size)
-            for (one, other), (_, units) in zip(
-                pairwise(numbers), pairwise(own_units), strict=True
-            )
+            hop_of(link_between(setting.cluster, *pair), workload, units[0], plan.round_size)
+            for pair, units in zip(pairwise(numbers), own_units[1:], strict=True)
         ),
         in_flight=in_flight,
     )

@@ -23,7 +23,7 @@ from experiments.common.machine import Environment
 from experiments.common.results import Page
 from shardhet.pricing.derive import derive_collectives
 from shardhet.records.cluster import Cluster, DeviceSpec, Link, Node
-from shardhet.simulator.pipeline import StageTimes, hop_over, pipeline_s
+from shardhet.simulator.pipeline import Hop, StageTimes, pipeline_s
 
 HERE = Path(__file__).parent
 FOLDER = "sailor/Planner/simulations/validation"  # of github.com/saha18uiuc/sailor, a fork
@@ -111,7 +111,8 @@ class Published:
         for replica in range(self.replicas):
             times = [self._times(stage, replica) for stage in range(len(self.layers))]
             pairs = pairwise(stage[replica] for stage in self.kinds)
-            hops_s = [hop_over((self._link(*pair), 1), nbytes).seconds for pair in pairs]
+            hops = [Hop(link=self._link(*e), nbytes=nbytes, back_bytes=nbytes) for e in pairs]
+            hops_s = [hop.seconds for hop in hops]
             if is_blocking:  # stages wait for every message that they send or get
                 waits = [before + after for before, after in pairwise([0.0, *hops_s, 0.0])]
                 times = [

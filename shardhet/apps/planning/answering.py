@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from shardhet.apps.cli.quantities import counted
 from shardhet.apps.cli.streamed import Waiting, say
 from shardhet.apps.planning.fewer_devices import ranges, without_idle
 from shardhet.apps.planning.keeping import keep_plan
@@ -20,7 +21,7 @@ from shardhet.apps.planning.report import (
     proof_lines,
     show_plan,
 )
-from shardhet.apps.planning.stages import faster_pipeline, show_pipeline
+from shardhet.apps.planning.stages import pipeline_below, rival_lines, rivals_of
 from shardhet.apps.planning.what_if import (
     MAX_SHOWN,
     Asked,
@@ -53,7 +54,7 @@ from shardhet.planner.objectives import largest_batch, largest_batch_size, least
 from shardhet.planner.search.search import Effort
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
-from shardhet.simulator.simulation import simulate
+from shardhet.simulator.simulation import simulate, timeline_of
 
 # Sufficient for comparisons; the plan itself is searched until it is proven optimal.
 COMPARED = Effort(relative_gap=1e-4)
@@ -196,21 +197,31 @@ def _show_faster_pipeline(
     alone, of_alone = conf.without_stages(inputs)
     with waiting.for_("planning stages"):
         better = None if flat is None else without_some(_asked(alone, of_alone, demands, flat))
-        fewer = None if better is None else better.part
-        report = faster_pipeline(conf, inputs, flat, fewer, demands=demands, effort=effort)
-    if report is None:
+        flat_s = inf if flat is None else flat.predicted.step_time_s
+        found = pipeline_below(conf, inputs, demands, flat_s)
+    if found is None:
         say(console, f"No faster pipeline of up to {conf.max_stages} stages was found.")
         return False
-    show_pipeline(report, console, explains=conf.explain)
-    _tell_time(conf, inputs, report.solution.samples_per_s, console)
-    reached = report.solution.samples_per_s
+    with waiting.for_("planning parts of the devices"):
+        report = PlanReport(
+            inputs=inputs,
+            demands=demands,
+            solution=found,
+            times=timeline_of(found.predicted),
+            note=f"A pipeline of {counted(len(found.groups), 'stage')}:",
+        )
+        fewer = None if better is None else better.part
+        rivals = rivals_of(found, conf, inputs, flat, fewer, demands=demands, effort=effort)
+    show_plan(report, console)
+    say(console, *rival_lines(found, rivals, inputs), *conf.explain * [*proof_lines(report)])
+    _tell_time(conf, inputs, reached := found.samples_per_s, console)
     if better is not None and better.part.solution.samples_per_s > LEAST_GAIN * reached:
         better = replace(better, samples_per_s_with_all=reached)
         say(console, better.gain_line)
     with waiting.for_("planning stages in float16"):
-        half = in_float16(conf, inputs, demands, report.solution.step_time_s)
+        half = in_float16(conf, inputs, demands, found.step_time_s)
     say(console, half)
-    keep_plan(inputs.setting, report.solution.plan, conf.out, console)
+    keep_plan(inputs.setting, found.plan, conf.out, console)
     return True
 
 

@@ -3,7 +3,7 @@
 The plan is shown at once.  What takes more planning follows, each row as it is known.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -26,19 +26,21 @@ from shardhet.apps.planning.sentences import (
     preferred_lines,
     proven_line,
 )
+from shardhet.apps.planning.stages import pipeline_lines, pipeline_proof, units_in_short
 from shardhet.config.planning import Inputs
 from shardhet.planner import Demands, PlanSolution
 from shardhet.planner.advice.explain import Gain, Resource, fullest_kinds, slowest_kinds
 from shardhet.planner.idle import active_positions
 from shardhet.planner.stages.bound import together_s
+from shardhet.planner.stages.solution import PipelineSolution
 from shardhet.pricing.derive import meets_over_gloo
 from shardhet.pricing.setting import Setting
 from shardhet.pricing.step_cost import RankCost, StepCost
+from shardhet.records.by_hand import parts_of_groups
 from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.shown import (
     alike,
     microbatches,
-    named_row,
     recomputed,
     samples_of_step,
     tokens_cell,
@@ -59,9 +61,9 @@ class PlanReport:
 
     inputs: Inputs
     demands: Demands
-    solution: PlanSolution
+    solution: PlanSolution | PipelineSolution
     times: Timeline  # simulated
-    note: str  # on the objective
+    note: str  # on the objective, or that it has stages
     without: BetterWithout | None = None  # devices that the plan leaves out
 
 
@@ -69,8 +71,8 @@ class PlanReport:
 class Row:
     """Neighbouring devices that do the same."""
 
-    positions: range
-    kind: str
+    label: str  # ``0-7 NVIDIA A100`` or ``0 NVIDIA A100``
+    positions: range  # in the plan
     rank: RankPlan
     num_samples: int  # of a step, on one of them
     cost: RankCost
@@ -78,43 +80,40 @@ class Row:
     busy: float  # fraction of the step
     tokens: str  # of its samples; "": the plan has no context groups
 
-    @property
-    def label(self) -> str:
-        """``0-7 NVIDIA A100`` or ``0 NVIDIA A100``."""
-        return named_row(self.positions, self.kind)
-
 
 def rows(report: PlanReport) -> list[Row]:
     """The plan's devices in plan order; neighbours that do the same share a row."""
     solution = report.solution
-    times = report.times
-    return rows_of(
-        solution.plan, solution.predicted, lambda i: times.ranks[i].busy_s / times.step_time_s
-    )
+    return rows_of(solution.plan, solution.predicted, report.times, solution.places)
 
 
 def rows_of(
-    plan: Plan, predicted: StepCost | PipelinePrice, busy_fraction: Callable[[int], float]
+    plan: Plan,
+    predicted: StepCost | PipelinePrice,
+    times: Timeline,
+    places: Sequence[int] | None = None,
 ) -> list[Row]:
-    """The rows of a plan with this prediction; ``busy_fraction`` is that of a position."""
-    costs = predicted.ranks
-    total = sum(cost.stored_numel for cost in costs)
+    """The rows of a plan with these predictions.
 
-    def share(i: int) -> float:
-        return costs[i].stored_numel / total
+    Devices are named by ``places``, or by their positions in the plan.
+    """
+    costs, numbered = predicted.ranks, places or range(plan.world_size)
+    stored = [cost.stored_numel for cost in costs]
+    shares = list(parts_of_groups(stored, plan.groups))
 
     found, numbers = [], samples_of_step(plan)
-    for positions in alike(plan, share):
+    for positions in alike(plan, shares.__getitem__):
         i = max(positions, key=lambda each: costs[each].memory.total_bytes)
+        numbers_here = ranges([numbered[each] for each in positions])
         found.append(
             Row(
+                f"{numbers_here} {plan.ranks[i].device.kind or 'device'}",
                 positions,
-                plan.ranks[i].device.kind or "device",
                 plan.ranks[i],
                 numbers[i],
                 costs[i],
-                share(i),
-                busy_fraction(i),
+                shares[i],
+                1 - times.idle_fraction(i),
                 tokens_cell(plan.ranks[i]) if plan.context_groups else "",
             )
         )
@@ -145,20 +144,37 @@ def owners_note(solution: PlanSolution) -> str:
     )
 
 
-def columns_in(unit: str, plan: Plan) -> tuple[str, ...]:
-    """The names of ``cells_in``."""
-    usual = ("samples", "microbatches", "recomputes", "state", f"memory, {unit}", "busy")
+def _columns(unit: str, plan: Plan) -> tuple[str, ...]:
+    """The names of cells; memory is in ``unit``."""
+    usual = (
+        "device",
+        "samples",
+        "microbatches",
+        "recomputes",
+        "state",
+        f"memory, {unit}",
+        "busy",
+    )
+    staged = ("stage",) * bool(plan.stages)
     shared = ("tokens",) * bool(plan.context_groups)
-    return (*usual, *shared, *("matrices", "optimizer") * bool(plan.whole_matrices))
+    return (*staged, *usual, *shared, *("matrices", "optimizer") * bool(plan.whole_matrices))
 
 
-def cells_in(unit: str, row: Row, units: Sequence[str]) -> tuple[str, ...]:
-    """What devices do and store that have these units of the model; memory in ``unit``.
+def _cells(unit: str, row: Row, plan: Plan, units: Sequence[str]) -> tuple[str, ...]:
+    """What devices do and store; memory in ``unit``.
 
     How many matrices it has whole, if any device has, and the seconds of its optimizer.
     """
     owned = (f"{sum(each.number for each in row.rank.owned or ()):,}",)
+    staged: tuple[str, ...] = ()
+    if plan.stages is not None:
+        number = plan.groups.index(group := plan.group_of(row.positions[0]))
+        own = plan.stages[number].units
+        named = f"{number}: {units_in_short(own, units)}" * (row.positions[0] == group[0])
+        staged, units = (named,), own
     return (
+        *staged,
+        row.label,
         f"{row.num_samples:,}",
         microbatches(row.rank.microbatch_sizes),
         recomputed(row.rank, units),
@@ -183,8 +199,9 @@ def _show_devices(report: PlanReport, console: Console) -> None:
     units = [unit.fqn for unit in report.inputs.setting.workload.units]
     found = rows(report)
     unit = unit_of(max(row.cost.memory_budget_bytes for row in found))
-    columns = ("device", *columns_in(unit, report.solution.plan))
-    lines = [(row.label, *cells_in(unit, row, units)) for row in found]
+    plan = report.solution.plan
+    columns = _columns(unit, plan)
+    lines = [_cells(unit, row, plan, units) for row in found]
     if len(lines) > MANY_ROWS:  # laying them out takes a second where they are hundreds
         widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
         streamed = StreamedTable(console, list(zip(columns, widths, strict=True)))
@@ -192,7 +209,7 @@ def _show_devices(report: PlanReport, console: Console) -> None:
             streamed.add_row(*cells)
         streamed.end()
         return
-    table = figures_table(*columns, wraps=True)
+    table = figures_table(*columns, num_left=columns.index("device") + 1, wraps=True)
     for cells in lines:
         table.add_row(*cells)
     console.print(table)
@@ -207,6 +224,9 @@ def _result(report: PlanReport) -> Iterator[str]:
     if meets_over_gloo(report.inputs.setting.cluster):
         yield OVER_GLOO
     yield from _on_host_lines(report)
+    if isinstance(solution, PipelineSolution):
+        yield from pipeline_lines(solution, report.inputs.setting.cluster)
+        return
     active = active_positions(solution)
     unused = [i for i in range(solution.plan.world_size) if i not in active]
     if unused:
@@ -231,27 +251,35 @@ def predicted_line(step_s: float, samples_per_s: float, part: float, workload: W
 
 def proof_lines(report: PlanReport) -> Iterator[str]:
     """What stays free on the devices, and what was proven of the plan."""
-    solution, setting = report.solution, report.inputs.setting
-    if (free := margin_line([setting])) is not None:
+    solution, places = report.solution, [report.inputs.setting]
+    if isinstance(solution, PipelineSolution):
+        places = [part.model.setting for part in solution.predicted.parts]
+    if (free := margin_line(places)) is not None:
         yield free
     yield f"The simulated step takes {duration(report.times.step_time_s)}."
-    if not report.note:
+    if isinstance(solution, PipelineSolution):
+        yield pipeline_proof(solution, report.inputs.setting.workload)
+    elif not report.note:
         yield proven_line(solution, report.demands)
         yield from preferred_lines(solution)
 
 
-def speed_part(setting: Setting, solution: PlanSolution) -> float:
+def speed_part(setting: Setting, solution: PlanSolution | PipelineSolution) -> float:
     """Of the sum of the devices' speeds, what the plan reaches."""
     seconds = together_s(setting, solution.plan.global_batch_size)
+    if isinstance(solution, PipelineSolution):  # whose devices may have the units they suit
+        seconds = solution.lower_bound_s
     return seconds / solution.predicted.step_time_s
 
 
 def _on_host_lines(report: PlanReport) -> Iterator[str]:
     """Who keeps inputs of units or the state on the host, and what that takes there."""
-    yield from on_host_lines([(row.label, row) for row in rows(report)], report.inputs)
-    cluster, ranks = report.inputs.setting.cluster, report.solution.predicted.ranks
+    cluster, solution = report.inputs.setting.cluster, report.solution
+    costs = dict(zip(solution.places, solution.predicted.ranks, strict=True))
+    for row in rows(report):
+        yield from _row_on_host(row, report.inputs.setting.workload)
     for node, here in zip(cluster.nodes, cluster.positions_by_node, strict=True):
-        taken = sum(ranks[i].memory.host_bytes for i in here) / GIB
+        taken = sum(costs[i].memory.host_bytes for i in here if i in costs) / GIB
         if taken and node.host_memory_bytes is None:
             yield (
                 f"{node.host}: {taken:,.1f} GiB of its memory; how much it has is not stated "
@@ -259,26 +287,25 @@ def _on_host_lines(report: PlanReport) -> Iterator[str]:
             )
 
 
-def on_host_lines(labelled: Iterable[tuple[str, Row]], inputs: Inputs) -> Iterator[str]:
-    """What devices keep on their hosts, given their rows and what these are called."""
-    per_element = inputs.setting.workload.state_bytes_per_element
-    for label, row in labelled:
-        rank, memory = row.rank, row.cost.memory
-        each = " each" if len(row.positions) > 1 else ""
-        state_bytes = rank.optimizer_on_host * int(row.cost.stored_numel * per_element)
-        if rank.inputs_on_host:
-            size = (memory.host_bytes - state_bytes) / GIB
-            yield (
-                f"{label}: the inputs of recomputed units wait for backward in the memory "
-                f"of the host (inputs_on_host), {size:,.1f} GiB{each}."
-            )
-        if state_bytes:
-            kept = memory.resting_bytes / GIB
-            yield (
-                f"{label}: the optimizer steps in the memory of the host "
-                f"(optimizer_on_host), because there its part of the state takes "
-                f"{state_bytes / GIB:,.1f} GiB{each} and on the device {kept:,.1f}."
-            )
+def _row_on_host(row: Row, workload: Workload) -> Iterator[str]:
+    """What devices keep on their hosts."""
+    rank, memory = row.rank, row.cost.memory
+    each = " each" if len(row.positions) > 1 else ""
+    state_bytes = int(row.cost.stored_numel * workload.state_bytes_per_element)
+    state_bytes *= rank.optimizer_on_host
+    if rank.inputs_on_host:
+        size = (memory.host_bytes - state_bytes) / GIB
+        yield (
+            f"{row.label}: the inputs of recomputed units wait for backward in the memory "
+            f"of the host (inputs_on_host), {size:,.1f} GiB{each}."
+        )
+    if state_bytes:
+        kept = memory.resting_bytes / GIB
+        yield (
+            f"{row.label}: the optimizer steps in the memory of the host "
+            f"(optimizer_on_host), because there its part of the state takes "
+            f"{state_bytes / GIB:,.1f} GiB{each} and on the device {kept:,.1f}."
+        )
 
 
 def pace_line(solution: PlanSolution) -> str:

@@ -205,7 +205,7 @@ def _in_stages(asked: Asked, least: float) -> tuple[float, str]:
     if found is None:
         raise PlanError(TOO_SLOW)
     groups = (named(inputs.setting.cluster, group) for group in found.groups)
-    stages = counted(len(found.stages), "stage")
+    stages = counted(len(found.groups), "stage")
     return found.samples_per_s, f"a pipeline of {stages}: {'; then '.join(groups)}."
 
 
@@ -246,9 +246,9 @@ def in_float16(
             rate, at_most_s = best.samples_per_s, best.predicted.step_time_s
     found = pipeline_below(half, in_half, demands, at_most_s)
     if found is not None:
-        unused = unused_in(found, inputs)
+        unused = unused_in(found, inputs.setting.cluster)
         without = f" without {named(inputs.setting.cluster, unused)}" if unused else ""
-        rate, how = found.samples_per_s, f"in {counted(len(found.stages), 'stage')}{without}"
+        rate, how = found.samples_per_s, f"in {counted(len(found.groups), 'stage')}{without}"
     said = f"precision=FP16: {rate:,.4g} samples/s {how}; it trains with a scaled loss."
     return said if rate else None
 

@@ -48,6 +48,11 @@ class PlanSolution:
         return all(rank.fits for rank in self.predicted.ranks)
 
     @property
+    def places(self) -> tuple[int, ...]:
+        """The positions of the plan's devices in the cluster."""
+        return tuple(range(self.plan.world_size))
+
+    @property
     def samples_per_s(self) -> float:
         """Predicted throughput."""
         return self.plan.global_batch_size / self.predicted.step_time_s

@@ -13,13 +13,13 @@ fastest of these, so that rounds of few samples are slow.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardhet.planner.candidates.role_times import MAX_MICROBATCH_SIZE
-from shardhet.planner.stages.groups import Positions, Stages
+from shardhet.planner.stages.groups import Positions
 from shardhet.pricing.launches import gather_s, reduce_s
 from shardhet.pricing.priced import at_sizes
 from shardhet.pricing.setting import Setting
@@ -27,9 +27,8 @@ from shardhet.pricing.turns import TurnPrices
 from shardhet.records.cluster import Link
 from shardhet.records.schedule import StepForm
 from shardhet.records.workload import Unit
-from shardhet.simulator.pipeline import hop_of, link_between
+from shardhet.simulator.pipeline import link_between
 
-BISECTIONS = 40
 Floats = NDArray[np.float64]
 
 
@@ -107,7 +106,6 @@ class Speeds:
     smaller: Callable[[Positions], Setting]  # the setting of some devices
     units: Sequence[Unit]  # that compute
     global_batch_size: int
-    _known_s: dict[Positions, list[float]] = field(default_factory=dict)
     # By kind of device and of unit.
     _known_curves: dict[Positions, dict[str | None, dict[str, Floats]]] = field(
         default_factory=dict
@@ -116,12 +114,15 @@ class Speeds:
     _known_transfers_s: dict[tuple[Positions, float], tuple[Floats, Floats]] = field(
         default_factory=dict
     )
-    _known_balanced_s: dict[Stages, float] = field(default_factory=dict)
     _known_links: dict[tuple[Positions, Positions], tuple[Link, int]] = field(
         default_factory=dict
     )
     _known_rounds_s: dict[tuple[Positions, int], Floats] = field(default_factory=dict)
     _known_numbers: list[tuple[Floats, NDArray[np.int64]]] = field(default_factory=list)
+
+    def round_size(self, num_rounds: int) -> int:
+        """Samples of each of so many rounds."""
+        return self.global_batch_size // num_rounds
 
     def least_of_any_s(self) -> float:
         """Seconds that every step takes at least, with stages or without.
@@ -138,17 +139,6 @@ class Speeds:
         times = np.array([[of_kind[unit] for unit in units] for of_kind in least.values()])
         counts = [numbers[kind] for kind in least]
         return together_on_kinds_s(times, counts, [*units.values()], self.global_batch_size)
-
-    def least_step_s(self, stages: Stages) -> float:
-        """Seconds of a step in which only compute and messages take time, cut at best."""
-        # One sample more takes no latency more.
-        link_s = max(
-            two_s - one_s
-            for each in pairwise(stages)
-            for two_s, one_s in zip(self.hops_s(*each, 2), self.hops_s(*each, 1), strict=True)
-        )
-        compute_s = self._balanced_s(stages)
-        return self.global_batch_size * max(compute_s, link_s)
 
     def rounds_s(self, positions: Positions, num_samples: int) -> Floats:
         """Seconds that some devices compute so many samples, or more, by first unit and stop.
@@ -254,49 +244,11 @@ class Speeds:
             self._known_transfers_s[key] = gathers_s, reductions_s
         return self._known_transfers_s[key]
 
-    def hops_s(self, one: Positions, other: Positions, num_samples: int) -> tuple[float, float]:
-        """Seconds of so many samples to another stage and back, at the thinnest cut."""
-        link, workload = self.link(one, other), self.setting.workload
-        hops = [
-            hop_of(link, workload, unit, num_samples)
-            for unit in {each.kind: each for each in self.units[1:]}.values()
-        ]
-        return min(hop.seconds for hop in hops), min(hop.back_s for hop in hops)
-
     def link(self, one: Positions, other: Positions) -> tuple[Link, int]:
         """What carries messages from one stage to another, and how many of it."""
         if (one, other) not in self._known_links:
             self._known_links[one, other] = link_between(self.setting.cluster, one, other)
         return self._known_links[one, other]
-
-    def _balanced_s(self, stages: Stages) -> float:
-        """Seconds per sample that no cuts go below."""
-        if stages not in self._known_balanced_s:
-            seconds = [self._unit_s(each) for each in stages]
-            low, high = 0.0, sum(map(sum, seconds))
-            for _ in range(BISECTIONS):
-                middle = (low + high) / 2
-                if are_within(seconds, middle):
-                    high = middle
-                else:
-                    low = middle
-            self._known_balanced_s[stages] = low
-        return self._known_balanced_s[stages]
-
-    def _unit_s(self, positions: Positions) -> list[float]:
-        """Seconds per sample of each unit, on all devices of a stage together."""
-        if positions not in self._known_s:
-            setting = self.smaller(positions)
-            least = seconds_per_sample(setting, self.global_batch_size)
-            devices = setting.cluster.devices
-
-            def together_s(kind: str) -> float:
-                each = [least[device.kind][kind] for device in devices]
-                return 1 / sum(1 / s for s in each) if all(each) else 0.0
-
-            by_kind = {kind: together_s(kind) for kind in {unit.kind for unit in self.units}}
-            self._known_s[positions] = [by_kind[unit.kind] for unit in self.units]
-        return self._known_s[positions]
 
 
 def even_cuts(weights: Sequence[float], sizes: Sequence[float]) -> tuple[int, ...]:
@@ -313,22 +265,3 @@ def even_cuts(weights: Sequence[float], sizes: Sequence[float]) -> tuple[int, ..
     for i in reversed(range(len(cuts))):
         cuts[i] = min(cuts[i], number - len(cuts) + i)
     return tuple(cuts)
-
-
-def are_within(seconds: Sequence[Sequence[float]], most_s: float) -> bool:
-    """Whether there are cuts with which no stage takes longer.
-
-    ``seconds`` has those of every unit, for each stage.  Every stage takes as many units as it
-    can, and leaves one at least to each after it.
-    """
-    number, start = len(seconds[0]), 0
-    for i, of_units in enumerate(seconds):
-        stop, used = start, 0.0
-        most = number - (len(seconds) - 1 - i)
-        while stop < most and used + of_units[stop] <= most_s:
-            used += of_units[stop]
-            stop += 1
-        if stop == start:
-            return False
-        start = stop
-    return start == number

@@ -36,6 +36,7 @@ from shardhet.planner.stages.solution import PipelineSolution, StageSolution
 from shardhet.planner.stages.tables import Tables, pipelines_of
 from shardhet.pricing.setting import Setting
 from shardhet.records.schedule import StepForm
+from shardhet.records.stages import Stage
 from shardhet.records.workload import Unit
 from shardhet.simulator.pipeline import (
     Hop,
@@ -44,6 +45,7 @@ from shardhet.simulator.pipeline import (
     least_pipeline_s,
     pipeline_s,
 )
+from shardhet.simulator.stages import price_of
 
 MAX_ROUNDS = 512
 LEAST_GAIN = 1e-3
@@ -189,7 +191,7 @@ class PipelineSearch:
             between = tuple((a + b) // 2 for a, b in zip(likely, by_memory, strict=True))
             for cuts in dict.fromkeys((likely, between, by_memory)):
                 fits = False
-                for more in self.expected.more_in_flight(stages, form):
+                for more in self.expected.more_in_flight(stages, Trial(cuts, form)):
                     trial = Trial(cuts, form, more)
                     found_s = {each: seconds for each, (seconds, _) in best.items()}
                     near_s = NEAR * min(found_s.values(), default=inf)
@@ -242,7 +244,8 @@ class PipelineSearch:
         for number in numbers:
             form = replace(trial.form, num_rounds=number)
             near = {trial.more - 1, trial.more, trial.more + 1}
-            for more in sorted(near | self.expected.more_in_flight(stages, form)):
+            hidden = self.expected.more_in_flight(stages, Trial(trial.cuts, form))
+            for more in sorted(near | hidden):
                 if 0 <= more <= MORE_IN_FLIGHT:
                     yield from (Trial(cuts, form, more) for cuts in moves)
         for each in FORMS:
@@ -335,8 +338,6 @@ def _improved_of(
         is_enough = order >= (extent.searched if has_enough else extent.listed)
         if is_enough or expected_s >= min(FAR * at_most_s, NEAR * best_s):
             break
-        if search.speeds.least_step_s(stages) >= min(at_most_s, best_s) * (1 - LEAST_GAIN):
-            continue
         if starts := search.starts(stages, min(FAR * at_most_s, NEAR * best_s)):
             started.append((starts[0][0], order, stages, starts))
     started.sort(key=lambda each: each[:2])
@@ -348,8 +349,6 @@ def _improved_of(
     for seconds, _, stages, starts in started[: extent.improved]:
         if seconds > min(FAR * at_most_s, NEAR * started[0][0]):
             break
-        if best is not None and search.speeds.least_step_s(stages) >= best[0]:
-            continue
         found = search.improved(stages, starts, at_most_s)
         if best is None or found[0] < best[0]:
             best = (*found, stages)
@@ -361,8 +360,7 @@ def _finished(
     search: PipelineSearch, stages: Stages, trial: Trial, tolerance: float | None
 ) -> PipelineSolution:
     """The pipeline with every stage's plan preferred of those nearly as fast."""
-    workload, bound_s = search.setting.workload, search.speeds.least_of_any_s()
-    bounds = pairwise((0, *trial.cuts, len(search.units)))
+    bounds = list(pairwise((0, *trial.cuts, len(search.units))))
     parts = list(zip(stages, bounds, trial.in_flight(len(stages)), strict=True))
 
     def solved(plans: StagePlans, i: int, *, is_coarse: bool = False) -> StageSolution | None:
@@ -372,34 +370,48 @@ def _finished(
             positions, first, stop, trial.form, held, effort=effort, tolerance=part
         )
 
-    def solution_of(found: Sequence[StageSolution | None]) -> PipelineSolution:
+    def solution_of(found: Sequence[StageSolution]) -> PipelineSolution:
+        plans = [each.solution.plan for each in found]
+        plan = replace(
+            plans[0],
+            ranks=tuple(rank for each in plans for rank in each.ranks),
+            units=search.setting.workload.planned_units,
+            stages=tuple(
+                Stage(
+                    units=tuple(unit.fqn for unit in search.units[first:stop]),
+                    num_ranks=len(positions),
+                    in_flight=held,
+                )
+                for positions, (first, stop), held in parts
+            ),
+        )
+        costs = [cost for each in found for cost in each.solution.predicted.ranks]
+        price = price_of(plan, search.setting, search.smaller)
         return PipelineSolution(
-            stages=tuple(each for each in found if each is not None),
-            hops=tuple(search.hops(stages, trial)),
-            num_rounds=trial.form.num_rounds,
-            lower_bound_s=bound_s,
-            units=workload.planned_units,
+            plan=plan,
+            predicted=price.within([cost.memory_budget_bytes for cost in costs]),
+            places=sum(stages, ()),
+            lower_bound_s=search.speeds.least_of_any_s(),
         )
 
-    best, other = (
-        solution_of([solved(search.plans, i, is_coarse=coarse) for i in range(len(stages))])
+    chosen, fine = (
+        [
+            each
+            for i in range(len(stages))
+            if (each := solved(search.plans, i, is_coarse=coarse))
+        ]
         for coarse in (True, False)
     )
+    best, other = solution_of(chosen), solution_of(fine)
     if other.step_time_s <= best.step_time_s * (1 + (tolerance or 0.0)):
-        best = other
-    for i in range(len(stages)):
+        chosen, best = fine, other
+    for i, group in enumerate(best.plan.groups):
         for less in search.demands.with_less_on_hosts()[:-1]:
-            if not _uses_host(best.stages[i]):
+            if not any(best.plan.ranks[k].is_on_host for k in group):
                 break
-            stage = solved(search.allowing(less).plans, i)
-            if stage is not None:
-                tried = (*best.stages[:i], stage, *best.stages[i + 1 :])
+            if (stage := solved(search.allowing(less).plans, i)) is not None:
+                tried = [*chosen[:i], stage, *chosen[i + 1 :]]
                 if (found := solution_of(tried)).step_time_s <= best.step_time_s:
-                    best = found
+                    chosen, best = tried, found
                     break
     return best
-
-
-def _uses_host(stage: StageSolution) -> bool:
-    ranks = stage.solution.plan.ranks
-    return any(rank.inputs_on_host or rank.optimizer_on_host for rank in ranks)

@@ -14,7 +14,6 @@ import numpy as np
 from shardhet.planner.stages.groups import Stages
 from shardhet.planner.stages.tables import Pipelines, Tables
 from shardhet.records.schedule import StepForm
-from shardhet.simulator.pipeline import hop_of, least_step_s
 
 MAX_EXPECTED = 16  # cuts of each, by which they are compared
 NUM_ROUNDS_TRIED = 4  # at the start
@@ -24,6 +23,7 @@ FORMS = tuple(
     for r in (True, False)
     for reduces in (True, False)
 )
+ONLY = np.zeros(1, dtype=np.int64)  # the index of one pipeline
 MORE_IN_FLIGHT = 4  # times what a pipeline without links needs, at most
 
 
@@ -96,39 +96,23 @@ class Expected:
         self, stages: Stages, trial: Trial, *, whatever_in_flight: bool = False
     ) -> float:
         """No step is faster in which all devices of these stages take part."""
-        number, units = trial.form.num_rounds, self.tables.speeds.units
-        size = self.tables.speeds.global_batch_size // number
-        bounds = pairwise((0, *trial.cuts, len(units)))
-        parts = list(zip(stages, bounds, strict=True))  # with first unit and stop
-        rounds_s = [
-            float(self.tables.least_round_s(positions, trial.form)[part])
-            for positions, part in parts
-        ]
-        onces_s = [
-            float(self.tables.speeds.exposed_s(positions)[first])
-            for positions, (first, _) in parts
-        ]
-        workload = self.tables.speeds.setting.workload
-        hops = [
-            hop_of(self.tables.speeds.link(*each), workload, units[cut], size)
-            for each, cut in zip(pairwise(stages), trial.cuts, strict=True)
-        ]
-        hops_s = [hop.seconds for hop in hops], [hop.back_s for hop in hops]
         held = None if whatever_in_flight else trial.in_flight(len(stages))
-        return least_step_s(rounds_s, onces_s, hops_s, number, held, max)
+        one = Pipelines.of(self.tables, [stages], [trial.cuts])
+        return float(one.least_in_form_s(trial.form, held, ONLY, ONLY).item())
 
     def start_rounds(self, num_stages: int) -> list[int]:
         """About as many as keep stages busy."""
         wanted = 4 * num_stages
         return sorted(self.rounds, key=lambda n: abs(log2(n / wanted)))[:NUM_ROUNDS_TRIED]
 
-    def more_in_flight(self, stages: Stages, form: StepForm) -> set[int]:
+    def more_in_flight(self, stages: Stages, trial: Trial) -> set[int]:
         """No further rounds in flight, and as many as hide messages both ways."""
-        speeds = self.tables.speeds
-        size = speeds.global_batch_size // form.num_rounds
-        messages_s = max(sum(speeds.hops_s(*each, size)) for each in pairwise(stages))
-        round_s = max(speeds.least_step_s(stages), 1e-9) / form.num_rounds
-        return {0, min(MORE_IN_FLIGHT, ceil(messages_s / round_s))}
+        speeds, number = self.tables.speeds, trial.form.num_rounds
+        one = Pipelines.of(self.tables, [stages], [trial.cuts])
+        there_s, back_s = one.hops_s(number, ONLY, ONLY)
+        messages_s = float(np.add(there_s, back_s).max())
+        together = speeds.rounds_s(tuple(sorted(sum(stages, ()))), speeds.round_size(number))
+        return {0, min(MORE_IN_FLIGHT, ceil(messages_s / max(together[0, -1], 1e-9)))}
 
 
 def first_stride(num_units: int) -> int:

@@ -211,8 +211,6 @@ class StagePlans:
             return None
         return StageSolution(
             positions=positions,
-            unit_fqns=tuple(unit.fqn for unit in self.units[first:stop]),
-            in_flight=in_flight,
             solution=solution,
             times=StageTimes.of(solution.predicted, solution.plan.num_rounds),
         )

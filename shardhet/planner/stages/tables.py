@@ -45,7 +45,7 @@ class Tables:
         """
         key = positions, form
         if key not in self._least_s:
-            size = self.speeds.global_batch_size // form.num_rounds
+            size = self.speeds.round_size(form.num_rounds)
             longer_s = np.maximum(
                 self.speeds.rounds_s(positions, size),
                 self.speeds.overlapped_s(positions, form) / form.num_rounds,
@@ -59,7 +59,7 @@ class Tables:
         Units are gathered in the first round and reduced in the last.  Rounds are taken to be
         alike, each with its part of what the first and the last wait for their transfers.
         """
-        size = self.speeds.global_batch_size // num_rounds
+        size = self.speeds.round_size(num_rounds)
         compute_s = self.speeds.rounds_s(positions, size)
         transfers_s = self.speeds.gathers_and_reductions_s(positions, unevenness=1.0)
         both_s = FORWARD_PART * compute_s, (1 - FORWARD_PART) * compute_s
@@ -96,12 +96,19 @@ class Pipelines:
     nbytes: tuple[Floats, Floats]  # [cuts, stages - 1] per sample: there, and back
 
     @classmethod
-    def of(cls, tables: Tables, orders: Sequence[Stages]) -> "Pipelines":
-        """These orders with all cuts, or with evenly chosen ones if there are many."""
+    def of(
+        cls,
+        tables: Tables,
+        orders: Sequence[Stages],
+        all_cuts: Sequence[tuple[int, ...]] | None = None,
+    ) -> "Pipelines":
+        """These orders with the given cuts; None: with all, or if there are many with some that
+        are evenly chosen.
+        """
         speeds, number = tables.speeds, len(orders[0])
         groups = list(dict.fromkeys(each for stages in orders for each in stages))
         place_of = {positions: i for i, positions in enumerate(groups)}
-        all_cuts = some_cuts(len(speeds.units), number)
+        all_cuts = all_cuts or some_cuts(len(speeds.units), number)
         cuts = np.array(all_cuts, dtype=np.int64)
         links = [
             [speeds.link(stages[i], stages[i + 1]) for i in range(number - 1)]
@@ -149,7 +156,7 @@ class Pipelines:
         self, num_rounds: int, order: Ints, cut: Ints
     ) -> tuple[list[Floats], list[Floats]]:
         """Seconds of a round from each stage to the next, and back."""
-        size = self.tables.speeds.global_batch_size // num_rounds
+        size = self.tables.speeds.round_size(num_rounds)
 
         def seconds(nbytes: Floats, i: int) -> Floats:
             moving_s = size * nbytes[cut, i] * self.byte_s[order, i]
@@ -177,6 +184,14 @@ class Pipelines:
             least_step_s(rounds_s, onces_s, hops_s, num_rounds, in_flight, np.maximum)
         )
 
+    def least_in_form_s(
+        self, form: StepForm, in_flight: Sequence[int] | None, order: Ints, cut: Ints
+    ) -> Floats:
+        """The same of a form, if all devices of the stages take part."""
+        by_group = np.array([self.tables.least_round_s(each, form) for each in self.groups])
+        rounds_s = self.of_stages(by_group, order, cut)
+        return self.least_s(rounds_s, form.num_rounds, order, cut, in_flight)
+
     def about_s(
         self, num_rounds: int, in_flight: tuple[int, ...], order: Ints, cut: Ints
     ) -> Floats:
@@ -193,13 +208,11 @@ class Pipelines:
 
     def all_least_s(self, form: StepForm) -> Iterator[tuple[Ints, Floats]]:
         """Some orders and [orders, cuts] seconds of a step at least, until all have come."""
-        by_group = np.array([self.tables.least_round_s(each, form) for each in self.groups])
         cuts = np.arange(len(self.first))
         number = max(1, MOST_AT_ONCE // len(cuts))
         for start in range(0, len(self.orders), number):
             some = np.arange(start, min(start + number, len(self.orders)))
-            rounds_s = self.of_stages(by_group, some[:, None], cuts)
-            yield some, self.least_s(rounds_s, form.num_rounds, some[:, None], cuts)
+            yield some, self.least_in_form_s(form, None, some[:, None], cuts)
 
 
 def pipelines_of(tables: Tables, orders: Sequence[Stages]) -> list[Pipelines]:
