@@ -95,6 +95,23 @@ def test_stages_train_a_decoder_as_one_process_does(
     run_ranks(_decoder, len(sizes), staged(sizes, numbers, num_rounds))
 
 
+@on_ranks(2)
+def test_a_step_of_several_batches_is_not_evaluated_in_between(rank: int) -> None:
+    torch.manual_seed(0)
+    config = small_decoder(vocab_size=WORDS, width=8, num_layers=4, seq_len=SEQ_LEN)
+    both = Beside(Decoder(config).double(), staged([2, 2], [1, 1], num_rounds=2))
+    model, batch = both.model, both.part(*batch_of(4))
+    model.batches_per_step = 2
+    assert model.forward_backward(*batch) is None
+    model.drop_rounds()
+    assert model.is_between_steps
+    assert model.forward_backward(*batch) is None
+    assert (model.rounds_left, model.is_between_steps) == (2, False)
+    with pytest.raises(RuntimeError, match="gradients are disabled"), torch.no_grad():
+        model(*batch)
+    assert model.is_between_steps
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @on_ranks(2)

@@ -41,6 +41,7 @@ class ModuleInRounds(ModuleWithState):
     _loss: FusedLoss
     _skeleton: Skeleton | None = None  # of a plan with context groups
     _function: Callable[..., Any] | None = None  # called with the module instead of it
+    _earlier: Sequence[ModelCall] = ()  # by round of the step, which stages take at its end
 
     def backward(
         self, loss_sum: Tensor, num_tokens: Tensor | int, *, divisor: float | None = None
@@ -84,17 +85,11 @@ class ModuleInRounds(ModuleWithState):
         mean = None
         with self._peers.guard("forward_backward"):
             self._check_can_run()
-            if self._pipeline is not None and self.batches_per_step > 1:
-                raise ValueError(
-                    f"forward_backward: batches_per_step is {self.batches_per_step}, but stages"
-                    " compute all rounds of a step at once. Give a plan with more rounds, "
-                    "whose global batch is that of the step."
-                )
             call = self._call_of_batch(args, kwargs, loss_inputs)
             parts = self._parts(call, self.plan.num_rounds, caller="forward_backward")
         if self._pipeline is not None:
             calls = [self._call_of_round(part, call) for part in parts]
-            return self._pipeline.step(calls, scaler, is_training=self.module.training)
+            return self._run_stages(self._pipeline, calls, scaler)
         for positional, named, of_loss in parts:
             output = self(*positional, loss_inputs=of_loss, **named)
             with self._peers.guard("forward_backward"):
@@ -106,6 +101,22 @@ class ModuleInRounds(ModuleWithState):
                 loss_sum = scaler.scale(loss_sum)
             mean = self.backward(loss_sum, num_tokens)
         return mean if mean is None or scaler is None else mean / scaler.get_scale()
+
+    def _run_stages(
+        self,
+        pipeline: Pipeline,
+        calls: Sequence[ModelCall],
+        scaler: torch.amp.GradScaler | None,
+    ) -> float | None:
+        """The rounds of a batch, once the step's other batches are known."""
+        rounds = self._runtime.rounds
+        self._earlier = [*self._earlier, *calls] if rounds.have_begun else [*calls]
+        if self.rounds_left > len(calls):
+            for _ in calls:
+                rounds.end_round(0)
+            return None
+        with self._forgetting_rounds():
+            return pipeline.step(self._earlier, scaler, is_training=self.module.training)
 
     @contextmanager
     def computing(self, function: Callable[..., Any]) -> Iterator[None]:
@@ -134,21 +145,24 @@ class ModuleInRounds(ModuleWithState):
         with self._peers.guard("forward_backward"):
             self._check_can_run()
             calls = [self._call_of_round(((), dict(each), ())) for each in rounds]
-        return self._pipeline.step(
-            calls, scaler, is_training=self.module.training, divisors=divisors
-        )
+        with self._forgetting_rounds():
+            return self._pipeline.step(
+                calls, scaler, is_training=self.module.training, divisors=divisors
+            )
 
     def _evaluate_stages(
         self, pipeline: Pipeline, args: Any, kwargs: Any, loss_inputs: Any
     ) -> Any:
         """The output of the samples of all rounds, without gradients.  Collective."""
-        with self._peers.guard("model(...)"):
+        with self._peers.guard("model(...)"), self._forgetting_rounds():
             if torch.is_grad_enabled():
                 raise ValueError(
                     "model(...): the plan has stages, whose forward and backward are one call. "
                     "Call model.forward_backward; to evaluate, call this in torch.no_grad()."
                 )
             self._check_can_run()
+            if (rounds := self._runtime.rounds).have_begun:
+                rounds.check_goes_on(has_gradients=False, awaits_backward=False)
             call = self._call_of_batch(args, kwargs, loss_inputs)
             own = self.plan.ranks[self.position].rank_batch_size or 1
             number = max(self.plan.num_rounds, -(-call.num_samples // own))
