@@ -1,13 +1,12 @@
 """Memory that a process takes from its device besides PyTorch's tensors.
 
 On an accelerator this is the driver's context, loaded kernels, and what libraries allocate by
-themselves, mainly communicator buffers.  Memory of other processes is excluded where possible:
-the driver counts by process, but inside a container it may know this process by another number.
+themselves, mainly communicator buffers.  What other programs hold on the card counts, too: it
+is not there for training.
 """
 
 import os
 import resource
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +15,6 @@ import torch
 
 from shardhet.comm import devices
 from shardhet.comm.channel import Channel
-
-LIST_PROCESSES = (
-    "nvidia-smi",
-    "--query-compute-apps=pid,gpu_uuid,used_gpu_memory",
-    "--format=csv,noheader,nounits",
-)
-LIST_TIMEOUT_S = 10.0
-MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,47 +40,17 @@ def find_reserved(device: torch.device, control: Channel) -> Reserved:
     all_ranks: list[CardUse | None] = control.exchange_objects(own)
     if own is None:
         return Reserved(_resident_bytes(), "memory resident before the model was built")
-    listed = listed_bytes(_list_processes(), pid=os.getpid(), uuid=own.uuid)
-    return reserved_on_card(own, [use for use in all_ranks if use], listed)
+    return reserved_on_card(own, [use for use in all_ranks if use])
 
 
-def reserved_on_card(
-    own: CardUse, all_ranks: Sequence[CardUse], process_bytes: int | None
-) -> Reserved:
-    """The memory besides tensors of one process on a card.
-
-    ``process_bytes`` is what the driver counts for this process, tensors included, or None if
-    unknown.
-    """
-    if process_bytes is not None and process_bytes >= own.cached_bytes:
-        return Reserved(
-            process_bytes - own.cached_bytes, "memory of this process, by the driver"
-        )
+def reserved_on_card(own: CardUse, all_ranks: Sequence[CardUse]) -> Reserved:
+    """The memory besides tensors of one process on a card."""
     mates = [use for use in all_ranks if use.uuid == own.uuid]
     uncached = own.used_bytes - sum(use.cached_bytes for use in mates)
     return Reserved(
         max(0, uncached // len(mates)),
         f"memory of all processes on the card, divided by the {len(mates)} measured there",
     )
-
-
-def listed_bytes(listing: str, *, pid: int, uuid: str) -> int | None:
-    """Bytes of a process on a card in the output of ``LIST_PROCESSES``; None if not listed."""
-    for line in listing.splitlines():
-        match [cell.strip() for cell in line.split(",")]:
-            case [listed_pid, card, mib] if listed_pid == str(pid) and card.endswith(uuid):
-                return int(mib) * MIB if mib.isdecimal() else None
-    return None
-
-
-def _list_processes() -> str:
-    try:
-        done = subprocess.run(
-            LIST_PROCESSES, capture_output=True, text=True, timeout=LIST_TIMEOUT_S, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""  # not installed here, or the driver does not respond
-    return done.stdout
 
 
 def _card_use(device: torch.device) -> CardUse:
