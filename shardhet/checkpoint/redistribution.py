@@ -1,9 +1,9 @@
 """redistribute: a model and its optimizer under another plan, while the ranks run.
 
-For each flat tensor of each unit, for its parameters and then for each state of the optimizer:
+For each flat tensor of each unit, and before it for each state of each of its parameters:
 
-    every rank     gathers the whole tensor (numel elements of it; states of other shapes from
-                   the rank that has the whole parameter)
+    every rank     gathers the whole tensor (states of other shapes from the rank that has the
+                   whole parameter)
                    copies the rows that it stores from now on, and frees the rest
 
 So a rank holds at most one whole tensor of one unit, and its old and new rows of that tensor,
@@ -27,14 +27,14 @@ from shardhet.checkpoint.state.optimizer_state import (
     listed,
     states_of,
 )
-from shardhet.checkpoint.state.parts import as_rows, parts_of
+from shardhet.checkpoint.state.parts import parts_of
 from shardhet.checkpoint.state.pieces import flattened, nested
 from shardhet.checkpoint.state.ranks import Ranks
+from shardhet.comm.collectives import whole_of
 from shardhet.comm.progress import phase, progress
 from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.params.optimizer_gate import forget_states
 from shardhet.fsdp.redistribution import FlatMove, follow, moves, room_under, why_not
-from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.host_room import HostRoom
 from shardhet.fsdp.stages.channels import comm_of_units
 from shardhet.records.plan import Plan
@@ -139,11 +139,7 @@ def _check_pieces(model: HetFSDP, plan: Plan, trained: _Trained) -> None:
     for move in moves(model, plan, model._comm):
         for slot, cut in zip(move.flat.slots, move.layout.cuts(), strict=True):
             states = [state for _, of in trained for state in of.get(slot.fqn, {}).items()]
-            pieces = [
-                name
-                for name, state in states
-                if state.shape is not None or isinstance(state.scalar, str)
-            ]
+            pieces = [name for name, state in states if state.is_piece]
             if pieces and sum(rows.numel > 0 for rows in cut) > 1:
                 raise CheckpointError(
                     f"optimizer: state {pieces[0]!r} is of the whole of {slot.fqn}, which "
@@ -153,117 +149,62 @@ def _check_pieces(model: HetFSDP, plan: Plan, trained: _Trained) -> None:
 
 def _move(move: FlatMove, model: HetFSDP, trained: _Trained) -> None:
     flat = move.flat
-    moved = [_moved_states(move, model, *each) for each in trained]
+    for optimizer, states in trained:
+        _move_states(move, model, optimizer, states)
     whole_rows = move.whole(flat.placed.on_device(), model)
     flat.comm = flat.residence.comm = move.comm
     flat.redistribute(move.layout, whole_rows, on_host=move.on_host)
-    for (optimizer, states), own in zip(trained, moved, strict=True):
-        _give(flat, optimizer, states, own)
 
 
-def _moved_states(
+def _move_states(
     move: FlatMove, model: HetFSDP, optimizer: optim.Optimizer, states: _States
-) -> dict[str, dict[int, Tensor]]:
-    """The rows of states that this rank has afterwards, by name and index of the parameter."""
-    flat = move.flat
-    own: dict[str, dict[int, Tensor]] = {}
-    for name, dtype in _row_states(flat.slots, states):
-        whole = move.whole(_shard_of(flat, optimizer, name, dtype), model)
-        own.setdefault(name, {})
-        _keep_rows(move, model, whole, (name, dtype), states, own[name])
-        for i in own[name]:  # the rows before make room for the next state's
-            optimizer.state[flat.sharded_params[i]].pop(name, None)
-        del whole
-    for i, (slot, param) in enumerate(zip(flat.slots, flat.sharded_params, strict=True)):
+) -> None:
+    """Give the optimizer what this rank has of states from now on.  Collective."""
+    place = torch.device("cpu") if move.on_host else model.device
+    for i, (slot, param) in enumerate(
+        zip(move.flat.slots, move.flat.sharded_params, strict=True)
+    ):
         by_name = states.get(slot.fqn, {})
-        pieces = {name: state for name, state in by_name.items() if state.shape is not None}
-        mine = flattened(optimizer.state.get(param, {}), "") if pieces else {}
-        for name, state in pieces.items():
-            empty = torch.empty(0, dtype=DTYPES[str(state.dtype)])
-            shape = state.shape or ()
-            piece = move.piece(i, mine.get(name, empty), prod(shape), model)
-            if move.layout.rows(i, model.position).numel:
-                place = torch.device("cpu") if move.on_host else model.device
-                own.setdefault(name, {})[i] = piece.to(place).view(shape)
-        if by_name and (pieces or not flat.rows[i].numel):  # numbers may be old ones
-            optimizer.state.pop(param, None)
-    return own
-
-
-def _give(
-    flat: FlatTensor,
-    optimizer: optim.Optimizer,
-    states: _States,
-    own: Mapping[str, dict[int, Tensor]],
-) -> None:
-    """Let the optimizer have these rows of states, and the numbers of other ranks."""
-    for i, (slot, param) in enumerate(zip(flat.slots, flat.sharded_params, strict=True)):
-        for name, state in states.get(slot.fqn, {}).items():
-            if state.shape is not None or isinstance(state.scalar, str):
-                if param.numel():
-                    piece = state.scalar if state.shape is None else own[name].pop(i)
-                    optimizer.state[param][name] = piece
-            elif state.scalar is None:
-                optimizer.state[param][name] = own[name].pop(i).view(param.shape)
-            elif name not in optimizer.state[param]:
-                optimizer.state[param][name] = _scalar(state, optimizer, param)
-            elif state.dtype is not None and _follows_param(optimizer, param):
-                there = optimizer.state[param][name].to(param.device)
-                optimizer.state[param][name] = there
-        if any(isinstance(state.scalar, str) for state in states.get(slot.fqn, {}).values()):
-            optimizer.state[param] = nested(optimizer.state[param])
-
-
-def _row_states(slots: Sequence[Any], states: _States) -> list[tuple[str, str]]:
-    """Names and dtypes of states that have rows, in an order that is the same on all ranks."""
-    found = {
-        (name, state.dtype): None
-        for slot in slots
-        for name, state in states.get(slot.fqn, {}).items()
-        if state.has_rows and state.dtype is not None
-    }
-    return list(found)
-
-
-def _shard_of(flat: Any, optimizer: optim.Optimizer, name: str, dtype: str) -> Tensor:
-    """This rank's rows of a state, placed as in its shard; zero where there are none."""
-    shard = torch.zeros_like(flat.placed.on_device(), dtype=DTYPES[dtype])
-    for box, param in zip(flat.boxes(shard), flat.sharded_params, strict=True):
-        value = optimizer.state.get(param, {}).get(name)
-        if isinstance(value, Tensor) and value.dim() and str(value.dtype) == dtype:
-            box.copy_(as_rows(value).view_as(box))
-    return shard
-
-
-def _keep_rows(
-    move: FlatMove,
-    model: HetFSDP,
-    whole: Tensor,
-    kind: tuple[str, str],
-    states: _States,
-    kept: dict[int, Tensor],
-) -> None:
-    """Copy the rows that this rank stores under the new layout."""
-    name, dtype = kind
-    for i, slot in enumerate(move.flat.slots):
-        state = states.get(slot.fqn, {}).get(name)
-        if state is None or not state.has_rows or state.dtype != dtype:
+        if not by_name:
             continue
-        part = move.layout.param_spans[i].intersect(move.layout.shard_spans[model.position])
-        place = torch.device("cpu") if move.on_host else model.device
-        kept[i] = (
-            whole[part.start : part.stop]
-            .to(place, copy=True)
-            .view(move.layout.rows(i, model.position).numel, *slot.shape[1:])
-        )
+        has_pieces = any(state.is_piece for state in by_name.values())
+        mine = optimizer.state.pop(param, {}) if move.flat.rows[i].numel else {}  # old numbers
+        mine = flattened(mine, "") if has_pieces else mine
+        optimizer.state.pop(param, None)
+        own = {name: value for name, value in mine.items() if name not in by_name}
+        here = move.layout.rows(i, model.position)
+        for name, state in by_name.items():
+            value = mine.pop(name, None)
+            if state.scalar is None:  # the rows before make room for the next state's
+                value = _moved(move, model, i, value, state).to(place)
+            elif value is None:
+                value = state.scalar
+                if state.dtype is not None:
+                    value = torch.tensor(value, dtype=DTYPES[state.dtype])
+            if isinstance(value, Tensor) and _follows_param(optimizer, param):
+                value = value.to(place)
+            if here.numel or not state.is_piece:
+                own[name] = value
+        optimizer.state[param] = nested(own) if has_pieces else own
 
 
-def _scalar(state: HeldState, optimizer: optim.Optimizer, param: nn.Parameter) -> Any:
-    """A number that only other ranks have had."""
-    if state.dtype is None:
-        return state.scalar
-    device = param.device if _follows_param(optimizer, param) else torch.device("cpu")
-    return torch.tensor(state.scalar, dtype=DTYPES[state.dtype], device=device)
+def _moved(move: FlatMove, model: HetFSDP, i: int, value: Any, state: HeldState) -> Tensor:
+    """A state of parameter ``i``: the rows that this rank has from now on, or a whole piece.
+
+    ``value`` is what it has before; zero where that is nothing.  Collective.
+    """
+    inner, piece = move.flat.slots[i].shape[1:], state.shape
+    numels = [
+        rows.numel * inner.numel() if piece is None else (rows.numel > 0) * prod(piece)
+        for rows in move.flat.cuts[i]
+    ]
+    empty = torch.zeros(numels[model.position], dtype=DTYPES[str(state.dtype)])
+    mine = (value if isinstance(value, Tensor) else empty).to(model.device, empty.dtype)
+    whole = whole_of(mine.reshape(-1), numels, model._comm.gather_channel)
+    if piece is not None:
+        return whole.view(piece)
+    here = move.layout.rows(i, model.position)
+    return whole.view(-1, *inner)[here.start : here.stop].clone()
 
 
 def _follows_param(optimizer: optim.Optimizer, param: nn.Parameter) -> bool:

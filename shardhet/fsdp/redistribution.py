@@ -41,12 +41,6 @@ class FlatMove:
             moved[new.start : new.stop] = whole[old.start : old.stop]
         return moved
 
-    def piece(self, param: int, value: Tensor, numel: int, model: HetFSDP) -> Tensor:
-        """``value``, [numel], of who has the parameter, on every rank.  Collective."""
-        numels = [numel * (rows.numel > 0) for rows in self.flat.cuts[param]]
-        mine = value.to(model.device).reshape(-1)
-        return whole_of(mine, numels, model._comm.gather_channel)
-
 
 def why_not(model: HetFSDP, plan: Plan) -> str | None:
     """Why ``model`` cannot follow ``plan`` as it is now; None if it can."""

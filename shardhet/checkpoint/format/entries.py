@@ -47,6 +47,11 @@ class HeldState:
         """Whether it is rows like the parameter's."""
         return self.scalar is None and self.shape is None
 
+    @property
+    def is_piece(self) -> bool:
+        """Whether it is, or belongs to, a state of another shape, of who has the parameter."""
+        return self.shape is not None or isinstance(self.scalar, str)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
@@ -78,8 +83,9 @@ class Entry:
     keys: tuple[str | int, ...]  # the way to it in a nested state dict
     chunks: tuple[Chunk, ...]
     shape: tuple[int, ...] | None = None  # None: a plain value
-    dtype: str | None = None
+    dtype: str | None = None  # None: a plain value
     aliases: tuple["Entry", ...] = ()  # the same bytes under other names
+    value: Any = None  # of a plain value, or of a tensor that is one number
 
 
 def check_agree(holdings: Sequence[Holding]) -> None:
@@ -108,9 +114,9 @@ def entries_of(holdings: Sequence[Holding], writer: int) -> list[Entry]:
         if not part.is_buffer:
             entries += _state_entries(part, i, holdings, writer)
     for number, group in enumerate(holdings[writer].groups):
-        for option in group:
+        for option, value in group.items():
             keys = ("optim", "param_groups", number, option)
-            entries.append(whole_entry(f"{GROUPS}{number}.{option}", keys, writer))
+            entries.append(whole_entry(f"{GROUPS}{number}.{option}", keys, writer, value=value))
     return entries
 
 
@@ -121,10 +127,11 @@ def whole_entry(
     *,
     shape: tuple[int, ...] | None = None,
     dtype: str | None = None,
+    value: Any = None,
 ) -> Entry:
     """An entry in one piece."""
     chunk = Chunk(writer, tuple(0 for _ in shape or ()), shape or ())
-    return Entry(name, keys, (chunk,), shape, dtype)
+    return Entry(name, keys, (chunk,), shape, dtype, value=value)
 
 
 def _part_entry(part: HeldPart, rows: Sequence[tuple[int, Span]], writer: int) -> Entry:
@@ -174,7 +181,12 @@ def _state_entries(
             shape = state.shape or (None if state.dtype is None else ())
             has_it = writer if state.shape is None else with_rows[0].position
             entry = whole_entry(
-                f"{STATE}{fqn}.{name}", keys, has_it, shape=shape, dtype=state.dtype
+                f"{STATE}{fqn}.{name}",
+                keys,
+                has_it,
+                shape=shape,
+                dtype=state.dtype,
+                value=state.scalar,
             )
         entries.append(entry)
     for holding, states in zip(with_rows, known, strict=True):
@@ -193,17 +205,3 @@ def _shown(states: Mapping[str, HeldState]) -> str:
         for name, state in sorted(states.items())
     )
     return ", ".join(items) or "none"
-
-
-def scalars_of(holdings: Sequence[Holding]) -> dict[str, HeldState]:
-    """The scalar states by the names of their entries; of the first rank that has them."""
-    found: dict[str, HeldState] = {}
-    for has_rows in (True, False):  # ranks with rows come first
-        for holding in holdings:
-            with_rows = {part.fqns[0] for part in holding.parts if part.rows.numel}
-            for fqn, states in holding.states.items():
-                if (fqn in with_rows) is has_rows:
-                    for name, state in states.items():
-                        if state.scalar is not None:
-                            found.setdefault(f"{STATE}{fqn}.{name}", state)
-    return found

@@ -10,13 +10,11 @@ from torch import Tensor, nn
 from shardhet.checkpoint.format.description import Description
 from shardhet.checkpoint.format.entries import (
     EXTRA,
-    GROUPS,
     MODEL,
     Entry,
     HeldPart,
     Holding,
     entries_of,
-    scalars_of,
     whole_entry,
 )
 from shardhet.checkpoint.format.metadata import DTYPES
@@ -96,15 +94,12 @@ class Held:
         entries = entries_of(holdings, writer)
         if self._ranks.position != writer:
             return entries
-        for name, state in scalars_of(holdings).items():
-            value = state.scalar
-            is_tensor = state.dtype is not None
-            self.content[name] = (
-                torch.tensor(value, dtype=DTYPES[str(state.dtype)]) if is_tensor else value
-            )
-        for number, group in enumerate(holdings[writer].groups):
-            for option, value in group.items():
-                self.content[f"{GROUPS}{number}.{option}"] = value
+        for entry in entries:
+            if entry.dtype is None:
+                self.content[entry.name] = entry.value
+            elif entry.value is not None:
+                number = torch.tensor(entry.value, dtype=DTYPES[entry.dtype])
+                self.content[entry.name] = number
         for i, (name, tensor) in enumerate(self.extra_entries):
             shape, dtype = tuple(tensor.shape), str(tensor.dtype)
             keys = ("extra", str(i))
