@@ -17,8 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardhet import Cluster, ExampleBatch, HetFSDP, Plan, describe, mean_of_samples, plan_for
+from shardhet import (
+    Cluster,
+    ExampleBatch,
+    HetFSDP,
+    Plan,
+    Stage,
+    describe,
+    mean_of_samples,
+    plan_for,
+)
 from shardhet.records.plan import HoldsFor
+from tests.edge_plans import APART
 from tests.worlds import on_ranks, run_ranks, run_ranks_expecting_failure
 
 ALONE = Plan.even(1, microbatch_size=2)
@@ -219,6 +229,41 @@ def test_a_mean_over_samples_is_that_of_one_process(rank: int, kind: str) -> Non
     assert mean == pytest.approx(expected.item(), rel=1e-12)
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
     torch.testing.assert_close(model.clip_grad_norm_(1e9), norm, rtol=1e-12, atol=0)
+
+
+IN_STAGES = Plan.by_hand(
+    microbatch_sizes=[1, 2],
+    num_rounds=2,
+    stages=[Stage(units=("0",), num_ranks=1), Stage(units=("2",), num_ranks=1)],
+    state_shares=[1.0, 1.0],
+    num_microbatches=[2, 1],
+)
+
+
+@pytest.mark.parametrize("plan", [APART, IN_STAGES], ids=["apart", "stages"])
+@on_ranks()
+def test_without_loss_inputs_a_model_predicts(rank: int, plan: Plan) -> None:
+    loss_fn = mean_of_samples(nn.CrossEntropyLoss(label_smoothing=0.1))
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    plain = copy.deepcopy(module)
+    model = HetFSDP(module, plan, units=[nn.Linear], loss_fn=loss_fn)
+    mine, n = plan.sample_indices(rank), plan.global_batch_size
+    for _ in range(2):  # before its first step, and after it
+        x, y = torch.randn(n, 3).double(), torch.arange(n) % 3
+        with torch.no_grad():
+            predicted = model(x[mine])
+        if plan.stages is None or rank == 1:
+            torch.testing.assert_close(predicted, plain(x)[mine].detach(), rtol=1e-12, atol=0)
+        mean = model.forward_backward(x[mine], loss_inputs=y[mine])
+        expected = loss_fn(plain(x), y)[0] / n
+        assert mean == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_a_step_without_loss_inputs_is_refused() -> None:
+    model = HetFSDP(net(), ALONE, loss_fn=mean_of_samples(F.mse_loss))
+    with pytest.raises(TypeError, match=r"no loss_inputs are given. Pass the targets as"):
+        model.forward_backward(torch.ones(2, 3))
 
 
 class Predicting(nn.Module):

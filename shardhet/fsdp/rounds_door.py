@@ -86,6 +86,8 @@ class ModuleInRounds(ModuleWithState):
         with self._peers.guard("forward_backward"):
             self._check_can_run()
             call = self._call_of_batch(args, kwargs, loss_inputs)
+            if call.num_samples:
+                self._loss.check_given(in_tuple(loss_inputs))
             parts = self._parts(call, self.plan.num_rounds, caller="forward_backward")
         if self._pipeline is not None:
             calls = [self._call_of_round(part, call) for part in parts]

@@ -1,8 +1,10 @@
 """Applies ``loss_fn`` to the output of the last unit, microbatch by microbatch."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -31,11 +33,13 @@ class FusedLoss:
     """Makes the last unit return the loss of its output instead of the output.
 
     Where the model does not return that output as it is (``log_softmax(head(x))``), the loss is
-    computed from what it returns, of all samples of the rank: ``is_outside``.
+    computed from what it returns, of all samples of the rank: ``is_outside``.  A call without
+    ``loss_inputs`` that a ``loss_fn`` needs is for the output itself: ``is_left_out``.
     """
 
     def __init__(self, loss_fn: LossFn | None) -> None:
-        self.loss_fn = loss_fn
+        self.loss_fn, self._needs_inputs = loss_fn, loss_fn is not None and _needs_more(loss_fn)
+        self.is_left_out = False  # of the forward in progress
         self._inputs: tuple[Any, ...] = ()  # of the forward in progress
         self._head = ""
         self._instead = OUTSIDE
@@ -56,7 +60,7 @@ class FusedLoss:
 
     def of_output(self, output: Any) -> Any:
         """The loss of what the model returns, if it is outside; raises ``LossUsedError``."""
-        if self.loss_fn is None or not self.is_outside:
+        if self.loss_fn is None or self.is_left_out or not self.is_outside:
             return output
         try:
             return self.loss_fn(output, *self._inputs)
@@ -64,8 +68,6 @@ class FusedLoss:
             raise LossUsedError(
                 f"loss_fn: applied to what the model returns, a {type(output).__name__}, it "
                 f"raised {type(error).__name__}: {error}"
-                + ". Pass the targets as loss_inputs=."
-                * (not self._inputs)
             ) from error
 
     def find_head(self, module: nn.Module, units: Sequence[FSDPUnit]) -> UnitModule | None:
@@ -101,6 +103,7 @@ class FusedLoss:
     def of(self, loss_inputs: tuple[Any, ...]) -> Iterator[None]:
         """A context for one forward of the model.  Raises ``LossUsedError``."""
         self._inputs, self._loss = loss_inputs, ()
+        self.is_left_out = self.leaves_out(loss_inputs)
         try:
             yield
         except USER_ERRORS as error:
@@ -112,7 +115,19 @@ class FusedLoss:
                 f"{self._instead}."
             ) from error
         finally:
-            self._inputs = ()
+            self._inputs, self.is_left_out = (), False
+
+    def leaves_out(self, loss_inputs: Sequence[Any]) -> bool:
+        """Whether a call with these is for the output of the model itself."""
+        return self._needs_inputs and not loss_inputs
+
+    def check_given(self, loss_inputs: Sequence[Any]) -> None:
+        """Raise ``TypeError`` if a loss cannot be computed with these."""
+        if self.leaves_out(loss_inputs):
+            raise TypeError(
+                "forward_backward: loss_fn takes more than what the model returns, but no "
+                "loss_inputs are given. Pass the targets as loss_inputs=."
+            )
 
     @property
     def inputs(self) -> tuple[Any, ...]:
@@ -131,6 +146,17 @@ class FusedLoss:
                 f"loss_fn: the model does not return the output of unit {self._head!r}, the "
                 f"last in the order of its modules. Leave loss_fn out. {self._instead}."
             )
+
+
+def _needs_more(loss_fn: LossFn) -> bool:
+    """Whether it cannot be called with the output of a model alone."""
+    function = inspect.unwrap(loss_fn)
+    function = function.forward if isinstance(function, nn.Module) else function
+    try:
+        inspect.signature(function).bind(None)
+    except (TypeError, ValueError) as error:  # ValueError: it has no signature
+        return isinstance(error, TypeError)
+    return False
 
 
 def loss_pair(output: Any, loss_fn: LossFn | None = None) -> tuple[Any, Any]:
@@ -174,6 +200,7 @@ def mean_of_samples(loss_fn: Callable[..., Tensor]) -> LossFn:
     """
     ignored = getattr(loss_fn, "ignore_index", -100)
 
+    @wraps(loss_fn, updated=())
     def loss_and_number(output: Tensor, *loss_inputs: Any) -> tuple[Tensor, Tensor]:
         mean = loss_fn(output, *loss_inputs)
         target = loss_inputs[0] if loss_inputs else output

@@ -136,7 +136,9 @@ class Prober:
         attempts = self._attempts(call)
         problem = first
         few = call and with_few_tokens(call, self._model.rank_plan)
-        told = self._control.exchange([float(call is not None), float(few is not call)])
+        has_loss = call is not None and not self._model.loss.leaves_out(call.with_all()[2])
+        mine = [float(call is not None), float(few is not call), float(has_loss)]
+        told = self._control.exchange(mine)
         num_computing, has_few = sum(row[0] for row in told), any(row[1] for row in told)
         gathered = {p: i for p, i in self._model.gathered.items() if i not in self.staying}
         model = self._model.with_gathered(gathered, self._model.rows)
@@ -161,6 +163,8 @@ class Prober:
             is_used = isinstance(found, LossUsedError)
             rows = self._control.exchange([float(found is not None), staying, float(is_used)])
             if not any(row[0] for row in rows):
+                # Rules say where it is.
+                self._model.loss.is_settled |= any(row[2] for row in told)
                 return self._settle(attempt, has_gradients)
             if more := {int(row[1]) for row in rows if row[1] >= 0}:
                 self._keep_unsharded(more)
@@ -194,7 +198,6 @@ class Prober:
         return possible_axes([each for each in on_ranks if each is not None])
 
     def _settle(self, attempt: Attempt, has_gradients: bool) -> Findings:
-        self._model.loss.is_settled = True  # rules say where it is
         trainable = frozenset(i for i, unit in enumerate(self.units) if unit.is_trainable)
         schedule = make_schedule(
             attempt.segments,

@@ -274,7 +274,8 @@ def _visit_with_loss(
 
     def visit(*args: Any, **kwargs: Any) -> Any:
         # The caller, or the model, wants the head's output.
-        if calls.outside_of_steps is not None or loss.is_outside:
+        is_wanted = calls.outside_of_steps is not None or loss.is_left_out
+        if is_wanted or loss.is_outside:
             return calls.visit(unit, module, args, kwargs)
         output = calls.visit(unit, with_loss, (loss.inputs, *args), kwargs)
         loss.note(output)
