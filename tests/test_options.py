@@ -260,6 +260,17 @@ def test_without_loss_inputs_a_model_predicts(rank: int, plan: Plan) -> None:
         assert mean == pytest.approx(expected.item(), rel=1e-12)
 
 
+@on_ranks(2)
+def test_a_member_of_a_context_group_predicts_its_tokens(rank: int) -> None:
+    plan = Plan.by_hand(microbatch_sizes=[2, 2], context_groups=[[0, 1]], token_shares=[2, 1])
+    module, x = net(), torch.randn(2, 12, 3)
+    plain = copy.deepcopy(module)
+    loss_fn = mean_of_samples(nn.CrossEntropyLoss())
+    model = HetFSDP(module, plan, units=[nn.Linear], loss_fn=loss_fn)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), model.own_tokens(plain(x)))
+
+
 def test_a_step_without_loss_inputs_is_refused() -> None:
     model = HetFSDP(net(), ALONE, loss_fn=mean_of_samples(F.mse_loss))
     with pytest.raises(TypeError, match=r"no loss_inputs are given. Pass the targets as"):

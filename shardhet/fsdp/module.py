@@ -124,7 +124,8 @@ class HetFSDP(ModuleInRounds):
             self._comm.follow(plan, self._control)
             norms.warn(plan, position=members.control.position)
             of_units = comm_of_units(plan, self._comm, self._control)
-            self._skeleton = Skeleton.of(plan, module, loss_fn, batch_dim)
+            self._loss = FusedLoss(loss_fn)
+            self._skeleton = Skeleton.of(plan, module, self._loss, batch_dim)
             modules_of_units = find_units_by(plan, module, units, loss_fn)
             self.beyond_stages = beyond_stages(module, modules_of_units)
             *built, root = build_units(
@@ -144,7 +145,7 @@ class HetFSDP(ModuleInRounds):
         self._rows = RowGroup(self._comm, members.control, self._peers)
         _know_params(self, hooks, before)
         self.module, self._ragged = module, known_ragged(module, ragged)
-        self._loss, self._caches = FusedLoss(loss_fn), CacheSwitch(module)
+        self._caches = CacheSwitch(module)
         self._batch_dim, self._forward = batch_dims(batch_dim, module.forward), module.forward
         self._make_runtime = partial(
             Runtime,

@@ -119,11 +119,11 @@ class FusedLoss:
 
     def leaves_out(self, loss_inputs: Sequence[Any]) -> bool:
         """Whether a call with these is for the output of the model itself."""
-        return self._needs_inputs and not loss_inputs
+        return self.loss_fn is None or (self._needs_inputs and not loss_inputs)
 
     def check_given(self, loss_inputs: Sequence[Any]) -> None:
         """Raise ``TypeError`` if a loss cannot be computed with these."""
-        if self.leaves_out(loss_inputs):
+        if self._needs_inputs and not loss_inputs:
             raise TypeError(
                 "forward_backward: loss_fn takes more than what the model returns, but no "
                 "loss_inputs are given. Pass the targets as loss_inputs=."

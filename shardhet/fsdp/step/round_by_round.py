@@ -243,8 +243,9 @@ class RoundByRound:
 
 
 _NO_FORWARD = (
-    "model.backward: there was no model(...) with gradients enabled since the last one. Call "
-    "the model first."
+    "model.backward: there was no model(...) with gradients enabled since the last one, or it "
+    "was called again without them. Call the model, then this once, with the sum of all losses "
+    "of what it has returned."
 )
 _NO_SAMPLES = (
     "model.backward: no rank has given the model samples. Pass the batch as tensors with one "

@@ -1,7 +1,7 @@
 """Tries a model of a plan with context groups before its first step, layer by layer alike."""
 
 import copy
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardhet.fsdp.microbatch.batching import flatten
 from shardhet.fsdp.microbatch.caches import CacheSwitch
+from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.microbatch.signature import Arguments, BatchDims
 from shardhet.fsdp.tokens import law
 from shardhet.fsdp.tokens.attention import ContextGroup
@@ -26,9 +27,7 @@ MIRRORED = [*range(7), *range(_ENDS, NUM_TOKENS), *range(7, _ENDS)]
 class Skeleton:
     """A model as it was before it was wrapped, without its parameters."""
 
-    def __init__(
-        self, module: nn.Module, loss_fn: Callable[..., Any] | None, batch_dim: BatchDims
-    ) -> None:
+    def __init__(self, module: nn.Module, loss: FusedLoss, batch_dim: BatchDims) -> None:
         """Raises ``ValueError`` for what a try does not show."""
         if batch_dim != 0:
             raise ValueError(
@@ -46,12 +45,12 @@ class Skeleton:
             empty = torch.empty_like(held, device="meta")
             memo[id(held)] = nn.Parameter(empty, requires_grad=held.requires_grad)
         self._module, self._live = copy.deepcopy(module, memo), module
-        self._loss_fn, self._caches = loss_fn, CacheSwitch(self._module)
+        self._loss, self._caches = loss, CacheSwitch(self._module)
         self._tried: set[Hashable] = set()
 
     @classmethod
     def of(cls, plan: Plan, *how: Any) -> "Skeleton | None":
-        """That of a module, ``loss_fn`` and ``batch_dim``; None if the plan has no groups."""
+        """That of a module, its loss and ``batch_dim``; None if the plan has no groups."""
         return None if plan.context_groups is None else cls(*how)
 
     def check(self, arguments: Arguments) -> None:
@@ -70,7 +69,9 @@ class Skeleton:
         def computed(*args: Any, of_loss: Any, **kwargs: Any) -> Any:
             with self._caches.off():
                 output = self._module(*args, **kwargs)
-            return output if self._loss_fn is None else self._loss_fn(output, *of_loss)
+            if self._loss.loss_fn is None or self._loss.leaves_out(of_loss):
+                return output
+            return self._loss.loss_fn(output, *of_loss)
 
         tensors = [x for x in leaves if isinstance(x, Tensor) and x.dim() > 1]
         law.by_tokens(
