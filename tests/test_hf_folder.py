@@ -116,7 +116,7 @@ def there_and_back(rank: int, folder: str) -> None:
         words = torch.randint(4, 60, (2, 7))
         with model.unit_by_unit():
             assert torch.equal(logits(model.module, words), logits(plain, words)), name
-        save_pretrained(model, Path(folder) / f"{name}-again", max_shard_bytes=40_000)
+        save_pretrained(model, Path(folder) / f"{name}-again", least_file_bytes=40_000)
 
 
 def test_a_folder_is_read_and_written_bit_for_bit(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_the_folder_appears_when_it_is_complete(tmp_path: Path) -> None:
         raise OSError("no space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving.StreamedFolder, "write", fail)
+        patch.setattr(saving.WeightFiles, "add", fail)
         with pytest.raises(OSError, match="no space left"):
             save_pretrained(model, folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
@@ -275,17 +275,11 @@ def test_what_a_folder_lacks_is_initialised_and_named(
 
 
 def test_what_cannot_be_read_by_rows_is_refused(tmp_path: Path) -> None:
-    from transformers.distributed import DistributedConfig
-
     from shardhet.hf import load_pretrained
 
     with pytest.raises(ValueError, match="snapshot_download"):
         load_pretrained(tmp_path / "absent", ONE)
     _llama().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="tp_size=2"):
-        load_pretrained(tmp_path, ONE, distributed_config=DistributedConfig(tp_size=2))
-    with pytest.raises(ValueError, match="fsdp_size=4 but the plan has 1"):
-        load_pretrained(tmp_path, ONE, distributed_config=DistributedConfig(fsdp_size=4))
     larger, tied = _llama(vocab_size=65).config, _llama(tie_word_embeddings=True).config
     with pytest.raises(ValueError, match="has shape"):
         load_pretrained(tmp_path, ONE, config=larger)
@@ -293,8 +287,6 @@ def test_what_cannot_be_read_by_rows_is_refused(tmp_path: Path) -> None:
         load_pretrained(tmp_path, ONE, config=tied)
     with pytest.raises(ValueError, match="values would be lost"):
         load_pretrained(tmp_path, ONE, adapt=lambda model: model.get_input_embeddings())
-    model = load_pretrained(tmp_path, ONE, distributed_config=DistributedConfig(fsdp_size=1))
-    assert model.plan.world_size == 1
 
 
 @pytest.mark.parametrize(
@@ -336,18 +328,18 @@ def test_a_folder_that_does_not_hold_what_its_index_lists_is_refused(
         ([torch.ones(2, 3)] * 2, "a: .* came but nothing is still to be written"),
     ],
 )
-def test_a_file_is_written_as_its_header_says(
+def test_what_is_written_is_what_was_expected(
     tensors: list[Tensor], words: str, tmp_path: Path
 ) -> None:
-    from shardhet.hf.folders.writing import StreamedFolder
+    from shardhet.hf.folders.writing import WeightFiles
 
     listed = {"a": torch.ones(2, 3), "b": torch.ones(1)}
-    files = StreamedFolder(tmp_path, listed, stem="model", max_shard_bytes=MIB)
+    files = WeightFiles(tmp_path, listed, least_file_bytes=MIB)
 
     def write() -> None:
         for tensor in tensors:
-            files.write("a", tensor)
-        files.close()
+            files.add({"a": tensor})
+        files.close(7)
 
     with pytest.raises(ValueError, match=words):
         write()

@@ -12,13 +12,11 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
-from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
 from shardhet.comm.groups import default_group
 from shardhet.fsdp import HetFSDP
-from shardhet.hf.conventions import options_of
 from shardhet.hf.folders.adapters import check_adapters, initialise_adapter
 from shardhet.hf.folders.reading import PretrainedRows, SafetensorsFolder
 from shardhet.records.layout import Span
@@ -38,7 +36,6 @@ def load_pretrained(
     dtype: torch.dtype | str = "auto",
     attn_implementation: str | None = None,
     key_mapping: Mapping[str, str] | None = None,
-    distributed_config: DistributedConfig | None = None,
     adapt: Callable[[PreTrainedModel], nn.Module] | None = None,
     **options: Any,
 ) -> HetFSDP:
@@ -56,13 +53,11 @@ def load_pretrained(
         dtype: dtype of the parameters; "auto" means the config's.
         attn_implementation: as in transformers.
         key_mapping: additional renamings of keys, applied before transformers' own.
-        distributed_config: the options that a plan supports; others are refused by name.
         adapt: a function that wraps the model while its parameters are on the meta device:
             ``lambda model: get_peft_model(model, lora_config)``.
         options: options of HetFSDP.
     """
     folder, plan = Path(path), plan_of(plan)
-    options = {**options_of(distributed_config, plan), **options}
     group = default_group(options.get("group"))
     model = meta_model(
         folder, model_class, config, dtype=dtype, attn_implementation=attn_implementation

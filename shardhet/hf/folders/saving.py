@@ -1,6 +1,5 @@
 """Save a HetFSDP as a folder that plain ``from_pretrained`` can load."""
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Transpose, revert_weight_conversion
@@ -21,27 +19,27 @@ from shardhet.fsdp.door import stand_ins
 from shardhet.fsdp.params.state import persistent_buffers
 from shardhet.hf.folders.adapters import adapter_fqns, adapter_state, is_adapted
 from shardhet.hf.folders.reading import INDEX
-from shardhet.hf.folders.writing import StreamedFolder
+from shardhet.hf.folders.writing import WeightFiles, save_whole
 
-MAX_SHARD_BYTES = 5 * 10**9
+LEAST_FILE_BYTES = 2**25
 
 
 @phase("save_pretrained")
 def save_pretrained(
-    model: HetFSDP, save_directory: str | Path, *, max_shard_bytes: int = MAX_SHARD_BYTES
+    model: HetFSDP, save_directory: str | Path, *, least_file_bytes: int = LEAST_FILE_BYTES
 ) -> None:
     """Write the same folder as ``save_pretrained`` of the plain model.  Collective.
 
-    Rank zero writes and holds one unit at a time.  For a PeftModel, only the adapters are
-    written.  The folder appears when it is complete; files of an earlier model in it are
-    removed, other files stay.
+    Rank zero writes, and holds one unit at a time, or several of together less than
+    ``least_file_bytes``.  For a PeftModel, only the adapters are written.  The folder appears
+    when it is complete; files of an earlier model in it are removed, other files stay.
     """
     folder = Path(save_directory)
     with model.guard("save_pretrained"):
         if is_adapted(model.module):
             _save_adapters(model, folder)
         elif isinstance(model.module, PreTrainedModel):
-            _save_whole(model, folder, max_shard_bytes)
+            _save_whole(model, folder, least_file_bytes)
         else:
             raise ValueError(
                 f"save_pretrained: {type(model.module).__name__} is not a transformers model. "
@@ -61,12 +59,11 @@ def save_model(model: HetFSDP, folder: Path) -> None:
         if _is_rank_zero(model):
             folder.mkdir(parents=True, exist_ok=True)
             unfinished = folder / f"{SAFE_WEIGHTS_NAME}.unfinished"
-            whole = {k: v.contiguous() for k, v in state.items() if isinstance(v, Tensor)}
-            save_file(whole, unfinished, metadata={"format": "pt"})
+            save_whole({k: v for k, v in state.items() if isinstance(v, Tensor)}, unfinished)
             unfinished.replace(folder / SAFE_WEIGHTS_NAME)
 
 
-def _save_whole(model: HetFSDP, folder: Path, max_shard_bytes: int) -> None:
+def _save_whole(model: HetFSDP, folder: Path, least_file_bytes: int) -> None:
     module: Any = model.module
     whole = _shapes(model)
     saved = _reverted(module, whole)
@@ -75,17 +72,12 @@ def _save_whole(model: HetFSDP, folder: Path, max_shard_bytes: int) -> None:
         files = None
         if unfinished is not None:
             _save_configs(module, unfinished)
-            files = StreamedFolder(
-                unfinished, saved, stem="model", max_shard_bytes=max_shard_bytes
-            )
+            files = WeightFiles(unfinished, saved, least_file_bytes=least_file_bytes)
         for tensors in _units(model, whole):
             if files is not None:
-                for name, tensor in _reverted(module, tensors).items():
-                    files.write(name, tensor)
-        if files is not None and unfinished is not None:
-            files.close()
-            if files.is_sharded:
-                _write_index(unfinished, files, sum(t.numel() for t in whole.values()))
+                files.add(_reverted(module, tensors))
+        if files is not None:
+            files.close(sum(tensor.numel() for tensor in whole.values()))
     model.exchange([])  # no rank goes on before the folder exists
 
 
@@ -138,13 +130,6 @@ def _save_configs(module: Any, folder: Path) -> None:
         module.generation_config.save_pretrained(folder)
 
 
-def _write_index(folder: Path, files: StreamedFolder, num_parameters: int) -> None:
-    metadata = {"total_parameters": num_parameters, "total_size": files.total_bytes}
-    index = {"metadata": metadata, "weight_map": files.weight_map}
-    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    (folder / INDEX).write_text(text, encoding="utf-8")
-
-
 def _save_adapters(model: HetFSDP, folder: Path) -> None:
     module: Any = model.module
     buffers = dict(persistent_buffers(module))
@@ -165,11 +150,8 @@ def _save_adapters(model: HetFSDP, folder: Path) -> None:
             place.mkdir(exist_ok=True)
             with stand_ins(model._flats):
                 state = adapter_state(module, adapter, gathered)
-            whole = {name: torch.empty_like(t, device="meta") for name, t in state.items()}
-            files = StreamedFolder(place, whole, stem="adapter_model", max_shard_bytes=2**63)
-            for name, tensor in state.items():
-                files.write(name, tensor)
-            files.close()
+            own = {name: tensor.clone() for name, tensor in state.items()}  # some are shared
+            save_whole(own, place / "adapter_model.safetensors")
             _save_adapter_config(config, place)
         if unfinished is not None:
             module.create_or_update_model_card(str(unfinished))
