@@ -114,7 +114,6 @@ BAD = {
     "model.dropout=1.5": ("model.dropout: 1.5",),
     "model.num_layers=0": ("model.num_layers: 0", "at least 1"),
     "data.seq_len=0": ("data.seq_len: 0", "at least 1"),
-    "data.vocab_size=300": ("data.vocab_size: 300", "there are 256 bytes"),
     "data.tokenizer=WORDS": ("data.tokenizer", "BYTES", "AUTO"),
     "data=text_dir data.path=/does/not/exist": ("data.path: '/does/not/exist' does not",),
     f"data=text_dir data.path={__file__} data.held_out=2": ("data.held_out: '2' is neither",),

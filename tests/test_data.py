@@ -1,6 +1,7 @@
 """The corpus, the batches drawn from it, and how a plan deals them out."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 from shardhet.training.data import (
     Corpus,
     GlobalBatches,
-    PySource,
     TextDir,
     TokenBatch,
     held_out_windows,
@@ -24,7 +24,11 @@ GLOBAL_BATCH_SIZE = 12
 
 @pytest.fixture(scope="module")
 def corpus() -> Corpus:
-    return PySource().load()
+    return TextDir.of_standard_library().read()
+
+
+def sources_in(root: Path) -> TextDir:
+    return replace(TextDir.of_standard_library(), root=root)
 
 
 def toy_corpus(num_bytes: int = 1000) -> Corpus:
@@ -49,7 +53,7 @@ def test_the_standard_library_is_enough_text(corpus: Corpus) -> None:
 
 
 def test_two_loads_give_the_same_bytes(corpus: Corpus) -> None:
-    assert PySource().load().digest == corpus.digest
+    assert TextDir.of_standard_library().read().digest == corpus.digest
 
 
 def test_digest_tells_where_the_held_out_part_begins() -> None:
@@ -64,7 +68,7 @@ def test_no_held_out_file_is_trained_on(tmp_path: Path) -> None:
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"<{name}>")
-    corpus = PySource(root=tmp_path).load()
+    corpus = sources_in(tmp_path).read()
     documents = {
         part: set(getattr(corpus, part).tobytes().decode().split("\0")) - {""}
         for part in ("train", "held_out")
@@ -79,12 +83,15 @@ def test_tests_and_installed_packages_are_left_out(tmp_path: Path) -> None:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x")
-    assert [name for name, _ in PySource(root=tmp_path).documents()] == ["a.py", "f/g.py"]
+    assert [name for name, _ in sources_in(tmp_path)._files_below(tmp_path)] == [
+        "a.py",
+        "f/g.py",
+    ]
 
 
 def test_a_folder_without_sources_is_refused_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="0 bytes to train on and 0 held out"):
-        PySource(root=tmp_path).load()
+        sources_in(tmp_path).read()
 
 
 def test_a_folder_of_text_is_mapped_from_token_files(tmp_path: Path) -> None:

@@ -195,19 +195,10 @@ class DataConf(Checked, prefix="data."):
 
     kind: DataKind = MISSING
     tokenizer: TokenizerKind = TokenizerKind.AUTO
-    vocab_size: int | None = None  # of bytes, which are 256; a tokenizer has its own
     cache_dir: str | None = None  # where tokens are kept; None: the run folder
     seq_len: int = checked(64, at_least(1))  # tokens
     # Windows of held-out text in an evaluation.
     num_judged_samples: int = checked(1000, at_least(1))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.vocab_size not in (None, NUM_BYTES):
-            raise ConfigError(
-                f"data.vocab_size: {self.vocab_size} but there are {NUM_BYTES} bytes. Drop it; "
-                "larger tokens are those of a model=hf with a tokenizer.json."
-            )
 
     def load(self, token_dir: Path, chat: "Chat | None" = None) -> "Corpus":
         """The text as bytes; large texts are mapped from files in ``token_dir``.
@@ -225,9 +216,9 @@ class PySourceConf(DataConf):
 
     def load(self, token_dir: Path, chat: "Chat | None" = None) -> "Corpus":
         """Read at every start: 9 MB."""
-        from shardhet.training.data import PySource
+        from shardhet.training.data import TextDir
 
-        return PySource().load()
+        return TextDir.of_standard_library().read()
 
 
 @dataclass(kw_only=True)

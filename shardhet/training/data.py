@@ -18,10 +18,10 @@ import os
 import shutil
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -64,34 +64,8 @@ class Corpus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PySource:
-    """The ``*.py`` files below ``root``: sorted by path, held out by a hash of the path."""
-
-    root: Path = field(default_factory=lambda: Path(sysconfig.get_paths()["stdlib"]))
-
-    def load(self) -> Corpus:
-        """The corpus; Python releases differ in their text."""
-        corpus = _join(self.documents())
-        if not corpus.train.size or not corpus.held_out.size:
-            raise ValueError(
-                f"{self.root}: {corpus.train.size} bytes to train on and "
-                f"{corpus.held_out.size} held out, but both are needed. Name a folder with "
-                f"Python sources as root."
-            )
-        return corpus
-
-    def documents(self) -> Iterator[tuple[str, Path]]:
-        """(path relative to ``root`` with forward slashes, path) in the corpus's order."""
-        paths = []
-        for folder, subfolders, names in os.walk(self.root):
-            subfolders[:] = set(subfolders) - SKIPPED_FOLDERS  # these are not even looked into
-            paths += [Path(folder, name) for name in names if name.endswith(".py")]
-        yield from _sorted_by_name(self.root, paths)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TextDir:
-    """A file, or all files below a folder that match ``pattern``; see ``_documents_in``.
+    """A file, or all files below ``root`` that match ``pattern``; see ``_documents_in``.
 
     Held out are files, by a hash of their path; or the last part of each, of at least
     ``held_out_share``: by default where there are too few files.  Or ``held_out`` is another
@@ -104,33 +78,46 @@ class TextDir:
     held_out_share: float | None = None
     field: str = "text"  # of JSON lines
     chat: Chat | None = None
+    skipped: frozenset[str] = frozenset()  # names of folders
+
+    @classmethod
+    def of_standard_library(cls) -> Self:
+        """The sources of Python's own, which differ between releases in their text."""
+        root = Path(sysconfig.get_paths()["stdlib"])
+        return cls(root=root, pattern="*.py", skipped=SKIPPED_FOLDERS)
 
     def load(self, cache_dir: Path) -> Corpus:
         """The corpus, mapped from files in ``cache_dir``; made there if they are absent."""
         places = [each and str(each.absolute()) for each in (self.root, self.held_out)]
         named = f"{places} {self.pattern} {self.held_out_share} {self.field}"
         name = hashlib.sha256(named.encode()).hexdigest()[:DIGEST_LENGTH_IN_NAMES]
-        return mapped(cache_dir / name, self._read)
+        return mapped(cache_dir / name, self.read)
 
-    def _read(self) -> Corpus:
+    def read(self) -> Corpus:
+        """The corpus, in memory."""
         found = [
-            (n, self._documents_in(path)) for n, path in _files_below(self.root, self.pattern)
+            (name, self._documents_in(path)) for name, path in self._files_below(self.root)
         ]
+        parts: list[tuple[bytes | None, bytes | None]]
         share = HELD_OUT_PERCENT / 100 if self.held_out_share is None else self.held_out_share
         if self.held_out is not None:
-            judged = _files_below(self.held_out, self.pattern)
-            parts = [(text, b"") for _, text in found]
-            parts += [(b"", self._documents_in(path)) for _, path in judged]
+            judged = self._files_below(self.held_out)
+            parts = [(text, None) for _, text in found]
+            parts += [(None, self._documents_in(path)) for _, path in judged]
         elif (
             self.held_out_share is None
             and len(found) >= FEW_FILES
             and any(is_held_out(name) for name, _ in found)
         ):
-            parts = [(b"", text) if is_held_out(name) else (text, b"") for name, text in found]
+            parts = [
+                (None, text) if is_held_out(name) else (text, None) for name, text in found
+            ]
         else:
-            parts = [_cut(text, share) for _, text in found]
+            halves = [_cut(text, share) for _, text in found]
+            parts = [(train or None, judged or None) for train, judged in halves]
         train, held_out = (
-            b"".join(each[i] + SEPARATOR_BYTE for each in parts if each[i]) for i in range(2)
+            b"".join(text + SEPARATOR_BYTE for each in parts if (text := each[i]) is not None)
+            for i in range(2)
         )
         if not train or not (held_out or share == 0):
             raise ValueError(
@@ -142,6 +129,17 @@ class TextDir:
             train=np.frombuffer(train, dtype=np.uint8),
             held_out=np.frombuffer(held_out, dtype=np.uint8),
         )
+
+    def _files_below(self, root: Path) -> list[tuple[str, Path]]:
+        """(path relative to ``root`` with forward slashes, path), sorted by the former."""
+        if root.is_file():
+            return [(root.name, root)]
+        paths: list[Path] = []
+        for folder, subfolders, names in os.walk(root):
+            subfolders[:] = set(subfolders) - self.skipped  # these are not even looked into
+            paths += [Path(folder, name) for name in names]
+        found = [each for each in paths if each.match(self.pattern) and each.is_file()]
+        return sorted((each.relative_to(root).as_posix(), each) for each in found)
 
     def _documents_in(self, path: Path) -> bytes:
         """The text of a file; of JSON lines, that of each line, with separators between."""
@@ -191,30 +189,6 @@ def _cut(text: bytes, share: float) -> tuple[bytes, bytes]:
             after = text.rfind(mark, 0, at) + 1
         at = after or at
     return text[:at].rstrip(SEPARATOR_BYTE), text[at:]
-
-
-def _files_below(root: Path, pattern: str) -> Iterator[tuple[str, Path]]:
-    """(path relative to ``root`` with forward slashes, path), sorted by the former."""
-    if root.is_file():
-        return iter([(root.name, root)])
-    return _sorted_by_name(root, root.rglob(pattern))
-
-
-def _sorted_by_name(root: Path, paths: Iterable[Path]) -> Iterator[tuple[str, Path]]:
-    path_by_name = {path.relative_to(root).as_posix(): path for path in paths if path.is_file()}
-    for name in sorted(path_by_name):
-        yield name, path_by_name[name]
-
-
-def _join(documents: Iterable[tuple[str, Path]]) -> Corpus:
-    train, held_out = bytearray(), bytearray()
-    for name, path in documents:
-        part = held_out if is_held_out(name) else train
-        part += path.read_bytes() + SEPARATOR_BYTE
-    return Corpus(
-        train=np.frombuffer(bytes(train), dtype=np.uint8),
-        held_out=np.frombuffer(bytes(held_out), dtype=np.uint8),
-    )
 
 
 def is_held_out(name: str) -> bool:
