@@ -78,14 +78,9 @@ BAD = {
     "trace=perhaps": ("trace", "Write true or false."),
     "model.width=wide": ("model.width", "Integer"),
     "plan=proportional plan.speeds=[fast]": ("plan.speeds", "Float"),
-    "plan=by_hand plan.stages=[{units:[head],ranks:2}]": (
-        "plan.stages[0].ranks: no such key",
-        "Did you mean plan.stages[0].num_ranks? Write {units: [...], num_ranks: ...}.",
-    ),
-    "plan=by_hand plan.stages=[{units:head,num_ranks:2}]": (
-        "plan.stages[0].units: head is not what it takes. Write {units: [...], ",
-    ),
-    "plan=by_hand plan.stages=[[head]]": ("plan.stages[0]: ['head'] is not of this form",),
+    "plan=by_hand plan.stages=[{units:[head],ranks:2}]": ("'plan.stages'", "Key 'ranks' not"),
+    "plan=by_hand plan.stages=[{units:head,num_ranks:2}]": ("plan.stages", "Write a list"),
+    "plan=by_hand plan.stages=[[head]]": ("plan.stages[0]: Invalid type assigned: list",),
     # values that are missing
     "plan=by_hand": ("plan.microbatch_sizes=...",),
     "plan=proportional": ("plan.speeds=...",),

@@ -6,11 +6,11 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_search_path import ConfigSearchPath
@@ -20,7 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from shardhet.config.checks import ConfigError, check_can_be_folder
@@ -330,39 +330,7 @@ def hints(overrides: Iterable[str], config_name: str = CONFIG_NAME) -> list[str]
     others = [each for each in parsed if each.input_line not in choices]
     own = [each for each in others if not each.key_or_group.startswith("hydra")]
     found = [_unknown_part(cfg, each.key_or_group) for each in own]
-    for each in own:
-        found += _unfit_entries(cfg, each.key_or_group, each.value())
     return [hint for hint in found if hint]
-
-
-def _unfit_entries(cfg: DictConfig, dotted: str, value: Any) -> Iterator[str]:
-    """What the entries of a list have to look like, for each of ``value`` that does not."""
-    node = OmegaConf.select(cfg, dotted)
-    schema = node._metadata.element_type if isinstance(node, ListConfig) else None
-    if not (is_dataclass(schema) and isinstance(value, list)):
-        return
-    hint_by_name = get_type_hints(schema)
-    form_by_name = {
-        each.name: f"{each.name}: {'[...]' if get_origin(hint_by_name[each.name]) else '...'}"
-        for each in fields(schema)
-        if each.default is MISSING
-    }
-    write = f"Write {{{', '.join(form_by_name.values())}}}."
-    for i, entry in enumerate(value):
-        where = f"{dotted}[{i}]"
-        if not isinstance(entry, dict):
-            yield f"{where}: {entry} is not of this form. {write}"
-            continue
-        known = OmegaConf.structured(schema)
-        for key, given in ((str(key), given) for key, given in entry.items()):
-            try:
-                if key in list(known):
-                    known[key] = given
-                else:
-                    wrong = _no_such_key(known, where, key, asked_for=f"{where}.{key}")
-                    yield f"{wrong} {write}"
-            except OmegaConfBaseException:
-                yield f"{where}.{key}: {given!s} is not what it takes. {write}"
 
 
 def _unknown_part(cfg: DictConfig, dotted: str) -> str:
