@@ -14,8 +14,6 @@ from shardhet.config.models import ModelConf, ModelKind, SampleShape
 from shardhet.records.workload import Workload
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from shardhet.profiler.batch import TrainedModel
 
 HOW = "Write package.module:name, importable from this folder"
@@ -58,6 +56,7 @@ class ImportedConf(ModelConf):
         """The model on the meta device, and how it is trained."""
         import torch
 
+        from shardhet.models.pretrained import fill_for_times
         from shardhet.profiler.batch import TrainedModel
         from shardhet.profiler.describe import as_example
 
@@ -73,7 +72,7 @@ class ImportedConf(ModelConf):
             batch=as_example(imported("model.batch", self.batch)()),
             units=self.units or None,
             loss_fn=imported("model.loss_fn", self.loss_fn) if self.loss_fn else None,
-            init_fn=_fill,
+            init_fn=fill_for_times,
         )
 
 
@@ -90,10 +89,3 @@ def imported(key: str, path: str) -> Callable[..., Any]:
         raise ConfigError(f"{key}: {module_name} has nothing callable named {name!r}. {HOW}.")
     function: Callable[..., Any] = getattr(found, name)
     return function
-
-
-def _fill(module: "nn.Module") -> None:
-    """Small positive values: times hardly depend on them."""
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None and tensor.is_floating_point():
-            tensor.uniform_(0.01, 0.03)

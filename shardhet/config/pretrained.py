@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardhet.models.pretrained import Lora, PretrainedFolder
+    from shardhet.profiler.batch import TrainedModel
 
 TOKENIZER_FILES = ("*token*.json", "vocab*", "merges.txt", "*.model", "chat_template*")
 
@@ -113,7 +114,6 @@ class HfConf(ModelConf):
         """The model's workload, counted on tensors without memory."""
         import torch
 
-        from shardhet.models.pretrained import LanguageModel
         from shardhet.profiler.describe import describe_sketch
         from shardhet.profiler.sketch import sketch_model
 
@@ -127,15 +127,29 @@ class HfConf(ModelConf):
             )
         with config_errors("model"):
             dtype: torch.dtype = getattr(torch, param_dtype)
-            module = folder.on_meta(dtype=torch.float32, lora=self.adapters(dtype))
-            model = LanguageModel(folder.objective).trained(
-                module,
-                vocab_size=folder.vocab_size,
-                seq_len=seq_len,
-                param_dtype=dtype,
-                reduce_dtype=torch.float32,
-            )
+            model = self.trained(dtype=torch.float32, param_dtype=dtype, seq_len=seq_len)
             return describe_sketch(sketch_model(model), model)
+
+    def trained(
+        self,
+        *,
+        dtype: "torch.dtype",
+        param_dtype: "torch.dtype | None",
+        seq_len: int,
+        seed: int = 0,
+    ) -> "TrainedModel":
+        """The model on the meta device, stored in ``dtype``, and how it is trained."""
+        from shardhet.models.pretrained import LanguageModel
+
+        folder = self.folder()
+        return LanguageModel(folder.objective).trained(
+            folder.on_meta(dtype=dtype, lora=self.adapters(param_dtype)),
+            vocab_size=folder.vocab_size,
+            seq_len=seq_len,
+            param_dtype=param_dtype,
+            reduce_dtype=dtype,
+            seed=seed,
+        )
 
     def check_fits(self, data: DataConf) -> None:
         """Raise ConfigError unless the model can read such samples."""

@@ -2,9 +2,7 @@
 
 import math
 import socket
-import sys
 from collections import Counter
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,7 +12,7 @@ from shardhet import HetFSDP, Plan
 from shardhet.apps.cli.streamed import say
 from shardhet.apps.launch.builds import described
 from shardhet.apps.launch.crash import RankConsole
-from shardhet.apps.launch.joining import choose_device, joined
+from shardhet.apps.launch.joining import choose_device, joined, run_as_rank
 from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder, versions
 from shardhet.comm import devices
@@ -38,13 +36,7 @@ NUM_STEPS = 3
 
 def main() -> None:
     """Check as one of the ranks that were launched for the folder."""
-    env = RankEnv.from_environment()
-    assert env is not None, "the rank is started by shardhet doctor"
-    try:
-        check_as_rank(RunFolder(Path(sys.argv[1])), env)
-    except Exception:
-        # The launcher shows the root cause; this rank's traceback is in its log.
-        raise SystemExit(1) from None
+    run_as_rank(check_as_rank)
 
 
 def check_as_rank(folder: RunFolder, env: RankEnv) -> None:

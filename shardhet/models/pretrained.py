@@ -23,7 +23,6 @@ from shardhet.profiler.counting import logits_of
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 NUM_EXAMPLES = 32
-NOISE_STD = 0.02  # the usual initializer_range
 
 
 class Objective(Enum):
@@ -293,7 +292,7 @@ class LanguageModel:
             loss_fn=language_loss,
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
-            init_fn=fill_with_noise,
+            init_fn=fill_for_times,
             seed=seed,
         )
 
@@ -312,8 +311,8 @@ class LanguageModel:
 
 
 @torch.no_grad()
-def fill_with_noise(module: nn.Module) -> None:
-    """Fill the model with random values for a measurement, which does not depend on them."""
+def fill_for_times(module: nn.Module) -> None:
+    """Fill the model with small positive values, which times hardly depend on."""
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is not None and tensor.is_floating_point():
-            nn.init.normal_(tensor, std=NOISE_STD)
+            tensor.uniform_(0.01, 0.03)

@@ -10,7 +10,6 @@ from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
 
-from shardhet.apps.cli.on_terminal import OnTerminal
 from shardhet.apps.cli.quantities import of_budget
 from shardhet.apps.cli.streamed import figures_table
 from shardhet.records.cluster import DeviceSpec
@@ -22,7 +21,7 @@ REFRESHES_PER_S = 2
 NUM_STEPS_IN_MEAN = 20  # for the mean step time, which gives throughput and remaining time
 
 
-class Display(OnTerminal):
+class Display:
     """Shows a run in progress.  On a terminal, the table is drawn below the lines."""
 
     def __init__(
@@ -41,18 +40,22 @@ class Display(OnTerminal):
         self._latest: StepMetrics | None = None
         self._step_times_s: deque[float] = deque(maxlen=NUM_STEPS_IN_MEAN)
         self._drawn_devices: RenderableType = ""
-        live = Live(
+        self.console = console
+        self._live = Live(  # which shows nothing where there is no terminal
             console=console,
             refresh_per_second=REFRESHES_PER_S,
             get_renderable=self._draw,
             transient=True,
         )
-        super().__init__(console, live)
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
             self._draw_devices(())
-        return super().__enter__()
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
 
     def show_step(self, metrics: StepMetrics) -> None:
         """Print a line every ``log_every`` steps; the live table shows every step."""

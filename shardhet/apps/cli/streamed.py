@@ -3,14 +3,12 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from threading import Timer
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-PATIENCE_S = 1.0  # what takes longer is named while it runs
 FILE_COLUMNS = 200  # of what is no terminal, so that nothing is cut and paths are not wrapped
 
 
@@ -87,7 +85,7 @@ class StreamedTable:
 
 
 class Waiting:
-    """Says on a terminal what is being done, if it takes more than a second."""
+    """Says on a terminal what is being done."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -95,16 +93,5 @@ class Waiting:
     @contextmanager
     def for_(self, what: str) -> Iterator[None]:
         """Context in which ``what`` is done; shows nothing where there is no terminal."""
-        if not self._console.is_terminal:
+        with self._console.status(f"{what} ..."):
             yield
-            return
-        status = self._console.status(f"{what} ...")
-        timer = Timer(PATIENCE_S, status.start)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-            timer.join()  # it may be starting the status at this moment
-            status.stop()

@@ -4,11 +4,12 @@ import faulthandler
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TextIO
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardhet import DeviceSpec
 from shardhet.apps.launch.builds import check_alike, check_serves
-from shardhet.apps.launch.crash import RankConsole, is_repeated, save_failure
+from shardhet.apps.launch.crash import OUTPUT_CLOSED, RankConsole, is_repeated, save_failure
 from shardhet.apps.launch.leaving import end_agent
 from shardhet.apps.launch.memory_limits import PlansAgainError
 from shardhet.apps.launch.rank_env import RankEnv, is_task_of_srun
@@ -28,7 +29,7 @@ from shardhet.comm.channel import Channel
 from shardhet.comm.failure import Failure
 from shardhet.comm.liveness import HANG_TIMEOUT_S, end_with_launcher, watch_ranks
 from shardhet.comm.liveness.diagnosis import LONG_FACTOR
-from shardhet.comm.liveness.ending import end_if_launcher_is_gone
+from shardhet.comm.liveness.ending import end_if_launcher_is_gone, end_now
 from shardhet.comm.members import local_device_spec
 from shardhet.comm.peers import failure_of
 from shardhet.comm.progress import progress
@@ -41,6 +42,24 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch
 GROWING_SEGMENTS = "expandable_segments:True"
 # A network or a disk may be back at the next start; Ctrl-C is no fault of the run.
 MAY_HEAL = (OSError, dist.DistError, KeyboardInterrupt)
+
+
+def run_as_rank(part: Callable[[RunFolder, RankEnv], None]) -> None:
+    """Run a rank's part of what ``start_ranks`` has started, with its folder.
+
+    The launcher shows the root cause of a failure; this rank's traceback is in its log.
+    """
+    env = RankEnv.from_environment()
+    assert env is not None, "ranks are started by start_ranks"
+    try:
+        part(RunFolder(Path(sys.argv[1])), env)
+    except SystemExit as ended:
+        if ended.code == OUTPUT_CLOSED:
+            # Before its peers miss it: the launcher asks who was first.
+            end_now(OUTPUT_CLOSED)
+        raise
+    except Exception:
+        end_now(1)
 
 
 @contextmanager

@@ -5,32 +5,25 @@
 is what ``shardhet measure`` starts once per device.
 """
 
-import sys
-from pathlib import Path
-
 from shardhet.apps.launch.crash import RankConsole
-from shardhet.apps.launch.joining import announced_device, joined
+from shardhet.apps.launch.joining import joined, run_as_rank
 from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
-from shardhet.apps.run.measure_report import Progress, show_measurement
-from shardhet.apps.run.model_to_measure import model_to_measure
-from shardhet.comm.liveness.ending import end_now
+from shardhet.apps.run.measure_report import show_measurement
+from shardhet.apps.run.model_to_measure import measured_here
 from shardhet.config.measure import MeasureConf
 from shardhet.config.train import Precision
-from shardhet.profiler.measure import MeasuringEffort, measure
+from shardhet.profiler.measure import MeasuringEffort
 
 
 def main() -> None:
     """Measure as one of the ranks that were launched for the folder."""
-    env = RankEnv.from_environment()
-    assert env is not None, "the rank is started by shardhet measure"
-    folder = RunFolder(Path(sys.argv[1]))
-    conf = MeasureConf.load(folder.start_config_path)
-    try:
-        measure_as_rank(conf, folder, env)
-    except Exception:
-        # The launcher shows the root cause; this rank's traceback is in its log.
-        end_now(1)
+    run_as_rank(measure_launched)
+
+
+def measure_launched(folder: RunFolder, env: RankEnv) -> None:
+    """``measure_as_rank`` by the configuration in the folder."""
+    measure_as_rank(MeasureConf.load(folder.start_config_path), folder, env)
 
 
 def measure_as_rank(conf: MeasureConf, folder: RunFolder, env: RankEnv) -> None:
@@ -46,20 +39,12 @@ def measure_as_rank(conf: MeasureConf, folder: RunFolder, env: RankEnv) -> None:
         fp16_accumulation=conf.fp16_accumulation,
     ) as device:
         console = RankConsole(quiet=env.rank != 0)
-        with Progress(console) as progress:
-            measured = measure(
-                model_to_measure(conf),
-                device=device,
-                device_spec=announced_device(conf.cluster, env, device),
-                emulated=conf.cluster.emulated_device(env.rank),
-                optimizer=conf.optim.to_record(),
-                effort=MeasuringEffort(
-                    max_microbatch_size=conf.max_microbatch_size,
-                    num_repeats=conf.num_repeats,
-                    time_limit_s=conf.time_limit_s,
-                ),
-                on_progress=progress.show,
-            )
+        effort = MeasuringEffort(
+            max_microbatch_size=conf.max_microbatch_size,
+            num_repeats=conf.num_repeats,
+            time_limit_s=conf.time_limit_s,
+        )
+        measured = measured_here(conf, effort, env, device, console)
         if env.rank == 0:
             measured.save(folder.path)
         show_measurement(console, measured, folder.path)

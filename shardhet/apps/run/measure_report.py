@@ -5,11 +5,9 @@ from itertools import combinations
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from shardhet.apps.cli.on_terminal import OnTerminal
 from shardhet.apps.cli.streamed import figures_table, say
 from shardhet.profiler.measure import Measurement
 from shardhet.records.profiles import Collectives, DeviceProfile
@@ -22,23 +20,22 @@ BUSY = (
 MAX_ROWS = 8  # sizes in a table; the file has all of them
 
 
-class Progress(OnTerminal):
+class Progressing(Progress):
     """A progress bar on a terminal, or one line per activity anywhere else."""
 
     def __init__(self, console: Console) -> None:
-        self._bar = Bar(
+        super().__init__(
             TextColumn("{task.description}"),
             BarColumn(),
             TimeElapsedColumn(),
             console=console,
             transient=True,
         )
-        self._task = self._bar.add_task("starting", total=1.0)
-        super().__init__(console, self._bar)
+        self._task = self.add_task("starting", total=1.0)
 
-    def show(self, text: str, fraction: float) -> None:
+    def tell(self, text: str, fraction: float) -> None:
         """Show the next activity and the fraction done so far."""
-        self._bar.update(self._task, description=text, completed=fraction)
+        self.update(self._task, description=text, completed=fraction)
         if not self.console.is_terminal:
             self.console.print(f"{fraction:4.0%}  {text}", soft_wrap=True)
 

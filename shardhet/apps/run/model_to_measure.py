@@ -1,10 +1,14 @@
-"""Build the model of a configuration for the profiler."""
+"""Build the model of a configuration for the profiler, and measure it."""
 
 from dataclasses import replace
 
 import torch
+from rich.console import Console
 from torch import nn
 
+from shardhet.apps.launch.joining import announced_device
+from shardhet.apps.launch.rank_env import RankEnv
+from shardhet.apps.run.measure_report import Progressing
 from shardhet.apps.run.task import (
     DTYPE_BY_PRECISION,
     PARAM_DTYPE_BY_PRECISION,
@@ -16,10 +20,9 @@ from shardhet.config.models import DataConf
 from shardhet.config.pretrained import HfConf
 from shardhet.config.train import Precision, TrainConf
 from shardhet.models.decoder import Decoder
-from shardhet.models.pretrained import LanguageModel
+from shardhet.models.pretrained import NUM_EXAMPLES
 from shardhet.profiler.batch import ExampleBatch, TrainedModel
-
-NUM_EXAMPLES = 32
+from shardhet.profiler.measure import Measurement, MeasuringEffort, measure
 
 
 def model_to_measure(conf: MeasureConf | TrainConf) -> TrainedModel:
@@ -31,16 +34,10 @@ def model_to_measure(conf: MeasureConf | TrainConf) -> TrainedModel:
             model.module.double()
         return model
     if isinstance(conf.model, HfConf):
-        folder = conf.model.folder()
-        module = folder.on_meta(
-            dtype=DTYPE_BY_PRECISION[conf.precision], lora=conf.model.adapters(param_dtype)
-        )
-        return LanguageModel(folder.objective).trained(
-            module,
-            vocab_size=folder.vocab_size,
-            seq_len=conf.data.seq_len,
+        return conf.model.trained(
+            dtype=DTYPE_BY_PRECISION[conf.precision],
             param_dtype=param_dtype,
-            reduce_dtype=DTYPE_BY_PRECISION[conf.precision],
+            seq_len=conf.data.seq_len,
             seed=conf.seed,
         )
     module = make_module(conf.model, conf.data, conf.precision)
@@ -50,6 +47,29 @@ def model_to_measure(conf: MeasureConf | TrainConf) -> TrainedModel:
         param_dtype=param_dtype,
         seed=conf.seed,
     )
+
+
+def measured_here(
+    conf: MeasureConf | TrainConf,
+    effort: MeasuringEffort,
+    env: RankEnv,
+    device: torch.device,
+    console: Console,
+) -> Measurement:
+    """What the devices of all ranks do with the model, shown while it is measured.
+
+    Collective.
+    """
+    with Progressing(console) as progress:
+        return measure(
+            model_to_measure(conf),
+            device=device,
+            device_spec=announced_device(conf.cluster, env, device),
+            emulated=conf.cluster.emulated_device(env.rank),
+            optimizer=conf.optim.to_record(),
+            effort=effort,
+            on_progress=progress.tell,
+        )
 
 
 def random_batch(module: nn.Module, data: DataConf, *, seed: int) -> ExampleBatch:

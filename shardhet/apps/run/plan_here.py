@@ -16,8 +16,7 @@ from shardhet.apps.launch.memory_limits import MemoryLimit, OwnMemoryLimit
 from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.planning.fewer_devices import told_in_run
-from shardhet.apps.run.measure_report import Progress
-from shardhet.apps.run.model_to_measure import model_to_measure
+from shardhet.apps.run.model_to_measure import measured_here
 from shardhet.apps.run.prediction import Prediction
 from shardhet.comm.channel import Channel
 from shardhet.comm.progress import phase
@@ -26,7 +25,7 @@ from shardhet.config.training import FilePlanConf, MeasuredPlanConf
 from shardhet.planner.present import part_for, plan_for
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.solution import PlanError
-from shardhet.profiler.measure import MeasuringEffort, measure
+from shardhet.profiler.measure import MeasuringEffort
 from shardhet.records.plan import EVERY_BLOCK, Plan
 from shardhet.training.slow_devices import of_any_device
 
@@ -86,7 +85,7 @@ def plan_here(
         asked = _Asked(conf.plan.global_batch_size, conf.plan.max_stages, demands)
         stored = _of_rank_zero(partial(_stored, conf, conf.plan, folder, present), everyone)
         if not isinstance(stored, Setting):
-            stored = _measure(conf, mine, stored, folder=folder, env=env, device=device)
+            stored = _measure(conf, stored, folder=folder, env=env, device=device)
         _tell_unlike(conf, stored, console)
         made = _planned(present, stored, asked, limits, everyone)
         say(console, *made.told)
@@ -155,7 +154,6 @@ def _stored(
 
 def _measure(
     conf: TrainConf,
-    mine: DeviceSpec,
     why: str,
     *,
     folder: RunFolder,
@@ -166,19 +164,11 @@ def _measure(
     assert isinstance(conf.plan, MeasuredPlanConf)
     console = RankConsole(quiet=env.rank != 0)
     say(console, f"measuring all devices: {why}")
-    with Progress(console) as progress, phase("measuring"):
-        measured = measure(
-            model_to_measure(conf),
-            device=device,
-            device_spec=mine,
-            emulated=conf.cluster.emulated_device(env.rank),
-            optimizer=conf.optim.to_record(),
-            effort=MeasuringEffort(
-                max_microbatch_size=conf.plan.max_microbatch_size,
-                time_limit_s=conf.plan.time_limit_s,
-            ),
-            on_progress=progress.show,
-        )
+    effort = MeasuringEffort(
+        max_microbatch_size=conf.plan.max_microbatch_size, time_limit_s=conf.plan.time_limit_s
+    )
+    with phase("measuring"):
+        measured = measured_here(conf, effort, env, device, console)
     if env.rank == 0:
         measured.save(folder.new_measured_dir(_what_is_measured(conf, conf.plan)))
     return measured.setting

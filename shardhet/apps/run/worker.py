@@ -7,10 +7,8 @@ written there.
 """
 
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -20,8 +18,8 @@ from shardhet import After, EndNotice, HetFSDP, Hook, Hooks, Plan, Rebalancer, T
 from shardhet.apps.cli.display import Display, device_table
 from shardhet.apps.cli.quantities import counted
 from shardhet.apps.cli.streamed import say
-from shardhet.apps.launch.crash import OUTPUT_CLOSED, RankConsole
-from shardhet.apps.launch.joining import joined
+from shardhet.apps.launch.crash import RankConsole
+from shardhet.apps.launch.joining import joined, run_as_rank
 from shardhet.apps.launch.leaving import agree_on_end, leave
 from shardhet.apps.launch.memory_limits import LowersLimit, OwnMemoryLimit
 from shardhet.apps.launch.rank_env import RankEnv
@@ -34,7 +32,6 @@ from shardhet.apps.run.run_log import RunLog
 from shardhet.apps.run.task import Task
 from shardhet.checkpoint import Resumed
 from shardhet.comm import devices
-from shardhet.comm.liveness.ending import end_now
 from shardhet.comm.progress import phase
 from shardhet.config.pretrained import HfConf
 from shardhet.config.train import OnOom, Precision, TrainConf
@@ -46,20 +43,7 @@ logger = logging.getLogger(__name__)
 
 def main() -> None:
     """Train as one of the ranks that were launched for the run folder."""
-    env = RankEnv.from_environment()
-    assert env is not None, "the worker is started by shardhet train"
-    folder = RunFolder(Path(sys.argv[1]))
-    conf = folder.load_config()
-    try:
-        run_rank(conf, folder, env)
-    except SystemExit as ended:
-        if ended.code == OUTPUT_CLOSED:
-            # Before its peers miss it: the launcher asks who was first.
-            end_now(OUTPUT_CLOSED)
-        raise
-    except Exception:
-        # The launcher shows the root cause; this rank's traceback is in its log.
-        end_now(1)
+    run_as_rank(lambda folder, env: run_rank(folder.load_config(), folder, env))
 
 
 def run_rank(
