@@ -96,15 +96,19 @@ class Guard(Hook):
             return
         self._judged = model.step
         norm = model.grad_norm if model.grad_norm is not None else model.clip_grad_norm_(inf)
-        copy = HostCopy(norm)
-        self.settle()
-        if not self.looks_before_update:
-            self.unsettled = Unsettled(model.step, loss, copy)
-            return
-        # An accelerator goes idle here, because the host cannot run ahead.
-        self._why = self.judge(loss, float(copy.read()))
+        self._why = self.look(model.step, loss, HostCopy(norm))
         if self._why is not None:
             model.zero_grad()
+
+    def look(self, step: int, loss: float | None, norm: HostCopy) -> str | None:
+        """Why the step is bad, if that is to be known before its update; else it is judged
+        when the run is settled, by then the step after it.
+        """
+        self.settle()
+        if self.looks_before_update:  # an accelerator goes idle: the host cannot run ahead
+            return self.judge(loss, float(norm.read()))
+        self.unsettled = Unsettled(step, loss, norm)
+        return None
 
     def after_step(self, step: int, loss: float | None) -> After | None:
         """Say that a bad step was skipped, and roll back if that is wanted.

@@ -18,7 +18,7 @@ from shardhet.fsdp import HetFSDP
 from shardhet.records.layout import Span
 from shardhet.training.data import GlobalBatches, TokenBatch
 from shardhet.training.device_use import DeviceTimes, DeviceUse
-from shardhet.training.guard import Guard, Unsettled
+from shardhet.training.guard import Guard
 from shardhet.training.hooks.bad_steps import OnBadStep
 from shardhet.training.loss_scaling import LossScaler
 from shardhet.training.optim import Schedule
@@ -183,7 +183,7 @@ class Trainer:
             self.guard.check(model.step, why_skipped)
         step_time_s = time.perf_counter() - start_s
         self._times.end_step(step_time_s)
-        metrics = StepMetrics(
+        return StepMetrics(
             step=model.step,
             mean_loss=mean_loss,
             norm=norm,
@@ -194,9 +194,6 @@ class Trainer:
             loss_scale=None if self.loss_scaler is None else self.loss_scaler.scale,
             has_overflowed=overflow is not None,
         )
-        if isinstance(norm, HostCopy):
-            self.guard.unsettled = Unsettled(model.step, mean_loss, norm)
-        return metrics
 
     def settle(self) -> None:
         """As ``Guard.settle``; what it waits for is time of the step."""
@@ -231,19 +228,15 @@ class Trainer:
                 raise
             return None, str(error).partition(";")[0]
 
-    def _update(self, mean_loss: float | None) -> tuple[float | HostCopy, str | None]:
+    def _update(self, mean_loss: float | None) -> tuple[HostCopy, str | None]:
         """Clip, and let the optimizer step; the gradient norm, and why the step is bad."""
         norm = HostCopy(self.model.clip_grad_norm_(self._max_grad_norm))
-        if self.guard.looks_before_update:
-            # An accelerator goes idle here, because the host cannot run ahead.
-            grad_norm = float(norm.read())
-            why_skipped = self.guard.judge(mean_loss, grad_norm)
-            if why_skipped is not None:
-                return grad_norm, why_skipped
-        progress.mark("the optimizer's step")
-        for optimizer in self.optimizers:
-            optimizer.step()
-        return (grad_norm if self.guard.looks_before_update else norm), None
+        why_skipped = self.guard.look(self.model.step, mean_loss, norm)
+        if why_skipped is None:
+            progress.mark("the optimizer's step")
+            for optimizer in self.optimizers:
+                optimizer.step()
+        return norm, why_skipped
 
     def _update_scaled(
         self, mean_loss: float | None, scaler: LossScaler

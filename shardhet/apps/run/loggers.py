@@ -1,7 +1,7 @@
 """Loggers of metrics: always metrics.jsonl, and one more if requested."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -126,11 +126,3 @@ def open_loggers(
     if conf.kind is LoggerKind.WANDB:
         loggers.append(WandbLogger(folder, conf))
     return loggers
-
-
-def log_all(
-    loggers: Sequence[MetricsLogger], step: int, values: Mapping[str, float | None]
-) -> None:
-    """Log the values to all loggers."""
-    for each in loggers:
-        each.log(step, values)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
-from shardhet.apps.run.loggers import MetricsLogger, log_all
+from shardhet.apps.run.loggers import MetricsLogger
 from shardhet.apps.run.prediction import Outcome, Prediction
 from shardhet.comm.progress import progress
 from shardhet.training.device_use import DeviceUse
@@ -30,7 +30,8 @@ class RunLog:
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         """Log the values of a step by name."""
-        log_all(self.loggers, step, values)
+        for each in self.loggers:
+            each.log(step, values)
 
     def log_pending(self) -> StepMetrics | None:
         """Log the step that has not been yet, and return it, if there is one."""
