@@ -7,7 +7,6 @@ little: what they are functions *of* is compared, and random states are put back
 import logging
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -17,52 +16,32 @@ from shardhet.comm import devices
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
-    """What the batches and learning rates of a run depend on besides the step."""
-
-    global_batch_size: int
-    data_digest: str
-    seed: int  # of batches and dropout
-    seq_len: int  # of samples
-    schedule: str  # of the learning rate, in words
+REMEDIES = {  # if it is not what it was
+    "global_batch_size": "Give a plan with the same global batch",
+    "data_digest": "Train on the data that it was trained on",
+    "seed": "Set the same seed",
+}
+GRANTED = {"seq_len": "tokens of a sample", "schedule": "the learning rate"}
 
 
-def state_of(course: Course, step: int, num_batches_skipped: int = 0) -> dict[str, Any]:
-    """Where a course is, as plain values."""
-    return {
-        "num_samples": (step + num_batches_skipped) * course.global_batch_size,
-        "num_batches_skipped": num_batches_skipped,
-        **asdict(course),
-    }
-
-
-def check_goes_on(state: Mapping[str, Any] | None, course: Course, *, source: str) -> None:
+def check_goes_on(
+    state: Mapping[str, Any] | None, course: Mapping[str, Any], *, source: str
+) -> None:
     """Raise ``ValueError`` if the next batches would not be those that come next.
 
-    Another learning rate schedule, or samples of another length, are wishes that are granted,
-    with a warning.
+    ``course`` has what they depend on besides the step, by the names of ``REMEDIES`` and
+    ``GRANTED``.  Another learning rate schedule, or samples of another length, are wishes that
+    are granted, with a warning.
     """
     if state is None or "data_digest" not in state:
         raise ValueError(
             f"resume: {source} does not say which data it has seen, so it was not written by "
             "shardhet train. Load it in a program of your own, or start a new run."
         )
-    remedies = {
-        "global_batch_size": "Give a plan with the same global batch",
-        "data_digest": "Train on the data that it was trained on",
-        "seed": "Set the same seed",
-    }
-    check_unchanged(state, asdict(course), remedies, source=f"resume: {source}")
-    if state.get("seq_len", course.seq_len) != course.seq_len:
-        logger.warning(
-            "samples had %d tokens and have %d from now on", state["seq_len"], course.seq_len
-        )
-    if state["schedule"] != course.schedule:
-        logger.warning(
-            "the learning rate was %s and is %s from now on", state["schedule"], course.schedule
-        )
+    check_unchanged(state, course, REMEDIES, source=f"resume: {source}")
+    for name, what in GRANTED.items():
+        if state.get(name, course[name]) != course[name]:
+            logger.warning("%s: %s, and %s from now on", what, state[name], course[name])
 
 
 def check_unchanged(

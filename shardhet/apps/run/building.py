@@ -16,6 +16,7 @@ from shardhet.apps.run.task import PARAM_DTYPE_BY_PRECISION, Task, make_files, m
 from shardhet.checkpoint import Resumed
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
 from shardhet.comm.groups import Communicators
+from shardhet.config.checks import fields_of
 from shardhet.config.compose import portable_values
 from shardhet.config.train import Precision, TrainConf
 from shardhet.fsdp.params.host_step import check_room
@@ -131,19 +132,10 @@ def _trainer(
         device=device,
         peak_memory=peak_memory,
         run=task.run,
-        guard=guard_of(conf),
+        guard=Guard(**fields_of(conf.guard, Guard)),
         loss_scaler=LossScaler(device) if conf.precision is Precision.FP16 else None,
     )
     return trainer, peak_memory
-
-
-def guard_of(conf: TrainConf) -> Guard:
-    """What judges the steps of the run."""
-    return Guard(
-        conf.guard.on_bad_step,
-        spike_factor=conf.guard.spike_factor,
-        max_in_a_row=conf.guard.max_in_a_row,
-    )
 
 
 def found_devices(model: HetFSDP, spec: DeviceSpec) -> list[DeviceSpec]:

@@ -10,7 +10,7 @@ from shardhet.checkpoint import Checkpoints, Replicas, Resumed, load
 from shardhet.config.checks import ConfigError
 from shardhet.config.train import AUTO, TrainConf
 from shardhet.fsdp import HetFSDP
-from shardhet.training.resuming import Course, check_goes_on, state_of
+from shardhet.training.resuming import check_goes_on
 from shardhet.training.trainer import Trainer
 
 
@@ -46,13 +46,13 @@ class RunCheckpoints(SaveCheckpoints):
         # Checkpoints of other precisions, or from before there was a guard, have none.
         named = ("loss_scaler", scaler), ("guard", trainer.guard)
         self._judges = {name: each for name, each in named if each is not None}
-        self._course = Course(
-            global_batch_size=trainer.model.plan.global_batch_size,
-            data_digest=data_digest,
-            seed=conf.seed,
-            seq_len=conf.data.seq_len,
-            schedule=repr(conf.lr_scheduler.to_record(conf.num_steps)),
-        )
+        self._course = {
+            "global_batch_size": trainer.model.plan.global_batch_size,
+            "data_digest": data_digest,
+            "seed": conf.seed,
+            "seq_len": conf.data.seq_len,
+            "schedule": repr(conf.lr_scheduler.to_record(conf.num_steps)),
+        }
 
     def begin(self, run: Hooks) -> None:
         """Go on as ``resume`` has left model and optimizer."""
@@ -100,7 +100,7 @@ class RunCheckpoints(SaveCheckpoints):
 
     def extra(self, step: int) -> dict[str, Any]:
         skipped = self._trainer.num_batches_skipped
-        return state_of(self._course, step, skipped) | super().extra(step)
+        return {"num_batches_skipped": skipped, **self._course} | super().extra(step)
 
     def roll_back(self) -> int:
         """As in the base; the next batch stays the one that would have come next."""
