@@ -22,7 +22,7 @@ from shardhet.config.checks import ConfigError
 from shardhet.config.compose import load_resolved
 from shardhet.config.pretrained import HfConf
 
-FORMATS = ("safetensors", "torch", "hf")
+FORMATS = ("safetensors", "hf")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -52,21 +52,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if given.to == "hf":
             write_folder(tensors, given.out, RunFolder(saved.folder.parent.parent))
         else:
-            write_model(tensors, given.out, given.to)
+            write_model(tensors, given.out)
     num = sum(tensor.numel() for tensor in tensors.values())
     found = f"{len(tensors)} tensors with {num:,} elements"
     say(Console(highlight=False), found, f"written to {given.out}")
 
 
-def write_model(tensors: Mapping[str, Tensor], path: Path, to: str) -> None:
+def write_model(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write ``tensors`` to ``path``, which appears when it is complete."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
-        unfinished.touch()  # an OSError says why it cannot be made, where the formats do not
-        if to == "safetensors":
-            save_file(_unshared(tensors), unfinished, metadata={"format": "pt"})
-        else:
-            torch.save(dict(tensors), unfinished)
+        unfinished.touch()  # an OSError says why it cannot be made
+        save_file(_unshared(tensors), unfinished, metadata={"format": "pt"})
         with unfinished.open("rb") as file:
             os.fsync(file.fileno())
         unfinished.rename(path)
