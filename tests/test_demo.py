@@ -92,7 +92,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_prediction_is_the_simulated_step(measured: Path) -> None:
     plan = Plan.load(measured / "plan.json")
-    prediction = Prediction.of(plan, Setting.load(measured))
+    prediction = Prediction.in_setting(plan, Setting.load(measured))
     cluster = Cluster.load(measured / "cluster.json")
     workload = Workload.load(measured / "workload.json")
     timeline = simulate(plan, Setting(cluster, workload, derive_profile(cluster, workload)))
@@ -111,7 +111,7 @@ def test_a_plan_of_another_model_has_no_prediction(measured: Path) -> None:
 
 def test_an_outcome_is_told_by_its_median_without_the_first_steps(measured: Path) -> None:
     plan = Plan.load(measured / "plan.json")
-    prediction, outcome = Prediction.of(plan, Setting.load(measured)), Outcome()
+    prediction, outcome = Prediction.in_setting(plan, Setting.load(measured)), Outcome()
     for ratio in (9.0, 9.0, 9.0, 1.0, 1.1, 1.2):
         outcome.add_step(ratio * prediction.step_time_s)
     use = DeviceUse(busy_share=0.5, waiting_share=0.4, peak_memory_bytes=2**20)

@@ -53,7 +53,8 @@ class PlanHere:
             return None
         if self.is_made_here:  # hosts may have other names now than when they were measured
             return Prediction.in_setting(of_any_device(self.plan), self.setting)
-        return Prediction.of(self.plan, self.setting)
+        self.setting.check_plan(self.plan, name="plan.measured")
+        return Prediction.in_setting(self.plan, self.setting)
 
 
 def plan_here(

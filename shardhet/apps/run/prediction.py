@@ -1,7 +1,7 @@
 """Compare what a plan was predicted to do with what it did."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Self
 
@@ -34,15 +34,6 @@ class Prediction:
         return self.timeline.step_time_s
 
     @classmethod
-    def of(cls, plan: Plan, setting: Setting) -> Self:
-        """Simulate a plan that may be of another setting.
-
-        Raises ``ValueError`` if the setting is of another model or of other devices.
-        """
-        setting.check_plan(plan, name="plan.measured")
-        return cls.in_setting(plan, setting)
-
-    @classmethod
     def in_setting(cls, plan: Plan, setting: Setting) -> Self:
         """Simulate in a setting of the plan's devices and model.
 
@@ -57,35 +48,17 @@ class Prediction:
             memory=tuple(rank.memory for rank in price.ranks),
         )
 
-    @property
-    def memory_bytes(self) -> list[int]:
-        """At the peak, by device."""
-        return [parts.total_bytes for parts in self.memory]
 
-
+@dataclass(slots=True)
 class Outcome:
     """What the steps of a run took, for the comparison at the end."""
 
-    def __init__(self) -> None:
-        self._step_times_s: list[float] = []
-        self._looks: list[Sequence[DeviceUse]] = []
-
-    def add_step(self, step_time_s: float) -> None:
-        """Add the time of one step."""
-        self._step_times_s.append(step_time_s)
-
-    def add_look(self, uses: Sequence[DeviceUse]) -> None:
-        """Add what all devices did since the last call."""
-        self._looks.append(uses)
-
-    @property
-    def num_steps(self) -> int:
-        """The number of steps that were added."""
-        return len(self._step_times_s)
+    step_times_s: list[float] = field(default_factory=list)
+    looks: list[Sequence[DeviceUse]] = field(default_factory=list)  # what all devices did
 
     def beside(self, prediction: Prediction) -> str:
         """One line that compares the step time with the prediction."""
-        return beside(prediction.step_time_s, self._step_times_s)
+        return beside(prediction.step_time_s, self.step_times_s)
 
     def table(self, plan: Plan, prediction: Prediction) -> Table:
         """What was measured of each device, and in brackets what was predicted.
@@ -96,8 +69,8 @@ class Outcome:
         of_memory = ("peak, MiB", "kept", "rest of the peak", "on the host")
         table = figures_table("measured (predicted)", "busy", *of_memory)
         for i, rank in enumerate(plan.ranks):
-            busy = fmean(uses[i].busy_share for uses in self._looks[1:] or self._looks)
-            use, parts = self._looks[-1][i], prediction.memory[i]
+            busy = fmean(uses[i].busy_share for uses in self.looks[1:] or self.looks)
+            use, parts = self.looks[-1][i], prediction.memory[i]
             peak, kept = use.peak_memory_bytes, use.kept.on_device
             pairs = (
                 (peak, parts.total_bytes),

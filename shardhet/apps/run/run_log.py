@@ -26,7 +26,7 @@ class RunLog:
     def expect(self, prediction: Prediction) -> None:
         """From now on, a plan is followed of which this was predicted."""
         self.prediction = prediction
-        progress.predicted_bytes = prediction.memory_bytes[self._position]
+        progress.predicted_bytes = prediction.memory[self._position].total_bytes
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         """Log the values of a step by name."""
@@ -37,7 +37,7 @@ class RunLog:
         """Log the step that has not been yet, and return it, if there is one."""
         metrics, self.pending = self.pending, None
         if metrics is not None:
-            self.outcome.add_step(metrics.step_time_s)
+            self.outcome.step_times_s.append(metrics.step_time_s)
             self._log_step(metrics, metrics.grad_norm)
         return metrics
 
@@ -56,7 +56,7 @@ class RunLog:
 
     def log_uses(self, step: int, uses: Sequence[DeviceUse]) -> None:
         """Log what the devices did since the last look."""
-        self.outcome.add_look(uses)
+        self.outcome.looks.append(uses)
         self.log(step, values_of(uses, self.prediction))
 
     def roll_back(self, step: int, to_step: int) -> None:

@@ -179,7 +179,7 @@ class Run(Hook):
     def _finish(self, console: Console) -> None:
         """What comes after the last step of a run."""
         save_whole(self._model, self._conf, self._folder)
-        if not self._log.outcome.num_steps:
+        if not self._log.outcome.step_times_s:
             text = (
                 f"nothing to do: {self._model.step} steps are taken, and num_steps is "
                 f"{self._conf.num_steps}. Increase num_steps to continue."
