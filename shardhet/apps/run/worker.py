@@ -24,7 +24,11 @@ from shardhet.apps.launch.leaving import agree_on_end, leave
 from shardhet.apps.launch.memory_limits import LowersLimit, OwnMemoryLimit
 from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
-from shardhet.apps.launch.sole_writer import sole_writer
+from shardhet.apps.launch.sole_writer import (
+    PATIENCE_S,
+    PATIENCE_WITH_ORPHANS_S,
+    sole_writer,
+)
 from shardhet.apps.run.building import build
 from shardhet.apps.run.loggers import open_loggers
 from shardhet.apps.run.prediction import Prediction
@@ -65,7 +69,8 @@ def run_rank(
         needs_bfloat16=conf.precision is Precision.BF16,
         fp16_accumulation=conf.fp16_accumulation,
     )
-    with joins as device, sole_writer(folder, env.rank):
+    patience_s = PATIENCE_S if env.is_elastic else PATIENCE_WITH_ORPHANS_S
+    with joins as device, sole_writer(folder, env.rank, patience_s=patience_s):
         if env.rank == 0:
             begin()
         run = Run(conf, folder, env, device)
