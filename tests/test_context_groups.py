@@ -121,6 +121,8 @@ class Odd(Plain):
 
     def forward(self, ids: Tensor, targets: Tensor, position_ids: Any = None) -> Any:
         places = None if self.how == "counts positions" else position_ids
+        if self.how == "begins at 2" and places is None:
+            places = torch.arange(2, 2 + ids.shape[1])
         found, number = super().forward(ids, targets, places)
         if self.how == "mean":
             return found / number, number
@@ -135,7 +137,20 @@ ODD = {
     "counts positions": "depends for one token",
     "mean": "no sum over tokens",
     "batch norm": "batch norm 'norm'",
+    "begins at 2": "another way than 0, 1, 2",
 }
+
+
+class Counting(Plain):
+    """It counts the tokens that are no padding, where it is not told positions."""
+
+    def forward(
+        self, ids: Tensor, targets: Tensor, attention_mask: Any, position_ids: Any = None
+    ) -> Any:
+        places = (
+            (attention_mask.cumsum(1) - 1).clamp(0) if position_ids is None else position_ids
+        )
+        return super().forward(ids, targets, places)
 
 
 def called_with(module: nn.Module, *given: Any, **options: Any) -> Any:
@@ -150,6 +165,15 @@ def test_what_mixes_tokens_is_refused_by_name(how: str) -> None:
     ids = torch.randint(VOCAB_SIZE, (1, 24))
     with pytest.raises(ValueError, match=ODD[how]):
         called_with(Odd(how), ids, ids)
+
+
+def test_padding_before_tokens_that_a_model_counts_is_refused() -> None:
+    ids = torch.randint(VOCAB_SIZE, (2, 40))
+    mask = torch.ones_like(ids)
+    mask[0, -25:] = 0
+    called_with(Counting(), ids, ids, attention_mask=mask)
+    with pytest.raises(ValueError, match="another way than 0, 1, 2"):
+        called_with(Counting(), ids, ids, attention_mask=mask.flip(1))
 
 
 def test_a_member_gets_its_tokens_and_where_they_are() -> None:

@@ -101,10 +101,11 @@ class TokenCutter:
             kwargs = {**kwargs, POSITIONS: at.expand(shape)}
         return args, kwargs, loss_inputs
 
-    def cut(self, arguments: Arguments, check: Callable[[Arguments], None]) -> Arguments:
+    def cut(self, arguments: Arguments, check: Callable[[Arguments, bool], None]) -> Arguments:
         """This rank's tokens of the arguments; labels that the model shifts are shifted.
 
-        ``check`` raises if the model cannot be computed by tokens.
+        ``check`` raises if the model cannot be computed by tokens, given whether any sample
+        begins with padding.
         """
         args, kwargs, loss_inputs = self.filled(arguments)
         first = _first(arguments)
@@ -137,7 +138,7 @@ class TokenCutter:
 
         whole = args, kwargs, loss_inputs
         cut: Arguments = tree_map_only(Tensor, of, whole)
-        check(whole)
+        check(whole, mask is not None and not bool(mask[:, 0].all()))
         return cut
 
     @property

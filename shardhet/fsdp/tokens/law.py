@@ -166,7 +166,8 @@ class _Try:
             rules = self._rules(whole, parts, ("", 0))
         except NotByTokensError:
             for at in whole:  # the first of the modules inside it to end that is why
-                self._rules(whole, parts, at)
+                if all(at in part for part in parts):
+                    self._rules(whole, parts, at)
             raise
         if self._held() != held:
             raise NotByTokensError(f"{self.fqn}: each of its calls changes what it holds")

@@ -10,11 +10,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardhet.fsdp.microbatch.batching import flatten
 from shardhet.fsdp.microbatch.caches import CacheSwitch
+from shardhet.fsdp.microbatch.layered import tensors_in
 from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.microbatch.signature import Arguments, BatchDims
+from shardhet.fsdp.probing.comparing import are_close
 from shardhet.fsdp.tokens import law
 from shardhet.fsdp.tokens.attention import ContextGroup
-from shardhet.fsdp.tokens.law import FIRST, NUM_TOKENS
+from shardhet.fsdp.tokens.cutting import MASK, POSITIONS
+from shardhet.fsdp.tokens.law import FIRST, NUM_TOKENS, NotByTokensError
 from shardhet.records.plan import Plan
 
 WINDOWS = ("sliding_window", "attention_chunk_size")  # which few tokens do not show
@@ -53,12 +56,16 @@ class Skeleton:
         """That of a module, its loss and ``batch_dim``; None if the plan has no groups."""
         return None if plan.context_groups is None else cls(*how)
 
-    def check(self, arguments: Arguments) -> None:
-        """Raise ``ValueError`` if such a call gives something else in pieces of its tokens."""
+    def check(self, arguments: Arguments, begins_padded: bool) -> None:
+        """Raise ``ValueError`` if such a call gives something else in pieces of its tokens, or
+        without the positions that it was filled with.
+        """
         args, kwargs, loss_inputs = arguments
+        at = kwargs.get(POSITIONS)
+        is_filled = at is not None and bool((at == torch.arange(at.shape[-1]).to(at)).all())
         leaves, spec = flatten(arguments)
         looks = tuple((x.dtype, x.dim()) if isinstance(x, Tensor) else None for x in leaves)
-        key = str(spec), looks, self._live.training
+        key = str(spec), looks, self._live.training, is_filled, begins_padded
         if key in self._tried:
             return
         pairs = zip(self._module.modules(), self._live.modules(), strict=True)
@@ -67,8 +74,12 @@ class Skeleton:
         self._module.train(self._live.training)
 
         def computed(*args: Any, of_loss: Any, **kwargs: Any) -> Any:
+            nonlocal is_filled
             with self._caches.off():
                 output = self._module(*args, **kwargs)
+                if is_filled:  # of the whole, which is computed first
+                    is_filled = False
+                    self._check_positions(args, kwargs, begins_padded=begins_padded)
             if self._loss.loss_fn is None or self._loss.leaves_out(of_loss):
                 return output
             return self._loss.loss_fn(output, *of_loss)
@@ -84,6 +95,28 @@ class Skeleton:
         )
         self._tried.add(key)
 
+    def _check_positions(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, begins_padded: bool
+    ) -> None:
+        """Raise if the model itself does not count tokens 0, 1, 2, ..., padding among them."""
+        mask = kwargs.get(MASK)
+        if mask is not None and begins_padded:
+            kwargs = {**kwargs, MASK: mask.index_fill(1, mask.new_tensor([0, 1]).long(), 0)}
+        without = {name: value for name, value in kwargs.items() if name != POSITIONS}
+        found = [
+            [
+                each[kwargs[MASK] > 0] if mask is not None and _is_like(each, mask) else each
+                for each in tensors_in(self._module(*args, **given))
+            ]
+            for given in (kwargs, without)
+        ]
+        eps = torch.finfo(torch.float32).eps
+        if not all(are_close(a, b, eps) for a, b in zip(*found, strict=True)):
+            raise NotByTokensError(
+                f"context groups: {type(self._module).__name__} counts positions of tokens in "
+                f"another way than 0, 1, 2, ... Pass it {POSITIONS}, as it counts them."
+            )
+
 
 def filled(tokens: ContextGroup | None, arguments: Arguments) -> Arguments:
     """See ``TokenCutter.filled``; as they are without groups."""
@@ -97,6 +130,10 @@ def by_tokens(
     if tokens is None or skeleton is None:
         return arguments
     return tokens.cutter.cut(arguments, skeleton.check)
+
+
+def _is_like(tensor: Tensor, mask: Tensor) -> bool:
+    return tensor.shape[:2] == mask.shape
 
 
 def _beyond_a_try(fqn: str, module: nn.Module) -> str | None:
