@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardhet import HetFSDP, Plan
 from shardhet.fsdp.tokens.law import NotByTokensError, by_tokens
 from shardhet.models.decoder import Decoder
-from tests.beside import Beside
+from tests.beside import Beside, squared
 from tests.small_models import WIDTH, kind, small_decoder
 from tests.worlds import on_ranks
 
@@ -158,6 +158,36 @@ def test_a_module_that_is_named_and_mixes_tokens_is_refused(rank: int) -> None:
     plan = Plan.by_hand(microbatch_sizes=[1], tiles=[["*.mpl"]])
     with pytest.warns(UserWarning, match=r"tiled_units has \['\*.mpl'\] but no unit"):
         HetFSDP(decoder(), plan)
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.tanh(), self.linear(x).flatten(0, 1).sigmoid()
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, factors = self.gate(x)
+        return y * factors.view_as(y)
+
+
+@on_ranks(1)
+def test_rows_of_samples_and_tokens_are_found_for_each_number_of_samples(rank: int) -> None:
+    plan = Plan.by_hand(
+        microbatch_sizes=[2], rank_batch_sizes=[3], tiles=[["*.gate"]], tokens_per_tile=7
+    )
+    net = kind(lambda self, x: self.units[1](self.units[0](x)))(Routed)
+    both = Beside(net, plan, loss=squared, units=["units.0", "units.1"])
+    for _ in range(2):
+        both.step(torch.randn(3, LONG, WIDTH, dtype=torch.float64))
 
 
 class Dropped(nn.Module):

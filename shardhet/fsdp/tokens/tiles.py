@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardhet.fsdp.microbatch.batching import Layout, flatten
-from shardhet.fsdp.microbatch.layered import Visit, run_visit
+from shardhet.fsdp.microbatch.batching import BatchAxis, Layout, flatten
+from shardhet.fsdp.microbatch.layered import Visit, run_visit, tensors_in
 from shardhet.fsdp.sharding.unit import UnitModule
 from shardhet.fsdp.tokens.law import ByTokens, NotByTokensError, axes_of, by_tokens
 from shardhet.records.plan import RankPlan
@@ -127,6 +127,8 @@ class Tiles:
         self, key: Any, module: nn.Module, function: Callable[..., Any], arguments: Any
     ) -> ByTokens:
         """How such a call is cut; raises ``NotByTokensError``, also if it was tried before."""
+        if _joins_samples(self._known.get(key)):
+            key = (*key, *(leaf.shape for leaf in tensors_in(arguments)))
         if key not in self._known:
             try:
                 with self._inside(), _disable_current_modes():
@@ -173,6 +175,15 @@ class Tiles:
             yield
         finally:
             self._is_inside = False
+
+
+def _joins_samples(known: ByTokens | str | None) -> bool:
+    """Whether rules may be of one number of samples alone: results have rows of samples and
+    tokens in one dimension, as those of a router.
+    """
+    return isinstance(known, ByTokens) and any(
+        isinstance(rule, BatchAxis) and not rule.dim for rule in known.rules.outputs
+    )
 
 
 def _is_compiled(function: Any) -> bool:
