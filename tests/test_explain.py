@@ -9,6 +9,7 @@ from shardhet.apps.plan import DOOR
 from shardhet.apps.plan import main as plan_main
 from shardhet.apps.planning.inputs import load, read_request
 from shardhet.apps.planning.report import limit_lines, pace_line
+from shardhet.apps.planning.what_if import part_like
 from shardhet.config.planning import PlannerConf
 from shardhet.planner import Demands, DeviceLimits, PlanError, PlanSolution, solve
 from shardhet.planner.advice.explain import (
@@ -25,6 +26,7 @@ from shardhet.planner.advice.explain import (
     tried,
     with_another,
 )
+from shardhet.planner.idle import active_positions
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
@@ -33,6 +35,7 @@ from shardhet.records.margin import with_libraries
 from shardhet.records.profiles import Profile, Source
 from shardhet.records.workload import Workload
 from tests.made_up import collectives, device_profile
+from tests.test_fewer import SLOW_LINKS, setting_of
 from tests.test_planner import WORKLOAD as CASES_WORKLOAD
 from tests.test_planner import random_case
 
@@ -216,6 +219,18 @@ def test_demands_move_with_their_devices_when_one_is_added() -> None:
     assert [device.kind for device in larger.cluster.devices] == [*["fast"] * 3, "slow"]
     assert sorted(larger.demands.limits) == [0, 3]
     assert larger.demands.equal == ((1, 3),)
+
+
+@pytest.mark.parametrize(("kind", "part"), [("f", (0, 1)), ("s", (0,))])
+def test_with_one_more_the_devices_of_the_plan_are_looked_at_first(
+    kind: str, part: tuple[int, ...]
+) -> None:
+    of = Situation(setting=setting_of("fss", s_per_byte=SLOW_LINKS), demands=Demands())
+    larger, best = with_another(of, kind), solved(of, 16)
+    assert larger is not None
+    assert part_like(best, of) == active_positions(best) == (0,)
+    assert part_like(best, larger) == part
+    assert part_like(best, alone(of)) == ()
 
 
 def alone(of: Situation) -> Situation:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
 
@@ -17,9 +18,9 @@ from shardhet.apps.planning.fewer_devices import (
     whole_hosts,
 )
 from shardhet.apps.planning.inputs import load, read_request
+from shardhet.apps.planning.what_if import Asked, without_some
 from shardhet.config.planning import PlannerConf
-from shardhet.planner import Demands, DeviceLimits, PlanSolution, solve
-from shardhet.planner.advice.fewer import faster_on_fewer
+from shardhet.planner import Demands, DeviceLimits, solve
 from shardhet.planner.idle import MAX_KINDS, PartPlan, PartSearch, Positions, active_positions
 from shardhet.planner.search.search import Effort
 from shardhet.pricing.derive import derive_profile
@@ -289,42 +290,21 @@ def test_derived_profiles_of_a_part_are_those_of_its_links() -> None:
     assert len(derive_profile(described.only((0, 2)), WORKLOAD).devices) == 2
 
 
-def parts_of(setting: Setting, seconds: dict[Positions, float]) -> PartSearch:
-    """A search for a part that is faster than all, whose steps take so long."""
-    whole = solve(setting, global_batch_size=12)
-
-    def solved(positions: Positions, _: Setting, at_most_s: float) -> PlanSolution:
-        step_s = seconds.get(positions, 1.0) * whole.predicted.step_time_s
-        return replace(whole, fastest_s=step_s)
-
-    return PartSearch(
-        setting=setting,
-        global_batch_size=12,
-        demands=Demands(),
-        at_most_s=inf,
-        least_gain=1.02,
-        slack=1.02,
-        smaller=lambda _: setting_of("f", s_per_byte=1e-12, seconds={"f": 1e-9}),
-        solved=solved,
-        keeps_times=False,
-        whole=whole,
-    )
-
-
 @pytest.mark.parametrize("num_kinds", [MAX_KINDS, MAX_KINDS + 1])
 def test_single_devices_are_left_out_where_kinds_are_few(num_kinds: int) -> None:
     letters = "abcdefghijklmnopqrstuvwxyz"[:num_kinds]
     setting = setting_of(letters * 2, s_per_byte=FAST_LINKS)
     kept = tuple(range(setting.cluster.world_size))
-    alone = {each for each in parts_of(setting, {})._sets(kept) if len(each) == 1}
+    search = PartSearch(
+        setting=setting,
+        global_batch_size=12,
+        demands=Demands(),
+        at_most_s=inf,
+        tolerance=0.0,
+        solved=lambda *_: pytest.fail("not asked"),
+    )
+    alone = {each for each in search._sets(kept) if len(each) == 1}
     assert len(alone) == (num_kinds if num_kinds <= MAX_KINDS else 0)
-
-
-def test_a_device_that_gains_less_than_two_percent_is_not_left_out() -> None:
-    search = parts_of(setting_of("ffss", s_per_byte=1e-9), {(0, 1, 2): 0.90, (0, 1): 0.895})
-    assert search._try([(0, 1), (0, 1, 2)])
-    assert search.found[-1].positions == (0, 1, 2)
-    assert not search._try([(0, 1)])
 
 
 def disturbed(setting: Setting, **weights: float) -> Setting:
@@ -404,14 +384,10 @@ def test_of_many_devices_the_best_kinds_of_the_best_region_are_kept(tmp_path: Pa
     assert request is not None
     conf, inputs = load(DOOR, request, PlannerConf)
     effort, cluster = Effort(relative_gap=1e-3), inputs.setting.cluster
-
-    def smaller(part: Positions) -> Setting:
-        return conf.derived(cluster.only(part), "").setting
-
-    whole = solve(inputs.setting, global_batch_size=1024, effort=effort, is_bounded=False)
-    fewer = faster_on_fewer(
-        inputs.setting, whole, demands=Demands(), smaller=smaller, effort=effort
-    )
+    search = partial(solve, global_batch_size=1024, effort=effort, is_bounded=False)
+    best, demands = search(inputs.setting), Demands()
+    asked = Asked(conf=conf, inputs=inputs, demands=demands, best=best, effort=effort)
+    fewer = without_some(asked)
     assert fewer is not None
     for some in (kinds[:1], kinds[:2]):
         part = tuple(
@@ -419,5 +395,5 @@ def test_of_many_devices_the_best_kinds_of_the_best_region_are_kept(tmp_path: Pa
             for i, node in enumerate(cluster.node_of)
             if node.region == "r0" and cluster.devices[i].kind in some
         )
-        other = solve(smaller(part), global_batch_size=1024, effort=effort, is_bounded=False)
-        assert fewer.solution.samples_per_s > 0.95 * other.samples_per_s
+        other = search(conf.derived(cluster.only(part), "").setting)
+        assert fewer.part.solution.samples_per_s > 0.95 * other.samples_per_s

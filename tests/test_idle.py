@@ -194,7 +194,18 @@ def test_no_set_of_devices_is_faster_than_the_one_that_was_found(
     least_s = min(each.predicted.step_time_s for each in every_plan_of_parts(setting, 6))
     for tolerance in (0.0, 5e-3):
         found = solve(setting, global_batch_size=6, tolerance=tolerance)
-        assert found.predicted.step_time_s <= (1 + tolerance + 1e-6) * least_s
+        step_s = found.predicted.step_time_s
+        assert step_s <= (1 + tolerance + 1e-6) * least_s
+    again = solve(
+        setting,
+        global_batch_size=6,
+        tolerance=tolerance,
+        near_part=active_positions(found),
+        at_most_s=step_s * (1 + CLOSE),
+    )
+    assert active_positions(again) == active_positions(found)
+    with pytest.raises(PlanError):
+        solve(setting, global_batch_size=6, tolerance=tolerance, at_most_s=0.99 * least_s)
 
 
 def test_of_alike_nodes_one_is_left_out_and_parts_have_the_kind_that_is_asked() -> None:
@@ -207,9 +218,7 @@ def test_of_alike_nodes_one_is_left_out_and_parts_have_the_kind_that_is_asked() 
             global_batch_size=64,
             demands=demands,
             at_most_s=inf,
-            least_gain=1.0,
-            slack=1.0,
-            smaller=lambda _: None,
+            tolerance=0.0,
             solved=lambda *_: pytest.fail("not asked"),
             with_kind=with_kind,
         )

@@ -167,24 +167,16 @@ class InputsConf(Checked):
             ).setting
         )
 
-    def in_other_precision(
-        self, inputs: Inputs
-    ) -> Callable[[tuple[int, ...]], Setting | None] | None:
-        """The setting of some devices in a number format that the whole has not.
-
-        It is None where theirs is that of the whole; None itself if nothing is derived.
+    def in_bfloat16(self, inputs: Inputs) -> tuple[tuple[int, ...], Callable[..., Setting]]:
+        """The devices with bfloat16, where others have all compute in float32, and the setting
+        of some of them; none if nothing is derived, or all compute in one format.
         """
-        if self.measured is not None:
-            return None
-        setting = inputs.setting
-
-        def derived(positions: tuple[int, ...]) -> Setting | None:
-            cluster = setting.cluster.only(positions)
-            if self._dtype(cluster) == setting.workload.param_dtype:
-                return None
-            return self.derived(cluster, inputs.name).setting
-
-        return derived
+        cluster = inputs.setting.cluster
+        lacking = self._lacking(cluster, PlannedPrecision.BF16)
+        kept = [i for i, device in enumerate(cluster.devices) if device.kind not in lacking]
+        is_asked = self.measured is None and self.precision is PlannedPrecision.AUTO
+        part = self.part_of(inputs, keeps_precision=False)
+        return tuple(kept) if lacking and is_asked else (), part
 
     def _load_measured(self, folder: Path) -> Inputs:
         if not folder.is_dir():
@@ -216,18 +208,12 @@ class InputsConf(Checked):
 
     def _dtype(self, cluster: Cluster) -> str:
         auto, fp32, bf16, fp16 = PlannedPrecision
-        described = {kind.kind: dict(kind.peak_flops_per_s) for kind in cluster.kinds}
-        kinds = dict.fromkeys(str(device.kind) for device in cluster.devices)
-
-        def lacking(precision: PlannedPrecision) -> list[str]:
-            return [kind for kind in kinds if not described.get(kind, {}).get(precision.value)]
-
         if self.precision in (auto, fp32):
-            is_bf16 = self.precision is auto and not lacking(bf16)
+            is_bf16 = self.precision is auto and not self._lacking(cluster, bf16)
             return (bf16 if is_bf16 else fp32).value
-        if names := lacking(self.precision):
+        if names := self._lacking(cluster, self.precision):
             others = ["FP32"]
-            if not lacking(fp16):
+            if not self._lacking(cluster, fp16):
                 others.insert(0, "FP16")
             raise ConfigError(
                 f"precision: {self.precision.name} but it is not described of "
@@ -235,6 +221,12 @@ class InputsConf(Checked):
                 "devices out."
             )
         return self.precision.value
+
+    def _lacking(self, cluster: Cluster, precision: PlannedPrecision) -> list[str]:
+        """The kinds of devices of which this number format is not described."""
+        described = {kind.kind: dict(kind.peak_flops_per_s) for kind in cluster.kinds}
+        kinds = dict.fromkeys(str(device.kind) for device in cluster.devices)
+        return [kind for kind in kinds if not described.get(kind, {}).get(precision.value)]
 
 
 def _only(patterns: Sequence[str], cluster: Cluster) -> Cluster:

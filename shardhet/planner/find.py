@@ -16,7 +16,13 @@ from math import inf
 from shardhet.planner.candidates.candidates import LeastCompute
 from shardhet.planner.candidates.groupings import with_groups
 from shardhet.planner.forms import BatchRounds, rounds_of
-from shardhet.planner.idle import PartSearch, Positions, active_positions, with_idle
+from shardhet.planner.idle import (
+    NO_GAIN,
+    PartSearch,
+    Positions,
+    active_positions,
+    with_idle,
+)
 from shardhet.planner.owners import owned_batches
 from shardhet.planner.preference import Bounded, lacks, preferred
 from shardhet.planner.problem.demands import TOLERANCE, Demands
@@ -39,7 +45,6 @@ from shardhet.records.by_hand import whole
 from shardhet.records.plan import Plan
 from shardhet.records.schedule import StepForm
 
-NO_GAIN = 1e-6  # of the step: not worth a search, but part of the bound
 MAX_DEVICES, MAX_UNITS = 2**16, 2**14
 NO_DEMANDS = Demands()
 
@@ -71,18 +76,18 @@ def solve(
     tolerance: float | None = None,
     is_bounded: bool = True,
     near: StepForm | None = None,
+    near_part: Positions = (),
     with_kind: str | None = None,
     at_most_s: float = inf,
-    prefers: bool = True,
 ) -> PlanSolution:
     """The fastest plan that fits every budget, with a bound on what any plan can reach.
 
     With a ``tolerance``, the plan to prefer of those that are slower by at most this part
-    (``shardhet.planner.preference``) if it ``prefers`` one.  Unless ``is_bounded``, the bound
-    holds only for plans that meet demanded shares to the element, which takes a search less.
-    Plans of the form ``near`` are looked at first, as probably the best, and of sets of devices
-    only those with one of ``with_kind``.  Raises ``PlanError`` with the nearest miss if nothing
-    fits, or if no step is as short as ``at_most_s``, which is seen sooner.
+    (``shardhet.planner.preference``).  Unless ``is_bounded``, the bound holds only for plans
+    that meet demanded shares to the element, which takes a search less.  Plans of the form
+    ``near`` and of the devices ``near_part`` are looked at first, as probably the best, and of
+    sets of devices only those with one of ``with_kind``.  Raises ``PlanError`` with the nearest
+    miss if nothing fits, or if no step is as short as ``at_most_s``, which is seen sooner.
     """
     global_batch_size = whole("global_batch_size", global_batch_size)
     if global_batch_size < 1:
@@ -92,7 +97,7 @@ def solve(
     _check_size(setting)
     demands.check(setting.cluster.world_size)
     demands.check_batches(setting.cluster.world_size, global_batch_size)
-    given = (effort, is_bounded, near, at_most_s, with_kind, prefers)
+    given = (effort, is_bounded, near, at_most_s, with_kind, near_part)
     prices = _priced(setting, demands)
     asked = _Asked(prices, global_batch_size, demands, *given)
     batches = partial(_solve_rows, asked, tolerance)
@@ -164,20 +169,19 @@ def _of_all_or_fewer(asked: "_Asked", tolerance: float | None) -> PlanSolution:
         setting=asked.setting,
         global_batch_size=asked.global_batch_size,
         demands=demands,
-        at_most_s=asked.at_most_s,
-        least_gain=1 + NO_GAIN,
-        slack=1 + max(tolerance or 0.0, NO_GAIN),
-        smaller=partial(part_of, asked.setting),
+        at_most_s=asked.at_most_s * (1 + (tolerance or 0.0)),
+        tolerance=tolerance or 0.0,
         solved=solved,
+        near=asked.near_part,
         with_kind=asked.with_kind,
     )
     best = search.run()
-    if best is None:
+    if best is None or best.step_s > asked.at_most_s:
         missed = search.missed or PlanError(TOO_SLOW)
         missed.lower_bound_s = min(search.missed_s.values(), default=inf)
         raise missed
     chosen = best.solution
-    if tolerance is not None and asked.prefers:
+    if tolerance is not None:
         fastest_s = min(each.best.predicted.step_time_s for each in found.values())
         limit_s = (1 + tolerance) * fastest_s
         plans = [
@@ -284,7 +288,7 @@ class _Asked:
     near: StepForm | None = None  # of several rounds, looked at first
     at_most_s: float = inf  # slower plans are not asked for
     with_kind: str | None = None
-    prefers: bool = True
+    near_part: Positions = ()  # devices that are looked at first, as a part
 
     @property
     def setting(self) -> Setting:

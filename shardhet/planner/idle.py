@@ -30,12 +30,14 @@ from shardhet.planner.problem.solution import PlanError, PlanSolution
 from shardhet.planner.residents import with_all_resident
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import slowest_of
+from shardhet.pricing.part import part_of
 from shardhet.pricing.priced import at_sizes
 from shardhet.pricing.setting import Setting
 from shardhet.pricing.turns import taking_part
 from shardhet.records.cluster import Node
 from shardhet.records.plan import RankPlan
 
+NO_GAIN = 1e-6  # of the step: devices are not left idle for it
 MAX_SEARCHES, MAX_SEARCHES_IF_UNLIKE = 16, 3  # those with the least bounds
 FAR = 2.0
 FINE = 1 / 64  # of all devices: sets of fewer come after larger ones
@@ -95,13 +97,11 @@ class PartSearch:
     global_batch_size: int
     demands: Demands
     at_most_s: float  # slower plans are not asked for
-    least_gain: float  # factor on the speed, for which devices are left idle
-    slack: float  # parts of more devices are searched for if they are as much slower
-    smaller: Callable[[Positions], Setting | None]  # None: this part is not asked about
+    tolerance: float  # parts of more devices are searched for if they are as much slower
     # The plan for a part, of at most so many seconds; ValueError if there is none.
     solved: Callable[[Positions, Setting, float], PlanSolution]
-    keeps_times: bool = True  # devices of a part compute as in the whole
-    whole: PlanSolution | None = None  # of all devices; None: to be searched for like a part
+    near: Positions = ()  # a part that may be better than others, and those next to it
+    whole: PlanSolution | None = None  # the plan of all devices, once it is found
     with_kind: str | None = None  # only parts with such a device are searched
     missed: PlanError | None = None  # why there is none
     missed_s: dict[Positions, float] = field(default_factory=dict)  # bounds on what was missed
@@ -113,12 +113,11 @@ class PartSearch:
     def run(self) -> PartPlan | None:
         """The fastest part that was found, which may be the whole; None if there is none."""
         every, demands = self._every, self.demands
-        all_alike = demands.has_even_state or demands.has_even_batches
-        parts = [] if all_alike else list(self._parts(every, every))
-        if self.whole is None:
-            parts.insert(0, every)
-        else:
-            self._seen.add(every)
+        parts = [every]
+        if not (demands.has_even_state or demands.has_even_batches):
+            parts += self._parts(every, every)
+            if self.near not in ((), every):
+                parts += (self.near, *self._parts(self.near, every))
         while self._try(parts) and len(parts) > 1:
             parts = list(self._parts(self.found[-1].positions, every))
         return self.found[-1] if self.found else None
@@ -130,10 +129,9 @@ class PartSearch:
     def _most_s(self, number: int, found: Sequence[PartPlan]) -> float:
         """Steps on so many devices must be shorter than this to be worth it."""
         known = [(len(e.positions), e.step_s) for e in (*self.found[-1:], *found)]
-        if self.whole is not None and not known:
-            known = [(len(self._every), self.whole.predicted.step_time_s)]
-        # Devices that gain less than that are not left out for it.
-        limits_s = (s * (self.slack if number > n else 1 / self.least_gain) for n, s in known)
+        # Devices that gain next to nothing are not left out for it.
+        slack, gain = 1 + max(self.tolerance, NO_GAIN), 1 + NO_GAIN
+        limits_s = (s * (slack if number > n else 1 / gain) for n, s in known)
         return min(limits_s, default=inf)
 
     @property
@@ -149,9 +147,10 @@ class PartSearch:
                 continue
             self._seen.add(positions)
             most_s = min(self.at_most_s, self._most_s(len(positions), ()))
-            is_slow = self.keeps_times and self._compute_s(positions) >= most_s
-            setting = None if is_slow else self.smaller(positions)
-            if setting is not None and self._has_room(positions, setting):
+            if self._compute_s(positions) >= most_s:
+                continue
+            setting = part_of(self.setting, positions)
+            if self._has_room(positions, setting):
                 bounded.append((self._least_step_s(setting), positions, setting))
         # The whole goes first unless others may be far faster: parts are then soon ruled out.
         kept = set(self.found[-1].positions if self.found else self._every)
@@ -184,7 +183,7 @@ class PartSearch:
             part = PartPlan(positions, setting, solution)
             if part.step_s < at_most_s:
                 faster.append(part)
-        enough_s = self.least_gain * min((each.step_s for each in faster), default=inf)
+        enough_s = (1 + NO_GAIN) * min((each.step_s for each in faster), default=inf)
         enough = [each for each in faster if each.step_s <= enough_s]
         best = max(enough, key=lambda each: (len(each.positions), -each.step_s), default=None)
         if best is None or (self.found and best.step_s >= self.found[-1].step_s):

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from shardhet.apps.cli.quantities import counted
 from shardhet.apps.cli.streamed import Waiting, say
-from shardhet.apps.planning.fewer_devices import ranges, without_idle
+from shardhet.apps.planning.fewer_devices import LEAST_GAIN, ranges, without_idle
 from shardhet.apps.planning.keeping import keep_plan
 from shardhet.apps.planning.report import (
     PlanReport,
@@ -49,7 +49,6 @@ from shardhet.planner.advice.explain import (
     more_of_each,
     tried,
 )
-from shardhet.planner.advice.fewer import LEAST_GAIN
 from shardhet.planner.objectives import largest_batch, largest_batch_size, least_memory
 from shardhet.planner.search.search import Effort
 from shardhet.pricing.cost import CostModel

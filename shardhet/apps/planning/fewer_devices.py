@@ -14,7 +14,6 @@ from itertools import groupby
 
 from shardhet.config.planning import Inputs
 from shardhet.planner import solve
-from shardhet.planner.advice.fewer import LEAST_GAIN
 from shardhet.planner.idle import PartPlan, Positions, active_positions, node_type
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.solution import PlanSolution
@@ -26,6 +25,7 @@ from shardhet.records.cluster import Cluster, DeviceSpec
 from shardhet.records.plan import Plan
 from shardhet.records.profiles import Source
 
+LEAST_GAIN = 1.02  # smaller gains are within the error of any prediction
 MAX_HOSTS = 8  # that are shown one by one
 MOST_ASKED = 64  # devices of a run, which waits for the answer
 

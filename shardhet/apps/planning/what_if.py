@@ -10,16 +10,16 @@ from rich.console import Console
 
 from shardhet.apps.cli.quantities import GIB, counted, duration
 from shardhet.apps.cli.streamed import StreamedTable, Waiting, say
-from shardhet.apps.planning.fewer_devices import BetterWithout, named
+from shardhet.apps.planning.fewer_devices import LEAST_GAIN, BetterWithout, named
 from shardhet.apps.planning.report import speed_part
 from shardhet.apps.planning.stages import pipeline_below, unused_in
 from shardhet.config.planning import Inputs, PlannedPrecision, PlannerConf
 from shardhet.config.pretrained import HfConf, LoraConf
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
 from shardhet.planner.advice.explain import Gain, Situation, Variant
-from shardhet.planner.advice.fewer import faster_on_fewer
 from shardhet.planner.baselines import compute_only, even, memory_only, one_round
 from shardhet.planner.candidates.groupings import FEW
+from shardhet.planner.idle import PartPlan, Positions, active_positions
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
 from shardhet.planner.task import TOO_SLOW
 from shardhet.pricing.derive import meets_over_gloo, slowest_of
@@ -59,11 +59,11 @@ class Asked:
         return self.conf.global_batch_size / samples_per_s if samples_per_s else inf
 
     def solved(self, there: Situation, least: float) -> PlanSolution:
-        """The plan for another situation; ``PlanError`` if it is seen that none is as fast.
+        """The plan for another situation; ``PlanError`` if none is seen to be as fast.
 
-        If one is, it is searched for anew, as for a plan that is asked for, beginning with
-        its form: of plans that are nearly as fast another may be preferred.  Where devices are
-        idle or only store, a faster plan may follow from a slower one.
+        It is the one that is found if it is asked for.  Where devices are idle or only store,
+        which others are left idle depends on all that was found before: there a plan that is
+        as fast is searched for anew.
         """
         best = self.best
         search = partial(
@@ -75,11 +75,17 @@ class Asked:
             tolerance=self.conf.tolerance or None,  # equally fast plans are equally good here
             is_bounded=False,
         )
-        near = None if best is None else best.plan.form
-        if least and best and all(rank.rank_batch_size for rank in best.plan.ranks):
-            most_s, kind = self.step_s(least), there.changed_kind
-            near = search(near=near, at_most_s=most_s, with_kind=kind, prefers=False).plan.form
-        return search(near=near)
+        if best is None or not least:
+            return search(near=None if best is None else best.plan.form)
+        found = search(
+            near=best.plan.form,
+            near_part=part_like(best, there),
+            at_most_s=self.step_s(least),
+            with_kind=there.changed_kind,
+        )
+        ranks = (*best.plan.ranks, *found.plan.ranks)
+        is_known = all(rank.rank_batch_size for rank in ranks)
+        return found if is_known else search(near=found.plan.form)
 
     def reached(self, there: Situation, least: float) -> float:
         """Its samples per second."""
@@ -90,28 +96,46 @@ class Asked:
         return Situation(setting=self.inputs.setting, demands=demands)
 
 
+def part_like(best: PlanSolution, there: Situation) -> Positions:
+    """The devices that take part in a plan, in a situation with as many or one more.
+
+    It stands beside the last one that is like it, and takes part if that does.
+    """
+    taken, added = set(active_positions(best)), there.added
+    if there.cluster.world_size < best.plan.world_size:
+        return ()
+    if added is not None:
+        is_taken = added - 1 in taken
+        taken = {i + (i >= added) for i in taken} | {added for _ in range(is_taken)}
+    return tuple(sorted(taken))
+
+
 def without_some(asked: Asked) -> BetterWithout | None:
-    """The devices that are better left out; None if there are none, or it is not asked for."""
-    conf, setting = asked.conf, asked.inputs.setting
-    assert asked.best is not None
-    derived = conf.in_other_precision(asked.inputs)
-    if derived is None or conf.objective != "throughput" or conf.leave_out == "never":
-        return None  # the plan leaves others idle that are in the precision of the whole
-    part = faster_on_fewer(
-        setting,
-        asked.best,
-        demands=asked.demands,
-        smaller=derived,
-        effort=asked.effort,
-        tolerance=conf.tolerance,
-    )
-    if part is None:
+    """The devices whose number formats hold up the others, and what is gained without them.
+
+    One kind without bfloat16 forces all to float32, whatever a plan gives it to do.  None if
+    all compute in one format, if not enough is gained, or if it is not asked for.
+    """
+    conf, inputs, best = asked.conf, asked.inputs, asked.best
+    assert best is not None
+    if conf.objective != "throughput" or conf.leave_out == "never":
+        return None
+    least, part = LEAST_GAIN * best.samples_per_s, None
+    kept, part_of = conf.in_bfloat16(inputs)
+    while kept and (part is None or len(kept) < len(part.positions)):
+        try:
+            there = Situation(setting=part_of(kept), demands=asked.demands.only(kept))
+            part = PartPlan(kept, there.setting, asked.solved(there, least))
+        except ValueError:  # nothing fits or is as fast, or demands need the others
+            return None
+        kept = tuple(kept[i] for i in active_positions(part.solution))
+    if part is None or part.solution.samples_per_s <= least:
         return None
     return BetterWithout(
-        whole=setting.cluster,
+        whole=inputs.setting.cluster,
         part=part,
-        param_dtype=setting.workload.param_dtype,
-        samples_per_s_with_all=asked.best.samples_per_s,
+        param_dtype=inputs.setting.workload.param_dtype,
+        samples_per_s_with_all=best.samples_per_s,
         is_described=True,
         estimate="",
     )
@@ -293,13 +317,6 @@ def show_simpler(asked: Asked, console: Console, waiting: Waiting, *, note: str)
     table.end()
 
 
-def show_gains(
-    variants: Sequence[Variant], gains: Iterable[Gain], console: Console, *, unit: str
-) -> list[Gain]:
-    """Print every change as it is tried; returns what they give."""
-    return _shown(variants, gains, console, unit, "What would help")
-
-
 def show_best(gains: Sequence[Gain], num_variants: int, console: Console, *, unit: str) -> None:
     """Print the changes that help most of those that were tried."""
     helping = [gain for gain in gains if not gain.is_none]
@@ -311,13 +328,18 @@ def show_best(gains: Sequence[Gain], num_variants: int, console: Console, *, uni
         say(console, f"Nothing {of} would help (explain=true shows all).")
         return
     title = f"What would help most {of} (explain=true shows all)"
-    _shown([gain.variant for gain in best], best, console, unit, title)
+    show_gains([gain.variant for gain in best], best, console, unit=unit, title=title)
 
 
-def _shown(
-    variants: Sequence[Variant], gains: Iterable[Gain], console: Console, unit: str, title: str
+def show_gains(
+    variants: Sequence[Variant],
+    gains: Iterable[Gain],
+    console: Console,
+    *,
+    unit: str,
+    title: str = "What would help",
 ) -> list[Gain]:
-    """Print gains in a table as they come, then what is said of them."""
+    """Print changes in a table as they are tried, then what is said of them; returns gains."""
     columns = (
         ("of", max(len(each.of) for each in variants)),
         ("change", max(len(each.change) for each in variants)),

@@ -57,6 +57,7 @@ class Situation:
     demands: Demands
     # Only devices of this kind changed: what is as fast as asked for has one of them.
     changed_kind: str | None = None
+    added: int | None = None  # the position of a device that the cluster had not
 
     @property
     def cluster(self) -> Cluster:
@@ -333,7 +334,7 @@ def with_another(situation: Situation, kind: str) -> Situation | None:
         limits={moved(position): each for position, each in demands.limits.items()},
         equal=tuple(tuple(map(moved, each)) for each in demands.equal),
     )
-    return Situation(setting=larger, demands=demands, changed_kind=kind)
+    return Situation(setting=larger, demands=demands, changed_kind=kind, added=last + 1)
 
 
 def slowest_kinds(solution: PlanSolution) -> str:
