@@ -29,7 +29,7 @@ from shardhet import (
 )
 from shardhet.records.plan import HoldsFor
 from tests.edge_plans import APART
-from tests.worlds import on_ranks, run_ranks, run_ranks_expecting_failure
+from tests.worlds import ends_all_ranks, on_ranks, run_ranks, run_ranks_expecting_failure
 
 ALONE = Plan.even(1, microbatch_size=2)
 
@@ -234,7 +234,7 @@ def test_a_mean_over_samples_is_that_of_one_process(rank: int, kind: str) -> Non
 IN_STAGES = Plan.by_hand(
     microbatch_sizes=[1, 2],
     num_rounds=2,
-    stages=[Stage(units=("0",), num_ranks=1), Stage(units=("2",), num_ranks=1)],
+    stages=[Stage(units=("0",), num_ranks=1), Stage(units=("1",), num_ranks=1)],
     state_shares=[1.0, 1.0],
     num_microbatches=[2, 1],
 )
@@ -245,7 +245,7 @@ IN_STAGES = Plan.by_hand(
 def test_without_loss_inputs_a_model_predicts(rank: int, plan: Plan) -> None:
     loss_fn = mean_of_samples(nn.CrossEntropyLoss(label_smoothing=0.1))
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    module = net().double()
     plain = copy.deepcopy(module)
     model = HetFSDP(module, plan, units=[nn.Linear], loss_fn=loss_fn)
     mine, n = plan.sample_indices(rank), plan.global_batch_size
@@ -271,10 +271,15 @@ def test_a_member_of_a_context_group_predicts_its_tokens(rank: int) -> None:
         torch.testing.assert_close(model(x), model.own_tokens(plain(x)))
 
 
-def test_a_step_without_loss_inputs_is_refused() -> None:
-    model = HetFSDP(net(), ALONE, loss_fn=mean_of_samples(F.mse_loss))
-    with pytest.raises(TypeError, match=r"no loss_inputs are given. Pass the targets as"):
-        model.forward_backward(torch.ones(2, 3))
+@pytest.mark.parametrize(
+    ("plan", "name"),
+    [(APART, "forward"), (APART, "forward_backward"), (IN_STAGES, "forward_backward")],
+)
+@ends_all_ranks(None, "no loss_inputs are given. Pass the targets as loss_inputs=")
+def test_a_loss_without_loss_inputs_is_refused(rank: int, plan: Plan, name: str) -> None:
+    model = HetFSDP(net(), plan, units=[nn.Linear], loss_fn=mean_of_samples(F.mse_loss))
+    x = torch.ones(len(plan.sample_indices(rank)), 3)
+    getattr(model, name)(x, **({"loss_inputs": x} if rank else {}))
 
 
 class Predicting(nn.Module):

@@ -199,7 +199,8 @@ class HetFSDP(ModuleInRounds):
         The first tensor among the arguments determines the number of samples.  A rank without
         samples passes an empty batch, or no arguments, and gets an output of the same structure
         made of zeros.  ``loss_inputs`` (a tensor or a tuple) are passed on to ``loss_fn``;
-        without those that it needs, the output is the module's own: predictions.
+        without those that it needs, the output is the module's own: predictions, for which
+        gradients are disabled.
 
         Under stages it is for evaluation, with gradients disabled: every rank passes its
         samples of all rounds, as to ``forward_backward`` or in more rounds, and ranks of the

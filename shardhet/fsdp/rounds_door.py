@@ -86,11 +86,9 @@ class ModuleInRounds(ModuleWithState):
         with self._peers.guard("forward_backward"):
             self._check_can_run()
             call = self._call_of_batch(args, kwargs, loss_inputs)
-            if call.num_samples:
-                self._loss.check_given(in_tuple(loss_inputs))
             parts = self._parts(call, self.plan.num_rounds, caller="forward_backward")
+            calls = [self._call_of_round(part, call) for part in parts if self._pipeline]
         if self._pipeline is not None:
-            calls = [self._call_of_round(part, call) for part in parts]
             return self._run_stages(self._pipeline, calls, scaler)
         for positional, named, of_loss in parts:
             output = self(*positional, loss_inputs=of_loss, **named)
@@ -197,6 +195,7 @@ class ModuleInRounds(ModuleWithState):
         call = self._call(by_tokens(self._runtime.tokens, part, self._skeleton))
         _check_rows(call, self.plan)
         if torch.is_grad_enabled():
+            self._loss.check_given(part[2] if call.num_samples else None)
             _warn_of_long(self._comm, tokens_of(call.leaves))
         cut_from = whole if self.plan.num_rounds > 1 else None
         call = call.brought(self._comm.device, self._precision.param_dtype)

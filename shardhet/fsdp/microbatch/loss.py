@@ -121,12 +121,13 @@ class FusedLoss:
         """Whether a call with these is for the output of the model itself."""
         return self.loss_fn is None or (self._needs_inputs and not loss_inputs)
 
-    def check_given(self, loss_inputs: Sequence[Any]) -> None:
-        """Raise ``TypeError`` if a loss cannot be computed with these."""
-        if self._needs_inputs and not loss_inputs:
+    def check_given(self, loss_inputs: Sequence[Any] | None) -> None:
+        """Raise ``TypeError`` if they lack for a loss; None: there are no samples."""
+        if self._needs_inputs and loss_inputs == ():
             raise TypeError(
-                "forward_backward: loss_fn takes more than what the model returns, but no "
-                "loss_inputs are given. Pass the targets as loss_inputs=."
+                "model(...): loss_fn takes more than what the model returns, but no "
+                "loss_inputs are given. Pass the targets as loss_inputs=; for predictions, "
+                "call model(...) in torch.no_grad()."
             )
 
     @property
