@@ -337,7 +337,7 @@ def stop_while_copies_are_sent(rank: int, root: str) -> None:
     if rank == 1:
         write = Copying._write
 
-        def stop_and_write(copying: Copying) -> Report:
+        def stop_and_write(copying: Copying) -> Report | None:
             stop_here(for_s=25.0)
             return write(copying)
 

@@ -26,14 +26,15 @@ class Description:
     extra: Any  # as JSON, on the writer
     plan_json: str | None
 
-    def texts(self, reports: Sequence[Report]) -> dict[str, bytes]:
+    def texts(self, reports: Sequence[Report | None]) -> dict[str, bytes]:
         """Their contents by name, given what every rank has written, by position."""
         places: dict[tuple[str, int], BytesPlace] = {}
         facts: dict[str, FileFacts] = {}
         for position, report in enumerate(reports):
-            places |= report.places(position)
-            if report.file is not None and report.facts is not None:
+            if report is not None:
                 facts[report.file] = report.facts
+                for name, place in report.place_by_name.items():
+                    places[name, position] = place
         texts = {files.METADATA: pickle.dumps(metadata_of(self.entries, places))}
         if self.plan_json is not None:
             texts[files.PLAN] = self.plan_json.encode("ascii")

@@ -5,7 +5,7 @@ place with ``torch.load``.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,9 @@ from shardhet.records.layout import Span
 class Report:
     """What one rank has written."""
 
-    file: str | None = None  # None: it has nothing to write
-    facts: FileFacts | None = None
-    bytes_by_name: Mapping[str, Span] = field(default_factory=dict)
-
-    def places(self, position: int) -> dict[tuple[str, int], BytesPlace]:
-        """Where each entry that the rank at ``position`` wrote lies."""
-        spans = self.bytes_by_name.items()
-        return {(name, position): BytesPlace(self.file or "", span) for name, span in spans}
+    file: str
+    facts: FileFacts
+    place_by_name: Mapping[str, BytesPlace]  # of entries
 
 
 def write_rank_file(
@@ -39,17 +34,17 @@ def write_rank_file(
     content: Mapping[str, Any],
     *,
     position: int,
-) -> Report:
-    """Write this rank's chunks of ``entries``.
+) -> Report | None:
+    """Write this rank's chunks of ``entries``; None if it has none.
 
     ``content`` has this rank's rows of a tensor, or a plain value, by the entry's name.
     """
     name = f"__{position}_0.distcp"
     mine = [(e, c) for e in entries for c in e.chunks if c.position == position]
     if not mine:
-        return Report()
+        return None
     file = files.DigestingFile(folder / name)
-    spans: dict[str, Span] = {}
+    places: dict[str, BytesPlace] = {}
     try:
         for entry, chunk in mine:
             start = file.num_bytes
@@ -57,13 +52,13 @@ def write_rank_file(
             if entry.shape is not None:
                 value = _packed(value, chunk.shape)
             torch.save(value, file)  # type: ignore[arg-type]  # it only writes
-            spans[entry.name] = Span(start, file.num_bytes)
+            places[entry.name] = BytesPlace(name, Span(start, file.num_bytes))
         file.finish()
     except Exception as error:
         file.abandon()
         raise file.failure or error from None
     facts = FileFacts(file.num_bytes, file.digest)
-    return Report(file=name, facts=facts, bytes_by_name=spans)
+    return Report(file=name, facts=facts, place_by_name=places)
 
 
 def _packed(rows: Tensor, shape: tuple[int, ...]) -> Tensor:

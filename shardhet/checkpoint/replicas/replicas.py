@@ -24,7 +24,6 @@ Memory: two versions of the files on every node, a copy of each rank's rows unti
 written, and one piece (4 MiB) per copy on its way.
 """
 
-import logging
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -43,7 +42,7 @@ from shardhet.checkpoint.loading import CALL as LOADS
 from shardhet.checkpoint.loading import load_from
 from shardhet.checkpoint.replicas.copying import Copying
 from shardhet.checkpoint.replicas.nodes import node_name
-from shardhet.checkpoint.replicas.source import DamagedFile, DamagedReplicaError, find
+from shardhet.checkpoint.replicas.source import find
 from shardhet.checkpoint.saving import wait_for_pending
 from shardhet.checkpoint.state.held import Held
 from shardhet.checkpoint.state.job import CALL as SAVES
@@ -55,7 +54,6 @@ from shardhet.records.nodes import Nodes, keepers
 
 _HALF_DONE = re.compile(r"\.step_\d{8,}\.(unfinished|replaced)")
 _IN_MEMORY = Path("/dev/shm")  # a file system that systems of Linux have
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,18 +186,11 @@ class Replicas:
         wait_for_pending(model)
         ranks.meet(LOADS)
         channel = ranks.side_channel(str(self.folder))
-        damaged: set[DamagedFile] = set()
-        while True:
-            source = find(self.folder, ranks, checkpoints, channel, damaged)
-            if source is None:
-                return None
-            try:
-                extra = load_from(model, optimizer, source)
-                came_from = source.told(ranks)
-                break
-            except DamagedReplicaError as error:  # nothing was loaded yet
-                logger.warning("skipped a replica: %s", error)
-                damaged |= error.files
+        source = find(self.folder, ranks, checkpoints, channel)
+        if source is None:
+            return None
+        extra = load_from(model, optimizer, source)
+        came_from = source.told(ranks)
         path = self.path_of(source.step)
         self.forget_after(model, source.step)
         return Resumed(path=path, step=source.step, extra=extra, came_from=came_from)

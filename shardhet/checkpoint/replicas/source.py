@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 
 from shardhet.checkpoint.folder import Checkpoints
@@ -15,7 +16,7 @@ from shardhet.checkpoint.format.metadata import BytesPlace
 from shardhet.checkpoint.format.reading import SavedCheckpoint
 from shardhet.checkpoint.loading import CALL
 from shardhet.checkpoint.replicas.nodes import node_name
-from shardhet.checkpoint.replicas.transfer import Sending, Stream, all_to_all_bytes
+from shardhet.checkpoint.replicas.transfer import Stream, all_to_all_bytes, of_files
 from shardhet.checkpoint.state.ranks import Ranks
 from shardhet.comm.channel import Channel
 from shardhet.records.nodes import Nodes
@@ -73,7 +74,7 @@ def versions_in(folder: Path) -> list[Version]:
 
 def choose(
     versions: Sequence[Sequence[Version]],
-    damaged_files: Collection[DamagedFile] = (),
+    damaged: Collection[DamagedFile] = (),
 ) -> WholeReplica | None:
     """The newest step of which the nodes have all files together.
 
@@ -82,7 +83,7 @@ def choose(
 
     Args:
         versions: of the node of each position.
-        damaged_files: position, digest of the manifest, and file, of those that do not count.
+        damaged: position, digest of the manifest, and file, of those that do not count.
     """
     by_version: dict[tuple[int, str], dict[int, Version]] = defaultdict(dict)
     for position, found in enumerate(versions):
@@ -95,7 +96,7 @@ def choose(
             file: tuple(
                 position
                 for position, version in having.items()
-                if file in version.here and (position, digest, file) not in damaged_files
+                if file in version.here and (position, digest, file) not in damaged
             )
             for file in wanted
         }
@@ -106,41 +107,52 @@ def choose(
     return None
 
 
-class DamagedReplicaError(CheckpointError):
-    """Some files of a replica are not what was written, and no node has another copy.
-
-    ``files`` are as ``choose`` takes them; the same on every rank.
-    """
-
-    def __init__(self, message: str, damaged_files: Collection[DamagedFile]) -> None:
-        super().__init__(message)
-        self.files = frozenset(damaged_files)
-
-
 def find(
-    folder: Path,
-    ranks: Ranks,
-    checkpoints: Checkpoints | None,
-    channel: Channel | None,
-    damaged_files: Collection[DamagedFile] = (),
+    folder: Path, ranks: Ranks, checkpoints: Checkpoints | None, channel: Channel | None
 ) -> "ReplicaSource | None":
     """The newest replica that is whole; None if there is none.  Collective.
 
-    None as well if ``checkpoints`` has a whole one of a later step.
+    Every node reads all of its files and compares them with their digests; damaged ones do not
+    count.  None as well if ``checkpoints`` has a whole one of a later step.
     """
     looks = ranks.agree(lambda: (node_name(folder), versions_in(folder)), call=CALL)
-    nodes = Nodes.of([name for name, _ in looks])
-    choice = choose([found for _, found in looks], damaged_files)
+    nodes, versions = Nodes.of([name for name, _ in looks]), [found for _, found in looks]
+    choice, damaged = choose(versions), set[DamagedFile]()
+    while choice is not None:
+        bad = ranks.agree(partial(_damaged_in, folder, choice, nodes, ranks), call=CALL)
+        more = set().union(*bad) - damaged
+        if not more:
+            break
+        damaged |= more
+        choice = choose(versions, damaged)
     if choice is None:
         return None
-    later = ranks.agree(
-        lambda: _has_later(checkpoints, choice.step) if ranks.is_writer else None, call=CALL
-    )
+    step = choice.step
+    later = ranks.agree(lambda: ranks.is_writer and _has_later(checkpoints, step), call=CALL)
     if any(later):
         return None
-    source = ReplicaSource(folder, choice, nodes, channel)
+    source = ReplicaSource(folder, choice, channel)
     source.prepare(ranks)
     return source
+
+
+def _damaged_in(
+    folder: Path, choice: WholeReplica, nodes: Nodes, ranks: Ranks
+) -> set[DamagedFile]:
+    """Of this rank's share of the files that its node has, those that are damaged there."""
+    neighbours = nodes.positions(nodes.node_by_position[ranks.position])
+    names = sorted(name for name, at in choice.holders.items() if ranks.position in at)
+    wrong = set[DamagedFile]()
+    for name in names[neighbours.index(ranks.position) :: len(neighbours)]:
+        path = files.step_path(folder, choice.step) / name
+        try:
+            is_right = files.fits(path, choice.digest_by_file[name])
+        except OSError:
+            is_right = False
+        if not is_right:
+            logger.warning("%s: damaged; another copy counts, if there is one", path)
+            wrong |= {(position, choice.digest, name) for position in neighbours}
+    return wrong
 
 
 def _has_later(checkpoints: Checkpoints | None, step: int) -> bool:
@@ -155,16 +167,11 @@ class ReplicaSource:
 
     is_one_folder = False
 
-    def __init__(
-        self, folder: Path, choice: WholeReplica, nodes: Nodes, channel: Channel | None
-    ) -> None:
+    def __init__(self, folder: Path, choice: WholeReplica, channel: Channel | None) -> None:
         self.step = choice.step
-        self._choice = choice
-        self._nodes = nodes
         self._channel = channel
         self._path = files.step_path(folder, choice.step)
-        self._holders = dict(choice.holders)  # but for those whose file is damaged
-        self._verified: set[tuple[int, str]] = set()  # nodes and files
+        self._holders = choice.holders
         self._description: tuple[bytes, bytes]
         self._num_bytes = [0, 0]  # read here, sent by other nodes
 
@@ -186,97 +193,44 @@ class ReplicaSource:
         )
 
     def open(self, ranks: Ranks) -> SavedCheckpoint:
-        """What every rank was told of the replica; files are verified when they are needed."""
+        """What every rank was told of the replica."""
         return SavedCheckpoint.described(self._path, *self._description)
 
     def fetch(self, saved: SavedCheckpoint, places: Sequence[BytesPlace], ranks: Ranks) -> None:
-        """Verify the files that are needed, and exchange the bytes that ranks' nodes lack.
-
-        Raises ``DamagedReplicaError`` on every rank if all copies of a file are damaged.
-        """
+        """Exchange the bytes that ranks' nodes lack."""
         needed = sorted(set(places), key=lambda place: (place.file, place.bytes.start))
-        self._verify(sorted({place.file for place in needed}), ranks)
         wanted = [p for p in needed if ranks.position not in self._holders[p.file]]
         self._num_bytes[0] += sum(p.bytes.numel for p in needed)
         received_bytes = sum(p.bytes.numel for p in wanted)
         self._num_bytes[0] -= received_bytes
         self._num_bytes[1] += received_bytes
         asked: list[list[BytesPlace]] = ranks.exchange(wanted, call=CALL)
-        outgoing: dict[int, Sending] = {}
-        incoming: dict[int, _Incoming] = {}
+        outgoing: dict[int, Stream] = {}
+        incoming: dict[int, Stream] = {}
+        received: list[tuple[list[BytesPlace], BytesIO]] = []
         for requester, each in enumerate(asked):
             for sender, part in self._by_sender(requester, each).items():
                 if sender == ranks.position:
-                    outgoing[requester] = Sending(
-                        [(saved.folder / place.file, place.bytes) for place in part]
+                    outgoing[requester] = of_files(
+                        (saved.folder / place.file, place.bytes) for place in part
                     )
                 if requester == ranks.position:
-                    incoming[sender] = _Incoming(part)
+                    memory, num_bytes = BytesIO(), sum(place.bytes.numel for place in part)
+                    incoming[sender] = Stream(num_bytes, memory.write)
+                    received.append((part, memory))
         if self._channel is not None:
-            all_to_all_bytes(
-                self._channel,
-                {i: Stream(each.num_bytes, each.move) for i, each in outgoing.items()},
-                {i: Stream(each.num_bytes, each.move) for i, each in incoming.items()},
-            )
+            all_to_all_bytes(self._channel, outgoing, incoming)
 
-        def end() -> None:
+        def check() -> None:
             for each in outgoing.values():
-                each.close()
+                each.check()
 
-        ranks.agree(end, call=CALL)
-        for received in incoming.values():
-            saved.content_by_place |= received.contents()
-
-    def _verify(self, names: Sequence[str], ranks: Ranks) -> None:
-        """Compare the files that are read, here or for others, with their digests.
-
-        Each node reads those that it has and that anybody needs of it, its ranks by turns; a
-        damaged one counts no longer, and the next holder is asked.
-        """
-        while True:
-            needed: list[Sequence[str]] = ranks.exchange(names, call=CALL)
-            used = {
-                (self._nodes.node_by_position[self._sender(requester, name)], name)
-                for requester, each in enumerate(needed)
-                for name in each
-            } - self._verified
-            found = ranks.agree(partial(self._damaged, used, ranks), call=CALL)
-            self._verified |= used
-            bad = {pair for each in found for pair in each}
-            if not bad:
-                return
-            for node, name in bad:
-                left = [
-                    p for p in self._holders[name] if self._nodes.node_by_position[p] != node
-                ]
-                self._holders[name] = tuple(left)
-            lost = sorted(name for _, name in bad if not self._holders[name])
-            if lost:
-                damaged_files = {
-                    (position, self._choice.digest, name)
-                    for node, name in bad
-                    for position in self._nodes.positions(node)
-                }
-                raise DamagedReplicaError(
-                    f"{self._path}: {', '.join(lost)}: damaged on every node that has it.",
-                    damaged_files,
-                )
-
-    def _damaged(self, used: Collection[tuple[int, str]], ranks: Ranks) -> set[tuple[int, str]]:
-        """Of this rank's share of its node's used files, those that are damaged."""
-        node = self._nodes.node_by_position[ranks.position]
-        neighbours = self._nodes.positions(node)
-        names = sorted(name for each, name in used if each == node)
-        wrong = set()
-        for name in names[neighbours.index(ranks.position) :: len(neighbours)]:
-            try:
-                is_right = files.fits(self._path / name, self._choice.digest_by_file[name])
-            except OSError:
-                is_right = False
-            if not is_right:
-                logger.warning("%s: damaged; requesting another copy", self._path / name)
-                wrong.add((node, name))
-        return wrong
+        ranks.agree(check, call=CALL)
+        for part, memory in received:
+            content = memory.getbuffer()
+            for place in part:
+                saved.content_by_place[place] = content[: place.bytes.numel]
+                content = content[place.bytes.numel :]
 
     def _sender(self, requester: int, name: str) -> int:
         """Who gives a rank a file, or part of it: itself, or one of those that have it."""
@@ -298,26 +252,3 @@ class ReplicaSource:
         sums = [sum(column) for column in zip(*rows, strict=True)]
         here, elsewhere = (f"{each / 2**20:,.1f} MiB" for each in sums)
         return f"replicas: {here} from the node that needed it, {elsewhere} from other nodes"
-
-
-class _Incoming:
-    """Memory for places that another node sends, one after the other."""
-
-    def __init__(self, places: Sequence[BytesPlace]) -> None:
-        self._places = places
-        self.num_bytes = sum(place.bytes.numel for place in places)
-        self._memory = memoryview(bytearray(self.num_bytes))
-        self._filled = 0
-
-    def move(self, memory: memoryview) -> None:
-        """Take the next bytes."""
-        self._memory[self._filled : self._filled + len(memory)] = memory
-        self._filled += len(memory)
-
-    def contents(self) -> dict[BytesPlace, memoryview]:
-        """The bytes of each place."""
-        found, start = {}, 0
-        for place in self._places:
-            found[place] = self._memory[start : start + place.bytes.numel]
-            start += place.bytes.numel
-        return found

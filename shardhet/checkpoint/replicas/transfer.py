@@ -1,13 +1,14 @@
 """Bytes from every rank to every other, unevenly, in pieces."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from shardhet.checkpoint.format.errors import CheckpointError, damaged, in_words
+from shardhet.checkpoint.format.errors import CheckpointError, damaged
 from shardhet.comm.channel import Channel
 from shardhet.comm.failure import LostPeerError
 from shardhet.records.layout import Span
@@ -15,7 +16,7 @@ from shardhet.records.layout import Span
 PIECE_BYTES = 2**22  # to one peer at a time
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Stream:
     """Bytes on their way: ``move`` is given the memory of the next ones.
 
@@ -23,43 +24,40 @@ class Stream:
     """
 
     num_bytes: int
-    move: Callable[[memoryview], None]
+    move: Callable[[memoryview], object]
+    error: Exception | None = None  # of a move, after which there are none
+
+    def move_next(self, memory: memoryview) -> None:
+        """Move the next bytes; never raises, since the peers count on the other streams."""
+        if self.error is None:
+            try:
+                self.move(memory)
+            except (OSError, CheckpointError) as error:
+                self.error = error
+
+    def check(self) -> None:
+        """Raise what has failed."""
+        if self.error is not None:
+            raise self.error
 
 
-class Sending:
-    """Parts of files, one after the other; a failure is raised when all is sent."""
+def of_files(parts: Iterable[tuple[Path, Span]]) -> Stream:
+    """Parts of files, one after the other."""
+    left = deque(parts)
 
-    def __init__(self, parts: Sequence[tuple[Path, Span]]) -> None:
-        self._left = list(parts)
-        self.num_bytes = sum(span.numel for _, span in parts)
-        self._error: Exception | None = None
-
-    def move(self, memory: memoryview) -> None:
-        """Fill ``memory`` with the next bytes."""
-        filled = 0
-        while filled < len(memory):
-            path, span = self._left.pop(0)
-            stop = min(span.stop, span.start + len(memory) - filled)
-            self._read(path, span.start, memory[filled : filled + stop - span.start])
-            filled += stop - span.start
-            if stop < span.stop:
-                self._left.insert(0, (path, Span(stop, span.stop)))
-
-    def _read(self, path: Path, start: int, memory: memoryview) -> None:
-        try:
+    def fill(memory: memoryview) -> None:
+        while memory:
+            path, span = left.popleft()
+            stop = min(span.stop, span.start + len(memory))
             with path.open("rb") as file:
-                file.seek(start)
-                content = file.read(len(memory))
-            memory[: len(content)] = content
-            if len(content) < len(memory):
-                self._error = damaged(path, "it is shorter than it was")
-        except OSError as error:
-            self._error = error
+                file.seek(span.start)
+                if file.readinto(memory[: stop - span.start]) < stop - span.start:
+                    raise damaged(path, "it is shorter than it was")
+            memory = memory[stop - span.start :]
+            if stop < span.stop:
+                left.appendleft((path, Span(stop, span.stop)))
 
-    def close(self) -> None:
-        """Raise what failed."""
-        if self._error is not None:
-            raise CheckpointError(in_words(self._error))
+    return Stream(sum(span.numel for _, span in left), fill)
 
 
 def all_to_all_bytes(
@@ -68,8 +66,8 @@ def all_to_all_bytes(
     """Send and receive streams, by position of the peer.  Collective.
 
     Both ends of a stream know its length.  In every round each stream moves one piece, so a
-    rank needs memory for one piece per stream.  ``move`` must not raise: the peers count on
-    the other streams.  Raises ``LostPeerError`` if a peer ends.
+    rank needs memory for one piece per stream.  Raises ``LostPeerError`` if a peer ends; what
+    else fails is said by the streams.
     """
     if channel.group is None:
         return
@@ -106,5 +104,5 @@ def _visit(
     memory, start = buffer.numpy().data, 0
     for position, size in zip(order, sizes, strict=True):
         if size:
-            streams[position].move(memory[start : start + size])
+            streams[position].move_next(memory[start : start + size])
         start += size

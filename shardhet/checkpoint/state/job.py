@@ -93,13 +93,13 @@ class Job:
         if self._channel is not None:
             break_connections(self._channel)
 
-    def _write(self) -> Report:
+    def _write(self) -> Report | None:
         assert self._held is not None
         content, self._held = self._held.content, None  # frees the copies at the end
         folder, entries = files.unfinished_path(self._path), self._description.entries
         return write_rank_file(folder, entries, content, position=self._ranks.position)
 
-    def _pass_on(self, reports: Sequence[Report]) -> None:
+    def _pass_on(self, reports: Sequence[Report | None]) -> None:
         """Nothing: all ranks write to one folder.  Must not raise before a collective."""
 
     def _complete(self, texts: Mapping[str, bytes]) -> None:
