@@ -2,7 +2,7 @@
 
 import atexit
 import os
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -118,11 +118,9 @@ _Groups = tuple[
 ]
 _made_by_group: WeakKeyDictionary[dist.ProcessGroup, dict[str, _Groups]] = WeakKeyDictionary()
 # Of ranks that compute, of those of one node, or of two stages, None on the others; by the
-# group that they are a part of.
-_Part = dist.ProcessGroup | None
-_parts_by_group: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, _Part]] = (
-    WeakKeyDictionary()
-)
+# group that they are a part of, their purpose and ranks.
+_Parts = dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None]
+_parts_by_group: WeakKeyDictionary[dist.ProcessGroup, _Parts] = WeakKeyDictionary()
 
 
 def _make_groups(group: dist.ProcessGroup, device: torch.device) -> _Groups:
@@ -221,30 +219,44 @@ def part_of(
     group = channel.group
     if group is None:
         return channel if channel.position in positions else None
-    ranks = sorted(channel.rank_by_position[i] for i in positions)
-    made, key = _parts_by_group.setdefault(group, {}), (purpose, *ranks)
-    if key not in made:
-        made[key] = part = _make_part(group, ranks, control=control, device=device)
-        if part is not None and devices.backend_of(part, device) == "nccl":
-            dist.all_reduce(torch.zeros(1, device=device), group=part)
-    if made[key] is None:
+    ranks = tuple(sorted(channel.rank_by_position[i] for i in positions))
+    part, is_new = _part_with(group, [ranks], purpose, control=control, device=device)
+    if part is None:
         return None
+    if is_new and devices.backend_of(part, device) == "nccl":
+        dist.all_reduce(torch.zeros(1, device=device), group=part)
     places = [ranks.index(r) if r in ranks else -1 for r in channel.rank_by_position]
-    return Channel(made[key], tuple(places), channel.position)
+    return Channel(part, tuple(places), channel.position)
 
 
-def _make_part(
-    group: dist.ProcessGroup, ranks: Sequence[int], *, control: Channel, device: torch.device
-) -> dist.ProcessGroup | None:
-    """A new group of ``ranks`` of ``group``, like it; None on the others.  Collective."""
-    assert control.group is not None
-    count_alike(control.group, torch.device("cpu"))
-    if group.rank() in ranks:
-        return new_group(group, device, backend=devices.backend_of(group, device), ranks=ranks)
-    # The others make a group too: torch names a group by how many its ranks have made.
-    others = [rank for rank in range(group.size()) if rank not in ranks]
-    new_group(group, device, backend="gloo", ranks=others)
-    return None
+def _part_with(
+    group: dist.ProcessGroup,
+    parts: Iterable[tuple[int, ...]],
+    purpose: str = "",
+    *,
+    control: Channel,
+    device: torch.device,
+) -> tuple[dist.ProcessGroup | None, bool]:
+    """The group, like ``group``, of that of its ``parts`` with this rank, None on other ranks;
+    and whether any of the groups is new.  Collective.
+
+    Parts have no rank in common.  Groups are made on first use, and kept as long as ``group``.
+    """
+    made = _parts_by_group.setdefault(group, {})
+    new = sorted(ranks for ranks in {*parts} if (purpose, ranks) not in made)
+    if new:
+        assert control.group is not None
+        count_alike(control.group, torch.device("cpu"))
+        made.update(dict.fromkeys((purpose, ranks) for ranks in new))
+        # The others make one too: torch names a group by how many its ranks have made.
+        others = tuple(sorted({*range(group.size())}.difference(*new)))
+        own = next((ranks for ranks in new if group.rank() in ranks), others)
+        backend = "gloo" if own is others else devices.backend_of(group, device)
+        part = new_group(group, device, backend=backend, ranks=own)
+        if own is not others:
+            made[purpose, own] = part
+    mine = (found for ranks in parts if (found := made[purpose, ranks]) is not None)
+    return next(mine, None), bool(new)
 
 
 def count_alike(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -325,11 +337,8 @@ def among_computing(
     if group is None or not is_nccl or len(positions) == channel.world_size:
         return replace(channel, computing=None)
     ranks = tuple(sorted(channel.rank_by_position[i] for i in positions))
-    made = _parts_by_group.setdefault(group, {})
-    is_new = ranks not in made
-    if is_new:
-        made[ranks] = _make_part(group, ranks, control=control, device=device)
-    computing = ComputingRanks(positions, tuple(carrier_by_position), made[ranks])
+    part, is_new = _part_with(group, [ranks], control=control, device=device)
+    computing = ComputingRanks(positions, tuple(carrier_by_position), part)
     channel = replace(channel, computing=computing)
     if is_new:
         splits = [int(carrier >= 0) for carrier in carrier_by_position]
@@ -351,23 +360,10 @@ def in_two_levels(
         tuple(sorted(channel.rank_by_position[i] for i in geometry.mates(position)))
         for position in geometry.positions
     }
-    made = _parts_by_group.setdefault(group, {})
-    new = sorted(ranks for ranks in nodes if len(ranks) > 1 and ranks not in made)
-    if new:
-        assert control.group is not None
-        count_alike(control.group, torch.device("cpu"))
-        # The others make one too, see ``among_computing``.
-        others = tuple(sorted(set(range(group.size())) - {r for ranks in new for r in ranks}))
-        made.update(dict.fromkeys(new))
-        own = next((ranks for ranks in new if group.rank() in ranks), others)
-        backend = "gloo" if own is others else "nccl"
-        part = new_group(group, device, backend=backend, ranks=own)
-        if own is not others:
-            made[own] = part
-    found = [each for ranks in nodes if (each := made.get(ranks)) is not None]
-    mine = found[0] if found else None
+    parts = sorted(ranks for ranks in nodes if len(ranks) > 1)
+    mine, is_new = _part_with(group, parts, control=control, device=device)
     channel = replace(channel, levels=Levels(geometry, mine))
-    if new:
+    if is_new:
         _run_once(channel, [1] * channel.world_size, geometry.positions, device)
     return channel
 
