@@ -260,19 +260,15 @@ def _load_doubled(model: HetFSDP) -> None:
     model.load_state_dict(whole if model.rank == 0 else None)
 
 
-def _load_doubled_rows(model: HetFSDP) -> None:
-    boxes = model.sharded_state_dict()
-    model.load_sharded_state_dict(
-        {
-            fqn: replace(box, tensor=box.tensor * (2 if "base" in fqn else 1))
-            for fqn, box in boxes.items()
-        }
-    )
+def _double_rows(model: HetFSDP) -> None:
+    for fqn, box in model.sharded_state_dict().items():
+        if "base" in fqn:
+            box.tensor.mul_(2)
 
 
 CHANGES: list[Callable[[HetFSDP], None]] = [
     _double, _double_in_inference, _double_data, _double_on_one_rank, _load_doubled,
-    _load_doubled_rows,
+    _double_rows,
 ]  # fmt: skip
 
 

@@ -15,7 +15,6 @@ from shardhet.fsdp.params.row_group import RowGroup
 from shardhet.fsdp.params.state import (
     RowBox,
     gather_params,
-    load_sharded_state_dict,
     load_state_dict,
     sharded_state_dict,
 )
@@ -158,10 +157,6 @@ class ModuleWithState(ModuleOfRows):
     def sharded_state_dict(self) -> dict[str, RowBox]:
         """This rank's rows of every parameter, sharing memory with the model."""
         return sharded_state_dict(self._flats)
-
-    def load_sharded_state_dict(self, boxes: Mapping[str, RowBox]) -> None:
-        """The inverse of ``sharded_state_dict`` under the same plan."""
-        load_sharded_state_dict(self._flats, boxes)
 
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
         """All ranks' ``numbers``, by position.  Collective; no accelerator waits for it."""

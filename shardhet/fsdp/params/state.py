@@ -171,31 +171,12 @@ def sharded_state_dict(flats: Sequence[FlatTensor]) -> dict[str, RowBox]:
     }
 
 
-@torch.no_grad()
-def load_sharded_state_dict(flats: Sequence[FlatTensor], boxes: Mapping[str, RowBox]) -> None:
-    """The inverse of ``sharded_state_dict`` under the same plan."""
-    current = sharded_state_dict(flats)
-    _check_keys(
-        {fqn: tuple(box.tensor.shape) for fqn, box in current.items()},
-        {fqn: box.tensor for fqn, box in boxes.items()},
-        optional=set(),
-    )
-    for fqn, box in current.items():
-        if boxes[fqn].rows != box.rows:
-            raise ValueError(
-                f"{fqn}: holds rows {boxes[fqn].rows} but this rank stores {box.rows}. A "
-                "sharded state dict loads under the plan it was made with; use a checkpoint "
-                "otherwise."
-            )
-        box.tensor.copy_(boxes[fqn].tensor)
-
-
 def _check_keys(
     shapes: Mapping[str, tuple[int, ...]],
     found: Mapping[str, Tensor],
     *,
     optional: set[str],
-    strict: bool = True,
+    strict: bool,
 ) -> tuple[list[str], list[str]]:
     """Missing and unexpected names; raises for them if ``strict``, and for other shapes."""
     missing = sorted(shapes.keys() - found.keys() - optional)
