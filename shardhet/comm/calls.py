@@ -12,12 +12,10 @@ from torch import Tensor
 
 from shardhet.comm import devices
 from shardhet.comm.buffers import BufferPool
-from shardhet.comm.failure import LostPeerError
-from shardhet.records.nodes import TwoLevels
+from shardhet.comm.channel import Channel
+from shardhet.comm.failure import OF_THIS_DEVICE, LostPeerError
 
 T = TypeVar("T")
-# An error of this rank, whatever it was waiting for: no memory, or work that failed earlier.
-OF_THIS_DEVICE = (torch.AcceleratorError, torch.OutOfMemoryError)
 
 
 class InFlight(Protocol):
@@ -95,56 +93,6 @@ def failing_as_peers() -> Iterator[None]:
         raise LostPeerError(str(error)) from error
 
 
-@dataclass(frozen=True, slots=True)
-class ComputingRanks:
-    """The positions that compute by the plan, where others only store.
-
-    A position that only stores hands its rows to a *carrier*, a computing one of its node if
-    there is one, which takes part in the collectives of the computing for it.
-    """
-
-    positions: tuple[int, ...]
-    carrier_by_position: tuple[int, ...]  # itself for one that computes
-    group: dist.ProcessGroup | None = None  # of the computing; None on the others
-
-
-@dataclass(frozen=True, slots=True)
-class Levels:
-    """Collectives in two levels, and a communicator of the computing ranks of this node."""
-
-    geometry: TwoLevels
-    # None where a rank does not compute, or is the only one of its node that does.
-    group: dist.ProcessGroup | None = None
-
-
-class Seats(Protocol):
-    """The processes of a collective in plan order; ``Channel`` has them."""
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The group, or None if there is only one process."""
-
-    @property
-    def rank_by_position(self) -> tuple[int, ...]:
-        """Ranks within ``group``."""
-
-    @property
-    def position(self) -> int:
-        """The position of this process."""
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes."""
-
-    @property
-    def computing(self) -> ComputingRanks | None:
-        """Those of them that compute, if others only store."""
-
-    @property
-    def levels(self) -> Levels | None:
-        """How collectives run in two levels, if they do."""
-
-
 class Messages:
     """Point-to-point messages to post together.
 
@@ -152,7 +100,7 @@ class Messages:
     arrive in the order in which they were posted.
     """
 
-    def __init__(self, channel: Seats) -> None:
+    def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._receives: list[dist.P2POp] = []
         self._sends: list[tuple[int, dist.P2POp]] = []
@@ -206,7 +154,7 @@ class Gathering:
     output: Tensor | None  # [sum(split_numels)]; None if this rank receives nothing
     shard: Tensor  # [split_numels[position]]; may be a view of output
     split_numels: Sequence[int]
-    channel: Seats
+    channel: Channel
     receivers: Sequence[int]  # positions
 
     def __post_init__(self) -> None:
@@ -227,7 +175,7 @@ class Reduction:
     output: Tensor  # [split_numels[position]]
     full: Tensor | None  # [sum(split_numels)]; None if this rank contributes nothing
     split_numels: Sequence[int]
-    channel: Seats
+    channel: Channel
     contributors: Sequence[int]  # positions
     scratch: BufferPool
 
@@ -269,7 +217,7 @@ def pieces_of(flat: Tensor, split_numels: Sequence[int]) -> list[Tensor]:
     return [flat[stop - n : stop] for n, stop in zip(split_numels, stops, strict=True)]
 
 
-def in_rank_order(by_position: Sequence[T], seats: Seats) -> list[T]:
+def in_rank_order(by_position: Sequence[T], seats: Channel) -> list[T]:
     """Return what ``by_position`` has for each rank of the group."""
     result = list(by_position)
     for position, rank in enumerate(seats.rank_by_position):
@@ -322,7 +270,7 @@ def received_sum(
 
 
 def _check_splits(
-    shard: Tensor, full: Tensor | None, split_numels: Sequence[int], seats: Seats
+    shard: Tensor, full: Tensor | None, split_numels: Sequence[int], seats: Channel
 ) -> None:
     if len(split_numels) != seats.world_size:
         raise ValueError(

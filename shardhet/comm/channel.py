@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from shardhet.comm import devices
-from shardhet.comm.calls import OF_THIS_DEVICE, ComputingRanks, Levels, Transport
-from shardhet.comm.failure import LostPeerError
+from shardhet.comm.failure import OF_THIS_DEVICE, LostPeerError
 from shardhet.comm.progress import progress
+from shardhet.records.nodes import TwoLevels
 
 # The limit for a call that all ranks make right after another collective call, but that is
 # often made on rank zero alone by mistake.  A watch over ranks gives ten times as long to a
@@ -37,6 +37,28 @@ def join(thread: Thread) -> None:
 holders: list["ref[Any]"] = []
 
 
+@dataclass(frozen=True, slots=True)
+class ComputingRanks:
+    """The positions that compute by the plan, where others only store.
+
+    A position that only stores hands its rows to a *carrier*, a computing one of its node if
+    there is one, which takes part in the collectives of the computing for it.
+    """
+
+    positions: tuple[int, ...]
+    carrier_by_position: tuple[int, ...]  # itself for one that computes
+    group: dist.ProcessGroup | None = None  # of the computing; None on the others
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """Collectives in two levels, and a communicator of the computing ranks of this node."""
+
+    geometry: TwoLevels
+    # None where a rank does not compute, or is the only one of its node that does.
+    group: dist.ProcessGroup | None = None
+
+
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Channel:
     """A process group in plan order: rank ``rank_by_position[i]`` takes position ``i``.
@@ -47,7 +69,7 @@ class Channel:
     group: dist.ProcessGroup | None
     rank_by_position: tuple[int, ...]  # ranks within ``group``
     position: int  # of this process
-    transport: Transport | None = None  # carries the traffic in place of ``group``
+    transport: Any = None  # a ``calls.Transport`` that carries the traffic, not ``group``
     computing: ComputingRanks | None = None  # with NCCL, if others only store
     levels: Levels | None = None  # of collectives in two levels
 

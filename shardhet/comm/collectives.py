@@ -27,7 +27,6 @@ from shardhet.comm.calls import (
     Messages,
     Pending,
     Reduction,
-    Seats,
     in_rank_order,
     pieces_of,
     received_sum,
@@ -50,7 +49,8 @@ def all_gather_uneven(
     """
     call = Gathering(output, shard, split_numels, channel, receivers)
     if channel.transport is not None and devices.is_on_host(shard):
-        return channel.transport.gather(call)
+        gathering: Pending = channel.transport.gather(call)
+        return gathering
     return _algorithms(channel, shard.device).gather(call)
 
 
@@ -80,7 +80,8 @@ def reduce_scatter_uneven(
     """
     call = Reduction(output, full, split_numels, channel, contributors, scratch)
     if channel.transport is not None and devices.is_on_host(output):
-        return channel.transport.reduce(call)
+        reducing: Pending = channel.transport.reduce(call)
+        return reducing
     return _algorithms(channel, output.device).reduce(call)
 
 
@@ -136,7 +137,7 @@ def _reduce_by_all_to_all(call: Reduction) -> Pending:
 
 
 def _exchange_pieces(
-    pieces: Sequence[Tensor], counts_in: list[int], counts_out: list[int], channel: Seats
+    pieces: Sequence[Tensor], counts_in: list[int], counts_out: list[int], channel: Channel
 ) -> tuple[list[Tensor], dist.Work]:
     """Send ``counts_in[i]`` elements of ``pieces[i]`` to position i; return what arrives."""
     ordered = in_rank_order(

@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from shardhet.comm import devices
 
+# An error of this rank, whatever it was waiting for: no memory, or work that failed earlier.
+OF_THIS_DEVICE = (torch.AcceleratorError, torch.OutOfMemoryError)
 ADVICE = "All ranks stop. Fix the cause on that rank and start again."
 
 

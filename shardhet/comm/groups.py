@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from shardhet.comm import devices
 from shardhet.comm.buffers import BufferPool
-from shardhet.comm.calls import ComputingRanks, Levels, Transport
-from shardhet.comm.channel import Channel, holders
+from shardhet.comm.calls import Transport
+from shardhet.comm.channel import Channel, ComputingRanks, Levels, holders
 from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
 from shardhet.comm.failure import end_waits
 from shardhet.comm.transport import SWITCH, meet, timeout_of, wants_gloo

@@ -2,13 +2,13 @@
 
 They run among the ranks that receive or contribute: all of them, or those that compute by the
 plan, on a communicator of their own.  Rows of a position that only stores pass through its
-carrier (``calls.ComputingRanks``), so each rank receives every byte that it needs once:
+carrier (``channel.ComputingRanks``), so each rank receives every byte that it needs once:
 
     gather    stores only --rows--> carrier --broadcast--> all that compute
     reduce    all that compute --reduce--> carrier --sum--> stores only
 
-In two levels (``calls.Levels``) every node has a carrier for each position, and broadcasts and
-reductions run inside of nodes, on a communicator of each.
+In two levels (``channel.Levels``) every node has a carrier for each position, and broadcasts
+and reductions run inside of nodes, on a communicator of each.
 
 Pieces of equal length are one even collective.  Unequal ones are one group of broadcasts or
 reductions, which NCCL runs as one launch; empty ones are left out of it.
@@ -36,12 +36,12 @@ from shardhet.comm.calls import (
     Messages,
     Pending,
     Reduction,
-    Seats,
     failing_as_peers,
     in_rank_order,
     pieces_of,
     received_sum,
 )
+from shardhet.comm.channel import Channel
 
 
 class _Ring(NamedTuple):
@@ -169,7 +169,7 @@ def _ring_of(call: Gathering | Reduction, positions: Sequence[int]) -> _Ring | N
     return _Ring(computing.group, alone, _roots(computing.positions, seats))
 
 
-def _roots(positions: Sequence[int], seats: Seats) -> dict[int, int]:
+def _roots(positions: Sequence[int], seats: Channel) -> dict[int, int]:
     """The rank of each position in a group of them, whose ranks are in ascending order."""
     ascending = sorted(positions, key=seats.rank_by_position.__getitem__)
     return {position: rank for rank, position in enumerate(ascending)}

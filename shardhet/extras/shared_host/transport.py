@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardhet.comm.buffers import BufferPool
-from shardhet.comm.calls import Gathering, Pending, Reduction, Seats, pieces_of, sum_into
+from shardhet.comm.calls import Gathering, Pending, Reduction, pieces_of, sum_into
+from shardhet.comm.channel import Channel
 from shardhet.comm.failure import LostPeerError
 from shardhet.extras.shared_host.arena import PeerArena, own_arena
 from shardhet.extras.shared_host.neighbours import Neighbours
@@ -117,7 +118,7 @@ def _sum_in_chunks(output: Tensor, parts: Sequence[Tensor]) -> None:
 class _Traffic:
     """What one collective moves to and from one rank."""
 
-    def __init__(self, channel: Seats, neighbours: Neighbours) -> None:
+    def __init__(self, channel: Channel, neighbours: Neighbours) -> None:
         assert channel.group is not None
         self._channel = channel
         self._group = channel.group
