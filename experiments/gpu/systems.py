@@ -131,20 +131,6 @@ def plain_pytorch(config: DecoderConfig, device: torch.device, *, recompute: boo
     return System(PLAIN, step)
 
 
-def compute_alone(
-    config: DecoderConfig, device: torch.device, *, recompute: bool
-) -> Callable[[Tensor, Tensor], None]:
-    """Forward and backward of one microbatch and nothing else: the least that it can take."""
-    model = decoder_of(config, device, recompute=recompute).to(PARAM_DTYPE)
-
-    def run(tokens: Tensor, targets: Tensor) -> None:
-        loss_sum, num_tokens = model(tokens, targets)
-        (loss_sum / num_tokens).backward()
-        model.zero_grad()
-
-    return run
-
-
 def decoder_of(config: DecoderConfig, device: torch.device, *, recompute: bool) -> Decoder:
     """Every block may keep its input alone; there is no dropout, so no random state."""
     model = make_decoder(config, device)

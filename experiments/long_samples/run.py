@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from experiments.common.live_bytes import LiveBytes
 from experiments.common.results import Bar, Page, Spread, parser_of
-from experiments.largest_model.counter import LiveBytes
 from shardhet import HetFSDP, Plan
 from shardhet.models.decoder import Decoder, DecoderConfig
 

@@ -20,8 +20,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
 from experiments.common.launch import run_ranks
+from experiments.common.live_bytes import LiveBytes
 from experiments.common.results import Bar, Page, Spread, parser_of
-from experiments.largest_model.counter import LiveBytes
 from shardhet import DeviceSpec, HetFSDP, Plan
 from shardhet.fsdp.tokens import attention, cutting
 from shardhet.models.decoder import Decoder, DecoderConfig
