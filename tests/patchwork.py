@@ -204,6 +204,8 @@ class Case:
     plan: Plan
     course: Course
     options: dict[str, Any]
+    precision: str = "float64"
+    refused: str | None = None  # what a refusal says, where there has to be one
 
     @property
     def problem(self) -> Problem:
@@ -217,7 +219,7 @@ class Case:
             for rank in self.plan.ranks
         ]
         return (
-            f"seed {self.seed}: {self.plan.form}, "
+            f"seed {self.seed}, {self.precision}: {self.plan.form}, "
             f"{self.shape}, {self.course}, {self.options}, ranks:\n" + "\n".join(ranks)
         )
 

@@ -96,14 +96,6 @@ def test_a_second_backward_raises(rank: int, plan: Plan) -> None:
 
 @every_plan
 @on_ranks()
-def test_gradients_of_two_backwards_add_up(rank: int, plan: Plan) -> None:
-    both = Drawn(plan)
-    for adds in (False, True):
-        both.step(*both.batch(), adds=adds)
-
-
-@every_plan
-@on_ranks()
 def test_a_step_without_valid_token_sets_no_gradient(rank: int, plan: Plan) -> None:
     both = Drawn(plan)
     tokens, targets = both.batch()
@@ -124,26 +116,6 @@ def test_tokens_may_be_weighted(rank: int, plan: Plan) -> None:
     mean = both.model.backward(loss_sum * 0.001, num_tokens.double() * 0.001)
     is_exact(mean, both.step_of_one(*batch))
     compare_grads(both.model, both.plain)
-
-
-# What is frozen #
-
-
-FROZEN = {
-    "bottom": ("embedding", "blocks.0", "position"),
-    "all but the head's norm": ("embedding", "blocks", "position"),
-    "a block in the middle": ("blocks.1",),
-}
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("is_tied", [False, True])
-@pytest.mark.parametrize("name", FROZEN)
-@every_plan
-@on_ranks()
-def test_frozen_parts_get_no_gradient(rank: int, plan: Plan, name: str, is_tied: bool) -> None:
-    shape = replace(SHAPE, frozen=FROZEN[name], is_tied=is_tied)
-    check_parity(rank, patchwork_problem(shape), plan, Course.of(plan, optimizer="adamw"))
 
 
 class DetachedBeside(nn.Module):

@@ -4,11 +4,8 @@ Plans are random, with zero shares and with ranks that only store.
 """
 
 import random
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -17,12 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from shardhet import HetFSDP, Plan
-from shardhet.comm.buffers import BufferPool
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.pricing.turns import taking_part
 from shardhet.records.layout import FlatLayout, stored_numels
-from shardhet.records.nodes import Nodes, carriers
-from tests.emulated.accelerator import Accelerator
 from tests.hosts import on_different_hosts
 from tests.selection import one_in
 from tests.test_order import around_collectives
@@ -144,83 +138,3 @@ def test_only_devices_that_are_priced_as_taking_part_send_or_get_messages(seed: 
 def active_in(plan: Plan) -> set[int]:
     layout = FlatLayout.of_shapes([(WIDTH, WIDTH), (WIDTH,)])
     return set(taking_part(plan.ranks, stored_numels([layout] * 3, plan.state_shares)))
-
-
-# NCCL
-
-
-@contextmanager
-def noting_scratch() -> Iterator[list[int]]:
-    """Yields the elements that collectives borrow, besides what is gathered and reduced."""
-    borrowed: list[int] = []
-    lend = BufferPool.lend
-
-    def noting(pool: BufferPool, numel: int, **of: Any) -> torch.Tensor:
-        if "/shardhet/comm/" in sys._getframe(1).f_code.co_filename:
-            borrowed.append(numel)
-        return lend(pool, numel, **of)
-
-    with mock.patch.object(BufferPool, "lend", noting):
-        yield borrowed
-
-
-def over_nccl(
-    rank: int, seed: int, make: Make = wrapped
-) -> list[tuple[int, int, Bytes, Bytes, set[bool]]]:
-    """Of each plan what arrived and had to, and messages as above.
-
-    In one level no scratch is priced, and none is used.
-    """
-    rng, found = random.Random(seed), []
-    for _ in range(CASES_OF_A_WORLD):
-        plan = drawn_plan(rng)
-        with Accelerator().installed() as accelerator:
-            model = make(plan, accelerator.device)
-            communicators = accelerator.nccl.communicators
-            for each in communicators.values():
-                each.sent.clear()
-                each.received_bytes = 0
-            with noting_scratch() as borrowed:
-                launches = train(model)
-            assert not borrowed
-            sent = Bytes()
-            for each in communicators.values():
-                for peer, numels in each.sent.items():
-                    sent[peer] += sum(numels) * ITEMSIZE
-            arrived = sum(each.received_bytes for each in communicators.values())
-        needed, handed = needed_of_groups(plan, rank, launches)
-        found.append((arrived, needed, sent, handed, kinds_of(launches)))
-    return found
-
-
-def needed_of_groups(plan: Plan, rank: int, launches: Launches) -> tuple[int, Bytes]:
-    """What has to arrive here in all, and what is handed to carriers and back."""
-    at_work = computing(plan)
-    carrier = carriers(Nodes((0,) * WORLD_SIZE), [i in at_work for i in range(WORLD_SIZE)])
-    carried = [i for i in range(WORLD_SIZE) if carrier[i] == rank != i]
-    needed, handed = (WORLD_SIZE - 1) * LOSS_BYTES, Bytes()
-    for kind, flat in launches:
-        numels = flat.layout.shard_numels
-        if kind == "gather":
-            if rank in at_work:
-                needed += (flat.layout.numel - numels[rank]) * ITEMSIZE
-            else:
-                handed[carrier[rank]] += numels[rank] * ITEMSIZE
-            continue
-        for i in carried:
-            handed[i] += numels[i] * ITEMSIZE
-        if rank in at_work:
-            here = sum(numels[i] for i in (rank, *carried))
-            needed += (len(at_work) - 1) * here * ITEMSIZE
-        else:
-            needed += numels[rank] * ITEMSIZE
-    return needed, handed
-
-
-@pytest.mark.campaign  # single calls stay
-@pytest.mark.parametrize("seed", one_in(50, range(50)))
-def test_grouped_calls_bring_each_rank_what_it_lacks_and_no_byte_more(seed: int) -> None:
-    for cases in run_ranks(over_nccl, WORLD_SIZE, seed):
-        for arrived, needed, sent, handed, _ in cases:
-            assert arrived == needed
-            assert +sent == +handed

@@ -20,28 +20,10 @@ from shardhet.fsdp.stages.handover import Arriving, Departures
 from shardhet.models.decoder import Decoder
 from tests.emulated.accelerator import Accelerator
 from tests.emulated.clocks import Event
-from tests.parity import check_covered_once
-from tests.selection import one_in, only
+from tests.selection import one_in
 from tests.small_models import small_decoder
-from tests.stages_cases import check, draw
 from tests.test_pipelines import SEQ_LEN, UNITS, WORDS, Leaky, batch_of, staged
 from tests.worlds import on_ranks, run_ranks, run_ranks_expecting_failure
-
-NUM_CASES = 200
-
-
-@pytest.mark.parametrize("seed", only([120], range(NUM_CASES)))
-def test_a_drawn_step_of_a_pipeline_is_the_step_of_one_process(seed: int) -> None:
-    case = draw(seed)
-    results = run_ranks(
-        check, case.world_size, case, True, fresh_world=case.refused is not None, timeout_s=90.0
-    )
-    if case.refused is not None:
-        assert all(isinstance(each, str) and case.refused in each for each in results), results
-        return
-    assert not any(isinstance(each, str) for each in results), results
-    check_covered_once(results)
-
 
 PLAN = staged([1, 1, 2], [2, 1], num_rounds=4)
 

@@ -1,74 +1,60 @@
-"""One step under any plan is the step that one process would take on the whole batch."""
+"""One step under any plan is the step that one process would take on the whole batch.
 
-import gc
-from collections.abc import Callable
+In one round, in several, in stages; on hosts and on emulated accelerators.  What is drawn and
+how it is compared: ``tests.drawn_steps``.
+"""
+
+from dataclasses import replace
 
 import pytest
-import torch
 
-from tests.parity import Result, check_covered_once, check_parity
-from tests.patchwork import Case, draw_case, draw_rounds
+from tests.drawn_steps import check, draw_in_rounds, draw_stages
+from tests.patchwork import draw_case, draw_rounds
 from tests.selection import one_in, only
-from tests.worlds import on_ranks, run_ranks
 
-CASES_PER_BLOCK = 2
-NUM_BLOCKS_BY_WORLD_SIZE = {1: 25, 2: 60, 3: 45, 4: 30}
-BLOCKS = [
-    (world_size, block)
-    for world_size, num_blocks in NUM_BLOCKS_BY_WORLD_SIZE.items()
-    for block in range(num_blocks)
-]
+SEEDS_BY_WORLD_SIZE = {1: 50, 2: 120, 3: 90, 4: 60}
+ALL = [(size, seed) for size, number in SEEDS_BY_WORLD_SIZE.items() for seed in range(number)]
+FEW = [(1, 0), (2, 2), (2, 3), (3, 4), (3, 5), (4, 6)]
 
 
-def _run_block(
-    rank: int, world_size: int, block: int, draw: Callable[..., Case] = draw_case
-) -> list[Result]:
-    """All cases of a block; a failure says which one it was."""
-    results = []
-    for i in range(CASES_PER_BLOCK):
-        case = draw(block * CASES_PER_BLOCK + i, world_size=world_size)
-        try:
-            result = check_parity(rank, case.problem, case.plan, case.course)
-        except Exception as error:
-            error.add_note(str(case))
-            raise
-        results.append(Result(result.rows, result.shapes, bits=[]))
-        gc.collect(1)
-    return results
-
-
-@pytest.mark.parametrize("world_size, block", only([(1, 0), (2, 1), (3, 2), (4, 3)], BLOCKS))
-def test_a_step_is_the_step_of_one_process(world_size: int, block: int) -> None:
-    results_by_rank = run_ranks(_run_block, world_size, world_size, block)
-    for results in zip(*results_by_rank, strict=True):
-        check_covered_once(results)
+@pytest.mark.parametrize("world_size, seed", only(FEW, ALL))
+def test_a_step_is_the_step_of_one_process(world_size: int, seed: int) -> None:
+    check(draw_case(seed, world_size=world_size), times=1)
 
 
 @pytest.mark.parametrize("world_size", only([3], [1, 2, 3, 4]))
 @pytest.mark.parametrize("seed", one_in(3, [1000, 1001, 1002]))
-@on_ranks()
-def test_the_same_run_twice_is_equal_in_every_bit(
-    rank: int, world_size: int, seed: int
-) -> None:
-    case = draw_case(seed, world_size=world_size)
-    try:
-        first = check_parity(rank, case.problem, case.plan, case.course)
-        again = check_parity(rank, case.problem, case.plan, case.course)
-    except Exception as error:
-        error.add_note(str(case))
-        raise
-    assert len(first.bits) == len(again.bits)
-    for one, other in zip(first.bits, again.bits, strict=True):
-        assert torch.equal(one, other), str(case)
+def test_the_same_run_twice_is_equal_in_every_bit(world_size: int, seed: int) -> None:
+    check(draw_case(seed, world_size=world_size))
 
 
 @pytest.mark.parametrize(
-    "world_size, block",
-    one_in(20, [(size, block) for size in (4, 1, 2, 3) for block in range(5)]),
+    "world_size, seed",
+    only([(4, 0)], [(size, seed) for size in SEEDS_BY_WORLD_SIZE for seed in range(10)]),
 )
 def test_a_step_of_several_rounds_is_the_step_of_one_process(
-    world_size: int, block: int
+    world_size: int, seed: int
 ) -> None:
-    results_by_rank = run_ranks(_run_block, world_size, world_size, block, draw_rounds)
-    for results in zip(*results_by_rank, strict=True):
-        check_covered_once(results)
+    check(draw_rounds(seed, world_size=world_size), times=1)
+
+
+@pytest.mark.parametrize("seed", one_in(4, range(12)))
+def test_a_step_in_rounds_in_any_precision_is_repeated(seed: int) -> None:
+    check(draw_in_rounds(seed))
+
+
+@pytest.mark.parametrize("seed", one_in(6, range(6)))
+def test_autocast_errs_no_more_than_plain_pytorch_does(seed: int) -> None:
+    check(replace(draw_in_rounds(seed), precision="autocast"), times=1)
+
+
+@pytest.mark.parametrize(
+    "on_accelerators, seed",
+    only(
+        [(False, 0), (True, 120)], [(on, seed) for on in (False, True) for seed in range(200)]
+    ),
+)
+def test_a_step_of_a_pipeline_is_the_step_of_one_process(
+    on_accelerators: bool, seed: int
+) -> None:
+    check(draw_stages(seed), on_accelerators=on_accelerators)

@@ -60,41 +60,6 @@ def check_steps(module: nn.Module, plan: Plan, num_steps: int = 3, **options: An
     return both
 
 
-def _decoder(rank: int, plan: Plan) -> None:
-    torch.manual_seed(0)
-    config = small_decoder(vocab_size=WORDS, width=8, num_layers=4, seq_len=SEQ_LEN)
-    module = Decoder(config).double()
-    model = check_steps(module, plan).model
-    given = batch_of(plan.global_batch_size)
-    mine = plan.sample_indices(model.position)
-    with torch.inference_mode():  # the first call of its kind, and one more
-        found = [model(*(each[mine] for each in given))[0] for _ in range(2)]
-        expected = module(*given)[0]
-    sums = model.exchange([float(each) for each in found])
-    for column in zip(*sums, strict=True):
-        assert abs(sum(column) - expected) <= 1e-12 * abs(expected)
-
-
-@pytest.mark.parametrize(
-    "sizes, numbers, num_rounds",
-    one_in(
-        3,
-        [
-            ([2, 1, 0], [1, 2], 3),
-            ([3], [1], 2),
-            ([2, 1, 3], [2, 1], 4),
-            ([2, 2, 2], [1, 1, 1], 1),
-        ],
-    ),
-)
-def test_stages_train_a_decoder_as_one_process_does(
-    sizes: list[int], numbers: list[int], num_rounds: int
-) -> None:
-    if sizes == [2, 1, 0]:  # the last rank only stores
-        sizes = [1, 1, 0]
-    run_ranks(_decoder, len(sizes), staged(sizes, numbers, num_rounds))
-
-
 @on_ranks(2)
 def test_a_step_of_several_batches_is_not_evaluated_in_between(rank: int) -> None:
     torch.manual_seed(0)

@@ -15,8 +15,8 @@ from shardhet.fsdp.stages.exchange import StageExchange
 from shardhet.fsdp.step.runtime import Runtime
 from tests.emulated.accelerator import Accelerator
 from tests.misdeeds import commit
+from tests.parity import OnHost
 from tests.selection import one_in
-from tests.stages_cases import OnHost
 from tests.test_pipelines import UNITS, Leaky, batch_of, staged
 from tests.test_stillness import stop_here
 from tests.worlds import patience, run_ranks_expecting_failure

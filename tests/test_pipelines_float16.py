@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from shardhet import HetFSDP
 from tests.beside import mean_of
 from tests.emulated.accelerator import Accelerator
-from tests.stages_cases import OnHost
+from tests.parity import OnHost
 from tests.test_guard import Scaled
 from tests.test_pipelines import WORDS, batch_of, staged
 from tests.worlds import run_ranks

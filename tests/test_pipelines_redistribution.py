@@ -24,9 +24,9 @@ from tests.checkpoint_cases import (
     whole_state,
 )
 from tests.emulated.accelerator import Accelerator
+from tests.parity import OnHost
 from tests.selection import one_in
 from tests.small_models import small_decoder
-from tests.stages_cases import OnHost
 from tests.test_pipelines import SEQ_LEN, WORDS, batch_of, staged
 from tests.worlds import on_ranks, run_ranks
 

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from shardhet import HetFSDP, Plan, Stage, redistribute
 from shardhet.checkpoint import CheckpointError, load, save
 from tests.beside import mean_of, squared
+from tests.drawn_steps import check, draw_in_rounds
 from tests.emulated.accelerator import Accelerator
-from tests.parity import check_covered_once, compare_grads
-from tests.rounds_cases import RoundsCase, check, draw
+from tests.parity import OnHost, compare_grads
+from tests.patchwork import Case
 from tests.selection import one_in
-from tests.stages_cases import OnHost
-from tests.test_bytes_of_links import computing, over_messages, over_nccl
+from tests.test_bytes_of_links import computing, over_messages
 from tests.test_order import around_collectives
 from tests.worlds import on_ranks, run_ranks
 
@@ -32,27 +32,21 @@ WIDTH, RANK, NUM_LAYERS, ITEMSIZE = 6, 2, 3, 8
 # Drawn steps
 
 
-def drawn(seed: int) -> RoundsCase:
+def drawn(seed: int) -> Case:
     """A step in rounds of a model most of whose parameters are frozen."""
-    case = draw(seed)
+    case = draw_in_rounds(seed)
     rng = random.Random(f"resident {seed}")
-    blocks = range(len(case.case.shape.mixes))
+    blocks = range(len(case.shape.mixes))
     parts = [f"blocks.{i}.{name}" for i in blocks for name in ("up", "down", "qkv", "words")]
     frozen = ["embedding", "position", "head.norm", *(p for p in parts if rng.random() < 0.8)]
-    shape = replace(case.case.shape, frozen=tuple(frozen))
-    plan = replace(case.case.plan, resident_units=("*",))
-    return replace(
-        case,
-        precision="float64",
-        case=replace(case.case, shape=shape, plan=plan),
-    )
+    shape = replace(case.shape, frozen=tuple(frozen))
+    plan = replace(case.plan, resident_units=("*",))
+    return replace(case, precision="float64", shape=shape, plan=plan)
 
 
 @pytest.mark.parametrize("seed", one_in(12, range(NUM_CASES)))
 def test_a_drawn_step_is_that_of_one_process(seed: int) -> None:
-    case = drawn(seed)
-    reports = run_ranks(check, case.world_size, case)
-    check_covered_once([report.covers for report in reports])
+    check(drawn(seed))
 
 
 # A model with adapters inside its units
@@ -216,15 +210,6 @@ def test_messages_of_a_step_are_those_of_adapters(seed: int) -> None:
     for cases in run_ranks(over_messages, 4, seed, adapted):
         assert [sent for sent, *_ in cases] == [+needed for _, needed, _ in cases]
         assert all(kinds <= {True} for *_, kinds in cases)
-
-
-@pytest.mark.campaign  # their messages stay
-@pytest.mark.parametrize("seed", one_in(10, range(10)))
-def test_grouped_calls_of_a_step_are_those_of_adapters(seed: int) -> None:
-    for cases in run_ranks(over_nccl, 4, seed, adapted):
-        for arrived, needed, sent, handed, kinds in cases:
-            assert (arrived, +sent) == (needed, +handed), seed
-            assert kinds <= {True}
 
 
 # Rows that change

@@ -69,23 +69,6 @@ def run_round(
     return model.backward(loss_sum * factor, count)
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("each", [True, False])
-@pytest.mark.parametrize("world_size, gathers", [(1, 0), (1, 2), (3, 0), (3, 1), (3, 2)])
-@on_ranks()
-def test_forward_backward_is_all_rounds_of_a_step(
-    rank: int, world_size: int, gathers: int, each: bool
-) -> None:
-    plan = plan_of(world_size, 3, gathers, reduce_each_round=each)
-    both, whole = small(plan), plan.global_batch_size
-    for step, num_samples in enumerate((whole, whole - 1, plan.round_size, 1)):
-        both.step(*tokens(num_samples, step))
-        assert both.model.step == step + 1
-        with torch.no_grad():  # any number of samples under any plan
-            many, _ = tokens(7 if both.model.position == 0 else 0)
-            assert both.model(many, many)[1] == many.numel()
-
-
 class Ways(nn.Module):
     """Visits other units in another way of calling it."""
 

@@ -84,29 +84,6 @@ def test_compiled_units_run_in_rounds(rank: int) -> None:
     both.step(samples(plan))
 
 
-@on_ranks(3)
-def test_frozen_units_stay_frozen_in_rounds(rank: int) -> None:
-    """As with LoRA: only small units of their own are trained."""
-    torch.manual_seed(4)
-    module = make_deep().double()
-    for layer in (module.layers[0], module.layers[2]):
-        layer.requires_grad_(False)
-    both = Beside(module, plan_of(3, 3, 2), units=[nn.Linear])
-    for _ in range(2):
-        both.step(samples(both.plan))
-
-
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-@on_ranks(3)
-def test_sums_of_rounds_are_clipped(rank: int, reduce_dtype: torch.dtype | None) -> None:
-    plan = plan_of(3, 3, 1, reduce_each_round=reduce_dtype is None)
-    both, bar = deep(plan, reduce_dtype=reduce_dtype), 1e-12 if reduce_dtype is None else 1e-5
-    both.step(samples(plan), bar=bar)
-    norm = torch.nn.utils.clip_grad_norm_(both.plain.parameters(), 0.01)
-    assert float(both.model.clip_grad_norm_(0.01)) == pytest.approx(float(norm), rel=bar)
-    compare_grads(both.model, both.plain, bar=bar)
-
-
 def _overflows(rank: int) -> tuple[list[float], list[Tensor]]:
     """A gradient overflows in the last round of the second step, on one rank."""
     plan = plan_of(2, 3, 0, reduce_each_round=False)

@@ -32,8 +32,10 @@ from shardhet.extras.shared_host.neighbours import (
     Neighbours,
 )
 from shardhet.extras.shared_host.transport import CHUNK_BYTES, SharedHost, meet
-from tests import test_collectives, test_deaths, test_parity
+from tests import test_collectives, test_deaths
+from tests.drawn_steps import on_rank
 from tests.hosts import on_different_hosts
+from tests.patchwork import draw_case
 from tests.programs import TORCHRUN, run
 from tests.selection import one_in
 from tests.test_bad_input import PLAN
@@ -144,7 +146,8 @@ def test_rows_of_any_length_are_exchanged(rank: int) -> None:
 @on_ranks()
 def test_training_across_hosts_is_as_exact(rank: int, world_size: int) -> None:
     with on_different_hosts():
-        test_parity._run_block(rank, world_size, 2)
+        for seed in (4, 5):
+            on_rank(rank, draw_case(seed, world_size=world_size), times=1)
 
 
 def die_by_messages(rank: int, misdeed: test_deaths.Misdeed) -> None:

@@ -1,6 +1,5 @@
 """Stages with inputs of units, and optimizers, in the memory of hosts: exact and in order."""
 
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -11,9 +10,9 @@ from shardhet import HetFSDP, Plan, Stage
 from shardhet.fsdp.microbatch.host_inputs import InputsOnHost
 from shardhet.fsdp.step import host_slabs
 from shardhet.models.decoder import Decoder
-from tests.parity import check_covered_once
+from tests.drawn_steps import check, draw_stages
+from tests.patchwork import Case
 from tests.selection import one_in
-from tests.stages_cases import StagesCase, check, draw
 from tests.test_inputs_on_host import INPUT_BYTES, MODEL, tokens
 from tests.test_places import on_host, with_inputs_on_host
 from tests.worlds import run_ranks, run_ranks_expecting_failure
@@ -21,15 +20,12 @@ from tests.worlds import run_ranks, run_ranks_expecting_failure
 NUM_CASES = 120
 
 
-def drawn(seed: int) -> StagesCase:
+def drawn(seed: int) -> Case:
     """A drawn pipeline with inputs on hosts, optimizers there, or both."""
-    found = draw(9000 + seed)
-    case = found.case
+    case = draw_stages(9000 + seed)
     if seed % 3 != 1:
         case = with_inputs_on_host(case)
-    if seed % 3 != 0:
-        case = on_host(case)
-    return replace(found, case=case)
+    return case if seed % 3 == 0 else on_host(case)
 
 
 @pytest.mark.sampled(1)
@@ -38,20 +34,7 @@ def drawn(seed: int) -> StagesCase:
 def test_a_drawn_step_of_a_pipeline_is_the_step_of_one_process(
     seed: int, on_accelerators: bool
 ) -> None:
-    found = drawn(seed)
-    results = run_ranks(
-        check,
-        found.world_size,
-        found,
-        on_accelerators,
-        fresh_world=found.refused is not None,
-        timeout_s=90.0,
-    )
-    if found.refused is not None:
-        assert all(isinstance(e, str) and found.refused in e for e in results), results
-        return
-    assert not any(isinstance(each, str) for each in results), results
-    check_covered_once(results)
+    check(drawn(seed), on_accelerators=on_accelerators)
 
 
 PLAN = Plan.by_hand(
