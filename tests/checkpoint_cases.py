@@ -233,11 +233,13 @@ def draw_plan(
     num_rounds, round_size = rng.choice([(1, BATCH), (1, BATCH), (2, 3), (2, 4), (3, 2)])
     if not has_rounds:
         num_rounds, round_size = 1, BATCH
+    on_host = random.Random(f"hosts {places} {weights}")  # all else is drawn as without it
     return Plan.by_hand(
         microbatch_sizes=microbatch_sizes,
         rank_batch_sizes=[places[:round_size].count(i) for i in range(world_size)],
         state_shares=[weight / sum(weights) for weight in weights],
         recompute=recompute,
+        optimizer_on_host=[on_host.random() < 0.2 for _ in weights],
         num_rounds=num_rounds,
         global_batch_size=BATCH,
         **rng.choice(FORMS),

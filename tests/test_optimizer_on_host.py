@@ -287,39 +287,6 @@ def test_each_rank_goes_on_in_its_own_way_of_computing_a_step(
     trained(loaded, its_optimizer, range(2, 3))
 
 
-@on_ranks(2)
-def test_a_checkpoint_does_not_know_where_optimizers_were(rank: int, tmp_path: Path) -> None:
-    model, optimizer = make([False, False], "fused")
-    trained(model, optimizer, range(2))
-    places = [[True, False], [False, True], [False, False]]
-    for i, on_host in enumerate(places):  # from each to the next
-        save(model, optimizer, tmp_path / str(i))
-        loaded, its_optimizer = make(on_host, "fused")
-        load(loaded, its_optimizer, tmp_path / str(i))
-        check_equal(bits(loaded, its_optimizer), bits(model, optimizer))
-        for each in ((model, optimizer), (loaded, its_optimizer)):
-            trained(*each, range(2, 4))
-        check_equal(bits(loaded, its_optimizer), bits(model, optimizer))
-        model, optimizer = loaded, its_optimizer
-
-
-@pytest.mark.parametrize("optimizer", one_in(3, OPTIMIZERS))
-@on_ranks(2)
-def test_rows_move_between_host_and_device_while_ranks_run(rank: int, optimizer: str) -> None:
-    model, optim = make([False, False], optimizer)
-    expected, its_optim = make([False, False], optimizer)
-    for i, on_host in enumerate([[True, False], [True, True], [False, True], [False, False]]):
-        ranks = [
-            replace(r, optimizer_on_host=h)
-            for r, h in zip(model.plan.ranks, on_host, strict=True)
-        ]
-        redistribute(model, optim, replace(model.plan, ranks=tuple(ranks)))
-        check_equal(bits(model, optim), bits(expected, its_optim))
-        for each in ((model, optim), (expected, its_optim)):
-            trained(*each, range(3 * i, 3 * i + 3))
-        check_equal(bits(model, optim), bits(expected, its_optim))
-
-
 # The host
 
 
