@@ -322,31 +322,6 @@ def test_nothing_is_padded_and_who_does_not_compute_receives_nothing(world_size:
 # Buffers
 
 
-def test_a_buffer_that_is_taken_back_is_lent_again() -> None:
-    pool = BufferPool()
-    first = pool.lend(10_000, dtype=torch.float32, device=CPU)
-    second = pool.lend(10_000, dtype=torch.float32, device=CPU)
-    assert first.data_ptr() != second.data_ptr()
-    pool.take_back(first)
-    again = pool.lend(9_900, dtype=torch.float32, device=CPU)
-    assert again.data_ptr() == first.data_ptr()
-    assert again.shape == (9_900,)
-
-
-@pytest.mark.parametrize(
-    "numel, dtype", [(20_000, torch.float32), (100, torch.float32), (10_000, torch.float64)]
-)
-def test_a_buffer_of_another_dtype_or_far_other_length_is_not_lent(
-    numel: int, dtype: torch.dtype
-) -> None:
-    pool = BufferPool()
-    kept = pool.lend(10_000, dtype=torch.float32, device=CPU)
-    pool.take_back(kept)
-    other = pool.lend(numel, dtype=dtype, device=CPU)
-    assert other.data_ptr() != kept.data_ptr()
-    assert (other.numel(), other.dtype) == (numel, dtype)
-
-
 def test_lent_buffers_never_overlap_whatever_is_lent_and_taken_back() -> None:
     rng, pool = random.Random(0), BufferPool()
     lent: list[tuple[Tensor, int]] = []

@@ -8,18 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
-from shardhet.comm.host_copy import HostCopy, to_device
+from shardhet.comm.host_copy import HostCopy
 from shardhet.fsdp.step import mean_loss
 from shardhet.fsdp.step.observer import Activity
-
-
-def test_on_a_cpu_the_values_are_there_at_once_and_nothing_is_copied() -> None:
-    tensor = torch.tensor([1.0, 2.0], requires_grad=True)
-    copy = HostCopy(tensor * 2).read()
-    assert copy.tolist() == [2.0, 4.0]
-    assert not copy.requires_grad
-    assert HostCopy(tensor).read().data_ptr() == tensor.data_ptr()
-    assert to_device(tensor, torch.device("cpu")) is tensor
 
 
 def test_losses_set_out_before_backward_and_are_read_after_it(

@@ -37,10 +37,6 @@ def test_every_rank_joins_the_collective(scale: float) -> None:
     assert run_ranks(sum_ranks, 3, scale) == [3 * scale] * 3
 
 
-def test_a_world_of_one_rank_is_a_world() -> None:
-    assert run_ranks(sum_ranks, 1, 5.0) == [0.0]
-
-
 def rank_and_tensor(rank: int, x: torch.Tensor) -> tuple[int, torch.Tensor]:
     time.sleep(0.05 * (2 - rank))  # the last rank answers first
     return rank, x + rank
@@ -152,48 +148,23 @@ def raise_in_reverse_order(rank: int) -> None:
     raise ValueError(f"this is rank {rank}")
 
 
-def test_first_means_first_in_time() -> None:
-    with pytest.raises(FAILED, match=r"(?s)^rank 2 of 3 failed first.*this is rank 2"):
-        run_ranks(raise_in_reverse_order, 3)
-
-
 def die_on_rank_zero(rank: int) -> None:
     if rank == 0:
         os._exit(3)
     dist.barrier()
 
 
-def test_a_rank_that_dies_is_named_before_the_peers_that_it_pulls_down() -> None:
-    with pytest.raises(FAILED, match=r"^ranks died without a traceback; exit codes \{0: 3\}"):
-        run_ranks(die_on_rank_zero, 2)
-
-
 def kill_itself(rank: int) -> None:
     os.kill(os.getpid(), 9)
-
-
-def test_the_exit_code_of_a_killed_rank_is_its_signal() -> None:
-    with pytest.raises(FAILED, match=r"exit codes \{0: -9, 1: -9\}"):
-        run_ranks(kill_itself, 2)
 
 
 def leave_quietly(rank: int) -> None:
     raise SystemExit(0)
 
 
-def test_a_rank_that_leaves_with_code_zero_has_failed() -> None:
-    with pytest.raises(FAILED, match="SystemExit"):
-        run_ranks(leave_quietly, 2)
-
-
 def exit_with_zero(rank: int) -> None:
     if rank == 1:
         os._exit(0)
-
-
-def test_a_rank_that_dies_with_code_zero_has_failed() -> None:
-    with pytest.raises(FAILED, match=r"exit codes \{1: 0\}"):
-        run_ranks(exit_with_zero, 2)
 
 
 def sleep_on_rank_zero(rank: int) -> None:
@@ -212,18 +183,25 @@ def warn_of_the_future(rank: int) -> None:
     warnings.warn("will be removed", FutureWarning, stacklevel=1)
 
 
-def test_a_future_warning_on_a_rank_is_an_error() -> None:
-    with pytest.raises(FAILED, match="will be removed"):
-        run_ranks(warn_of_the_future, 1)
-
-
 def return_something_that_cannot_travel(rank: int) -> Any:
     return lambda: rank
 
 
-def test_a_result_that_cannot_be_pickled_is_that_ranks_failure() -> None:
-    with pytest.raises(FAILED, match="rank 0 of 1 failed first"):
-        run_ranks(return_something_that_cannot_travel, 1)
+@pytest.mark.parametrize(
+    ("fn", "world_size", "says"),
+    [
+        (raise_in_reverse_order, 3, r"(?s)^rank 2 of 3 failed first.*this is rank 2"),
+        (die_on_rank_zero, 2, r"^ranks died without a traceback; exit codes \{0: 3\}"),
+        (kill_itself, 2, r"exit codes \{0: -9, 1: -9\}"),
+        (leave_quietly, 2, "SystemExit"),
+        (exit_with_zero, 2, r"exit codes \{1: 0\}"),
+        (warn_of_the_future, 1, "will be removed"),
+        (return_something_that_cannot_travel, 1, "rank 0 of 1 failed first"),
+    ],
+)
+def test_what_a_rank_did_is_said(fn: Any, world_size: int, says: str) -> None:
+    with pytest.raises(FAILED, match=says):
+        run_ranks(fn, world_size)
 
 
 def test_a_rank_that_dies_between_cases_is_not_silently_replaced() -> None:
