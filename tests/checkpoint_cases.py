@@ -218,7 +218,11 @@ def kind_of(end: End) -> str:
 
 
 def draw_plan(
-    rng: random.Random, world_size: int | None = None, *, has_rounds: bool = True
+    rng: random.Random,
+    world_size: int | None = None,
+    *,
+    has_rounds: bool = True,
+    **changes: Any,
 ) -> Plan:
     """A plan for one to four ranks, some of which store nothing or compute nothing; in up to
     three rounds, of which the last may have fewer samples.
@@ -243,12 +247,15 @@ def draw_plan(
         num_rounds=num_rounds,
         global_batch_size=BATCH,
         **rng.choice(FORMS),
+        **changes,
     )
 
 
-def draw_pipeline(rng: random.Random) -> Plan:
+def draw_pipeline(
+    rng: random.Random, units: tuple[str, ...] | None = None, **changes: Any
+) -> Plan:
     """Two stages or three of one to four ranks, perhaps with much on the hosts."""
-    units = rng.choice(UNITS)
+    units = units or rng.choice(UNITS)
     number = rng.randint(2, min(3, len(units)))
     cuts = [0, *sorted(rng.sample(range(1, len(units)), number - 1)), len(units)]
     ranks = [1 + (rng.random() < 0.3) for _ in range(number)]
@@ -275,6 +282,7 @@ def draw_pipeline(rng: random.Random) -> Plan:
             for (a, b), n in zip(pairwise(cuts), ranks, strict=True)
         ],
         **rng.choice(FORMS),
+        **changes,
     )
 
 

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
-from shardhet import HetFSDP, Plan, Stage
+from shardhet import HetFSDP, Plan
 from shardhet.fsdp.step.observer import Activity, Observed
-from tests.checkpoint_cases import FORMS, with_gradients
+from tests import checkpoint_cases
+from tests.checkpoint_cases import draw_pipeline, with_gradients
 from tests.hosts import on_different_hosts
 from tests.ordinary import WIDTH, Pair
 from tests.selection import one_in
@@ -86,34 +87,10 @@ KINDS: dict[str, Callable[..., Any]] = {
 
 
 def draw_plan(draw: random.Random, world_size: int = 0, *, has_stages: bool = False) -> Plan:
-    """One to four ranks, of which some store or compute nothing, in up to three rounds."""
-    numbers = [world_size or draw.randint(1, 4)]
+    """A plan of checkpoint_cases whose matrices are whole."""
     if has_stages:
-        numbers = [draw.randint(1, 2), draw.randint(1, 2)]
-    shares: list[float] = []
-    batches: list[int] = []
-    num_rounds, round_size = draw.choice([(1, BATCH), (2, 3), (2, 4), (3, 2)])
-    for number in numbers:
-        weights = [draw.choice([0, 0, 1, 2, 7]) for _ in range(number)]
-        weights[draw.randrange(number)] += 1
-        shares += [weight / sum(weights) for weight in weights]
-        places = [draw.randrange(number) for _ in range(round_size)]
-        batches += [places.count(i) for i in range(number)]
-    stages = None
-    if has_stages:
-        units = [("blocks.0",), ("blocks.1", "head")]
-        stages = [Stage(units=u, num_ranks=n) for u, n in zip(units, numbers, strict=True)]
-    return Plan.by_hand(
-        microbatch_sizes=[draw.randint(1, 3) for _ in shares],
-        rank_batch_sizes=batches,
-        state_shares=shares,
-        num_rounds=num_rounds,
-        global_batch_size=BATCH,
-        whole_matrices=True,
-        optimizer_on_host=[draw.random() < 0.2 for _ in shares],
-        stages=stages,
-        **({} if has_stages else draw.choice(FORMS)),
-    )
+        return draw_pipeline(draw, ("blocks.0", "blocks.1", "head"), whole_matrices=True)
+    return checkpoint_cases.draw_plan(draw, world_size or None, whole_matrices=True)
 
 
 class Wholes(Pair):
