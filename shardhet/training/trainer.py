@@ -169,11 +169,8 @@ class Trainer:
         self.settle()
         norm: float | HostCopy = math.nan
         overflow = None
-        scaler = self.loss_scaler if mean_loss is not None else None
-        if why_skipped is None and scaler is not None:
-            norm, why_skipped, overflow = self._update_scaled(mean_loss, scaler)
-        elif why_skipped is None:
-            norm, why_skipped = self._update(mean_loss)
+        if why_skipped is None:
+            norm, why_skipped, overflow = self._update(mean_loss)
         if is_timed and why_skipped is None:
             self._kept = kept_bytes(model, self.optimizers)
         for optimizer in self.optimizers:
@@ -228,37 +225,30 @@ class Trainer:
                 raise
             return None, str(error).partition(";")[0]
 
-    def _update(self, mean_loss: float | None) -> tuple[HostCopy, str | None]:
-        """Clip, and let the optimizer step; the gradient norm, and why the step is bad."""
-        norm = HostCopy(self.model.clip_grad_norm_(self._max_grad_norm))
-        why_skipped = self.guard.look(self.model.step, mean_loss, norm)
-        if why_skipped is None:
-            progress.mark("the optimizer's step")
-            for optimizer in self.optimizers:
-                optimizer.step()
-        return norm, why_skipped
+    def _update(self, mean_loss: float | None) -> tuple[HostCopy, str | None, str | None]:
+        """Clip, and let the optimizer step; the gradient norm, why the step is bad, and how it
+        has overflowed in float16.
 
-    def _update_scaled(
-        self, mean_loss: float | None, scaler: LossScaler
-    ) -> tuple[float, str | None, str | None]:
-        """``_update`` in float16: the norm, why the step is bad, and how it has overflowed.
-
-        GradScaler reads what has overflowed before the optimizer steps, so the host waits here.
+        GradScaler reads what has overflowed before the optimizer steps, so the host waits then.
         """
-        for optimizer in self.optimizers:
-            scaler.unscale(optimizer)
+        scaler, step = self.loss_scaler if mean_loss is not None else None, self.model.step
+        if scaler is not None:
+            for optimizer in self.optimizers:
+                scaler.unscale(optimizer)
         norm = HostCopy(self.model.clip_grad_norm_(self._max_grad_norm))
-        grad_norm = float(norm.read())
-        is_finite = math.isfinite(grad_norm)
-        why_skipped = self.guard.judge(mean_loss, grad_norm) if is_finite else None
-        if is_finite and why_skipped is None:  # one of several optimizers may have no overflow
+        is_finite = scaler is None or math.isfinite(float(norm.read()))
+        why_skipped = self.guard.look(step, mean_loss, norm) if is_finite else None
+        if is_finite and why_skipped is None:  # one of several may have no overflow
             progress.mark("the optimizer's step")
             for optimizer in self.optimizers:
-                scaler.step(optimizer)
-        overflow = scaler.end_step(self.model.step, is_finite=is_finite)
+                if scaler is None:
+                    optimizer.step()
+                else:
+                    scaler.step(optimizer)
+        overflow = None if scaler is None else scaler.end_step(step, is_finite=is_finite)
         if not is_finite and overflow is None:
-            why_skipped = self.guard.judge(mean_loss, grad_norm)
-        return grad_norm, why_skipped, overflow
+            why_skipped = self.guard.judge(mean_loss, float(norm.read()))
+        return norm, why_skipped, overflow
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
