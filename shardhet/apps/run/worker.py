@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 import torch
 from rich.console import Console
-from safetensors.torch import save_file
 
 from shardhet import After, EndNotice, HetFSDP, Hook, Hooks, Plan, Rebalancer, Trace
+from shardhet.apps.checkpoint_export import write_model
 from shardhet.apps.cli.display import Display, device_table
 from shardhet.apps.cli.quantities import counted
 from shardhet.apps.cli.streamed import say
@@ -350,12 +350,10 @@ def save_whole(model: HetFSDP, conf: TrainConf, folder: RunFolder) -> None:
         if model.rank == 0:
             conf.model.copy_tokenizer(conf.data, folder.model_dir)
         return
-    tensors = model.state_dict()
-    if tensors:
-        # Tied parameters appear under each of their names; the format allows no shared memory.
-        # Nor does it hold objects (get_extra_state).
-        whole = {k: v.clone() for k, v in tensors.items() if isinstance(v, torch.Tensor)}
-        save_file(whole, folder.model_path)
+    # The format holds no objects (get_extra_state).
+    whole = {k: v for k, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
+    if whole:
+        write_model(whole, folder.model_path)
 
 
 def _snake(name: str) -> str:
