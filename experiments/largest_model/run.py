@@ -15,9 +15,9 @@ from unittest import mock
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from experiments.common.live_bytes import LiveBytes
 from experiments.common.results import Bar, Page, console, parser_of
 from experiments.common.systems import fsdp2
-from experiments.common.live_bytes import LiveBytes
 from shardhet import Cluster, DeviceSpec, HetFSDP, Plan, Setting
 from shardhet.comm.transport import SWITCH
 from shardhet.models.decoder import Decoder, DecoderConfig
