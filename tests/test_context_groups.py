@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
+from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.tokens import attention
 from shardhet.fsdp.tokens.cutting import TokenCutter
 from shardhet.fsdp.tokens.skeleton import Skeleton
@@ -156,7 +157,7 @@ class Counting(Plain):
 def called_with(module: nn.Module, *given: Any, **options: Any) -> Any:
     """What the second of two members is given, if the model may be computed by tokens."""
     cutter = TokenCutter(module, [3.0, 1.0], 1)
-    skeleton = Skeleton(module, None, options.pop("batch_dim", 0))
+    skeleton = Skeleton(module, FusedLoss(None), options.pop("batch_dim", 0))
     return cutter.cut((given, options, ()), skeleton.check)
 
 
