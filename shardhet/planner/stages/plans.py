@@ -20,7 +20,6 @@ from shardhet.pricing.hosts import HostPart, part_of_hosts
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster
 from shardhet.records.schedule import StepForm
-from shardhet.records.schedule.held import MAX_ROUNDS
 from shardhet.records.workload import Unit
 from shardhet.simulator.pipeline import StageTimes, handed_on_bytes
 from shardhet.simulator.stages import with_units
@@ -40,7 +39,6 @@ class StagePlans:
     _settings: dict[Positions, Setting] = field(default_factory=dict)
     _looks: dict[Positions, int] = field(default_factory=dict)
     _number_by_look: dict[object, int] = field(default_factory=dict)
-    _alone: list[bool] = field(default_factory=list)  # whether it is a single device, by look
     _found: dict[tuple[object, ...], StageSolution | None] = field(default_factory=dict)
     # Of forms and rounds in flight, [looks, 1 + units, 1 + units] by first unit and stop:
     # seconds of a round at least; inf where nothing fits; None where nothing is known.
@@ -129,14 +127,12 @@ class StagePlans:
         """Note what such a stage needs, which all need that hold its units and more."""
         looks, wider = self.looks_of(positions), self._wider_than(positions, units)
         self.known_s(form, in_flight)
-        for other, held in list(self._known_s):
-            if held >= in_flight and other.num_rounds <= form.num_rounds:
-                least_s = float(_needed_s(round_s, self._alone[looks], form, other))
-                if least_s:
-                    known_s = self.known_s(other, held)
-                    if self._known_s[other, held] is None:
-                        known_s = self._known_s[other, held] = known_s.copy()
-                    known_s[looks][wider] = np.maximum(known_s[looks][wider], least_s)
+        for other, held in self._known_s:
+            if other == form and held >= in_flight:
+                known_s = self.known_s(form, held)
+                if self._known_s[form, held] is None:
+                    known_s = self._known_s[form, held] = known_s.copy()
+                known_s[looks][wider] = np.maximum(known_s[looks][wider], round_s)
 
     def _wider_than(self, positions: Positions, units: tuple[object, ...]) -> NDArray[np.bool_]:
         """[1 + units, 1 + units] the stages that hold as much as one of such units, or more.
@@ -173,8 +169,6 @@ class StagePlans:
             look = on_nodes, tuple(self.demands.of_device(i) for i in positions)
             known = self._number_by_look
             self._looks[positions] = known.setdefault(look, len(known))
-            if len(known) > len(self._alone):
-                self._alone.append(len(positions) == 1)
         return self._looks[positions]
 
     def solved(
@@ -218,12 +212,14 @@ class StagePlans:
     def known_s(self, form: StepForm, in_flight: int) -> Floats:
         """[looks, 1 + units, 1 + units] seconds of a round at least, of what was planned.
 
-        A stage needs as many as one of fewer of its units, or with less in flight.  What is
-        known of other forms counts as well.
+        A stage needs as many as one of fewer of its units, or with less in flight.
         """
         key, num_looks = (form, in_flight), len(self._number_by_look)
         if key not in self._known_s:
-            self._known_s[key] = self._known_of_others_s(form, in_flight)
+            fewer = range(1, in_flight)
+            held = [n for n in fewer if self._known_s.get((form, n)) is not None]
+            known = [self.known_s(form, n) for n in held]
+            self._known_s[key] = np.maximum.reduce(known) if known else None
         found_s = self._known_s[key]
         if found_s is None:
             size = 1 + len(self.units)
@@ -231,43 +227,3 @@ class StagePlans:
         if (missing := num_looks - len(found_s)) > 0:
             found_s = self._known_s[key] = np.pad(found_s, ((0, missing), (0, 0), (0, 0)))
         return found_s
-
-    def _known_of_others_s(self, form: StepForm, in_flight: int) -> Floats | None:
-        """The same from what is known of other forms and of less in flight; None if nothing."""
-        found_s: Floats | None = None
-        for (other, held), known_s in self._known_s.items():
-            is_near = other.num_rounds == form.num_rounds or other.is_like(form)
-            if known_s is None or not is_near or held > in_flight:
-                continue
-            alone = np.array(self._alone[: len(known_s)])[:, None, None]
-            needed_s = _needed_s(known_s, alone, other, form)
-            if needed_s.any():
-                if found_s is None:
-                    shape = len(self._number_by_look), *known_s.shape[1:]
-                    found_s = np.zeros(shape)
-                part_s = found_s[: len(known_s)]
-                np.maximum(part_s, needed_s, out=part_s)
-        return found_s
-
-
-def _needed_s(
-    round_s: Floats | float, alone: NDArray[np.bool_] | bool, form: StepForm, other: StepForm
-) -> Floats:
-    """Seconds of a round that a stage needs in another form, given those in a form.
-
-    One device has no transfers: it takes as long in any form in which its units fit.  What
-    does not fit, neither does where units stay gathered, or where rounds have more samples;
-    but of one round no sums are kept, and of two that are reduced each fewer than of more.
-    """
-    number, gathered_later = other.num_rounds, not other.reshard_after_forward
-    is_alike = np.logical_or(alone, form.reduce_each_round == other.reduce_each_round)
-    if not (form.reshard_after_forward or gathered_later):
-        return np.zeros_like(round_s)
-    if number == form.num_rounds:
-        same = np.logical_or(alone, form.is_like(other))
-        never_s = np.where(np.isinf(round_s) & is_alike, inf, 0.0)
-        return np.where(same, round_s, never_s)
-    reduces_each = form.reduce_each_round or other.reduce_each_round
-    if (MAX_ROUNDS if reduces_each else 2) <= number < form.num_rounds:
-        return np.where(np.isinf(round_s) & is_alike, inf, 0.0)
-    return np.zeros_like(round_s)

@@ -1,7 +1,7 @@
 """The pipelines that the search passed over: each is priced, or a bound says it is no faster.
 
 Bounds are of the compute, the transfers and the messages of stages, and of what is known of
-stages with fewer units, with less in flight or of other forms.  The search stops where too many
+stages with fewer units or with less in flight.  The search stops where too many
 pipelines are left, or too many stages would have to be planned.
 """
 
