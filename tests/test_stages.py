@@ -82,7 +82,7 @@ REFUSED: dict[str, tuple[Callable[[], Plan], str]] = {
     ),
     "shares over all": (
         lambda: in_stages(state_shares=[0.5, 0.2, 0.3]),
-        r"stages\[0\] sum to 0.7 but must sum to 1 in each stage",
+        r"stages\[0\] sum to 0.7 but must sum to 1",
     ),
     "growing in flight": (
         lambda: in_stages(stages=[replace(FIRST, in_flight=1), replace(LAST, in_flight=2)]),

@@ -192,12 +192,14 @@ class Plan(ShownPlan, PlanInGroups, Document):
         if self.stages is not None:
             _check_stages(self, self.stages)
         check_groups(self, SHARES_TOLERANCE)
-        total = sum(rank.state_share for rank in self.ranks)
-        if self.stages is None and abs(total - 1) > SHARES_TOLERANCE:
-            raise ValueError(
-                f"plan: state shares {[rank.state_share for rank in self.ranks]} sum to "
-                f"{total} but must sum to 1. Divide each by {total}."
-            )
+        for i, group in enumerate(self.groups):
+            shares = [self.ranks[k].state_share for k in group]
+            if abs((total := sum(shares)) - 1) > SHARES_TOLERANCE:
+                of_stage = f" of stages[{i}]" * (self.stages is not None)
+                raise ValueError(
+                    f"plan: state shares {shares}{of_stage} sum to {total} but must sum to 1. "
+                    f"Divide each by {total}."
+                )
         if not any(rank.microbatch_sizes for rank in self.ranks):
             raise ValueError(
                 "plan: no device computes anything. Give at least one device a microbatch."
@@ -427,8 +429,6 @@ def _check_stages(plan: "Plan", stages: tuple[Stage, ...]) -> None:
     check_stages(
         stages,
         batch_sizes=[rank.rank_batch_size for rank in plan.ranks],
-        state_shares=[rank.state_share for rank in plan.ranks],
-        tolerance=SHARES_TOLERANCE,
         num_rounds=plan.num_rounds,
     )
     if plan.two_level_units:

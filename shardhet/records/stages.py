@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
-from math import isclose, isfinite
+from math import isfinite
 from typing import Any
 
 from shardhet.records.layout import Span
@@ -99,8 +99,6 @@ def check_stages(
     stages: Sequence[Stage],
     *,
     batch_sizes: Sequence[int],  # in a round, by position
-    state_shares: Sequence[float],
-    tolerance: float,
     num_rounds: int,
 ) -> None:
     """Raise ``ValueError`` for stages that cannot run."""
@@ -120,13 +118,6 @@ def check_stages(
             f"plan: the stages compute {sizes} samples in a round but must compute equally "
             "many, because every sample passes through all of them. Change the batches."
         )
-    for i, each in enumerate(positions):
-        total = sum(state_shares[p] for p in each)
-        if not isclose(total, 1, rel_tol=0, abs_tol=tolerance):
-            raise ValueError(
-                f"plan: state shares {[state_shares[p] for p in each]} of stages[{i}] sum to "
-                f"{total} but must sum to 1 in each stage. Divide each by {total}."
-            )
     in_flight = rounds_in_flight(stages, num_rounds)
     if any(later > earlier for earlier, later in pairwise(in_flight)):
         raise ValueError(

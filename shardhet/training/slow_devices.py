@@ -15,12 +15,10 @@ from math import log
 
 from shardhet.planner.advice.explain import Situation, at_other_speed
 from shardhet.planner.problem.demands import Demands
-from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
-from shardhet.pricing.step_cost import StepCost
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan
-from shardhet.simulator.stages import PipelinePrice, devices_of, price_of
+from shardhet.simulator.stages import devices_of, price_of
 
 # Predictions of single ranks are up to a fifth off (experiments/predicted_and_measured).
 SLOW = 1.3
@@ -56,21 +54,13 @@ def compute_seconds(
 
     ``places`` are the devices' positions in the cluster; None: the same as in the plan.
     """
-    ranks = _price_of(plan, setting, places).ranks
+    ranks = price_of(of_devices(plan, setting, places), setting).ranks
     return tuple(rank.forward_s + rank.backward_s for rank in ranks)
 
 
 def step_seconds(plan: Plan, setting: Setting, places: Sequence[int] | None = None) -> float:
     """The predicted time of one step."""
-    return _price_of(plan, setting, places).step_time_s
-
-
-def _price_of(
-    plan: Plan, setting: Setting, places: Sequence[int] | None
-) -> StepCost | PipelinePrice:
-    if plan.stages is None:
-        return CostModel(setting).predict(of_any_device(plan))
-    return price_of(of_devices(plan, setting, places), setting)
+    return price_of(of_devices(plan, setting, places), setting).step_time_s
 
 
 def places_of(plan: Plan, setting: Setting) -> tuple[int, ...]:
