@@ -16,13 +16,7 @@ from math import inf
 from shardhet.planner.candidates.candidates import LeastCompute
 from shardhet.planner.candidates.groupings import with_groups
 from shardhet.planner.forms import BatchRounds, rounds_of
-from shardhet.planner.idle import (
-    NO_GAIN,
-    PartSearch,
-    Positions,
-    active_positions,
-    with_idle,
-)
+from shardhet.planner.idle import NO_GAIN, PartSearch, Positions, active_positions, with_idle
 from shardhet.planner.owners import owned_batches
 from shardhet.planner.preference import Bounded, lacks, preferred
 from shardhet.planner.problem.demands import TOLERANCE, Demands
