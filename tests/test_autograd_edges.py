@@ -90,7 +90,7 @@ def test_a_second_backward_raises(rank: int, plan: Plan) -> None:
     both = Drawn(plan)
     output = both.model(*both.part(*both.batch()))
     both.model.backward(*output)
-    with pytest.raises(RuntimeError, match="Call the model first"):
+    with pytest.raises(RuntimeError, match="Call the model, then this once"):
         both.model.backward(*output)
 
 

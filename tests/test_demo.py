@@ -103,18 +103,18 @@ def test_a_prediction_is_the_simulated_step(measured: Path) -> None:
 def test_a_plan_of_another_model_has_no_prediction(measured: Path) -> None:
     other = Plan.by_hand(microbatch_sizes=[8, 8, 8], state_shares=[0.4, 0.3, 0.3])
     with pytest.raises(ValueError, match="written by hand and names no units"):
-        Prediction.of(other, Setting.load(measured))
+        Setting.load(measured).check_plan(other, name="plan.measured")
     other = replace(other, units=(PlannedUnit(fqn="head", numel=3),))
     with pytest.raises(ValueError, match="Measure this model on this cluster"):
-        Prediction.of(other, Setting.load(measured))
+        Setting.load(measured).check_plan(other, name="plan.measured")
 
 
 def test_an_outcome_is_told_by_its_median_without_the_first_steps(measured: Path) -> None:
     plan = Plan.load(measured / "plan.json")
     prediction, outcome = Prediction.in_setting(plan, Setting.load(measured)), Outcome()
     for ratio in (9.0, 9.0, 9.0, 1.0, 1.1, 1.2):
-        outcome.add_step(ratio * prediction.step_time_s)
+        outcome.step_times_s.append(ratio * prediction.step_time_s)
     use = DeviceUse(busy_share=0.5, waiting_share=0.4, peak_memory_bytes=2**20)
-    outcome.add_look([use] * 3)
+    outcome.looks.append([use] * 3)
     assert outcome.beside(prediction).endswith("(median of 6): +10.0%")
     assert outcome.table(plan, prediction).row_count == 3

@@ -170,5 +170,5 @@ def test_a_step_without_its_backward_is_given_up() -> None:
     output = model(x).sum()
     with model.unit_by_unit():
         assert torch.equal(model.module(x), plain(x))
-    with pytest.raises(RuntimeError, match="Call the model first"):
+    with pytest.raises(RuntimeError, match="Call the model, then this once"):
         model.backward(output, 2)

@@ -466,7 +466,7 @@ def test_a_backward_by_torch_is_refused(rank: int) -> None:
     (loss_sum / num).backward()
 
 
-@ends_all_ranks(2, "Call the model first")
+@ends_all_ranks(2, "Call the model, then this once")
 def test_a_second_backward_is_refused(rank: int) -> None:
     pair = Pair(UNEVEN)
     loss_sum, num = pair.model(**pair.mine(pair.batch()))

@@ -251,7 +251,7 @@ def test_a_round_that_was_dropped_has_no_backward_and_holds_nothing() -> None:
     output = model(inputs, targets)
     model.drop_rounds()
     assert {unit.state for unit in model._runtime.all_units} == {UnitState.SHARDED}
-    with pytest.raises(RuntimeError, match="Call the model first"):
+    with pytest.raises(RuntimeError, match="Call the model, then this once"):
         model.backward(*output)
 
 

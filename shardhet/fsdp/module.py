@@ -111,7 +111,7 @@ class HetFSDP(ModuleInRounds):
         row_source: RowSource | None = None,
     ) -> None:
         super().__init__()
-        group = default_group(group)
+        self._loss, group = FusedLoss(loss_fn), default_group(group)
         plan, self._precision = checked(module, plan, loss_fn, seed, param_dtype, reduce_dtype)
         mine = planned_device(plan, group) if rehearse or is_rehearsal() else device_spec
         device = device_for("cpu" if rehearse or is_rehearsal() else device, module)
@@ -124,7 +124,6 @@ class HetFSDP(ModuleInRounds):
             self._comm.follow(plan, self._control)
             norms.warn(plan, position=members.control.position)
             of_units = comm_of_units(plan, self._comm, self._control)
-            self._loss = FusedLoss(loss_fn)
             self._skeleton = Skeleton.of(plan, module, self._loss, batch_dim)
             modules_of_units = find_units_by(plan, module, units, loss_fn)
             self.beyond_stages = beyond_stages(module, modules_of_units)
@@ -217,8 +216,7 @@ class HetFSDP(ModuleInRounds):
             call = self._call_of_round((args, kwargs, in_tuple(loss_inputs)))
             with self._forgetting_rounds():
                 output = self._by_round.forward(call, is_training=self.module.training)
-        output = self._by_round.expect(output)
-        if output is None:
+        if (output := self._by_round.expect(output)) is None:
             return _loss_of_none(self.device)
         warn_of_large_output(output)
         return output

@@ -115,8 +115,9 @@ class ModuleInRounds(ModuleWithState):
             for _ in calls:
                 rounds.end_round(0)
             return None
+        of_step, self._earlier = self._earlier, ()
         with self._forgetting_rounds():
-            return pipeline.step(self._earlier, scaler, is_training=self.module.training)
+            return pipeline.step(of_step, scaler, is_training=self.module.training)
 
     @contextmanager
     def computing(self, function: Callable[..., Any]) -> Iterator[None]:
@@ -258,24 +259,6 @@ class ModuleInRounds(ModuleWithState):
         """The places of this rank's samples in the global batch of the last ``model(...)``."""
         self.plan.refuse_stages("own_samples", "plan.sample_indices has a rank's samples")
         return self._by_round.own_samples
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """What ``clip_grad_norm_`` has returned after this step, if it was called."""
-        return self._runtime.rounds.grad_norm
-
-    def skip_bad_loss(self, *, skips: bool) -> None:
-        """Whether to return NaN, and set no gradients, where a loss is not finite; or raise."""
-        self._runtime.raises_bad_loss = not skips
-
-    @property
-    def step(self) -> int:
-        """The number of finished steps; set it to resume a run (dropout depends on it)."""
-        return self._runtime.rounds.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self._runtime.rounds.end_step(step)
 
     def ask_to_end(self) -> None:
         """Ask all ranks to end the run, from this rank; may be called by a signal handler.

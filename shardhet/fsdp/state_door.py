@@ -29,7 +29,7 @@ _BY_THEMSELVES = (
 
 
 class ModuleWithState(ModuleOfRows):
-    """A base of HetFSDP: its state dicts, whole and in rows."""
+    """A base of HetFSDP: its state dicts, whole and in rows, and how far training is."""
 
     _comm: CommContext
     _control: Channel
@@ -51,6 +51,24 @@ class ModuleWithState(ModuleOfRows):
     def guard(self, doing: str) -> AbstractContextManager[None]:
         """A context for work that other ranks wait for: if it raises, all ranks raise."""
         return self._peers.guard(doing)
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """What ``clip_grad_norm_`` has returned after this step, if it was called."""
+        return self._runtime.rounds.grad_norm
+
+    def skip_bad_loss(self, *, skips: bool) -> None:
+        """Whether to return NaN, and set no gradients, where a loss is not finite; or raise."""
+        self._runtime.raises_bad_loss = not skips
+
+    @property
+    def step(self) -> int:
+        """The number of finished steps; set it to resume a run (dropout depends on it)."""
+        return self._runtime.rounds.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._runtime.rounds.end_step(step)
 
     def state_dict(  # type: ignore[override]  # whose overloads have nothing to choose
         self,

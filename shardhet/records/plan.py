@@ -192,14 +192,7 @@ class Plan(ShownPlan, PlanInGroups, Document):
         if self.stages is not None:
             _check_stages(self, self.stages)
         check_groups(self, SHARES_TOLERANCE)
-        for i, group in enumerate(self.groups):
-            shares = [self.ranks[k].state_share for k in group]
-            if abs((total := sum(shares)) - 1) > SHARES_TOLERANCE:
-                of_stage = f" of stages[{i}]" * (self.stages is not None)
-                raise ValueError(
-                    f"plan: state shares {shares}{of_stage} sum to {total} but must sum to 1. "
-                    f"Divide each by {total}."
-                )
+        _check_shares(self)
         if not any(rank.microbatch_sizes for rank in self.ranks):
             raise ValueError(
                 "plan: no device computes anything. Give at least one device a microbatch."
@@ -423,6 +416,17 @@ def plan_of(given: Any) -> Plan:
 def pipeline_of(plan: Plan) -> tuple[Stage, ...]:
     """The stages, or the one that has all units."""
     return plan.stages or (Stage(units=("*",), num_ranks=plan.world_size),)
+
+
+def _check_shares(plan: "Plan") -> None:
+    for i, group in enumerate(plan.groups):
+        shares = [plan.ranks[k].state_share for k in group]
+        if abs((total := sum(shares)) - 1) > SHARES_TOLERANCE:
+            of_stage = f" of stages[{i}]" * (plan.stages is not None)
+            raise ValueError(
+                f"plan: state shares {shares}{of_stage} sum to {total} but must sum to 1. "
+                f"Divide each by {total}."
+            )
 
 
 def _check_stages(plan: "Plan", stages: tuple[Stage, ...]) -> None:

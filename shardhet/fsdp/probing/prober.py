@@ -163,8 +163,7 @@ class Prober:
             is_used = isinstance(found, LossUsedError)
             rows = self._control.exchange([float(found is not None), staying, float(is_used)])
             if not any(row[0] for row in rows):
-                # Rules say where it is.
-                self._model.loss.is_settled |= any(row[2] for row in told)
+                self._model.loss.is_settled |= any(row[2] for row in told)  # rules say where
                 return self._settle(attempt, has_gradients)
             if more := {int(row[1]) for row in rows if row[1] >= 0}:
                 self._keep_unsharded(more)

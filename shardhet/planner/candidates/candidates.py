@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardhet.planner.candidates.group_times import GroupTimes
+from shardhet.planner.candidates.group_times import GroupTimes, may_compute
 from shardhet.planner.candidates.recompute import treatments
 from shardhet.planner.candidates.role_times import PortShares, Terms
 from shardhet.planner.candidates.table import CandidateTable
@@ -181,15 +181,7 @@ class TableBuilder:
     def may_be_within(self, at_most_s: float) -> bool:
         """Whether a step of at most ``at_most_s`` may exist; false proves that none does."""
         left_s = at_most_s - self.turns.exposed_comm_s - self.model.overhead_s
-        most = [
-            times.count * times.num_batches * times.most(at_most_s) for times in self._groups
-        ]
-        spare = sum(most) - self.rounds.round_size
-        for times, each in zip(self._groups, most, strict=True):
-            if spare < 0:
-                return False
-            spare -= each - times.most_within(at_most_s, left_s)
-        return spare >= 0
+        return may_compute(self._groups, self.rounds.round_size, at_most_s, left_s)
 
     def stride(self, cut_s: float) -> int:
         """Between batches, so that no device has too many of them; 1 if there are few."""

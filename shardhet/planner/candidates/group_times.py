@@ -221,3 +221,19 @@ class GroupTimes:
             reduce(np.add, compute_s) * (self.num_members / len(members)),
             np.concatenate(optimizers, axis=1),
         )
+
+
+def may_compute(
+    groups: Sequence[GroupTimes], num_samples: int, most_s: float, left_s: float
+) -> bool:
+    """Whether all groups together may compute so many, as of ``most_within``.
+
+    It asks one group after the other, until those that were asked leave too few to the rest.
+    """
+    most = [each.count * each.num_batches * each.most(most_s) for each in groups]
+    spare = sum(most) - num_samples
+    for group, each in zip(groups, most, strict=True):
+        if spare < 0:
+            break
+        spare -= each - group.most_within(most_s, left_s)
+    return spare >= 0
