@@ -22,7 +22,7 @@ from tests.misdeeds import CAUSE, Trap, commit
 from tests.selection import one_in, only
 from tests.small_models import small_decoder
 from tests.test_bad_input import WITHIN_S
-from tests.worlds import on_ranks, run_ranks, run_ranks_expecting_failure
+from tests.worlds import ends_all_ranks, on_ranks, run_ranks, run_ranks_expecting_failure
 
 WORDS, SEQ_LEN, WIDTH = 16, 4, 6
 CUTS = {
@@ -60,21 +60,31 @@ def check_steps(module: nn.Module, plan: Plan, num_steps: int = 3, **options: An
     return both
 
 
-@on_ranks(2)
-def test_a_step_of_several_batches_is_not_evaluated_in_between(rank: int) -> None:
+def _two_batches_a_step() -> Beside:
     torch.manual_seed(0)
     config = small_decoder(vocab_size=WORDS, width=8, num_layers=4, seq_len=SEQ_LEN)
     both = Beside(Decoder(config).double(), staged([2, 2], [1, 1], num_rounds=2))
+    both.model.batches_per_step = 2
+    return both
+
+
+@on_ranks(2)
+def test_the_first_batch_of_a_step_of_several_is_dropped(rank: int) -> None:
+    both = _two_batches_a_step()
     model, batch = both.model, both.part(*batch_of(4))
-    model.batches_per_step = 2
-    assert model.forward_backward(*batch) is None
-    model.drop_rounds()
-    assert model.is_between_steps
     assert model.forward_backward(*batch) is None
     assert (model.rounds_left, model.is_between_steps) == (2, False)
-    with pytest.raises(RuntimeError, match="gradients are disabled"), torch.no_grad():
-        model(*batch)
-    assert model.is_between_steps
+    model.drop_rounds()
+    assert (model.rounds_left, model.is_between_steps) == (4, True)
+
+
+@ends_all_ranks(2, "gradients are disabled")
+def test_a_step_of_several_batches_is_not_evaluated_in_between(rank: int) -> None:
+    both = _two_batches_a_step()
+    batch = both.part(*batch_of(4))
+    assert both.model.forward_backward(*batch) is None
+    with torch.no_grad():
+        both.model(*batch)
 
 
 @pytest.mark.sampled(1)
