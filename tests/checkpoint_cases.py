@@ -357,7 +357,8 @@ def _local_state(model: nn.Module, optimizer: optim.Optimizer) -> State:
         state[fqn] = rows(param)
         for name, value in optimizer.state.get(param, {}).items():
             is_scalar = name in ("step", "mu_product") or not isinstance(value, Tensor)
-            if value is not None:
+            # Of ranks without rows, as of other stages, nobody asks for numbers.
+            if value is not None and not (is_scalar and not param.numel()):
                 state[f"{fqn}/{name}"] = copy.deepcopy(value) if is_scalar else rows(value)
     inner = model.module if isinstance(model, HetFSDP) else model
     state |= {fqn: buffer.clone() for fqn, buffer in inner.named_buffers()}
