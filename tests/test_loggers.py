@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 
 from shardhet.apps.launch.run_folder import RunFolder
-from shardhet.apps.run.loggers import check_logger, log_all, open_loggers
+from shardhet.apps.run.loggers import MetricsLogger, check_logger, open_loggers
 from shardhet.config.checks import ConfigError
 from shardhet.config.training import LoggerConf, LoggerKind
+
+
+def log_all(loggers: list[MetricsLogger], step: int, values: dict[str, float | None]) -> None:
+    for each in loggers:
+        each.log(step, values)
 
 
 def log_two_steps(kind: LoggerKind, folder: RunFolder) -> None:
