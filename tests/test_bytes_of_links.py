@@ -24,8 +24,6 @@ from tests.worlds import run_ranks
 
 WIDTH, WORLD_SIZE, CASES_OF_A_WORLD, ITEMSIZE = 6, 4, 4, 8
 
-LOSS_BYTES = 16  # of a rank: its loss and its number of tokens, which all ranks get
-
 Bytes = Counter[int]  # by the position that they go to
 Launches = list[tuple[str, FlatTensor]]
 

@@ -31,7 +31,6 @@ WIDTH = 16
 SEQ_LEN = 9
 NUM_WORDS = 31
 ALLOWED_FACTOR = 3.0
-FLOOR = 1e-12  # squared, relative: exact in both is no failure
 
 PLANS = {
     "alone": Plan.by_hand(microbatch_sizes=[2], rank_batch_sizes=[7], state_shares=[1.0]),

@@ -76,7 +76,3 @@ class WeightFiles:
 
     def _unfinished(self, number: int) -> Path:
         return self._folder / f"part-{number}"
-
-
-def _kind_of(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)}"
