@@ -172,6 +172,9 @@ def test_what_rows_cannot_give_is_refused(rank: int) -> None:
         lambda w: w[::2],
         lambda w: w.T * w.T.unsqueeze(0)[0],
         lambda w: torch.zeros(6, 12).double().copy_(w),
+        lambda w: torch.autograd.grad(
+            torch.ones(1).requires_grad_().sum(), w, allow_unused=True
+        ),
     ):
         with pytest.raises(RuntimeError, match="or its gradient, of which this rank has"):
             call(weight)

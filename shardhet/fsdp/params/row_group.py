@@ -115,7 +115,8 @@ class Rows:
                 f"{what} of {self.fqn} or its gradient, of which this rank has only some rows. "
                 "Work element by element, also with tensors of the whole shape (p.mul_(mask)), "
                 "or with norms and sums, which are of the whole (p.norm()); "
-                "model.state_dict() has whole parameters."
+                "model.state_dict() has whole parameters, and p.grad gradients after "
+                "model.backward."
             )
         raise AssertionError("not reached")
 
@@ -178,3 +179,10 @@ def vector_norm(norms: Tensor, order: float) -> Tensor:
     """The norm of a tensor's elements."""
     norm: Tensor = torch.linalg.vector_norm(norms, order)
     return norm
+
+
+def local_norm(rows: Tensor, order: float) -> Tensor:
+    """The norm of rows, of which there may be none."""
+    if rows.numel():
+        return vector_norm(rows, order)
+    return torch.full((), 0.0 if order >= 0 else math.inf, dtype=rows.dtype, device=rows.device)

@@ -30,7 +30,6 @@ except in these calls:
 a parameter with gradients enabled has a graph: its gradient reaches rows, and is refused.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -45,7 +44,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from shardhet.fsdp.microbatch.modes import FunctionTensor, OperationMode
 from shardhet.fsdp.params.host_step import host_threads
-from shardhet.fsdp.params.row_group import Rows, vector_norm
+from shardhet.fsdp.params.row_group import Rows, local_norm, vector_norm
 from shardhet.fsdp.params.row_norm import RowNorm, order_and_dims
 
 Kwargs = dict[str, Any]
@@ -86,12 +85,6 @@ def marked(tensor: Tensor, of: Rows, *, has_rows: bool = True) -> RowTensor:
     return rows
 
 
-def _local_norm(grad: Tensor, order: float) -> Tensor:
-    if grad.numel():
-        return vector_norm(grad, order)
-    return torch.full((), 0.0 if order >= 0 else math.inf, dtype=grad.dtype, device=grad.device)
-
-
 def _take_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     grad = args[0] if args else kwargs.get("x", kwargs.get("input", kwargs.get("A")))
     others = (args[1:], {k: v for k, v in kwargs.items() if k not in ("x", "input", "A")})
@@ -105,9 +98,9 @@ def _take_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) 
         grad._of.refuse(f"{getattr(func, '__name__', func)} along dim 0 or as a matrix norm")
     with _plainly():
         assert order is not None
-        local = _local_norm(grad, order)
+        local = local_norm(grad, order)
         if (dtype := others[1].get("dtype")) is not None:
-            local = _local_norm(grad.to(dtype), order)
+            local = local_norm(grad.to(dtype), order)
         norm = RowNorm.of([(grad._of.group, local.detach())], order, is_vector=False)
         return _with_value(local, norm.resolved()) if _is_tracked(grad) else norm
 
@@ -137,7 +130,7 @@ def _take_norms(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs)
         parts = [
             (
                 g._of.group if isinstance(g, RowTensor) else None,
-                next(norms) if g.numel() else _local_norm(g, order),
+                next(norms) if g.numel() else local_norm(g, order),
             )
             for g in grads
         ]
@@ -188,7 +181,7 @@ def _what_is_reduced(
 
 
 def _refuse(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-    """Refuse products and decompositions of matrices."""
+    """Refuse products and decompositions of matrices, and gradients that rows have none of."""
     for each in tree_leaves((args, kwargs)):
         if isinstance(each, RowTensor):
             each._of.refuse(func.__name__)
@@ -444,6 +437,7 @@ _HANDLERS: dict[Any, Callable[[Callable[..., Any], tuple[Any, ...], Kwargs], Any
     **dict.fromkeys(_calls(_JOINS), _join),
     **dict.fromkeys(_RESHAPES, _reshape),
     **dict.fromkeys((*_calls((*_PRODUCTS, *_ACROSS_ROWS)), torch.linalg.qr), _refuse),
+    torch.autograd.grad: _refuse,
     **dict.fromkeys(_DIM_BY_CALL, _work_along),
     **dict.fromkeys((Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__), _number),
     **dict.fromkeys((Tensor.__getitem__, Tensor.__setitem__), _index),
