@@ -1,8 +1,8 @@
 """Calls of a model with some of their samples, and of their tokens, as probes make them.
 
 Places are those in the order of probes: samples that have rows of all ragged arguments.  One
-beyond the last one wraps around and takes that sample rolled along another dimension; if there
-are ragged arguments, only these, so that they go on to fit.
+beyond the last one wraps around and takes that sample rolled along another dimension, but for
+where masks begin; if there are ragged arguments, only these, so that they go on to fit.
 """
 
 from collections.abc import Sequence
@@ -139,5 +139,21 @@ def _pieces(
         piece = parts[order[place % len(order)]]
         shift = place // len(order)
         rest = [d for d in range(piece.dim()) if d != dim and piece.shape[d] > 1]
-        pieces.append(piece.roll(shift, rest[0]) if shift and rest and rolls else piece)
+        pieces.append(_rolled(piece, shift, rest[0]) if shift and rest and rolls else piece)
     return pieces
+
+
+def _rolled(piece: Tensor, shift: int, dim: int) -> Tensor:
+    """The sample rolled; a mask begins with what it began with.
+
+    Padding that came to the front would leave the first tokens nothing to attend to, of which
+    some models make NaN where others of their samples are numbers.
+    """
+    rolled = piece.roll(shift, dim)
+    if piece.is_floating_point() or piece.is_complex():
+        return rolled
+    begins = piece.narrow(dim, 0, 1)
+    kept = rolled.clone()
+    kept.narrow(dim, 0, min(shift, piece.shape[dim])).copy_(begins)
+    is_mask = ((piece == 0) | (piece == 1)).all()
+    return torch.where(is_mask & kept.any(), kept, rolled)
