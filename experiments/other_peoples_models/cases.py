@@ -145,16 +145,12 @@ def judge(
         return Verdict.CRASHED, _story(first)
     least = BAR_FLOAT32 if way.loss in (Loss.INNER, Loss.ITEMS) else BAR
     too_far = [
-        report
+        report.worst[quantity]
         for report in ended
-        if any(
-            error > max(least, min(NOISES * reference.noise[quantity], MOST_BAR))
-            for quantity, error in report.errors.items()
-        )
+        for quantity, error in report.errors.items()
+        if error > max(least, min(NOISES * reference.noise[quantity], MOST_BAR))
     ]
-    if not too_far:
-        return Verdict.EXACT, ""
-    return Verdict.WRONG, too_far[0].worst
+    return (Verdict.WRONG, too_far[0]) if too_far else (Verdict.EXACT, "")
 
 
 def _story(report: RankReport) -> str:

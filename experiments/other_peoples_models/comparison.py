@@ -33,14 +33,14 @@ class Errors:
     by_quantity: dict[str, float] = field(
         default_factory=lambda: {"loss": 0.0, "grad": 0.0, "state": 0.0}
     )
-    worst: str = ""  # where the largest error of a gradient or of the state is
+    worst: dict[str, str] = field(default_factory=dict)  # where these are
 
     def see(self, quantity: str, error: float, where: str) -> None:
         """Take an error in; what is no number counts as a mismatch."""
         error = MISMATCH if isnan(error) else error
         if error > self.by_quantity[quantity]:
             self.by_quantity[quantity] = error
-            self.worst = where
+            self.worst[quantity] = where
 
     def see_number(self, quantity: str, found: float, expected: float, where: str) -> None:
         """Relative to what was expected."""
@@ -54,7 +54,9 @@ class Errors:
         rows: Mapping[str, Span] | None,
         where: str,
     ) -> None:
-        """Tensors, or this rank's rows of them, relative to the largest of their unit."""
+        """Tensors, or this rank's rows of them, relative to the largest of their unit, or of
+        the buffers of their module: a mean that is zero beside its variance is rounding.
+        """
         if found.keys() != expected.keys():
             names = sorted(found.keys() ^ expected.keys())
             self.see(quantity, MISMATCH, f"{where}: one of two has {names[:3]}")
@@ -71,18 +73,19 @@ class Errors:
             if own.shape != part.shape:
                 self.see(quantity, MISMATCH, f"{where}: {name} has {tuple(own.shape)}")
             elif part.numel():
-                scale = largest[self._unit(name)]
+                scale = largest[self._unit(name, tensor)]
                 error = float((own.double() - part.double()).abs().max())
                 self.see(quantity, error / max(scale, 1e-30), f"{where}: {name}")
 
-    def _unit(self, name: str) -> str:
-        return self.unit_by_param.get(name, name)
+    def _unit(self, name: str, tensor: Tensor) -> str:
+        own = name.rpartition(".")[0] if tensor.is_floating_point() else name
+        return self.unit_by_param.get(name, own)
 
     def _largest(self, tensors: Mapping[str, Tensor | None]) -> dict[str, float]:
         largest: dict[str, float] = {}
         for name, tensor in tensors.items():
             if tensor is not None and tensor.numel():
-                unit = self._unit(name)
+                unit = self._unit(name, tensor)
                 largest[unit] = max(largest.get(unit, 0.0), float(tensor.double().abs().max()))
         return largest
 

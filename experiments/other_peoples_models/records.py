@@ -128,6 +128,6 @@ class RankReport:
     error: str = ""  # kind and text
     is_deliberate: bool = False  # raised on purpose, by our own code
     errors: Mapping[str, float] = field(default_factory=dict)  # by quantity
-    worst: str = ""  # where the largest gradient error is
+    worst: Mapping[str, str] = field(default_factory=dict)  # where these are
     start_s: float = 0.0
     step_s: Sequence[float] = ()

@@ -1,13 +1,17 @@
 """What one process gives: the plan's microbatches one after the other, seeded as planned."""
 
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from experiments.other_peoples_models import calls
 from experiments.other_peoples_models.comparison import (
@@ -23,8 +27,6 @@ from experiments.other_peoples_models.records import Family, Named, Way
 from experiments.other_peoples_models.tasks import Batch
 from shardhet.fsdp.microbatch.caches import CacheSwitch
 from tests.seeded import seeded, unit_by_param
-
-MATH = SDPBackend.MATH
 
 
 @dataclass(kw_only=True)
@@ -72,8 +74,9 @@ def _noise(
     if CacheSwitch(orders[0].model).is_asked_for:
         # Without a KV cache keys lie otherwise in memory, so other kernels multiply them.
         orders.append(_Plain(calls.make_model(family, way), family, way, named, caches=False))
-    if named.name in BY_TOKENS:  # attention in pieces, which some compute in float32 after
-        orders.append(_Plain(calls.make_model(family, way), family, way, named, kernel=MATH))
+    if named.name in BY_TOKENS:  # what comes before or after is computed in float32 by some
+        model = calls.make_model(family, way)
+        orders.append(_Plain(model, family, way, named, in_pieces=True))
     noise = Errors(unit_by_param=units).by_quantity
     if named.plan.num_rounds > 1:  # which divide last
         model = calls.make_model(family, way)
@@ -98,7 +101,7 @@ class _Plain:
         is_reversed: bool = False,  # gradients are added from the last microbatch on
         is_whole: bool = False,  # one batch, no microbatches
         caches: bool = True,  # if its configuration asks for them
-        kernel: SDPBackend | None = None,  # of attention
+        in_pieces: bool = False,  # attention, and products of each token alone
         divides_last: bool = False,  # the gradients, by the number of labels, and not the loss
     ) -> None:
         self.steps: list[Step] = []
@@ -109,7 +112,7 @@ class _Plain:
         self._family = family
         self._way = way
         self._named = named
-        self._is_reversed, self._kernel = is_reversed, kernel
+        self._is_reversed, self._in_pieces = is_reversed, in_pieces
         self._divides_last = divides_last or way.is_staged  # as rounds do
         total = named.plan.global_batch_size
         self._microbatch_sizes = [total] if is_whole else microbatches_of(named.plan)
@@ -173,7 +176,7 @@ class _Plain:
                 part = calls.part_of(batch, self._family, first, size)
                 seeds.start(step=number, first_sample=first)
                 caches = nullcontext() if self._caches else CacheSwitch(self.model).off()
-                with caches, sdpa_kernel(self._kernel) if self._kernel else nullcontext():
+                with caches, _in_pieces() if self._in_pieces else nullcontext():
                     output = calls.call(self.model, part, self._family, self._way)
                 loss_sum, _ = calls.loss_of(output, part, self._family, self._way)
                 loss = loss_sum / num_labels
@@ -187,6 +190,25 @@ class _Plain:
                     param.grad = None
                 first += size
         return losses, grads
+
+
+@contextmanager
+def _in_pieces() -> Iterator[None]:
+    with sdpa_kernel(SDPBackend.MATH), _InPieces():
+        yield
+
+
+class _InPieces(TorchFunctionMode):
+    """Products of each token alone, which other kernels add up in another order."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not F.linear or args[0].dim() < 2:
+            return func(*args, **kwargs or {})
+        rows, *others = args
+        pieces = [func(each, *others, **kwargs or {}) for each in rows.split(1, -2)]
+        return torch.cat(pieces, -2)
 
 
 def load(path: Path) -> Reference:
