@@ -25,6 +25,7 @@ from shardhet.comm.failure import Failure
 from shardhet.comm.liveness import EXIT_STATUS, phase, watch, watch_ranks
 from shardhet.comm.liveness.diagnosis import panel
 from shardhet.comm.progress import progress
+from tests.hosts import on_different_hosts
 from tests.misdeeds import commit
 from tests.programs import start
 from tests.selection import for_campaign, one_in, only
@@ -42,10 +43,11 @@ PLACES = ("forward", "backward", "optimizer", "saving", "evaluation", "loader")
 class Case:
     """What one rank does, and when."""
 
-    deed: Literal["stop", "loop", "sleep", "slow"]
+    deed: Literal["stop", "loop", "sleep", "kill", "raise", "slow"]
     place: str
     rank: int
     folder: str = ""
+    apart: bool = False  # ranks talk as ranks of several hosts do
 
     def do(self) -> None:
         if self.deed == "stop":
@@ -76,6 +78,9 @@ def keep(folder: str, failure: Failure) -> None:
 
 def train(rank: int, world_size: int, case: Case) -> int:
     watch_ranks(hang_timeout_s=TIMEOUT_S, on_failure=partial(keep, case.folder))
+    if case.apart:
+        with on_different_hosts():
+            return take_steps(rank, world_size, case)
     return take_steps(rank, world_size, case)
 
 
