@@ -55,7 +55,7 @@ class SafetensorsFolder:
             name: safe_open(folder / name, framework="pt")
             for name in sorted(set(listed.values()))
         }
-        places = [(key, name) for name, file in files.items() for key in file.keys()]  # noqa: SIM118
+        places = [(key, name) for name, file in files.items() for key in [*file.keys()]]
         self._file_by_key = {key: files[name] for key, name in places}
         # Ranks that write with torch.distributed.checkpoint may leave both behind.
         wrong = {key for key, _ in {*listed.items()} - {*places, ("", WEIGHTS)}}
