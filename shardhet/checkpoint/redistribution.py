@@ -151,8 +151,10 @@ def _move(move: FlatMove, model: HetFSDP, trained: _Trained) -> None:
     flat = move.flat
     for optimizer, states in trained:
         _move_states(move, model, optimizer, states)
-    whole_rows = move.whole(flat.placed.on_device(), model)
-    flat.comm = flat.residence.comm = move.comm
+    whole_rows = move.whole(flat.rows_on_device(), model)
+    flat.comm = move.comm
+    if flat.residence is not None:
+        flat.residence.comm = move.comm
     flat.redistribute(move.layout, whole_rows, on_host=move.on_host)
 
 

@@ -107,8 +107,8 @@ class ModuleWithState(ModuleOfRows):
     @property
     def sent_row_bytes(self) -> int:
         """Bytes of this rank's rows as they are gathered, on the device."""
-        placed = [flat.placed.sent for flat in self._flats]
-        return sum(each.numel() * each.element_size() for each in placed)
+        sent = [flat.sent for flat in self._flats]
+        return sum(each.numel() * each.element_size() for each in sent)
 
     def gather_units(
         self, wanted: Callable[[str], bool] = lambda fqn: True

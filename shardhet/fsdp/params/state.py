@@ -39,7 +39,7 @@ def gather_params(
             output = torch.empty(flat.layout.numel, dtype=flat.orig_dtype, device=comm.device)
         all_gather_uneven(
             output,
-            flat.placed.on_device(),
+            flat.rows_on_device(),
             flat.layout.shard_numels,
             channel=channel,
             receivers=tuple(receivers),

@@ -37,6 +37,7 @@ class CommContext:
         nodes: Nodes | None = None,  # None: all positions are on one node
     ) -> None:
         self.device = device
+        self.is_on_host = devices.is_on_host(device)
         self.nodes = nodes or Nodes((0,) * gather_channel.world_size)
         self.gather_channel = gather_channel
         self.reduce_channel = reduce_channel
@@ -45,10 +46,10 @@ class CommContext:
         self._handle = devices.module_of(device)
         group = gather_channel.group
         # With NCCL a wait for a collective is the stream's; with gloo the host stands still.
-        self.host_runs_ahead = not devices.is_on_host(device) and (
+        self.host_runs_ahead = not self.is_on_host and (
             group is None or devices.backend_of(group, device) != "gloo"
         )
-        if not devices.is_on_host(device) and device.index not in (
+        if not self.is_on_host and device.index not in (
             None,
             self._handle.current_device(),
         ):
@@ -144,7 +145,7 @@ class CommContext:
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor, [numel], on the device and where peers can read it."""
-        if devices.is_on_host(self.device):
+        if self.is_on_host:
             return self._allocate(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=self.device)
 

@@ -46,7 +46,7 @@ from shardhet.comm.calls import Pending
 from shardhet.comm.collectives import all_gather_uneven
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.flat_grad import FlatGradient, GradState, forget_autograds
-from shardhet.fsdp.sharding.placement import RowsOnDevice, RowsOnHost
+from shardhet.fsdp.sharding.placement import RowsOnHost
 from shardhet.fsdp.sharding.residence import FrozenRows, Residence
 from shardhet.records.layout import FlatLayout, Span
 
@@ -113,9 +113,10 @@ class FlatTensor:
         self.reduce_dtype = reduce_dtype or orig_dtype
         self.comm = comm  # another one from a ``redistribute`` on
         self._position = comm.gather_channel.position
-        self.residence = Residence(
-            slots[0].fqn, unit_fqn, comm, None if self.is_trainable else self._counted
-        )
+        # None: it is trainable, so that it is gathered for every use.
+        self.residence: Residence | None = None
+        if not self.is_trainable:
+            self.residence = Residence(slots[0].fqn, unit_fqn, comm, self._counted)
         self.cuts: list[tuple[Span, ...]] = []  # the rows of every parameter, by position
         self._take_over(layout, on_host=on_host)
         rows = nn.Parameter if self.is_trainable else FrozenRows
@@ -134,7 +135,8 @@ class FlatTensor:
             _keep_kind(slot.current, self.sharded_params[i], self.unsharded_params[i])
         if not self._is_shard_itself:
             self._unsharded.untyped_storage().resize_(0)
-        self.residence.follow_rows(self.flat_shard)
+        if self.residence is not None:
+            self.residence.follow_rows(self.flat_shard)
         for i, slot in enumerate(self.slots if self.is_trainable else ()):
             refuse, accumulate = partial(_refuse_grad, slot.fqn), partial(self._accumulate, i)
             self.sharded_params[i].register_post_accumulate_grad_hook(refuse)
@@ -156,20 +158,25 @@ class FlatTensor:
             for span, rows, slot in zip(layout.param_spans, self.rows, self.slots, strict=True)
         ]
         numel, dtypes = layout.shard_numels[self._position], (self.orig_dtype, self.param_dtype)
-        place = RowsOnHost if on_host else RowsOnDevice
-        self.placed = place(numel, *dtypes, comm=self.comm)
-        self.flat_shard = self.placed.shard
+        self.on_host = RowsOnHost(numel, *dtypes, comm=self.comm) if on_host else None
+        self.flat_shard = (
+            self.comm.empty(numel, self.orig_dtype)
+            if self.on_host is None
+            else self.on_host.shard
+        )
         for gap in layout.gap_spans:
             part = _within(own, gap)
             self.flat_shard[part.start : part.stop].zero_()
-        gradient = self.placed.gradient(self.reduce_dtype) if self.is_trainable else None
+        gradient = None
+        if self.on_host is not None and self.is_trainable:
+            gradient = self.on_host.gradient(self.reduce_dtype)
         self.grad = FlatGradient(
             layout, self._position, self.comm, self.reduce_dtype, gradient, self._unit_fqn
         )
 
     def _whole(self) -> Tensor:
         """The unsharded tensor, [layout.numel], which is the shard where that is all of it."""
-        shard, numel = self.placed.sent, self.layout.numel
+        shard, numel = self.sent, self.layout.numel
         self._is_shard_itself = shard.numel() == numel and self.param_dtype == shard.dtype
         if self._is_shard_itself:
             return shard
@@ -184,7 +191,8 @@ class FlatTensor:
         self._take_over(layout, on_host=on_host)
         own = layout.shard_spans[self._position]
         self.flat_shard.copy_(whole[own.start : own.stop])
-        self.residence.end()
+        if self.residence is not None:
+            self.residence.end()
         for i, param in enumerate(self.sharded_params):
             param.data = self._box(self.flat_shard, i)
         self._unsharded = self._whole()
@@ -193,7 +201,17 @@ class FlatTensor:
             param.data = view
         if not self._is_shard_itself:
             self._unsharded.untyped_storage().resize_(0)
-        self.residence.follow_rows(self.flat_shard)
+        if self.residence is not None:
+            self.residence.follow_rows(self.flat_shard)
+
+    @property
+    def sent(self) -> Tensor:
+        """What the device has of this rank's rows; on the host, in the dtype of the gather."""
+        return self.flat_shard if self.on_host is None else self.on_host.sent
+
+    def rows_on_device(self) -> Tensor:
+        """This rank's rows as they are stored, where collectives can read them."""
+        return self.flat_shard if self.on_host is None else self.on_host.on_device()
 
     # Geometry #
 
@@ -222,26 +240,29 @@ class FlatTensor:
 
     def unshard(self) -> None:
         """Start the gather, unless who computes holds it; others only send."""
-        comm, receivers = self.comm, self.residence.to_reach()
+        comm, residence, on_host = self.comm, self.residence, self.on_host
+        receivers = comm.receivers if residence is None else residence.to_reach()
         if receivers is None:
             return
-        self.placed.copy_to_device()
-        self.residence.begin()
+        if on_host is not None:
+            on_host.copy_to_device()
+        if residence is not None:
+            residence.begin()
         is_alone = comm.gather_channel.group is None  # then the gather copies and casts
         if is_alone and self._is_shard_itself:
             return
         is_receiver = self._position in receivers
+        has_rows = residence is not None and residence.has_rows
         with comm.on_stream(comm.all_gather_stream):
             # Memory allocated on this stream may have been freed by the last reshard while
             # kernels of the compute stream still read it; the optimizer wrote the shard there.
             comm.all_gather_stream.wait_event(comm.compute_event)
-            if is_receiver and not (self._is_shard_itself or self.residence.has_rows):
+            if is_receiver and not (self._is_shard_itself or has_rows):
                 nbytes = self.layout.numel * self.param_dtype.itemsize
                 self._unsharded.untyped_storage().resize_(nbytes)
-            self.placed.wait_on(comm.all_gather_stream)
-            own = self.layout.shard_spans[self._position]
-            part = self._unsharded[own.start : own.stop] if is_receiver else None
-            shard = self.flat_shard if is_alone else self.placed.to_send(part)
+            if on_host is not None:
+                on_host.wait_on(comm.all_gather_stream)
+            shard = self.flat_shard if is_alone else self._to_send(is_receiver=is_receiver)
             self._gather = all_gather_uneven(
                 self._unsharded if is_receiver else None,
                 shard,
@@ -254,28 +275,52 @@ class FlatTensor:
                 # and no gather would overlap compute.
                 self._gathered = comm.end_of(self._gather)
 
+    def _to_send(self, *, is_receiver: bool) -> Tensor:
+        """This rank's rows in the dtype in which they are gathered."""
+        if (sent := self.sent).dtype == self.param_dtype:
+            return sent
+        if self.comm.is_on_host or not is_receiver:
+            return sent.to(self.param_dtype)
+        # On an accelerator the gather waits for the sends too, so they may read the output.
+        own = self.layout.shard_spans[self._position]
+        return self._unsharded[own.start : own.stop].copy_(sent)
+
     def wait_for_unshard(self) -> None:
         """Wait until the compute stream may read the parameters; give them to the modules."""
         comm = self.comm
         if self._gather is not None:
             comm.current_stream().wait_event(self._gathered or comm.end_of(self._gather))
             comm.keep_until_sent(self._gather)
-            self.residence.note_gather(self._gather)
+            if self.residence is not None:
+                self.residence.note_gather(self._gather)
             self._gather = self._gathered = None
-        else:
-            self.placed.wait_on(comm.current_stream())
+        elif self.on_host is not None:
+            self.on_host.wait_on(comm.current_stream())
         if comm.is_receiver:
             _show(self.slots, self.unsharded_params)
 
     def reshard(self) -> None:
         """Free the unsharded storage, unless it stays; the modules hold the shards again."""
         self.show_shards()
-        if not self._is_shard_itself and self.residence.may_take_rows(self.flat_shard):
-            # .data: a gather that writes here must not be taken for a change of rows.
-            own, whole = self.layout.shard_spans[self._position], self._unsharded.data
-            _put_rows_inside(self, whole[own.start : own.stop])
-        if not (self._is_shard_itself or self.residence.is_here or self.residence.has_rows):
-            self._unsharded.untyped_storage().resize_(0)
+        if self._is_shard_itself:
+            return
+        if (residence := self.residence) is not None:
+            if residence.may_take_rows(self.flat_shard):
+                self._put_rows_inside(residence)
+            if residence.is_here or residence.has_rows:
+                return
+        self._unsharded.untyped_storage().resize_(0)
+
+    def _put_rows_inside(self, residence: Residence) -> None:
+        """Let the rows be their part of the unsharded storage, which has their values."""
+        if self.on_host is not None or self.param_dtype != self.orig_dtype:
+            return
+        # .data: a gather that writes here must not be taken for a change of rows.
+        own, whole = self.layout.shard_spans[self._position], self._unsharded.data
+        self.flat_shard = whole[own.start : own.stop]
+        for i, param in enumerate(self.sharded_params):
+            param.data = self._box(self.flat_shard, i)
+        residence.take_rows()
 
     def _counted(self) -> list[Tensor]:
         # The unsharded ones too: a write to them, on one rank alone, does not last.
@@ -291,7 +336,9 @@ class FlatTensor:
         """Prepare to accumulate gradients of this rank's microbatches."""
         if self.is_trainable:
             self.grad.begin()
-        self.residence.check_unwritten()
+        else:
+            assert self.residence is not None
+            self.residence.check_unwritten()
 
     def _accumulate(self, index: int, param: Tensor) -> None:
         # Called by autograd right after it has set param.grad.
@@ -357,15 +404,6 @@ def _params_in(whole: Tensor, layout: FlatLayout, slots: Sequence[ParamSlot]) ->
     """Every parameter in ``whole``, [layout.numel]."""
     pairs = zip(layout.param_spans, slots, strict=True)
     return [whole[span.start : span.stop].view(slot.shape) for span, slot in pairs]
-
-
-def _put_rows_inside(flat: FlatTensor, part: Tensor) -> None:
-    """Let the rows be ``part`` of the unsharded storage, which has their values."""
-    if flat.placed.move_to(part):
-        flat.flat_shard = part
-        for box, param in zip(flat.boxes(part), flat.sharded_params, strict=True):
-            param.data = box
-        flat.residence.take_rows()
 
 
 def _within(own: Span, span: Span) -> Span:

@@ -1,6 +1,4 @@
-"""Where a rank keeps its rows of a flat tensor: on the device, or in the memory of the host.
-
-On the host, where the plan says ``optimizer_on_host``:
+"""A rank's rows of a flat tensor in the memory of its host (``RankPlan.optimizer_on_host``).
 
     tensor             where    alive                       written by        read by
     flat_shard         host     always                      optimizer (host)  copy to the device
@@ -25,56 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardhet.comm import devices
 from shardhet.comm.on_host.lanes import Copy
 from shardhet.fsdp.sharding.comm import CommContext
 
 MAX_PLACES = 2  # for a gradient on the host: one that is kept, and one to add to it
-
-
-class RowsOnDevice:
-    """This rank's rows of a flat tensor on its device."""
-
-    def __init__(
-        self, numel: int, dtype: torch.dtype, sent_dtype: torch.dtype, *, comm: CommContext
-    ) -> None:
-        self.shard = comm.empty(numel, dtype)  # the optimizer's
-        self.sent = self.shard  # what the device has of it, perhaps in another dtype
-        self._comm = comm
-        self._sent_dtype = sent_dtype
-
-    def copy_to_device(self) -> None:
-        """Do nothing: they are there."""
-
-    def wait_on(self, stream: Any) -> None:
-        """Do nothing: the compute stream wrote them."""
-
-    def on_device(self) -> Tensor:
-        """The rows, where collectives can read them."""
-        return self.shard
-
-    def to_send(self, own: Tensor | None) -> Tensor:
-        """The rows in the dtype in which they are gathered.
-
-        ``own`` is their part of the unsharded storage, on a rank that receives.
-        """
-        if self.shard.dtype == self._sent_dtype:
-            return self.shard
-        if own is None or devices.is_on_host(self._comm.device):
-            return self.shard.to(self._sent_dtype)
-        # On an accelerator the gather waits for the sends too, so they may read the output.
-        return own.copy_(self.shard)
-
-    def move_to(self, part: Tensor) -> bool:
-        """Let ``part``, which has their values, be the rows; whether it has their dtype."""
-        if part.dtype != self.shard.dtype:
-            return False
-        self.shard = self.sent = part
-        return True
-
-    def gradient(self, reduce_dtype: torch.dtype) -> "GradientOnHost | None":
-        """Where the gradient's rows go after their reduction; None: they stay."""
-        return None
 
 
 class RowsOnHost:
@@ -117,15 +69,7 @@ class RowsOnHost:
         shard = self.shard
         return self._comm.empty(shard.numel(), shard.dtype).copy_(shard)
 
-    def to_send(self, own: Tensor | None) -> Tensor:
-        """What the device has of the rows."""
-        return self.sent
-
-    def move_to(self, part: Tensor) -> bool:
-        """Refuse: they stay on the host."""
-        return False
-
-    def gradient(self, reduce_dtype: torch.dtype) -> "GradientOnHost | None":
+    def gradient(self, reduce_dtype: torch.dtype) -> "GradientOnHost":
         """Where the gradient's rows go after their reduction."""
         numel, dtype = self.shard.numel(), self.shard.dtype
         return GradientOnHost(numel, comm=self._comm, dtype=dtype, reduce_dtype=reduce_dtype)

@@ -15,7 +15,6 @@ asked for it the tensor is gathered for every forward.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 from warnings import warn
 
 import torch
@@ -46,19 +45,16 @@ class FrozenRows(nn.Parameter):
 
 
 class Residence:
-    """Which ranks hold a flat tensor unsharded from one use to the next."""
+    """Which ranks hold a frozen flat tensor unsharded from one use to the next."""
 
     def __init__(
         self,
         fqn: str,
         unit_fqn: str,
         comm: CommContext,
-        counted: Callable[[], Sequence[Tensor]] | None,
+        counted: Callable[[], Sequence[Tensor]],  # what has its versions counted
     ) -> None:
-        """``counted`` returns what has its versions counted; None: the tensor is trainable.
-
-        ``fqn`` is that of its first parameter.
-        """
+        """``fqn`` is that of its first parameter."""
         self._fqn, self._unit_fqn = fqn, unit_fqn
         self.comm = comm
         self._counted = counted
@@ -91,8 +87,7 @@ class Residence:
 
     @property
     def _is_resident(self) -> bool:
-        comm = self.comm
-        return self._counted is not None and is_matched(self._unit_fqn, comm.resident_units)
+        return is_matched(self._unit_fqn, self.comm.resident_units)
 
     @property
     def _computing(self) -> tuple[int, ...]:
@@ -113,12 +108,11 @@ class Residence:
 
     def begin(self) -> None:
         """Note a gather to all that ``to_reach`` names, on this rank or among others."""
-        if self._counted is not None and self._is_resident and not self._holders:
+        if self._is_resident and not self._holders:
             self._holders = frozenset(self._computing)
             self._note_versions()
 
     def _note_versions(self) -> None:
-        assert self._counted is not None
         self._versions = [each._version for each in self._counted()]
 
     @property
@@ -128,7 +122,7 @@ class Residence:
 
     def has_changed(self) -> bool:
         """Whether this rank's rows may have been written since they were gathered."""
-        if self._counted is None or not self._holders:
+        if not self._holders:
             return False
         counted = self._counted()
         has_left = any(getattr(each, "has_left", False) for each in counted)
@@ -145,7 +139,7 @@ class Residence:
 
     def check_unwritten(self) -> None:
         """Raise ``RuntimeError`` if rows that backward computes with have been written."""
-        if not (self.has_rows and self._holders and self._counted is not None):
+        if not (self.has_rows and self._holders):
             return
         if self._versions != [each._version for each in self._counted()]:
             raise RuntimeError(
@@ -159,29 +153,24 @@ class Residence:
         self._holders = frozenset()
 
 
-def forget_changed(flats: Sequence["_Flat"], control: Channel) -> None:
+def forget_changed(of_frozen: Sequence[Residence], control: Channel) -> None:
     """Gather again, from the next use on, what any rank has changed.  Collective.
 
-    ``flats`` are all flat tensors.  All ranks call it, once any has said that it has changed
-    rows.
+    All ranks call it, once any has said that it has changed rows.
     """
-    mine = [i for i, flat in enumerate(flats) if flat.residence.has_changed()]
+    mine = [i for i, each in enumerate(of_frozen) if each.has_changed()]
     for i in set().union(*control.exchange_objects(mine)):
-        flats[i].residence.end()
+        of_frozen[i].end()
 
 
-def share_holders(flats: Sequence["_Flat"], control: Channel) -> None:
+def share_holders(of_frozen: Sequence[Residence], control: Channel) -> None:
     """Let every stage know what the ranks of others hold.  Collective.
 
-    ``flats`` are all flat tensors.  Before all ranks gather units that are those of one stage.
+    Before all ranks gather units that are those of one stage.
     """
-    mine = [i for i, flat in enumerate(flats) if flat.residence.is_held]
+    mine = [i for i, each in enumerate(of_frozen) if each.is_held]
     for i in set().union(*control.exchange_objects(mine)):
-        flats[i].residence.begin()
-
-
-class _Flat(Protocol):
-    residence: Residence
+        of_frozen[i].begin()
 
 
 def check_resident_units(plan: Plan, frozen: Sequence[str], fqns: Sequence[str]) -> None:

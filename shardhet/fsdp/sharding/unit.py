@@ -85,8 +85,9 @@ class FSDPUnit:
     def copy_to_device(self) -> None:
         """Launch the copies of rows on the host that ``unshard`` launches otherwise."""
         for flat in self.flats:
-            if flat.residence.to_reach() is not None:
-                flat.placed.copy_to_device()
+            is_wanted = flat.residence is None or flat.residence.to_reach() is not None
+            if flat.on_host is not None and is_wanted:
+                flat.on_host.copy_to_device()
 
     def unshard(self) -> None:
         """SHARDED -> GATHERING; does nothing in any other state."""

@@ -58,7 +58,7 @@ class CallKinds:
         runtime = self._runtime
         comm, *_ = runtime.comms
         if runtime.plan.resident_units:
-            share_holders(runtime.flats, runtime.control)
+            share_holders(runtime.of_frozen, runtime.control)
         comm.receivers = runtime.root_comm.computing
         findings = runtime.probe(each, self._run_module, is_training=is_training, splits=True)
         comm.receivers = runtime.computing_here

@@ -229,15 +229,15 @@ class Pipeline:
 
         Ranks may have unlike numbers; they have no samples in the others.
         """
-        step, flats = self._runtime.rounds.step, self._runtime.flats
-        has_changed = any(flat.residence.has_changed() for flat in flats)
+        step, of_frozen = self._runtime.rounds.step, self._runtime.of_frozen
+        has_changed = any(each.has_changed() for each in of_frozen)
         with self._runtime.observers.watch("", Activity.AGREE):
             flags = 2 * has_changed + torch.is_grad_enabled()
             self._runtime.known.look()
             entered = self._mean.enter(caller, step, float(flags))
             _check_entered(caller, step, [row[1:3] for row in entered])
             if any(row[2] > 1 for row in entered):
-                forget_changed(flats, self._control)
+                forget_changed(of_frozen, self._control)
             passed = list(map(Passed.of, calls, divisors or [None] * len(calls)))
             told: list[list[Passed]] = self._control.exchange_objects(passed)
         most, none = max(map(len, told)), [replace(calls[-1], num_samples=0)]

@@ -9,8 +9,7 @@ import torch
 from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.known_calls import UNKNOWN
-from shardhet.fsdp.sharding.flat import FlatTensor
-from shardhet.fsdp.sharding.residence import forget_changed
+from shardhet.fsdp.sharding.residence import Residence, forget_changed
 from shardhet.fsdp.step.rounds import Round, Rounds
 from shardhet.records.plan import Plan
 
@@ -30,21 +29,20 @@ def agree_on_round(
     *,
     index: int,
     rounds: Rounds,
-    flats: Sequence[FlatTensor] = (),
+    of_frozen: Sequence[Residence] = (),
     checksum: float = 0.0,
 ) -> Round:
     """The round of this ``call`` on all ranks, and of the findings to use.  Collective.
 
     ``index`` is that of this rank's findings; the round's is UNKNOWN unless all computing ranks
-    have the same.  What was written of ``flats``, all that there are, does not stay
-    unsharded any longer.  ``checksum`` is of samples that others compute, too.  Raises
-    ``ValueError`` on all ranks if they call the model in different ways, or with more samples
-    than the plan gives them.
+    have the same.  What was written of frozen parameters does not stay unsharded any longer.
+    ``checksum`` is of samples that others compute, too.  Raises ``ValueError`` on all ranks if
+    they call the model in different ways, or with more samples than the plan gives them.
     """
     with_gradients = torch.is_grad_enabled()
     moment, num_rounds = rounds.moment, rounds.number
     finished = moment.step * num_rounds + moment.round
-    has_changed = any(flat.residence.has_changed() for flat in flats)
+    has_changed = any(each.has_changed() for each in of_frozen)
     mine = 4 * index + 2 * has_changed + with_gradients
     rows = control.enter("model(...)", [call.num_samples, mine, finished, checksum])
     gradients = [bool(int(row[1]) % 2) for row in rows]
@@ -60,7 +58,7 @@ def agree_on_round(
                 "model.unit_by_unit() on all, and call model.module there."
             )
     if any(int(row[1]) % 4 > 1 for row in rows):
-        forget_changed(flats, control)
+        forget_changed(of_frozen, control)
     sizes = [int(row[0]) for row in rows]
     if with_gradients:
         _check_fits_plan(plan, sizes)

@@ -75,7 +75,7 @@ class RoundByRound:
                 call,
                 index=known.index_of(call, is_training=is_training, splits=splits),
                 rounds=rounds,
-                flats=runtime.flats,
+                of_frozen=runtime.of_frozen,
                 checksum=0.0 if tokens is None else tokens.cutter.checksum,
             )
         first = each.first_sample - each.moment.num_samples_before

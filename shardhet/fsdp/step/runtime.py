@@ -63,7 +63,8 @@ class Runtime:
         self.units = tuple(units)
         self.root = root  # parameters that no unit owns; unsharded for the whole step
         self.all_units = (*self.units, root)
-        self.flats = [flat for unit in self.all_units for flat in unit.flats]
+        flats = [flat for unit in self.all_units for flat in unit.flats]
+        self.of_frozen = [flat.residence for flat in flats if flat.residence is not None]
         marks_time = None if devices.is_on_host(comm.device) else comm.mark_device_time
         self.observers = observers or Observers(marks_time)
         self.rounds = Rounds(plan)
@@ -154,7 +155,7 @@ class Runtime:
         for comm, receivers in {self.root_comm: everywhere, self._comm: here}.items():
             comm.receivers = receivers
             comm.mark_compute()  # gathers read shards that the optimizer wrote
-        if self._comm.host_memory.lets_copies_wait:
+        if self.rank_plan.optimizer_on_host and self._comm.host_memory.lets_copies_wait:
             for unit in self.all_units:
                 unit.copy_to_device()
         self.walk.take_in(self.root)

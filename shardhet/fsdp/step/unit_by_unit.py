@@ -93,13 +93,13 @@ class UnitByUnit:
     def open(self) -> None:
         """Gather the root, and units that stay, for the whole context."""
         everyone = tuple(range(self._control.world_size))
-        flats = self._runtime.flats
-        has_changed = any(flat.residence.has_changed() for flat in flats)
+        of_frozen = self._runtime.of_frozen
+        has_changed = any(each.has_changed() for each in of_frozen)
         rows = self._control.enter("unit_by_unit", [WANTS_NOTHING, 1 + has_changed])
         if any(row[1] > 1 for row in rows):
-            forget_changed(flats, self._control)
+            forget_changed(of_frozen, self._control)
         if len(self._comms) > 1 and self._comms[0].resident_units:
-            share_holders(flats, self._control)
+            share_holders(of_frozen, self._control)
         for comm in self._comms:
             comm.mark_rows_changed()
         for unit in self._staying():
