@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
 from shardhet.comm.host_copy import HostCopy
-from shardhet.fsdp.step import mean_loss
+from shardhet.fsdp.step import mean_loss, output
 from shardhet.fsdp.step.observer import Activity
 
 
@@ -49,4 +49,4 @@ def test_logits_of_a_whole_batch_are_warned_of(mib: int) -> None:
     expected = pytest.warns(UserWarning, match="300 MiB") if mib > 256 else nullcontext()
     with warnings.catch_warnings(), expected:
         warnings.simplefilter("error" if mib < 256 else "always")
-        mean_loss.warn_of_large_output({"logits": logits})
+        output.warn_of_large_output([logits])

@@ -1,7 +1,7 @@
 """HetFSDP: the module that users wrap around theirs."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,15 +35,15 @@ from shardhet.fsdp.stages.channels import comm_of_units
 from shardhet.fsdp.stages.refusals import beyond_stages, find_units_by
 from shardhet.fsdp.stages.step import Pipeline
 from shardhet.fsdp.step.calls import intercept
-from shardhet.fsdp.step.mean_loss import MeanLoss, warn_of_large_output
+from shardhet.fsdp.step.mean_loss import MeanLoss
 from shardhet.fsdp.step.observer import Activity, Observer
 from shardhet.fsdp.step.round_by_round import RoundByRound
 from shardhet.fsdp.step.runtime import Runtime
 from shardhet.fsdp.step.unit_by_unit import unit_by_unit
 from shardhet.fsdp.surface import guard_root
-from shardhet.fsdp.tokens.attention import attending_outside
 from shardhet.fsdp.tokens.skeleton import Skeleton
 from shardhet.records.cluster import DeviceSpec
+from shardhet.records.layout import Span
 from shardhet.records.plan import Plan
 
 
@@ -216,17 +216,19 @@ class HetFSDP(ModuleInRounds):
             call = self._call_of_round((args, kwargs, in_tuple(loss_inputs)))
             with self._forgetting_rounds():
                 output = self._by_round.forward(call, is_training=self.module.training)
-        if (output := self._by_round.expect(output)) is None:
-            return _loss_of_none(self.device)
-        warn_of_large_output(output)
-        return output
+        output = self._by_round.expect(output)
+        return _loss_of_none(self.device) if output is None else output
 
     def _run_module(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: tuple[Any, ...]
     ) -> Any:
         kind = self.device.type
         autocast = autocast_as(kind, autocast_dtype_now(kind))  # also of probes of one context
-        tokens = attending_outside(self._runtime.tokens, _live_samples(self._runtime))
+        num_samples = _live_samples(self._runtime)
+        tokens: AbstractContextManager[Any] = nullcontext()
+        if self._runtime.tokens is not None and num_samples:
+            of_group = self._runtime.tokens.around([Span(0, num_samples)])
+            tokens = of_group.in_function(0, is_repeated=False)
         with self._loss.of(loss_inputs), self._caches.off(), autocast, tokens:
             wrapped = partial(self._function, self.module) if self._function else self.module
             output = wrapped(*args, **kwargs)

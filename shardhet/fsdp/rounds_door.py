@@ -20,8 +20,7 @@ from shardhet.fsdp.state_door import ModuleWithState
 from shardhet.fsdp.step.mean_loss import MeanLoss
 from shardhet.fsdp.step.round_by_round import RoundByRound
 from shardhet.fsdp.step.runtime import Runtime
-from shardhet.fsdp.step.unit_by_unit import check_is_not_open
-from shardhet.fsdp.tokens.skeleton import Skeleton, by_tokens, filled
+from shardhet.fsdp.tokens.skeleton import Skeleton
 from shardhet.records.plan import Plan
 
 
@@ -173,11 +172,17 @@ class ModuleInRounds(ModuleWithState):
 
     def _call_of_batch(self, args: Any, kwargs: Any, loss_inputs: Any) -> ModelCall:
         """A call with this rank's samples of all rounds of a batch."""
-        given = filled(self._runtime.tokens, (args, kwargs, in_tuple(loss_inputs)))
+        given = args, kwargs, in_tuple(loss_inputs)
+        if (tokens := self._runtime.tokens) is not None:
+            given = tokens.cutter.filled(given)
         return self._call(given, self.plan.num_rounds)
 
     def _check_can_run(self) -> None:
-        check_is_not_open(self._runtime)
+        if self._runtime.calls.outside_of_steps is not None:
+            raise RuntimeError(
+                "model(...): called inside unit_by_unit(). Call model.module there, or leave "
+                "the context first."
+            )
         self._check_intact()
 
     def _call(self, given: Arguments, num_rounds: int = 1) -> ModelCall:
@@ -193,7 +198,9 @@ class ModuleInRounds(ModuleWithState):
         return call.in_rounds(num_rounds, own, caller=caller)
 
     def _call_of_round(self, part: Arguments, whole: ModelCall | None = None) -> ModelCall:
-        call = self._call(by_tokens(self._runtime.tokens, part, self._skeleton))
+        if (tokens := self._runtime.tokens) is not None and self._skeleton is not None:
+            part = tokens.cutter.cut(part, self._skeleton.check)
+        call = self._call(part)
         _check_rows(call, self.plan)
         if torch.is_grad_enabled():
             self._loss.check_given(part[2] if call.num_samples else None)

@@ -209,4 +209,5 @@ class CommContext:
         """
         while self._unsent:
             self._unsent.popleft().wait_sent()
-        self.to_device.wait_all()
+        if self.to_device.num_copies:
+            self.to_device.wait_all()

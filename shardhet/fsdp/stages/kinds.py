@@ -14,7 +14,7 @@ from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.probing.known_calls import UNKNOWN
 from shardhet.fsdp.probing.prober import Findings
 from shardhet.fsdp.sharding.residence import share_holders
-from shardhet.fsdp.stages.calls import CallKind
+from shardhet.fsdp.stages.calls import CallKind, StageCalls
 from shardhet.fsdp.stages.parts import carried_of, check_dropouts, parts_of
 from shardhet.fsdp.stages.refusals import check_hooks, refuse
 from shardhet.fsdp.step.rounds import Round
@@ -127,5 +127,6 @@ class CallKinds:
         stage the model's output.
         """
         runtime, call, kind = self._runtime, each.call, self.of(each)
+        assert isinstance(runtime.calls, StageCalls)
         run = partial(runtime.calls.run_part, self._run_module, call, kind, received)
         return runtime.forward_round(each, run, is_training=is_training)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from shardhet.fsdp.microbatch.signature import CHECKSUM_END, ModelCall
-from shardhet.fsdp.step.rounds import Moment, Round
+from shardhet.fsdp.step.rounds import Moment, Round, Rounds
 from shardhet.records.plan import Plan
 
 DEAL = "Pass each rank the samples of plan.sample_indices(model.position)."
@@ -25,8 +25,7 @@ class Passed(NamedTuple):
 
 def rounds_of(
     plan: Plan,
-    position: int,
-    step: int,
+    of_step: Rounds,
     calls: Sequence[ModelCall],
     told: Sequence[Any],
     *,
@@ -43,8 +42,8 @@ def rounds_of(
         _check_round(plan, row, f"{caller}: in round {number}")
         sizes = [each.num_samples for each in row]
         if any(sizes):
-            moment = Moment(step, len(rounds), before)
-            rounds.append(Round.of(plan, position, call, sizes, moment))
+            moment = Moment(of_step.step, len(rounds), before)
+            rounds.append(of_step.of(call, sizes, moment))
             rounds[-1].divisor = row[0].divisor
             before += rounds[-1].num_together
     return rounds

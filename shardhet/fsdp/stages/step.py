@@ -29,6 +29,7 @@ from torch.autograd.graph import GradientEdge
 
 from shardhet.comm.host_copy import HostCopy
 from shardhet.comm.progress import progress
+from shardhet.fsdp.microbatch.batching import named_leaves
 from shardhet.fsdp.microbatch.layered import run_backward
 from shardhet.fsdp.microbatch.loss import loss_pair
 from shardhet.fsdp.microbatch.signature import ModelCall
@@ -174,8 +175,7 @@ class Pipeline:
             checksums = _checksums(calls, self._comm.device)
             self._exchange.begin(self._rounds, {Phase.FORWARD: 1, Phase.BACKWARD: 0})
             sizes = [sum(each) for each in zip(*(r.sizes for r in self._rounds), strict=True)]
-            moment, position = Moment(runtime.rounds.step), self._control.position
-            whole = Round.of(self._plan, position, call, sizes, moment)
+            whole = runtime.rounds.of(call, sizes, Moment(runtime.rounds.step))
             self._kinds.know([whole], is_training=is_training)
             for each in self._rounds:
                 each.index = whole.index
@@ -243,15 +243,15 @@ class Pipeline:
         most, none = max(map(len, told)), [replace(calls[-1], num_samples=0)]
         calls = [*calls, *none * (most - len(calls))]
         self._told = [[*each, *[Passed(0, ())] * (most - len(each))] for each in told]
-        position = self._control.position
-        self._rounds = rounds_of(self._plan, position, step, calls, self._told, caller=caller)
+        rounds = self._runtime.rounds
+        self._rounds = rounds_of(self._plan, rounds, calls, self._told, caller=caller)
         return calls
 
     def _begin_step(self) -> None:
         """Unshard the root on all ranks, before any stage waits for another.  Collective."""
         runtime = self._runtime
         runtime.begin_step()
-        runtime.features.begin()
+        runtime.enter_forward()
         runtime.unshard_root(self._comm.computing, runtime.computing_here)
 
     def _forward(self, now: RoundPhase, *, is_training: bool) -> None:
@@ -281,7 +281,9 @@ class Pipeline:
         loss_sum, num_tokens = loss_pair(output)
         check_is_number(loss_sum)
         if len(self._rounds) > 1 or len(self._runtime.computing_here) > 1:
-            Output(output, laws).check_adds_up(loss_sum, num_tokens, "forward_backward")
+            Output(named_leaves(output), laws).check_adds_up(
+                loss_sum, num_tokens, "forward_backward"
+            )
         check_is_wide(loss_sum, "forward_backward")
         self._mean.check_leaves(loss_sum, divides_late=True)
         self._sums[0] += loss_sum.detach().double() / divisor

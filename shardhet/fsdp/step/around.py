@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.batching import VisitRules
@@ -109,8 +110,16 @@ class Visits:
     observers: Observers
     device_type: str
     inputs: InputsOnHost | None  # those of units that the plan keeps on the host
-    tiles: Tiles
+    tiles: Tiles | None  # None: no unit runs in tiles
     tokens: ContextGroup | None = None  # that this rank is in
+
+    def function_of(
+        self, module: UnitModule, *, recomputes: bool = False, is_probe: bool = False
+    ) -> Callable[..., Any]:
+        """The forward of a unit's module, in tiles where the plan says so."""
+        if self.tiles is None:
+            return module.forward
+        return self.tiles.function_of(module, recomputes=recomputes, is_probe=is_probe)
 
     def of(
         self,
@@ -139,7 +148,7 @@ class Visits:
         recomputes = unit is not None and self.rank_plan.recomputes(module.fqn)
         function = module.forward
         if unit is not None:
-            function = self.tiles.function_of(module, recomputes=recomputes)
+            function = self.function_of(module, recomputes=recomputes)
         return Visit(
             unit_fqn=one.fqn,
             function=function,

@@ -1,9 +1,7 @@
 """Calls of units, and of modules of the root, while a step is in progress."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardhet.comm.peers import Peers
 from shardhet.comm.progress import progress
-from shardhet.fsdp.microbatch.layered import autocast_as, run_visit
+from shardhet.fsdp.microbatch.layered import run_visit
 from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.microbatch.root_dropout import (
     DROPOUT_CALLS,
@@ -26,7 +24,7 @@ from shardhet.fsdp.probing.prober import Prober
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
 from shardhet.fsdp.step.around import BackwardTurn, Visits
 from shardhet.fsdp.step.features import FeatureGathers
-from shardhet.fsdp.step.rounds import Moment, Round, Rounds
+from shardhet.fsdp.step.rounds import Moment, Rounds, StepInProgress
 from shardhet.fsdp.step.turn_walk import TurnWalk
 
 CALL_THE_MODEL = (
@@ -35,27 +33,6 @@ CALL_THE_MODEL = (
 )
 # The index of a unit, one of its modules, args and kwargs of the call; returns its output.
 CallUnit = Callable[[int, UnitModule, tuple[Any, ...], dict[str, Any]], Any]
-
-
-@dataclass(slots=True)
-class StepInProgress:
-    """Where this rank is in the round in progress."""
-
-    round: Round | None = None  # from the call of forward to the end of backward
-    has_gradients: bool = False  # at the call of forward; the model may disable them inside
-    awaits_backward: bool = False
-    is_in_autograd: bool = False
-    num_visits: Counter[str] = field(default_factory=Counter)  # of this forward, by unit
-
-    @contextmanager
-    def in_autograd(self, device_type: str) -> Iterator[None]:
-        """A context for backward: without autocast, which plain programs leave before it."""
-        self.is_in_autograd = True
-        try:
-            with autocast_as(device_type, None):
-                yield
-        finally:
-            self.is_in_autograd = False
 
 
 class UnitCalls:
@@ -110,7 +87,7 @@ class UnitCalls:
             progress.mark(f"forward of unit {unit.fqn!r}")
             self._prober.enter(unit_index, needs_backward, module.fqn, (args, kwargs))
             with self._visiting_unit(unit.fqn):
-                function = self._visits.tiles.function_of(module, is_probe=True)
+                function = self._visits.function_of(module, is_probe=True)
                 return probe.call(module.fqn, function, args, kwargs)
         segment, needs_backward = self._walk.expect(unit_index, needs_backward)
         self._walk.begin_turn()
@@ -212,7 +189,8 @@ class UnitCalls:
                     "model.backward(loss_sum, num_tokens) once after each model(...), before "
                     "the next, instead of loss.backward()."
                 )
-        self._features.finish()
+        if self._features.open:
+            self._features.finish()
         self._walk.reach(segment)
 
 

@@ -16,7 +16,7 @@ gathers in the reverse order of their calls, before any unit's, so all ranks do.
 """
 
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from weakref import ref
 
 import torch
@@ -26,6 +26,7 @@ from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import reduce_scatter_uneven, whole_of
 from shardhet.comm.peers import Peers
 from shardhet.fsdp.sharding.comm import CommContext
+from shardhet.fsdp.step.rounds import Round, StepInProgress
 
 
 class _Shape(NamedTuple):
@@ -43,22 +44,21 @@ class _Shape(NamedTuple):
 class FeatureGathers:
     """The gathers of features since the last forward of one model."""
 
-    def __init__(self, comm: CommContext, control: Channel, peers: Peers) -> None:
-        self.is_in_forward = False
+    # Those of the model that was called last.
+    latest: "ClassVar[ref[FeatureGathers] | None]" = None
+
+    def __init__(
+        self, comm: CommContext, control: Channel, peers: Peers, step: StepInProgress
+    ) -> None:
         self.has_parts = False  # whether the plan has several rounds, or stages
         self.has_groups = False
         self._comm = comm
         self._control = control
         self._peers = peers
         self.anchor = torch.zeros((), device=comm.device, requires_grad=True)
-        self._open: list[_Shape] = []  # whose gradients have not been reduced
-
-    def begin(self) -> None:
-        """Begin a forward, whose features are gathered next."""
-        global _latest
-        _latest = ref(self)
-        self._open.clear()
-        self.is_in_forward = True
+        self._step = step
+        self._round: Round | None = None  # whose features are gathered
+        self.open: list[_Shape] = []  # whose gradients have not been reduced
 
     def gather(self, features: Tensor) -> Tensor:
         """See ``gather_features``."""
@@ -68,7 +68,7 @@ class FeatureGathers:
                     "gather_features: the plan has context groups, of which no device has "
                     "features of whole samples. Give a plan without context groups."
                 )
-            if self.is_in_forward:
+            if self._step.is_in_forward:
                 raise RuntimeError(
                     "gather_features was called inside the model, where a rank without samples "
                     "computes nothing. Return the features, and call it between model(...) and "
@@ -86,6 +86,8 @@ class FeatureGathers:
                     "per sample."
                 )
             self._control.enter("gather_features")
+            if self._round is not self._step.round:
+                self._round, self.open = self._step.round, []
             needs_grad = torch.is_grad_enabled() and features.requires_grad
             mine = (features.shape[0], tuple(features.shape[1:]), features.dtype, needs_grad)
             rows, shapes, dtypes, flags = zip(
@@ -99,9 +101,9 @@ class FeatureGathers:
             shape = _Shape(rows, features.shape[1:], features.dtype)
             if not any(flags):
                 return self.all_gather(shape, features)
-            self._open.append(shape)
+            self.open.append(shape)
             gathered: Tensor = _Gathered.apply(  # type: ignore[no-untyped-call]
-                self.anchor, features, self, len(self._open) - 1
+                self.anchor, features, self, len(self.open) - 1
             )
             return gathered
 
@@ -113,16 +115,17 @@ class FeatureGathers:
 
     def reduce(self, index: int, grad: Tensor) -> Tensor:
         """This rank's rows of the sum of all ranks' ``grad``.  Collective."""
-        self._finish_after(index)
-        return self._reduce(self._open.pop(), grad)
+        self.finish(index)
+        return self._reduce(self.open.pop(), grad)
 
-    def finish(self) -> None:
-        """Take part in the reductions for which this rank has no gradients.  Collective."""
-        self._finish_after(-1)
-
-    def _finish_after(self, index: int) -> None:
-        while len(self._open) > index + 1:
-            self._reduce(self._open.pop(), None)
+    def finish(self, index: int = -1) -> None:
+        """Take part in the reductions of gathers after this one, for which this rank has no
+        gradients.  Collective.
+        """
+        if self._round is not self._step.round:  # a forward without backward
+            self.open = []
+        while len(self.open) > index + 1:
+            self._reduce(self.open.pop(), None)
 
     def _reduce(self, shape: _Shape, grad: Tensor | None) -> Tensor:
         comm, position = self._comm, self._control.position
@@ -148,14 +151,11 @@ class _Gathered(torch.autograd.Function):
         ctx: Any, anchor: Tensor, features: Tensor, gathers: FeatureGathers, index: int
     ) -> Tensor:
         ctx.gathers, ctx.index = gathers, index
-        return gathers.all_gather(gathers._open[index], features)
+        return gathers.all_gather(gathers.open[index], features)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return None, ctx.gathers.reduce(ctx.index, grads[0]), None, None
-
-
-_latest: ref[FeatureGathers] | None = None  # those of the model that was called last
 
 
 def gather_features(features: Tensor) -> Tensor:
@@ -175,7 +175,8 @@ def gather_features(features: Tensor) -> Tensor:
     and ``ValueError`` if rows of ranks differ in shape or dtype, or, with gradients, if the
     plan has several rounds, or stages.
     """
-    gathers = None if _latest is None else _latest()
+    latest = FeatureGathers.latest
+    gathers = None if latest is None else latest()
     if gathers is None:
         raise RuntimeError("gather_features: no HetFSDP model was called yet. Call it first.")
     return gathers.gather(features)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from shardhet.comm import devices
 from shardhet.comm.host_copy import HostCopy
@@ -33,8 +32,6 @@ from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.step.observer import Activity
 from shardhet.fsdp.step.output import Laws, check_factors
 from shardhet.fsdp.step.runtime import Runtime
-
-LARGE_OUTPUT_BYTES = 256 * 2**20  # warn if a model's output is larger: logits, not a loss
 
 logger = logging.getLogger("shardhet.fsdp")
 
@@ -104,12 +101,14 @@ class MeanLoss:
             logger.warning("step %d has no valid token and is skipped.", step)
             return None
         walk, factor = self._runtime.walk, None if scale is None else 1 / (scale * sum(counts))
-        if not (self._runtime.plan.whole_matrices and may_be_late(self.flats, self._hooks)):
+        is_late = self._runtime.plan.whole_matrices and may_be_late(self.flats, self._hooks)
+        if not is_late:
             walk.finish()
         with self._peers.guard("hooks on parameters"):
             for flat in (each for each in self.flats if each.is_trainable):
                 has = [has_grad[slot.fqn] for slot in flat.slots]
                 set_grads_with_hooks(flat, has, factor, self._hooks, self._rows, walk)
+        self._runtime.is_at_rest = not is_late
         return self.mean_so_far
 
     @property
@@ -258,19 +257,6 @@ def _number(num_tokens: Tensor | int) -> Any:
     if isinstance(num_tokens, Tensor) and devices.is_on_host(num_tokens):
         return num_tokens.item()
     return num_tokens
-
-
-def warn_of_large_output(output: Any) -> None:
-    """Warn if the model returns logits of a whole batch."""
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    nbytes = sum(t.numel() * t.element_size() for t in tensors)
-    if nbytes > LARGE_OUTPUT_BYTES:
-        warnings.warn(
-            f"the model returns {nbytes / 2**20:.0f} MiB for the rank's whole batch, and "
-            "backward needs as much again. Pass loss_fn to HetFSDP, so that only the output "
-            "of one microbatch is alive at a time.",
-            stacklevel=3,
-        )
 
 
 def warn_of_bounded(rows: Sequence[Sequence[float]], before: Tensor | None) -> None:

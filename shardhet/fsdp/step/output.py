@@ -5,8 +5,9 @@ returns by a factor that is the same on all ranks, and on a mean by the number o
 over.  The factors are the gradients of what is returned.
 """
 
+import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from math import isfinite
@@ -20,6 +21,8 @@ from torch import Tensor
 from shardhet.comm.host_copy import HostCopy
 from shardhet.fsdp.microbatch.batching import Join, flatten, named_leaves, unflatten
 
+LARGE_OUTPUT_BYTES = 256 * 2**20  # warn if a model's output is larger: logits, not a loss
+
 # Whether something without samples is a sum or a mean over them, or both; empty for a mean over
 # what counts in each; None for anything else.  By its place in an output.
 Law = frozenset[Join] | None
@@ -29,10 +32,12 @@ Laws = Mapping[str, Law]
 class Output:
     """What a model has returned, as long as the program keeps it."""
 
-    def __init__(self, output: Any, laws: Laws = MappingProxyType({})) -> None:
+    def __init__(self, leaves: Mapping[str, Any], laws: Laws = MappingProxyType({})) -> None:
+        """``leaves`` are those of ``named_leaves``."""
         self.laws = laws
-        pairs = named_leaves(output).items()
-        self._leaves = {at: ref(e) if isinstance(e, Tensor) else e for at, e in pairs}
+        self._leaves = {
+            at: ref(each) if isinstance(each, Tensor) else each for at, each in leaves.items()
+        }
         self._eps = 0.0  # of the narrowest dtype of what gets a gradient
         self._scale: Tensor | None = None  # of the loss; None: gradients are not noted
         self._loss_at: str | None = None  # if the loss is one of these as it is
@@ -49,8 +54,10 @@ class Output:
             if place in laws and isinstance(leaf, Tensor) and leaf.grad_fn is not None
         }
         if with_grad:
-            output = unflatten([*(leaves | with_grad).values()], flatten(output)[1])
-        found = cls(output, laws)
+            leaves |= with_grad
+            output = unflatten([*leaves.values()], flatten(output)[1])
+        warn_of_large_output(leaves.values())
+        found = cls(leaves, laws)
         for place, leaf in with_grad.items():
             leaf.register_hook(partial(found._note, place))
             found._eps = max(found._eps, torch.finfo(leaf.dtype).eps)
@@ -112,6 +119,18 @@ class Output:
                 "not the sum of both. Return the number of what the loss is summed over, which "
                 "may be zero."
             )
+
+
+def warn_of_large_output(leaves: Iterable[Any]) -> None:
+    """Warn if the model returns logits of a whole batch."""
+    nbytes = sum([each.nbytes for each in leaves if isinstance(each, Tensor)])
+    if nbytes > LARGE_OUTPUT_BYTES:
+        warnings.warn(
+            f"the model returns {nbytes / 2**20:.0f} MiB for the rank's whole batch, and "
+            "backward needs as much again. Pass loss_fn to HetFSDP, so that only the output "
+            "of one microbatch is alive at a time.",
+            stacklevel=5,
+        )
 
 
 def check_factors(rounds: Sequence[Laws], rows: Sequence[Sequence[float]]) -> None:

@@ -21,7 +21,6 @@ from shardhet.fsdp.microbatch.loss import check_no_tokens
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.probing.known_calls import UNKNOWN
-from shardhet.fsdp.step.agreement import agree_on_round, beside_others
 from shardhet.fsdp.step.mean_loss import (
     MeanLoss,
     check_graph,
@@ -31,6 +30,7 @@ from shardhet.fsdp.step.mean_loss import (
 )
 from shardhet.fsdp.step.observer import Activity
 from shardhet.fsdp.step.output import CREATES_GRAPH, Output, arrived_late
+from shardhet.fsdp.step.rounds import beside_others
 from shardhet.fsdp.step.runtime import Runtime
 
 
@@ -42,7 +42,7 @@ class RoundByRound:
         self._control, self._peers = runtime.control, runtime.peers
         self._run_module = run_module
         self._num_forwards = 0
-        self._returned = Output(None)  # by the last model(...)
+        self._returned = Output({})  # by the last model(...)
         self._had_samples = True  # on any rank, in the last forward
         self.own_samples = range(0)  # of the last forward, in the global batch
         self._is_in_backward = False
@@ -63,18 +63,18 @@ class RoundByRound:
             )
         else:
             runtime.begin_step()
-        runtime.features.begin()
-        call, is_ragged = beside_others(call, self._control)
+        runtime.enter_forward()
+        is_ragged = False
+        if call.is_ragged:
+            call, is_ragged = beside_others(call, self._control)
         most = max(runtime.rank_plan.microbatch_sizes, default=0)
         splits = is_ragged or rounds.is_cut or call.num_samples > most
         tokens = runtime.tokens
         with runtime.observers.watch("", Activity.AGREE):
-            each = agree_on_round(
-                runtime.plan,
+            each = rounds.agree(
                 self._control,
                 call,
                 index=known.index_of(call, is_training=is_training, splits=splits),
-                rounds=rounds,
                 of_frozen=runtime.of_frozen,
                 checksum=0.0 if tokens is None else tokens.cutter.checksum,
             )
@@ -83,7 +83,7 @@ class RoundByRound:
         self._had_samples = bool(each.computing)
         if not each.computing:
             if not rounds.have_begun:
-                runtime.features.is_in_forward = False
+                runtime.step.is_in_forward = False
                 return None
             each.index = known.latest  # its turns are taken all the same
         receivers = runtime.root_comm.receivers_for(each.computing)
@@ -95,18 +95,20 @@ class RoundByRound:
         findings = known.findings(each.index)
         walk.is_behind = call.is_behind
         walk.begin(findings.schedule, each.moment.round, findings.staying)
-        if is_training:
-            runtime.norms.begin()
+        norms = runtime.norms if is_training and len(runtime.norms) else None
+        if norms is not None:
+            norms.begin()
         run = partial(self._run_module, *call.with_all())
         output = runtime.forward_round(each, run, is_training=is_training)
-        runtime.features.is_in_forward = False
-        if is_training:
-            runtime.norms.apply(self._control)
+        runtime.step.is_in_forward = False
+        if norms is not None:
+            norms.apply(self._control)
         runtime.step.awaits_backward = torch.is_grad_enabled()
         if runtime.step.awaits_backward:
             walk.go_on()  # while the loss is computed and shared
         else:
             runtime.end_rounds()
+            runtime.is_at_rest = True
         return output
 
     def backward(

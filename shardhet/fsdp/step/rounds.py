@@ -1,13 +1,18 @@
-"""The rounds of a step: what a rank computes in each, and which one comes next."""
+"""The rounds of a step: what a rank computes in each, on which all ranks agree."""
 
+import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, NoReturn
 
+import torch
 from torch import Tensor
 
+from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.known_calls import UNKNOWN
+from shardhet.fsdp.sharding.residence import Residence, forget_changed
 from shardhet.records.plan import Plan
 from shardhet.records.schedule import StepForm
 
@@ -38,25 +43,6 @@ class Round:
     index: int = UNKNOWN  # of the findings for its call
     divisor: float | None = None  # of its loss, if that is known
 
-    @classmethod
-    def of(
-        cls, plan: Plan, position: int, call: ModelCall, sizes: Sequence[int], moment: Moment
-    ) -> Self:
-        """That of the rank at ``position``, of a round with ``sizes`` samples by position."""
-        own, members = plan.group_of(position), plan.context_group(position)
-        dealt = {i: sizes[i] * plan.leads(i) for i in own}
-        before = sum(size for i, size in dealt.items() if i < members[0])
-        return cls(
-            call,
-            tuple(sizes),
-            moment,
-            microbatch_sizes=plan.ranks[position].split(sizes[position]),
-            first_sample=moment.num_samples_before + before,
-            num_together=sum(dealt.values()),
-            computing=tuple(i for i in own if sizes[i]),
-            member=members.index(position),
-        )
-
     @property
     def num_samples(self) -> int:
         """The number of samples of this rank."""
@@ -66,6 +52,18 @@ class Round:
     def seeded_as(self) -> int:
         """The first sample, as seeds have it: members draw for other tokens."""
         return self.first_sample + self.member * MEMBER
+
+
+@dataclass(slots=True)
+class StepInProgress:
+    """Where this rank is in the round in progress."""
+
+    round: Round | None = None  # from the call of forward to the end of backward
+    is_in_forward: bool = False  # of the model
+    has_gradients: bool = False  # at the call of forward; the model may disable them inside
+    awaits_backward: bool = False
+    is_in_autograd: bool = False
+    num_visits: Counter[str] = field(default_factory=Counter)  # of this forward, by unit
 
 
 class Rounds:
@@ -79,7 +77,8 @@ class Rounds:
     grad_norm: Tensor | None = None  # of the last step's gradients, before they are clipped
     is_cut: bool  # whether a batch of the plan is cut at all: between ranks, or rounds
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, position: int) -> None:
+        self._position = position
         self.moment = Moment(0)
         self.follow(plan)
 
@@ -87,9 +86,82 @@ class Rounds:
         """Let a step have the rounds of so many batches of ``plan`` from the next one on."""
         self.batches_per_step = batches_per_step
         self.form = replace(plan.form, num_rounds=plan.num_rounds * batches_per_step)
-        computing = tuple(i for i, rank in enumerate(plan.ranks) if rank.rank_batch_size)
+        self._own = plan.ranks[self._position]
+        self._planned = [rank.rank_batch_size for rank in plan.ranks]  # samples, by position
+        members = plan.context_group(self._position)
+        self._member = members.index(self._position)
+        self._context_groups = plan.context_groups or ()
+        self._here = plan.group_of(self._position)  # positions of the stage
+        # Those whose samples are not those of another, and that come before this one's.
+        self._leaders = [i for i in self._here if plan.leads(i)]
+        self._before = [i for i in self._leaders if i < members[0]]
+        computing = tuple(i for i, samples in enumerate(self._planned) if samples)
         self.receivers = computing if self.number > 1 else None
         self.is_cut = len(computing) > 1 or plan.num_rounds > 1
+
+    def of(self, call: ModelCall, sizes: Sequence[int], moment: Moment) -> Round:
+        """This rank's part of a round with ``sizes`` samples by position."""
+        return Round(
+            call,
+            tuple(sizes),
+            moment,
+            microbatch_sizes=self._own.split(sizes[self._position]),
+            first_sample=moment.num_samples_before + sum([sizes[i] for i in self._before]),
+            num_together=sum([sizes[i] for i in self._leaders]),
+            computing=tuple([i for i in self._here if sizes[i]]),
+            member=self._member,
+        )
+
+    def agree(
+        self,
+        control: Channel,
+        call: ModelCall,
+        *,
+        index: int,
+        of_frozen: Sequence[Residence],
+        checksum: float = 0.0,
+    ) -> Round:
+        """The round of this ``call`` on all ranks, and of the findings to use.  Collective.
+
+        ``index`` is that of this rank's findings; the round's is UNKNOWN unless all computing
+        ranks have the same.  What was written of frozen parameters does not stay unsharded any
+        longer.  ``checksum`` is of samples that others compute, too.  Raises ``ValueError`` on
+        all ranks if they call the model in different ways, or with more samples than the plan
+        gives them.
+        """
+        with_gradients, moment = torch.is_grad_enabled(), self.moment
+        finished = moment.step * self.number + moment.round
+        has_changed = any(each.has_changed() for each in of_frozen)
+        mine = 4 * index + 2 * has_changed + with_gradients
+        rows = control.enter("model(...)", [call.num_samples, mine, finished, checksum])
+        if len({(row[1] % 2, row[2]) for row in rows}) > 1:
+            self._refuse_unlike(rows)
+        if any(row[1] % 4 > 1 for row in rows):
+            forget_changed(of_frozen, control)
+        sizes = [int(row[0]) for row in rows]
+        if with_gradients and sizes != self._planned:
+            _check_fits_plan(self._planned, sizes)
+        for group in self._context_groups:
+            if len({(rows[i][0], rows[i][3]) for i in group}) > 1:
+                raise ValueError(_UNLIKE_MEMBERS.format(list(group)))
+        found = self.of(call, sizes, moment)
+        known = {int(row[1]) // 4 for row in rows if row[0]}
+        found.index = known.pop() if len(known) == 1 else UNKNOWN
+        return found
+
+    def _refuse_unlike(self, rows: Sequence[Sequence[float]]) -> NoReturn:
+        """Raise ``ValueError``: ranks call the model in different ways."""
+        by_name: dict[str, list[Any]] = {
+            "gradients enabled": [bool(row[1] % 2) for row in rows],
+            "the number of finished steps": [row[2] // self.number for row in rows],
+            "the number of its finished rounds": [row[2] % self.number for row in rows],
+        }
+        name, values = next(each for each in by_name.items() if len({*each[1]}) > 1)
+        raise ValueError(
+            f"model(...): ranks differ in {name}: {values} in plan order. Call it in the same "
+            "way on every rank; to evaluate on some of them alone, enter "
+            "model.unit_by_unit() on all, and call model.module there."
+        )
 
     @property
     def number(self) -> int:
@@ -138,3 +210,37 @@ class Rounds:
             + "Call model(...) and model.backward once for each round, or drop_rounds() to "
             "begin the step anew; its gradients are dropped now."
         )
+
+
+def beside_others(call: ModelCall, control: Channel) -> tuple[ModelCall, bool]:
+    """A ragged call, knowing whether others have rows; whether any rank has.  Collective."""
+    has_any = any(row[0] for row in control.enter("model(...)", [call.has_rows]))
+    return replace(call, is_behind=has_any and not call.has_rows), has_any
+
+
+def _check_fits_plan(planned: Sequence[int], sizes: Sequence[int]) -> None:
+    factors = {
+        size / own if own else math.inf
+        for size, own in zip(sizes, planned, strict=True)
+        if size
+    }
+    is_joined = len(factors) == 1 and max(factors).is_integer()
+    for i, (size, own) in enumerate(zip(sizes, planned, strict=True)):
+        if size > own:
+            raise ValueError(
+                f"model(...): position {i} of the plan got {size} samples but the plan "
+                f"gives it {own}, and memory was planned for that. "
+                + (_JOINED.format(size // own) if is_joined else _DEAL)
+            )
+
+
+_UNLIKE_MEMBERS = (
+    "model(...): positions {} of the plan are a context group, but got unlike samples. Pass "
+    "all of them the same whole samples, those of plan.sample_indices: tokens are cut for you."
+)
+_DEAL = "Let shardhet.loader(dataset, model) deal the global batch."
+_JOINED = (
+    "If a sample has {} rows (torch.cat([chosen, rejected])), pass them as arguments of their "
+    "own to a module that joins them in its forward, and wrap that one; else let "
+    "shardhet.loader(dataset, model) deal the global batch."
+)

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from shardhet.comm.progress import progress
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.caches import CacheSwitch
 from shardhet.fsdp.microbatch.host_inputs import InputsOnHost
+from shardhet.fsdp.microbatch.layered import autocast_as
 from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.probing.known_calls import KnownCalls
@@ -27,11 +29,11 @@ from shardhet.fsdp.sharding.seeds import RandomStates
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.stages.calls import StageCalls
 from shardhet.fsdp.step.around import Visits
-from shardhet.fsdp.step.calls import StepInProgress
+from shardhet.fsdp.step.calls import UnitCalls
 from shardhet.fsdp.step.features import FeatureGathers
 from shardhet.fsdp.step.host_slabs import HostSlabs
 from shardhet.fsdp.step.observer import Observers
-from shardhet.fsdp.step.rounds import Round, Rounds
+from shardhet.fsdp.step.rounds import Round, Rounds, StepInProgress
 from shardhet.fsdp.step.turn_walk import TurnWalk
 from shardhet.fsdp.tokens.attention import ContextGroup
 from shardhet.fsdp.tokens.tiles import Tiles
@@ -67,9 +69,11 @@ class Runtime:
         self.of_frozen = [flat.residence for flat in flats if flat.residence is not None]
         marks_time = None if devices.is_on_host(comm.device) else comm.mark_device_time
         self.observers = observers or Observers(marks_time)
-        self.rounds = Rounds(plan)
+        self.rounds = Rounds(plan, control.position)
         self.asks_to_end = self.is_asked_to_end = False  # this rank; any, at the last backward
         self.raises_bad_loss = True  # that is not finite
+        # Nothing is in flight, and there is no gradient but those that users have.
+        self.is_at_rest = False
         self._comm, self.root_comm = comm, root_comm  # of those of a stage, and of all ranks
         self.comms = tuple(dict.fromkeys((comm, root_comm)))
         self.control, self.peers = control, peers
@@ -77,10 +81,11 @@ class Runtime:
         self._module, self.norms = module, norms
         self._caches, self._loss = caches, loss
         self.walk = TurnWalk(units, root, comm=comm, observers=self.observers)
-        self.features = FeatureGathers(root_comm, control, peers)
         self._inputs: InputsOnHost | None = None
         self.step = StepInProgress()
-        self.calls = StageCalls(
+        self.features = FeatureGathers(root_comm, control, peers, self.step)
+        self._of_features = ref(self.features)
+        self.calls = (UnitCalls if plan.stages is None else StageCalls)(
             module,
             units,
             step=self.step,
@@ -114,7 +119,9 @@ class Runtime:
             device_type=self._comm.device.type,
             inputs=self._inputs,
             tokens=self.tokens,
-            tiles=Tiles(self.rank_plan, self._comm.device),
+            tiles=Tiles(self.rank_plan, self._comm.device)
+            if self.rank_plan.tiled_units
+            else None,
         )
         probed = ProbedModel(
             module=self._module,
@@ -143,9 +150,16 @@ class Runtime:
 
     # Rounds #
 
+    def enter_forward(self) -> None:
+        """Begin a forward of the model, whose features are gathered next."""
+        self.step.is_in_forward = True
+        FeatureGathers.latest = self._of_features
+
     def begin_step(self) -> None:
         """Begin anew, and read rows again that are on the host."""
-        self.abandon()
+        if not self.is_at_rest:
+            self.abandon()
+        self.is_at_rest = False
         self.step.has_gradients = torch.is_grad_enabled()
         for comm in self.comms:
             comm.mark_rows_changed()
@@ -205,9 +219,15 @@ class Runtime:
         self._enter(each)
         self.walk.begin_backward()
         if each.num_samples:
-            with self.step.in_autograd(self._comm.device.type):
-                run_autograd()
-        self.features.finish()
+            self.step.is_in_autograd = True
+            try:
+                # Without autocast, which plain programs leave before it.
+                with autocast_as(self._comm.device.type, None):
+                    run_autograd()
+            finally:
+                self.step.is_in_autograd = False
+        if self.features.open:
+            self.features.finish()
         if self._inputs is not None:
             self._inputs.end_round()
         self.walk.end_backward()
@@ -238,8 +258,7 @@ class Runtime:
         """Reshard what stayed, once the last round is finished."""
         self.walk.end_step()
         self.root_comm.wait_all_sent()
-        self.features.is_in_forward = False
-        self.step.round = None
+        self.step.is_in_forward, self.step.round = False, None
 
     def drop(self) -> None:
         """Drop the rounds of the step so far, and begin it anew.  Collective."""

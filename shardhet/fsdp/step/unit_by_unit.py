@@ -174,12 +174,3 @@ class UnitByUnit:
             comm.receivers = receivers
         unit.unshard()
         unit.wait_for_unshard()
-
-
-def check_is_not_open(runtime: Runtime) -> None:
-    """Raise inside the context, where no step can run."""
-    if runtime.calls.outside_of_steps is not None:
-        raise RuntimeError(
-            "model(...): called inside unit_by_unit(). Call model.module there, or leave the "
-            "context first."
-        )

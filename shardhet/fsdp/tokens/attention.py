@@ -11,7 +11,7 @@ Probes, and calls outside of steps, are not among them: they see what they are g
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -75,15 +75,6 @@ class ContextGroup:
         assert self.cutter.now is not None
         sizes = {span.start: span.numel for span in samples}
         return InGroup(self.channel, self.cutter.now, sizes, keeps=keeps)
-
-
-def attending_outside(
-    tokens: ContextGroup | None, num_samples: int
-) -> AbstractContextManager[None]:
-    """A context for what the model computes of its samples outside of units."""
-    if tokens is None or not num_samples:
-        return nullcontext()
-    return tokens.around([Span(0, num_samples)]).in_function(0, is_repeated=False)
 
 
 class InGroup(Surrounding):

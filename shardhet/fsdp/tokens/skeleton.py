@@ -15,7 +15,6 @@ from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.microbatch.signature import Arguments, BatchDims
 from shardhet.fsdp.probing.comparing import are_close
 from shardhet.fsdp.tokens import law
-from shardhet.fsdp.tokens.attention import ContextGroup
 from shardhet.fsdp.tokens.cutting import MASK, POSITIONS
 from shardhet.fsdp.tokens.law import FIRST, NUM_TOKENS, NotByTokensError
 from shardhet.records.plan import Plan
@@ -116,20 +115,6 @@ class Skeleton:
                 f"context groups: {type(self._module).__name__} counts positions of tokens in "
                 f"another way than 0, 1, 2, ... Pass it {POSITIONS}, as it counts them."
             )
-
-
-def filled(tokens: ContextGroup | None, arguments: Arguments) -> Arguments:
-    """See ``TokenCutter.filled``; as they are without groups."""
-    return arguments if tokens is None else tokens.cutter.filled(arguments)
-
-
-def by_tokens(
-    tokens: ContextGroup | None, arguments: Arguments, skeleton: Skeleton | None
-) -> Arguments:
-    """This rank's tokens of the arguments, as ``TokenCutter.cut``; all without groups."""
-    if tokens is None or skeleton is None:
-        return arguments
-    return tokens.cutter.cut(arguments, skeleton.check)
 
 
 def _is_like(tensor: Tensor, mask: Tensor) -> bool:
