@@ -128,7 +128,7 @@ def planned_bytes(model: HetFSDP) -> int:
     runtime, comm = model._runtime, model._comm
     if comm.gather_channel.group is None:
         return 0
-    ops = ops_of(runtime.walk._order.schedule)
+    ops = ops_of(runtime.walk.schedule)
     units = [("gather", runtime.root), ("reduce", runtime.root)]
     units += [
         (op.kind.value, runtime.units[op.unit]) for op in ops if isinstance(op.kind, LaunchKind)

@@ -110,8 +110,9 @@ def recorded(model: HetFSDP, found: Recording) -> Iterator[None]:
         return mock.patch.object(owner, name, call)
 
     def turn(walk: TurnWalk) -> None:
-        found.schedule = walk._order.schedule
-        found.add(walk._turn.phase, walk._units[walk._turn.unit].fqn)
+        found.schedule = walk.schedule
+        now = walk.schedule.turns[walk._cursor]
+        found.add(now.phase, walk._units[now.unit].fqn)
 
     def message(exchange: StageExchange, op: Op) -> None:
         found.add(op.kind, op.handover)

@@ -30,15 +30,14 @@ class BufferPool:
 
     def lend(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialized tensor of ``numel`` elements."""
-        fitting = [
-            buffer
-            for buffer in self._free
-            if buffer.dtype == dtype and numel <= buffer.numel() <= numel + numel // 4 + 1024
-        ]
         if not devices.is_on_host(device) or numel == 0:
             return torch.empty(numel, dtype=dtype, device=device)
-        buffer = min(fitting, key=Tensor.numel) if fitting else self._allocate(numel, dtype)
-        self._free = [other for other in self._free if other is not buffer]
+        fitting = [
+            (buffer.numel(), i)
+            for i, buffer in enumerate(self._free)
+            if buffer.dtype == dtype and numel <= buffer.numel() <= numel + numel // 4 + 1024
+        ]
+        buffer = self._free.pop(min(fitting)[1]) if fitting else self._allocate(numel, dtype)
         self._lent[buffer.data_ptr()] = buffer
         return buffer[:numel]
 

@@ -51,10 +51,11 @@ class Pending:
 
     def wait(self) -> None:
         """Wait until the output of this rank is complete."""
-        waited = list(self._receiving)
-        wait_all(self._receiving)
-        # NCCL has one operation for both directions: nothing is left to wait for.
-        self._sending = [work for work in self._sending if work not in waited]
+        if self._receiving:
+            waited = list(self._receiving)
+            wait_all(self._receiving)
+            # NCCL has one operation for both directions: nothing is left to wait for.
+            self._sending = [work for work in self._sending if work not in waited]
         if self._finish is not None:
             self._finish()
             self._finish = None
@@ -71,15 +72,19 @@ class Pending:
 
     def is_sent(self) -> bool:
         """Whether ``wait_sent`` would return at once."""
-        return all(work.is_completed() for work in self._sending)
+        return not self._sending or all(work.is_completed() for work in self._sending)
 
 
 def wait_all(works: list[InFlight]) -> None:
     """Wait for all of ``works`` and empty the list."""
-    with failing_as_peers():
+    try:  # as ``failing_as_peers``, for every transfer of a step
         while works:
             works[-1].wait()
             works.pop()
+    except OF_THIS_DEVICE:
+        raise
+    except RuntimeError as error:
+        raise LostPeerError(str(error)) from error
 
 
 @contextmanager

@@ -96,9 +96,11 @@ class Channel:
         The values travel over the host (gloo), so no accelerator waits for them.  Raises
         ``TimeoutError`` if they do not arrive ``within_s`` (None: the group's timeout).
         """
-        rows: list[list[float]] = self.gather_rows(
-            torch.tensor(values, dtype=torch.float64), within_s
-        ).tolist()
+        if self.transport is not None:
+            by_rank: list[list[float]] = self.transport.exchange(values, within_s)
+            return [by_rank[rank] for rank in self.rank_by_position]
+        row = torch.tensor(values, dtype=torch.float64)
+        rows: list[list[float]] = self.gather_rows(row, within_s).tolist()
         return rows
 
     def enter(

@@ -158,7 +158,7 @@ class Traffic:
         self._param_dtype: torch.dtype = getattr(torch, workload.param_dtype)
         self._reduce_dtype: torch.dtype = getattr(torch, workload.reduce_dtype)
         self._comm = CommContext(device, channels.gather, channels.reduce)
-        self._comm.receivers = tuple(range(channels.world_size))
+        self._comm.set_receivers(tuple(range(channels.world_size)))
 
     def collectives(
         self, nbytes: int, num_repeats: int, *, with_uneven: bool = True

@@ -10,7 +10,7 @@ ranks without samples follow it without being told, and a visit out of order is 
 from collections.abc import Sequence
 
 from shardhet.comm.channel import Channel
-from shardhet.records.schedule import Segment, make_schedule
+from shardhet.records.schedule import Segment
 
 NOT_VISITING = -1
 END_OF_FORWARD = -2
@@ -94,51 +94,6 @@ class OrderFinder:
         (found,) = visited
         self.has_to_run = any(row[3] for row in visiting if int(row[0]) == found)
         return Segment(found, any(bool(row[1]) for row in visiting if int(row[0]) == found))
-
-
-class VisitOrder:
-    """Checks the order of visits of the forward in progress against its schedule."""
-
-    def __init__(self, unit_fqns: Sequence[str]) -> None:
-        self.schedule = make_schedule((), trainable_units=frozenset())
-        self._fqns = tuple(unit_fqns)
-
-    def expect(self, segment: int, unit: int, needs_backward: bool) -> bool:
-        """Whether the scheduled visit at this place of forward has a backward.
-
-        Raises ``RuntimeError`` if the schedule has another visit here, or one without a
-        backward although this visit needs one.
-        """
-        segments = self.schedule.segments
-        has_backward = False
-        expected = END_OF_FORWARD
-        if segment < len(segments):
-            expected, has_backward = segments[segment].unit, segments[segment].needs_backward
-        if unit != expected:
-            raise RuntimeError(
-                f"model(...): unit {self._name(unit)!r} was called at place {segment} of "
-                f"forward, where {self._name(expected)!r} was when the order was found. Call "
-                "the units in the same order at every step, or let a flag (True or False) "
-                "among the model's attributes or arguments choose the order."
-            )
-        if needs_backward and not has_backward:
-            raise RuntimeError(
-                f"model(...): unit {self._name(unit)!r} needs a backward now, unlike when the "
-                "order was found. Freeze and unfreeze parameters before HetFSDP."
-            )
-        return has_backward
-
-    def end_visits(self, segment: int) -> None:
-        """Raise ``RuntimeError`` if a computing rank leaves the forward too early."""
-        if segment < len(self.schedule.segments):
-            missing = self._name(self.schedule.segments[segment].unit)
-            raise RuntimeError(
-                f"model(...): forward ended before unit {missing!r} was called, as it was when "
-                f"the order was found. Call the units in the same order at every step."
-            )
-
-    def _name(self, unit: int) -> str:
-        return _name(self._fqns, unit)
 
 
 def _name(fqns: Sequence[str], unit: int) -> str:

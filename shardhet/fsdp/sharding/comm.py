@@ -5,7 +5,6 @@ nothing, so that CPU and accelerators share one code path.
 """
 
 from collections import deque
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -66,8 +65,11 @@ class CommContext:
         # Recorded on the compute stream after the last use of freed unsharded memory and after
         # the optimizer's writes; the gather stream waits for it before it writes.
         self.compute_event = self._handle.Event()
+        # A context in which a stream is the current one; the one that the caller computes on.
+        self.on_stream, self.current_stream = self._handle.stream, self._handle.current_stream
         # Those that receive parameters in this step, and contribute gradients.
         self.receivers: tuple[int, ...] = ()
+        self.is_receiver = False  # whether this rank is one of them, and so computes
         # Those that compute by the plan, and the units whose frozen rows they keep unsharded.
         self.computing: tuple[int, ...] = ()
         self._groups: list[tuple[Stage, range]] = []  # of those that have the same units
@@ -106,6 +108,11 @@ class CommContext:
             in_two_levels(each, geometry, control=control, device=self.device)
             for each in (self.gather_channel, self.reduce_channel)
         ]
+
+    def set_receivers(self, positions: tuple[int, ...]) -> None:
+        """Let these receive parameters and contribute gradients from now on."""
+        self.receivers = positions
+        self.is_receiver = self.gather_channel.position in positions
 
     def receivers_for(self, computing: tuple[int, ...]) -> tuple[int, ...]:
         """Who receives parameters and contributes gradients where ``computing`` have samples.
@@ -148,20 +155,6 @@ class CommContext:
         if self.is_on_host:
             return self._allocate(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=self.device)
-
-    @property
-    def is_receiver(self) -> bool:
-        """Whether this rank computes in this step."""
-        return self.gather_channel.position in self.receivers
-
-    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """A context in which ``stream`` is the current stream."""
-        context: AbstractContextManager[Any] = self._handle.stream(stream)
-        return context
-
-    def current_stream(self) -> Any:
-        """The stream that the caller computes on."""
-        return self._handle.current_stream()
 
     def record_event(self, stream: Any) -> Any:
         """An event after all work queued on ``stream`` so far."""

@@ -41,11 +41,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from shardhet.comm.calls import Pending
 from shardhet.comm.collectives import all_gather_uneven
 from shardhet.fsdp.sharding.comm import CommContext
-from shardhet.fsdp.sharding.flat_grad import FlatGradient, GradState, forget_autograds
+from shardhet.fsdp.sharding.flat_grad import FlatGradient, forget_autograds
 from shardhet.fsdp.sharding.placement import RowsOnHost
 from shardhet.fsdp.sharding.residence import FrozenRows, Residence
 from shardhet.records.layout import FlatLayout, Span
@@ -117,6 +118,7 @@ class FlatTensor:
         self.residence: Residence | None = None
         if not self.is_trainable:
             self.residence = Residence(slots[0].fqn, unit_fqn, comm, self._counted)
+        self._handles: list[RemovableHandle] = []  # of hooks on gradients
         self.cuts: list[tuple[Span, ...]] = []  # the rows of every parameter, by position
         self._take_over(layout, on_host=on_host)
         rows = nn.Parameter if self.is_trainable else FrozenRows
@@ -138,9 +140,9 @@ class FlatTensor:
         if self.residence is not None:
             self.residence.follow_rows(self.flat_shard)
         for i, slot in enumerate(self.slots if self.is_trainable else ()):
-            refuse, accumulate = partial(_refuse_grad, slot.fqn), partial(self._accumulate, i)
+            refuse = partial(_refuse_grad, slot.fqn)
             self.sharded_params[i].register_post_accumulate_grad_hook(refuse)
-            self.unsharded_params[i].register_post_accumulate_grad_hook(accumulate)
+        self._accumulate_grads()
 
         self._gather: Pending | None = None
         self._gathered: Any = None  # the event at its end, where streams wait and not the host
@@ -171,7 +173,13 @@ class FlatTensor:
         if self.on_host is not None and self.is_trainable:
             gradient = self.on_host.gradient(self.reduce_dtype)
         self.grad = FlatGradient(
-            layout, self._position, self.comm, self.reduce_dtype, gradient, self._unit_fqn
+            layout,
+            self._position,
+            self.comm,
+            self.reduce_dtype,
+            gradient,
+            self._unit_fqn,
+            [slot.fqn for slot in self.slots],
         )
 
     def _whole(self) -> Tensor:
@@ -199,6 +207,7 @@ class FlatTensor:
         views = _params_in(self._unsharded.data, layout, self.slots)
         for param, view in zip(self.unsharded_params, views, strict=True):
             param.data = view
+        self._accumulate_grads()
         if not self._is_shard_itself:
             self._unsharded.untyped_storage().resize_(0)
         if self.residence is not None:
@@ -262,7 +271,9 @@ class FlatTensor:
                 self._unsharded.untyped_storage().resize_(nbytes)
             if on_host is not None:
                 on_host.wait_on(comm.all_gather_stream)
-            shard = self.flat_shard if is_alone else self._to_send(is_receiver=is_receiver)
+            shard = self.flat_shard if is_alone or on_host is None else on_host.sent
+            if shard.dtype != self.param_dtype and not is_alone:
+                shard = self._cast(shard, is_receiver=is_receiver)
             self._gather = all_gather_uneven(
                 self._unsharded if is_receiver else None,
                 shard,
@@ -275,15 +286,13 @@ class FlatTensor:
                 # and no gather would overlap compute.
                 self._gathered = comm.end_of(self._gather)
 
-    def _to_send(self, *, is_receiver: bool) -> Tensor:
+    def _cast(self, shard: Tensor, *, is_receiver: bool) -> Tensor:
         """This rank's rows in the dtype in which they are gathered."""
-        if (sent := self.sent).dtype == self.param_dtype:
-            return sent
         if self.comm.is_on_host or not is_receiver:
-            return sent.to(self.param_dtype)
+            return shard.to(self.param_dtype)
         # On an accelerator the gather waits for the sends too, so they may read the output.
         own = self.layout.shard_spans[self._position]
-        return self._unsharded[own.start : own.stop].copy_(sent)
+        return self._unsharded[own.start : own.stop].copy_(shard)
 
     def wait_for_unshard(self) -> None:
         """Wait until the compute stream may read the parameters; give them to the modules."""
@@ -340,14 +349,14 @@ class FlatTensor:
             assert self.residence is not None
             self.residence.check_unwritten()
 
-    def _accumulate(self, index: int, param: Tensor) -> None:
-        # Called by autograd right after it has set param.grad.
-        if self.grad.state is not GradState.ACCUMULATING:
-            raise RuntimeError(
-                f"{self.slots[index].fqn}: a gradient arrived outside of model.backward(). "
-                f"Call model.backward(loss_sum, num_tokens) instead of loss.backward()."
-            )
-        self.grad.add(index, param)
+    def _accumulate_grads(self) -> None:
+        """Let autograd call ``FlatGradient.add`` right after it has set a gradient."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = [
+            param.register_post_accumulate_grad_hook(partial(self.grad.add, i))
+            for i, param in enumerate(self.unsharded_params if self.is_trainable else ())
+        ]
 
     def reduce(self) -> None:
         """Start the reduce-scatter of the computing ranks' gradients to the owners."""

@@ -48,6 +48,7 @@ class FlatGradient:
         reduce_dtype: torch.dtype,
         on_host: GradientOnHost | None = None,
         unit_fqn: str = "",
+        fqns: Sequence[str] = (),
     ) -> None:
         self.state = GradState.NONE
         # By parameter: whether this rank had a gradient when reduce() was called, in any round.
@@ -57,7 +58,7 @@ class FlatGradient:
         self._owners = tuple(i for i, numel in enumerate(layout.shard_numels) if numel)
         self._is_whole = self._own_numel == layout.numel
         self._comm = comm
-        self._unit_fqn = unit_fqn
+        self._unit_fqn, self._fqns = unit_fqn, fqns
         self._dtype = reduce_dtype
         self._whole: Tensor | None = None  # [layout.numel], lent by the buffer pool
         # By parameter, the sum over the microbatches so far: a view of _whole, or the tensor
@@ -91,6 +92,11 @@ class FlatGradient:
 
     def add(self, index: int, param: Tensor) -> None:
         """Add ``param.grad`` right after autograd has set it, while it is still in cache."""
+        if self.state is not GradState.ACCUMULATING:
+            raise RuntimeError(
+                f"{self._fqns[index]}: a gradient arrived outside of model.backward(). "
+                "Call model.backward(loss_sum, num_tokens) instead of loss.backward()."
+            )
         grad = param.grad
         if grad is None:  # the operation that used it returned no gradient
             return

@@ -7,7 +7,7 @@ dropout masks.  A call without batched inputs (dropout of a table of positions) 
 all samples and is seeded as if for sample 0.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hashlib import blake2b
 
@@ -26,10 +26,13 @@ def microbatch_seed(seed: int, step: int, unit_fqn: str, call: int, first_sample
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-@contextmanager
-def restored_random_state(device: torch.device) -> Iterator[None]:
+def restored_random_state(device: torch.device) -> AbstractContextManager[None]:
     """A context that restores the generators of the host and of ``device`` at its end."""
-    generators = _generators(device)
+    return _restored(_generators(device))
+
+
+@contextmanager
+def _restored(generators: Sequence[torch.Generator]) -> Iterator[None]:
     states = [generator.get_state() for generator in generators]
     try:
         yield
@@ -49,11 +52,11 @@ class RandomStates:
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed = seed
-        self._device = device
+        self._generators = _generators(device)
 
     def around(self, is_training: bool) -> AbstractContextManager[None]:
         """A context in which the generators may be seeded; it restores them at its end."""
-        return restored_random_state(self._device) if is_training else nullcontext()
+        return _restored(self._generators) if is_training else nullcontext()
 
     def seed(
         self, unit_fqn: str, call: int, step: int, first_sample: int, is_training: bool
@@ -61,7 +64,8 @@ class RandomStates:
         """Seed the generators for a microbatch, if ``is_training``."""
         if is_training:
             seed = microbatch_seed(self._seed, step, unit_fqn, call, first_sample)
-            seed_generators(self._device, seed)
+            for generator in self._generators:
+                generator.manual_seed(seed)
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:

@@ -59,9 +59,9 @@ class CallKinds:
         comm, *_ = runtime.comms
         if runtime.plan.resident_units:
             share_holders(runtime.of_frozen, runtime.control)
-        comm.receivers = runtime.root_comm.computing
+        comm.set_receivers(runtime.root_comm.computing)
         findings = runtime.probe(each, self._run_module, is_training=is_training, splits=True)
-        comm.receivers = runtime.computing_here
+        comm.set_receivers(runtime.computing_here)
         kind, problem = None, None
         try:
             kind = self._kind_of(findings)

@@ -167,7 +167,7 @@ class Runtime:
     def unshard_root(self, everywhere: tuple[int, ...], here: tuple[int, ...]) -> None:
         """Unshard the root ``everywhere``; units of this stage later are ``here``."""
         for comm, receivers in {self.root_comm: everywhere, self._comm: here}.items():
-            comm.receivers = receivers
+            comm.set_receivers(receivers)
             comm.mark_compute()  # gathers read shards that the optimizer wrote
         if self.rank_plan.optimizer_on_host and self._comm.host_memory.lets_copies_wait:
             for unit in self.all_units:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from shardhet.comm.progress import progress
-from shardhet.fsdp.probing.order import VisitOrder
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitState
 from shardhet.fsdp.step.launches import RUNS
@@ -28,11 +27,12 @@ from shardhet.records.schedule import (
     OpKind,
     Phase,
     Schedule,
-    Turn,
+    make_schedule,
     ops_of,
     rest_of_step,
 )
 
+END_OF_FORWARD = -1  # in place of a unit
 BEGUN_BY_OTHERS = (*Phase, OpKind.AGREE, OpKind.STEP)
 
 
@@ -53,7 +53,7 @@ class TurnWalk:
         self.staying = [root]
         self._comm = comm
         self._observers = observers
-        self._order = VisitOrder([unit.fqn for unit in units])
+        self.schedule = make_schedule((), trainable_units=frozenset())
         self._base: Schedule | None = None  # that the round in progress follows
         self._ops: tuple[Op, ...] = ()
         self._at = 0  # the next op
@@ -77,7 +77,7 @@ class TurnWalk:
         """
         rest, staying = schedule, frozenset(staying) | self._staying_units
         if round_index and schedule is not self._base:
-            owed = self._order.schedule.owed_at(self._cursor) - staying
+            owed = self.schedule.owed_at(self._cursor) - staying
             rest = rest_of_step(schedule, round_index, owed, staying)
             self._reshard(self._units)
         for index in sorted(staying):
@@ -94,7 +94,7 @@ class TurnWalk:
         ``place`` is the stage and what is in flight, as of ``ops_of``.
         """
         self.finish()  # of the rounds before
-        self._order.schedule = self._base = schedule
+        self.schedule = self._base = schedule
         self._ops = ops_of(schedule, *place, in_one_order=in_one_order)
         self._at = self._cursor = 0
         self.go_on()
@@ -114,39 +114,63 @@ class TurnWalk:
     def expect(self, unit_index: int, needs_backward: bool) -> tuple[int, bool]:
         """The segment of a visit of the unit now, and whether the visit needs a backward.
 
-        Raises ``RuntimeError`` if the schedule has a different visit at this place.
+        Raises ``RuntimeError`` if the schedule has another visit at this place, or one without
+        a backward although this visit needs one.
         """
-        segments = self._order.schedule.segments
+        segments = self.schedule.segments
         stop = self._first + len(segments)
-        while self.is_behind and self._cursor < stop and self._turn.unit != unit_index:
+        while (
+            self.is_behind
+            and self._cursor < stop
+            and self.schedule.turns[self._cursor].unit != unit_index
+        ):
             self._pass_until(self._cursor + 1)
-        segment = self._cursor - self._first
-        return segment, self._order.expect(segment, unit_index, needs_backward)
+        segment, has_backward, expected = self._cursor - self._first, False, END_OF_FORWARD
+        if self._cursor < stop:
+            expected, has_backward = segments[segment].unit, segments[segment].needs_backward
+        if unit_index != expected:
+            raise RuntimeError(
+                f"model(...): unit {self._name(unit_index)!r} was called at place {segment} of "
+                f"forward, where {self._name(expected)!r} was when the order was found. Call "
+                "the units in the same order at every step, or let a flag (True or False) "
+                "among the model's attributes or arguments choose the order."
+            )
+        if needs_backward and not has_backward:
+            raise RuntimeError(
+                f"model(...): unit {self._name(unit_index)!r} needs a backward now, unlike "
+                "when the order was found. Freeze and unfreeze parameters before HetFSDP."
+            )
+        return segment, has_backward
+
+    def _name(self, unit: int) -> str:
+        return "(end of forward)" if unit == END_OF_FORWARD else self._units[unit].fqn
 
     def end_forward(self) -> None:
         """Raise ``RuntimeError`` if a computing rank has left out visits."""
         if self.is_behind:
             self.pass_forward()
-        self._order.end_visits(self._cursor - self._first)
+        segment = self._cursor - self._first
+        if segment < len(self.schedule.segments):
+            missing = self._name(self.schedule.segments[segment].unit)
+            raise RuntimeError(
+                f"model(...): forward ended before unit {missing!r} was called, as it was when "
+                f"the order was found. Call the units in the same order at every step."
+            )
 
     def pass_forward(self) -> None:
         """Take the turns of forward on a rank without samples."""
-        self._pass_until(self._first + len(self._order.schedule.segments))
+        self._pass_until(self._first + len(self.schedule.segments))
 
     # Turns #
 
-    @property
-    def _turn(self) -> Turn:
-        return self._order.schedule.turns[self._cursor]
-
     def go_on(self) -> None:
         """Do what comes before the next turn, or the next meeting of all ranks."""
-        while self._ops[self._at].kind not in BEGUN_BY_OTHERS:
-            self._do_next()
+        while (op := self._ops[self._at]).kind not in BEGUN_BY_OTHERS:
+            self._do(op)
 
-    def _do_next(self) -> None:
-        op = self._ops[self._at]
-        self._wait_before(op)
+    def _do(self, op: Op) -> None:
+        if op.after:
+            self._wait_before(op)
         if isinstance(op.kind, LaunchKind):
             self._launch(op.kind, self._units[op.unit])
         elif op.handover is not None:
@@ -156,13 +180,14 @@ class TurnWalk:
 
     def begin_turn(self) -> None:
         """Do what comes before this turn, and wait for what it needs."""
-        turn = self._turn
+        turn = self.schedule.turns[self._cursor]
         unit = self._units[turn.unit]
         progress.mark(f"{turn.phase.value} of unit {unit.fqn!r}")
         self.go_on()
         op = self._ops[self._at]
         assert (op.kind, op.unit) == (turn.phase, turn.unit), f"{op} is next, not {turn}"
-        self._wait_before(op)
+        if op.after:
+            self._wait_before(op)
         if turn.phase is Phase.BACKWARD:
             unit.begin_backward()
         self._at += 1
@@ -174,11 +199,11 @@ class TurnWalk:
 
     def end_turn(self) -> None:
         """Reshard and launch what the turn says, and advance to the next one."""
-        turn = self._turn
+        turn = self.schedule.turns[self._cursor]
         if turn.reshards:
             self._units[turn.unit].reshard()
         for _ in turn.after:
-            self._do_next()
+            self._do(self._ops[self._at])
         progress.mark(f"{turn.phase.value} outside of units")
         self._cursor += 1
 
@@ -192,7 +217,7 @@ class TurnWalk:
 
     def begin_backward(self) -> None:
         """Let the units that stay accumulate gradients from now on."""
-        segments = self._order.schedule.segments
+        segments = self.schedule.segments
         self._end = self._cursor + sum(segment.needs_backward for segment in segments)
         if self._ops[self._at].kind is OpKind.AGREE:
             self._at += 1
@@ -201,7 +226,7 @@ class TurnWalk:
 
     def reach(self, segment: int) -> None:
         """Begin the backward turn of a segment; take the turns that autograd skipped."""
-        while self._turn.segment != segment:
+        while self.schedule.turns[self._cursor].segment != segment:
             self._pass_until(self._cursor + 1)
         self.begin_turn()
 

@@ -112,7 +112,7 @@ class UnitByUnit:
     def close(self) -> None:
         """Reshard what stayed and wait until no peer reads this rank's rows."""
         for comm in self._comms:
-            comm.receivers = tuple(range(self._control.world_size))
+            comm.set_receivers(tuple(range(self._control.world_size)))
         for unit in self._staying():
             unit.reshard()
         for comm in self._comms:
@@ -171,6 +171,6 @@ class UnitByUnit:
 
     def _gather(self, unit: FSDPUnit, receivers: tuple[int, ...]) -> None:
         for comm in self._comms:
-            comm.receivers = receivers
+            comm.set_receivers(receivers)
         unit.unshard()
         unit.wait_for_unshard()
