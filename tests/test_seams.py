@@ -1,11 +1,11 @@
-"""A feature is a file: a kind of launch and a surrounding are added by a line in a table."""
+"""A feature is a file: a kind of launch and a surrounding are added by a line."""
 
 import pytest
 import torch
 from torch import nn
 
 from shardhet import HetFSDP, Plan
-from shardhet.fsdp.step.around import SURROUNDINGS
+from shardhet.fsdp.step.around import Visits
 from shardhet.fsdp.step.launches import RUNS
 from shardhet.pricing.launches import PRICES
 from shardhet.pricing.setting import Setting
@@ -51,9 +51,7 @@ def test_a_kind_of_launch_is_planned_simulated_and_run(monkeypatch: pytest.Monke
 
 def test_a_surrounding_sees_every_run_of_a_visit(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = train_step(recomputes=("0",))
-    monkeypatch.setattr(
-        "shardhet.fsdp.step.around.SURROUNDINGS", [*SURROUNDINGS, counting.around]
-    )
+    monkeypatch.setattr(Visits, "around", counting.beside(Visits.around))
     counting.seen.clear()
     assert all(map(torch.equal, train_step(recomputes=("0",)), expected))
     assert counting.seen == {

@@ -1,7 +1,7 @@
 """HetFSDP: the module that users wrap around theirs."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,6 @@ from shardhet.fsdp.step.unit_by_unit import unit_by_unit
 from shardhet.fsdp.surface import guard_root
 from shardhet.fsdp.tokens.skeleton import Skeleton
 from shardhet.records.cluster import DeviceSpec
-from shardhet.records.layout import Span
 from shardhet.records.plan import Plan
 
 
@@ -224,12 +223,8 @@ class HetFSDP(ModuleInRounds):
     ) -> Any:
         kind = self.device.type
         autocast = autocast_as(kind, autocast_dtype_now(kind))  # also of probes of one context
-        num_samples = _live_samples(self._runtime)
-        tokens: AbstractContextManager[Any] = nullcontext()
-        if self._runtime.tokens is not None and num_samples:
-            of_group = self._runtime.tokens.around([Span(0, num_samples)])
-            tokens = of_group.in_function(0, is_repeated=False)
-        with self._loss.of(loss_inputs), self._caches.off(), autocast, tokens:
+        outside = self._runtime.around_root()
+        with self._loss.of(loss_inputs), self._caches.off(), autocast, outside:
             wrapped = partial(self._function, self.module) if self._function else self.module
             output = wrapped(*args, **kwargs)
             output = self._loss.of_output(output)
@@ -310,12 +305,6 @@ def _know_params(model: HetFSDP, hooks: ParamHooks, before: ParamsBefore) -> Non
     host_step.know(model._param_by_fqn.values(), model._comm, model._peers)
     before.give_up(model._peers)
     hooks.leave_out_present(model._param_by_fqn)
-
-
-def _live_samples(runtime: Runtime) -> int:
-    """How many samples of this rank the model computes now; 0 in a probe."""
-    batch = runtime.step.round
-    return 0 if batch is None or runtime._prober.probe is not None else batch.num_samples
 
 
 def _loss_of_none(device: torch.device) -> tuple[Tensor, Tensor]:

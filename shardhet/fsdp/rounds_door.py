@@ -179,10 +179,7 @@ class ModuleInRounds(ModuleWithState):
 
     def _check_can_run(self) -> None:
         if self._runtime.calls.outside_of_steps is not None:
-            raise RuntimeError(
-                "model(...): called inside unit_by_unit(). Call model.module there, or leave "
-                "the context first."
-            )
+            raise RuntimeError(_INSIDE)
         self._check_intact()
 
     def _call(self, given: Arguments, num_rounds: int = 1) -> ModelCall:
@@ -198,7 +195,7 @@ class ModuleInRounds(ModuleWithState):
         return call.in_rounds(num_rounds, own, caller=caller)
 
     def _call_of_round(self, part: Arguments, whole: ModelCall | None = None) -> ModelCall:
-        if (tokens := self._runtime.tokens) is not None and self._skeleton is not None:
+        if (tokens := self._runtime.tokens) and self._skeleton:
             part = tokens.cutter.cut(part, self._skeleton.check)
         call = self._call(part)
         _check_rows(call, self.plan)
@@ -311,3 +308,9 @@ def _warn_of_long(comm: CommContext, tokens: int) -> None:
             "Truncate samples, or plan with an example of the longest.",
             stacklevel=2,
         )
+
+
+_INSIDE = (
+    "model(...): called inside unit_by_unit(). Call model.module there, or leave the context "
+    "first."
+)

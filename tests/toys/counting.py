@@ -1,9 +1,12 @@
 """A surrounding: counts what it is told of the visits of one rank."""
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 from shardhet.fsdp.microbatch.surroundings import Context, Surrounding
-from shardhet.fsdp.step.around import OneVisit, Visits
+from shardhet.fsdp.sharding.unit import UnitModule
+from shardhet.fsdp.step.around import Visits
 from shardhet.records.schedule import Phase
 
 seen: Counter[tuple[str, str]] = Counter()
@@ -26,5 +29,8 @@ class Counted(Surrounding):
         return None
 
 
-def around(visits: Visits, one: OneVisit) -> Surrounding | None:
-    return Counted(one.fqn)
+def beside(around: Callable[..., list[Surrounding]]) -> Callable[..., list[Surrounding]]:
+    def with_counts(visits: Visits, module: UnitModule, *others: Any) -> list[Surrounding]:
+        return [*around(visits, module, *others), Counted(module.fqn)]
+
+    return with_counts

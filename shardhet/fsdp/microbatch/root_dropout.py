@@ -46,14 +46,19 @@ class RootDropout:
 
     def __init__(self, root: nn.Module, visit: Visit) -> None:
         self._mode = _Taking(root, visit)
+        self._is_taken_over = False  # in this forward
 
     def taken_over(self, *, is_needed: bool) -> AbstractContextManager[Any]:
         """A context for code outside of units; free for a model without such calls."""
+        self._is_taken_over = is_needed
         return self._mode if is_needed else nullcontext()
 
-    @contextmanager
-    def left_alone(self) -> Iterator[None]:
+    def left_alone(self) -> AbstractContextManager[None]:
         """A context for a unit or an ``nn.Dropout``, which runs by microbatch already."""
+        return self._left_alone() if self._is_taken_over else nullcontext()
+
+    @contextmanager
+    def _left_alone(self) -> Iterator[None]:
         self._mode.num_left_alone += 1
         try:
             # With another mode on top it cannot be popped, and only the counter disables it.

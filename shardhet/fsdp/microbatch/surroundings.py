@@ -2,7 +2,7 @@
 
 A surrounding is one concern: random numbers, the backward turn, a report to observers.  Visits
 enter them in the order of the tuple.  A new concern is a class of its own and a line in
-``fsdp.step.around.SURROUNDINGS``.
+``Visits.around`` (``fsdp.step.around``).
 """
 
 from collections.abc import Sequence

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from shardhet.fsdp.params.row_group import RowGroup, Rows
 from shardhet.fsdp.params.row_params import RowParameter, put_off
 from shardhet.fsdp.params.rows import marked
-from shardhet.fsdp.sharding.flat import FlatTensor, grad_of, set_grad
+from shardhet.fsdp.sharding.flat import WAS_FROZEN, FlatTensor
 from shardhet.fsdp.sharding.flat_grad import GradState
 from shardhet.fsdp.step.turn_walk import TurnWalk
 
 Hooks = dict[int, Callable[..., Any]]
+# ``.grad`` of any parameter, past properties of its class: no call in Python.
+grad_of, set_grad = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[union-attr]
 _plainly = torch._C.DisableTorchFunctionSubclass  # each look is a call in Python otherwise
 
 
@@ -96,6 +98,29 @@ def may_be_late(flats: Sequence[FlatTensor], hooks: ParamHooks) -> bool:
     )
 
 
+@torch.no_grad()
+def set_sharded_grads(flat: FlatTensor, has_grad: Sequence[bool]) -> None:
+    """Set or add to the gradients of its rows; None stays where no rank has a gradient."""
+    reduced, sums = flat.grad.take()
+    if reduced is None and not sums:
+        return  # the unit is never visited
+    flat_grad = None if reduced is None else reduced.to(flat.orig_dtype)
+    for i, param in enumerate(flat.sharded_params):
+        if param.requires_grad != flat.is_trainable:
+            raise RuntimeError(flat.slots[i].fqn + WAS_FROZEN)
+        if not has_grad[i]:
+            continue
+        if flat_grad is None:
+            grad = sums[i].to(flat.orig_dtype).view_as(param)
+        else:
+            part, shape = flat._boxes[i]
+            grad = flat_grad[part.start : part.stop].view(shape)
+        if (before := grad_of(param)) is None:
+            set_grad(param, grad)
+        else:
+            before += grad
+
+
 def set_grads_with_hooks(
     flat: FlatTensor,
     has_grad: Sequence[bool],
@@ -104,7 +129,7 @@ def set_grads_with_hooks(
     rows: RowGroup,
     walk: TurnWalk,
 ) -> None:
-    """``flat.set_sharded_grads``, of its sum times ``factor``, with the users' hooks.
+    """``set_sharded_grads``, of the flat tensor's sum times ``factor``, with the users' hooks.
 
     Collective if there are any.  While the sum is being reduced it is put off.
     """
@@ -121,7 +146,7 @@ def set_grads_with_hooks(
     for i in kept:
         params[i].grad = None
     with _plainly():
-        flat.set_sharded_grads(has_grad)
+        set_sharded_grads(flat, has_grad)
     for i, before in kept.items():
         for hook in found[flat.slots[i].fqn][0]:
             _call(hook, flat, i, rows)

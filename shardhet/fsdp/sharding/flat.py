@@ -41,7 +41,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from shardhet.comm.calls import Pending
 from shardhet.comm.collectives import all_gather_uneven
@@ -56,10 +55,6 @@ WAS_FROZEN = (
     "before wrapping the model. To train some only later, wrap them trainable, and set their "
     ".grad to None after backward until then."
 )
-
-
-# ``.grad`` of any parameter, past properties of its class: no call in Python.
-grad_of, set_grad = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True)
@@ -118,7 +113,7 @@ class FlatTensor:
         self.residence: Residence | None = None
         if not self.is_trainable:
             self.residence = Residence(slots[0].fqn, unit_fqn, comm, self._counted)
-        self._handles: list[RemovableHandle] = []  # of hooks on gradients
+        self.grad = FlatGradient(unit_fqn, self.reduce_dtype)
         self.cuts: list[tuple[Span, ...]] = []  # the rows of every parameter, by position
         self._take_over(layout, on_host=on_host)
         rows = nn.Parameter if self.is_trainable else FrozenRows
@@ -142,7 +137,8 @@ class FlatTensor:
         for i, slot in enumerate(self.slots if self.is_trainable else ()):
             refuse = partial(_refuse_grad, slot.fqn)
             self.sharded_params[i].register_post_accumulate_grad_hook(refuse)
-        self._accumulate_grads()
+            add = partial(self.grad.add, i, slot.fqn)
+            self.unsharded_params[i].register_post_accumulate_grad_hook(add)
 
         self._gather: Pending | None = None
         self._gathered: Any = None  # the event at its end, where streams wait and not the host
@@ -172,15 +168,7 @@ class FlatTensor:
         gradient = None
         if self.on_host is not None and self.is_trainable:
             gradient = self.on_host.gradient(self.reduce_dtype)
-        self.grad = FlatGradient(
-            layout,
-            self._position,
-            self.comm,
-            self.reduce_dtype,
-            gradient,
-            self._unit_fqn,
-            [slot.fqn for slot in self.slots],
-        )
+        self.grad.follow(layout, self._position, self.comm, gradient)
 
     def _whole(self) -> Tensor:
         """The unsharded tensor, [layout.numel], which is the shard where that is all of it."""
@@ -207,7 +195,6 @@ class FlatTensor:
         views = _params_in(self._unsharded.data, layout, self.slots)
         for param, view in zip(self.unsharded_params, views, strict=True):
             param.data = view
-        self._accumulate_grads()
         if not self._is_shard_itself:
             self._unsharded.untyped_storage().resize_(0)
         if self.residence is not None:
@@ -315,21 +302,10 @@ class FlatTensor:
             return
         if (residence := self.residence) is not None:
             if residence.may_take_rows(self.flat_shard):
-                self._put_rows_inside(residence)
+                _put_rows_inside(self, residence)
             if residence.is_here or residence.has_rows:
                 return
         self._unsharded.untyped_storage().resize_(0)
-
-    def _put_rows_inside(self, residence: Residence) -> None:
-        """Let the rows be their part of the unsharded storage, which has their values."""
-        if self.on_host is not None or self.param_dtype != self.orig_dtype:
-            return
-        # .data: a gather that writes here must not be taken for a change of rows.
-        own, whole = self.layout.shard_spans[self._position], self._unsharded.data
-        self.flat_shard = whole[own.start : own.stop]
-        for i, param in enumerate(self.sharded_params):
-            param.data = self._box(self.flat_shard, i)
-        residence.take_rows()
 
     def _counted(self) -> list[Tensor]:
         # The unsharded ones too: a write to them, on one rank alone, does not last.
@@ -349,15 +325,6 @@ class FlatTensor:
             assert self.residence is not None
             self.residence.check_unwritten()
 
-    def _accumulate_grads(self) -> None:
-        """Let autograd call ``FlatGradient.add`` right after it has set a gradient."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = [
-            param.register_post_accumulate_grad_hook(partial(self.grad.add, i))
-            for i, param in enumerate(self.unsharded_params if self.is_trainable else ())
-        ]
-
     def reduce(self) -> None:
         """Start the reduce-scatter of the computing ranks' gradients to the owners."""
         forget_autograds(self.unsharded_params)
@@ -366,28 +333,6 @@ class FlatTensor:
     def finish_reduce(self) -> None:
         """Wait until this rank has its part of the sum and nobody reads its gradients."""
         self.grad.finish()
-
-    @torch.no_grad()
-    def set_sharded_grads(self, has_grad: Sequence[bool]) -> None:
-        """Set or add to the shards' gradients; None stays where no rank has a gradient."""
-        reduced, sums = self.grad.take()
-        if reduced is None and not sums:
-            return  # the unit is never visited
-        flat_grad = None if reduced is None else reduced.to(self.orig_dtype)
-        for i, param in enumerate(self.sharded_params):
-            if param.requires_grad != self.is_trainable:
-                raise RuntimeError(self.slots[i].fqn + WAS_FROZEN)
-            if not has_grad[i]:
-                continue
-            if flat_grad is None:
-                grad = sums[i].to(self.orig_dtype).view_as(param)
-            else:
-                part, shape = self._boxes[i]
-                grad = flat_grad[part.start : part.stop].view(shape)
-            if (before := grad_of(param)) is None:
-                set_grad(param, grad)
-            else:
-                before += grad
 
     def drop_grads(self) -> None:
         """Drop the gradients of an unfinished or invalid step."""
@@ -413,6 +358,17 @@ def _params_in(whole: Tensor, layout: FlatLayout, slots: Sequence[ParamSlot]) ->
     """Every parameter in ``whole``, [layout.numel]."""
     pairs = zip(layout.param_spans, slots, strict=True)
     return [whole[span.start : span.stop].view(slot.shape) for span, slot in pairs]
+
+
+def _put_rows_inside(flat: FlatTensor, residence: Residence) -> None:
+    """Let the rows be their part of the unsharded storage, which has their values."""
+    if flat.on_host is None and flat.param_dtype == flat.orig_dtype:
+        # .data: a gather that writes here must not be taken for a change of rows.
+        own, whole = flat.layout.shard_spans[flat._position], flat._unsharded.data
+        flat.flat_shard = whole[own.start : own.stop]
+        for box, param in zip(flat.boxes(flat.flat_shard), flat.sharded_params, strict=True):
+            param.data = box
+        residence.take_rows()
 
 
 def _within(own: Span, span: Span) -> Span:

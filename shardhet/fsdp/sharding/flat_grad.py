@@ -40,26 +40,9 @@ class FlatGradient:
     With ``on_host`` its part of the sum is copied to the host when a reduction ends.
     """
 
-    def __init__(
-        self,
-        layout: FlatLayout,
-        position: int,
-        comm: CommContext,
-        reduce_dtype: torch.dtype,
-        on_host: GradientOnHost | None = None,
-        unit_fqn: str = "",
-        fqns: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, unit_fqn: str, reduce_dtype: torch.dtype) -> None:
         self.state = GradState.NONE
-        # By parameter: whether this rank had a gradient when reduce() was called, in any round.
-        self.has_grad = [False] * len(layout.param_spans)
-        self._layout = layout
-        self._own_numel = layout.shard_numels[position]
-        self._owners = tuple(i for i, numel in enumerate(layout.shard_numels) if numel)
-        self._is_whole = self._own_numel == layout.numel
-        self._comm = comm
-        self._unit_fqn, self._fqns = unit_fqn, fqns
-        self._dtype = reduce_dtype
+        self._unit_fqn, self._dtype = unit_fqn, reduce_dtype
         self._whole: Tensor | None = None  # [layout.numel], lent by the buffer pool
         # By parameter, the sum over the microbatches so far: a view of _whole, or the tensor
         # that autograd made on a rank that is alone.
@@ -67,7 +50,22 @@ class FlatGradient:
         self._reduction: Pending | None = None
         self._reduced: Tensor | None = None  # [own numel], of the round in progress
         self._total: Tensor | None = None  # [own numel], of all rounds
-        self._on_host = on_host  # the same instead, if it is there
+
+    def follow(
+        self,
+        layout: FlatLayout,
+        position: int,
+        comm: CommContext,
+        on_host: GradientOnHost | None = None,
+    ) -> None:
+        """Be that of ``layout`` from now on; there is no gradient now."""
+        # By parameter: whether this rank had a gradient when reduce() was called, in any round.
+        self.has_grad = [False] * len(layout.param_spans)
+        self._layout, self._comm = layout, comm
+        self._own_numel = layout.shard_numels[position]
+        self._owners = tuple(i for i, numel in enumerate(layout.shard_numels) if numel)
+        self._is_whole = self._own_numel == layout.numel
+        self._on_host = on_host  # its part of the sum instead, if it is there
 
     @property
     def is_private(self) -> bool:
@@ -90,12 +88,12 @@ class FlatGradient:
                 self._layout.numel, dtype=self._dtype, device=comm.device
             )
 
-    def add(self, index: int, param: Tensor) -> None:
+    def add(self, index: int, fqn: str, param: Tensor) -> None:
         """Add ``param.grad`` right after autograd has set it, while it is still in cache."""
         if self.state is not GradState.ACCUMULATING:
             raise RuntimeError(
-                f"{self._fqns[index]}: a gradient arrived outside of model.backward(). "
-                "Call model.backward(loss_sum, num_tokens) instead of loss.backward()."
+                f"{fqn}: a gradient arrived outside of model.backward(). Call "
+                "model.backward(loss_sum, num_tokens) instead of loss.backward()."
             )
         grad = param.grad
         if grad is None:  # the operation that used it returned no gradient

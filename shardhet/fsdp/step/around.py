@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.batching import VisitRules
@@ -87,31 +87,20 @@ _ACTIVITIES = {Phase.FORWARD: Activity.FORWARD, Phase.BACKWARD: Activity.BACKWAR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OneVisit:
-    """What surroundings know of a visit."""
-
-    fqn: str  # of the unit, or of the module of the root
-    module: UnitModule
-    unit: FSDPUnit | None  # None: the module belongs to the root, which stays unsharded
-    rules: VisitRules
-    round: Round
-    call: int  # number of earlier visits in this forward
-    backward: BackwardTurn | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Visits:
     """Makes the visits of a rank: what a call computes and what surrounds it."""
 
     staying: Sequence[FSDPUnit]  # unsharded for the whole step, the root among them
     rank_plan: RankPlan
     random: RandomStates
-    norms: BatchNorms
+    norms: BatchNorms | None  # None: there are none
     observers: Observers
     device_type: str
     inputs: InputsOnHost | None  # those of units that the plan keeps on the host
     tiles: Tiles | None  # None: no unit runs in tiles
     tokens: ContextGroup | None = None  # that this rank is in
+
+    _known: dict[str, "_OfModule"] = field(default_factory=dict)  # by fqn
 
     def function_of(
         self, module: UnitModule, *, recomputes: bool = False, is_probe: bool = False
@@ -132,92 +121,75 @@ class Visits:
         backward: BackwardTurn | None = None,
     ) -> Visit:
         """The visit for the ``call``-th call of the unit, or of a module of the root."""
-        # The root owns the parameters that a unit shares with it.
-        units = (*self.staying, *(() if unit is None else (unit,)))
-        flats = [flat for each in units for flat in each.flats]
-        one = OneVisit(
-            fqn=module.fqn if unit is None else unit.fqn,
-            module=module,
-            unit=unit,
-            rules=rules,
-            round=of,
-            call=call,
-            backward=backward,
-        )
-        around = [make(self, one) for make in SURROUNDINGS]
-        recomputes = unit is not None and self.rank_plan.recomputes(module.fqn)
+        policy = _OF_ROOT
+        if unit is not None:
+            policy = self._known.get(module.fqn) or self._know(module.fqn)
         function = module.forward
         if unit is not None:
-            function = self.function_of(module, recomputes=recomputes)
+            function = self.function_of(module, recomputes=policy.recomputes)
+        # The root owns the parameters that a unit shares with it.
+        units = self.staying if unit is None else (*self.staying, unit)
         return Visit(
-            unit_fqn=one.fqn,
+            unit_fqn=module.fqn if unit is None else unit.fqn,
             function=function,
             rules=rules,
             microbatch_sizes=of.microbatch_sizes,
-            recomputes=recomputes,
-            param_addresses=frozenset(flat.unsharded_address for flat in flats),
+            recomputes=policy.recomputes,
+            param_addresses=frozenset(
+                [flat.unsharded_address for each in units for flat in each.flats]
+            ),
             device_type=self.device_type,
-            around=tuple(each for each in around if each is not None),
-            inputs_on_host=self.inputs
-            if unit is not None and self.rank_plan.keeps_input_on_host(module.fqn)
-            else None,
+            around=tuple(self.around(module, rules, of, call, unit, backward, policy)),
+            inputs_on_host=self.inputs if policy.keeps_input else None,
         )
 
+    def around(
+        self,
+        module: UnitModule,
+        rules: VisitRules,
+        of: Round,
+        call: int,
+        unit: FSDPUnit | None,  # None: the module belongs to the root, which stays unsharded
+        backward: BackwardTurn | None,
+        policy: "_OfModule",
+    ) -> list[Surrounding]:
+        """What surrounds a visit, in the order of entering; a new concern is a line here."""
+        fqn, found = module.fqn if unit is None else unit.fqn, list[Surrounding]()
+        if backward is not None:  # a turn begins before anything else of its backward
+            found.append(backward)
+        if self.inputs is not None and unit is not None:
+            found.append(TurnOfInputs(self.inputs, self.inputs.number))
+        if module.module.training:
+            # A call that runs once for all samples draws the same numbers on every rank.
+            first = of.seeded_as if rules.is_batched else 0
+            step = of.moment.step
+            found.append(Seeded(self.random, fqn, call=call, step=step, first_sample=first))
+        if self.norms is not None:
+            found.append(NotedNorms(self.norms, of.first_sample))
+        if policy.recomputes or rules.counts:
+            found.append(AsItWas(module.module, counts=rules.counts))
+        if self.tokens is not None:
+            whole = [Span(0, of.num_samples)]
+            spans = spans_of(of.microbatch_sizes) if rules.is_batched else whole
+            found.append(self.tokens.around(spans, keeps=policy.keeps_tokens))
+        return [*found, Reported(self.observers, fqn)]
 
-def _turn(visits: Visits, one: OneVisit) -> Surrounding | None:
-    return one.backward
-
-
-def _inputs(visits: Visits, one: OneVisit) -> Surrounding | None:
-    if visits.inputs is None or one.unit is None:
-        return None
-    return TurnOfInputs(visits.inputs, visits.inputs.number)
-
-
-def _seeds(visits: Visits, one: OneVisit) -> Surrounding | None:
-    if not one.module.module.training:
-        return None
-    # A call that runs once for all samples draws the same numbers on every rank.
-    first_sample = one.round.seeded_as if one.rules.is_batched else 0
-    return Seeded(
-        visits.random,
-        one.fqn,
-        call=one.call,
-        step=one.round.moment.step,
-        first_sample=first_sample,
-    )
-
-
-def _norms(visits: Visits, one: OneVisit) -> Surrounding | None:
-    return NotedNorms(visits.norms, one.round.first_sample) if len(visits.norms) else None
-
-
-def _tokens(visits: Visits, one: OneVisit) -> Surrounding | None:
-    if visits.tokens is None:
-        return None
-    is_batched, number = one.rules.is_batched, one.round.num_samples
-    spans = spans_of(one.round.microbatch_sizes) if is_batched else [Span(0, number)]
-    keeps = one.unit is not None and visits.tokens.keeps(one.module.fqn)
-    return visits.tokens.around(spans, keeps=keeps)
-
-
-def _observers(visits: Visits, one: OneVisit) -> Surrounding | None:
-    return Reported(visits.observers, one.fqn)
-
-
-def _attributes(visits: Visits, one: OneVisit) -> Surrounding | None:
-    recomputes = one.unit is not None and visits.rank_plan.recomputes(one.module.fqn)
-    counts = one.rules.counts
-    return AsItWas(one.module.module, counts=counts) if recomputes or counts else None
+    def _know(self, fqn: str) -> "_OfModule":
+        plan, tokens = self.rank_plan, self.tokens
+        policy = self._known[fqn] = _OfModule(
+            recomputes=plan.recomputes(fqn),
+            keeps_input=plan.keeps_input_on_host(fqn),
+            keeps_tokens=tokens is not None and tokens.keeps(fqn),
+        )
+        return policy
 
 
-# Entered in this order; a turn begins before anything else of its backward.
-SURROUNDINGS: list[Callable[[Visits, OneVisit], Surrounding | None]] = [
-    _turn,
-    _inputs,
-    _seeds,
-    _norms,
-    _attributes,
-    _tokens,
-    _observers,
-]
+class _OfModule(NamedTuple):
+    """What the plan says of the visits of a module."""
+
+    recomputes: bool = False
+    keeps_input: bool = False  # on the host
+    keeps_tokens: bool = False  # those of the other members of its group
+
+
+_OF_ROOT = _OfModule()

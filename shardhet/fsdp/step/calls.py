@@ -1,7 +1,6 @@
 """Calls of units, and of modules of the root, while a step is in progress."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,26 +82,32 @@ class UnitCalls:
         if self._rounds.number > 1:
             _check_flags(unit)
         needs_backward = _needs_backward(module, args, kwargs)
-        if (probe := self._prober.probe) is not None:
+        self._visiting = unit.fqn
+        try:
+            if self._prober.probe is None:
+                return self._take_turn(unit_index, module, needs_backward, (args, kwargs))
             progress.mark(f"forward of unit {unit.fqn!r}")
             self._prober.enter(unit_index, needs_backward, module.fqn, (args, kwargs))
-            with self._visiting_unit(unit.fqn):
+            with self.dropout.left_alone():
                 function = self._visits.function_of(module, is_probe=True)
-                return probe.call(module.fqn, function, args, kwargs)
+                return self._prober.probe.call(module.fqn, function, args, kwargs)
+        finally:
+            self._visiting = ""
+
+    def _take_turn(
+        self, unit_index: int, module: UnitModule, needs_backward: bool, arguments: Any
+    ) -> Any:
+        """The output of the next visit, and its turn around it."""
+        unit, of = self.units[unit_index], self._step.round
+        assert of is not None
         segment, needs_backward = self._walk.expect(unit_index, needs_backward)
         self._walk.begin_turn()
         call = self._step.num_visits[unit.fqn]
         self._step.num_visits[unit.fqn] += 1
+        backward = BackwardTurn(self._enter_backward, self._walk.end_turn, segment, of.moment)
         with self.dropout.left_alone():
-            leaves, rules = self.known.prepare(module, (args, kwargs))
-        backward = BackwardTurn(
-            self._enter_backward, self._walk.end_turn, segment, self._rounds.moment
-        )
-        assert self._step.round is not None
-        with self._visiting_unit(unit.fqn):
-            visit = self._visits.of(
-                module, rules, self._step.round, call=call, unit=unit, backward=backward
-            )
+            leaves, rules = self.known.prepare(module, arguments)
+            visit = self._visits.of(module, rules, of, call=call, unit=unit, backward=backward)
             output = run_visit(visit, self.anchor if needs_backward else None, leaves)
         self._walk.end_turn()
         return output
@@ -139,15 +144,6 @@ class UnitCalls:
             leaves, rules = self.known.prepare(module, (args, kwargs))
             visit = self._visits.of(module, rules, self._step.round, call=call)
             return run_visit(visit, self.anchor if needs_backward else None, leaves)
-
-    @contextmanager
-    def _visiting_unit(self, unit_fqn: str) -> Iterator[None]:
-        self._visiting = unit_fqn
-        try:
-            with self.dropout.left_alone():
-                yield
-        finally:
-            self._visiting = ""
 
     def _check_is_inside(self, unit_fqn: str) -> None:
         if torch._C._functorch.peek_interpreter_stack() is not None:

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import ref
 
@@ -37,6 +38,7 @@ from shardhet.fsdp.step.rounds import Round, Rounds, StepInProgress
 from shardhet.fsdp.step.turn_walk import TurnWalk
 from shardhet.fsdp.tokens.attention import ContextGroup
 from shardhet.fsdp.tokens.tiles import Tiles
+from shardhet.records.layout import Span
 from shardhet.records.plan import Plan, pipeline_of
 from shardhet.records.schedule import Phase, RoundPhase
 from shardhet.records.stages import rounds_in_flight, stage_by_unit
@@ -114,7 +116,7 @@ class Runtime:
             staying=self.walk.staying,
             rank_plan=self.rank_plan,
             random=self._random,
-            norms=self.norms,
+            norms=self.norms if len(self.norms) else None,
             observers=self.observers,
             device_type=self._comm.device.type,
             inputs=self._inputs,
@@ -213,6 +215,14 @@ class Runtime:
         is_cut = len(each.microbatch_sizes) > 1
         self.known.end_forward(follows=self.rounds.have_begun, is_cut=is_cut)
         return output
+
+    def around_root(self) -> AbstractContextManager[Any]:
+        """What surrounds code outside of units: attention among the members of a group."""
+        each = self.step.round
+        number = 0 if each is None or self._prober.probe is not None else each.num_samples
+        if self.tokens is None or not number:
+            return nullcontext()
+        return self.tokens.around([Span(0, number)]).in_function(0, is_repeated=False)
 
     def backward_round(self, each: Round, run_autograd: Callable[[], None]) -> None:
         """Take all turns of a round's backward; ranks with samples call ``run_autograd``."""

@@ -129,17 +129,10 @@ class TurnWalk:
         if self._cursor < stop:
             expected, has_backward = segments[segment].unit, segments[segment].needs_backward
         if unit_index != expected:
-            raise RuntimeError(
-                f"model(...): unit {self._name(unit_index)!r} was called at place {segment} of "
-                f"forward, where {self._name(expected)!r} was when the order was found. Call "
-                "the units in the same order at every step, or let a flag (True or False) "
-                "among the model's attributes or arguments choose the order."
-            )
+            names = self._name(unit_index), self._name(expected)
+            raise RuntimeError(_OTHER_ORDER.format(names[0], segment, names[1]))
         if needs_backward and not has_backward:
-            raise RuntimeError(
-                f"model(...): unit {self._name(unit_index)!r} needs a backward now, unlike "
-                "when the order was found. Freeze and unfreeze parameters before HetFSDP."
-            )
+            raise RuntimeError(_NEEDS_BACKWARD.format(self._name(unit_index)))
         return segment, has_backward
 
     def _name(self, unit: int) -> str:
@@ -152,10 +145,7 @@ class TurnWalk:
         segment = self._cursor - self._first
         if segment < len(self.schedule.segments):
             missing = self._name(self.schedule.segments[segment].unit)
-            raise RuntimeError(
-                f"model(...): forward ended before unit {missing!r} was called, as it was when "
-                f"the order was found. Call the units in the same order at every step."
-            )
+            raise RuntimeError(_ENDS_EARLY.format(missing))
 
     def pass_forward(self) -> None:
         """Take the turns of forward on a rank without samples."""
@@ -297,3 +287,18 @@ class TurnWalk:
         for unit in units:
             if unit.state is not UnitState.SHARDED:
                 unit.reshard()
+
+
+_OTHER_ORDER = (
+    "model(...): unit {!r} was called at place {} of forward, where {!r} was when the order "
+    "was found. Call the units in the same order at every step, or let a flag (True or False) "
+    "among the model's attributes or arguments choose the order."
+)
+_NEEDS_BACKWARD = (
+    "model(...): unit {!r} needs a backward now, unlike when the order was found. Freeze and "
+    "unfreeze parameters before HetFSDP."
+)
+_ENDS_EARLY = (
+    "model(...): forward ended before unit {!r} was called, as it was when the order was "
+    "found. Call the units in the same order at every step."
+)
