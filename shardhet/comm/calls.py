@@ -1,5 +1,6 @@
 """What uneven collectives are made of: records of calls, messages, operations in flight."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,6 +74,12 @@ class Pending:
     def is_sent(self) -> bool:
         """Whether ``wait_sent`` would return at once."""
         return not self._sending or all(work.is_completed() for work in self._sending)
+
+
+def let_go(unsent: deque[Pending], most: int | None = None) -> None:
+    """Drop what peers have received, and wait for all but ``most``; None: for nothing."""
+    while unsent and ((most is not None and len(unsent) > most) or unsent[0].is_sent()):
+        unsent.popleft().wait_sent()
 
 
 def wait_all(works: list[InFlight]) -> None:

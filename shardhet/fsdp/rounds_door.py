@@ -184,14 +184,14 @@ class ModuleInRounds(ModuleWithState):
 
     def _call(self, given: Arguments, num_rounds: int = 1) -> ModelCall:
         """A call with this rank's samples of so many rounds."""
-        planned = num_rounds * self.plan.ranks[self.position].rank_batch_size
+        planned = num_rounds * self._runtime.rounds.planned
         call = ModelCall.of(
             self._forward, *given, self._batch_dim, ragged=self._ragged, planned=planned
         )
         return replace(call, of_loss=choices_of(self._loss.loss_fn))
 
     def _parts(self, call: ModelCall, num_rounds: int, *, caller: str) -> list[Arguments]:
-        own = self.plan.ranks[self.position].rank_batch_size
+        own = self._runtime.rounds.planned
         return call.in_rounds(num_rounds, own, caller=caller)
 
     def _call_of_round(self, part: Arguments, whole: ModelCall | None = None) -> ModelCall:

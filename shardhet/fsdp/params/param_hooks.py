@@ -141,7 +141,8 @@ def set_grads_with_hooks(
     if factor is not None:
         flat.grad.multiply(factor)
     params, found = flat.sharded_params, hooks.found
-    hooked = [i for i, slot in enumerate(flat.slots) if has_grad[i] and slot.fqn in found]
+    slots = enumerate(flat.slots if found else ())
+    hooked = [i for i, slot in slots if has_grad[i] and slot.fqn in found]
     kept = {i: params[i].grad for i in hooked if found[flat.slots[i].fqn][0]}
     for i in kept:
         params[i].grad = None
@@ -155,7 +156,7 @@ def set_grads_with_hooks(
             assert grad is not None
             before += grad
             params[i].grad = before
-    if not rows.is_alone:
+    if rows.control.group is not None:  # a lone rank has whole gradients
         with _plainly():
             for slot, param, cut in zip(flat.slots, params, flat.cuts, strict=True):
                 if (grad := grad_of(param)) is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardhet.comm import devices
 from shardhet.comm.buffers import BufferPool, host_empty
-from shardhet.comm.calls import Pending
+from shardhet.comm.calls import Pending, let_go
 from shardhet.comm.channel import Channel
 from shardhet.comm.groups import among_computing, in_two_levels
 from shardhet.comm.on_host.lanes import CopyLane
@@ -189,10 +189,7 @@ class CommContext:
         number is limited because each may hold a copy of the shard in ``param_dtype``.
         """
         self._unsent.append(gather)
-        while self._unsent and (
-            len(self._unsent) > MAX_UNSENT_GATHERS or self._unsent[0].is_sent()
-        ):
-            self._unsent.popleft().wait_sent()
+        let_go(self._unsent, MAX_UNSENT_GATHERS)
 
     def wait_all_sent(self) -> None:
         """Wait until no peer reads this rank's shards, so that the optimizer may write them.
@@ -200,7 +197,6 @@ class CommContext:
         On an accelerator the compute stream has waited for each gather, and with it for what
         the gather reads: there is nothing left to wait for, but copies of rows on the host.
         """
-        while self._unsent:
-            self._unsent.popleft().wait_sent()
+        let_go(self._unsent, 0)
         if self.to_device.num_copies:
             self.to_device.wait_all()

@@ -64,7 +64,8 @@ class FSDPUnit:
         self.fqn = fqn
         self.modules = tuple(modules)  # several if they share a parameter
         self.flats = tuple(flats)  # one per dtype and trainability
-        self.is_trainable = any(flat.is_trainable for flat in flats)
+        self._trainable_flats = tuple(flat for flat in flats if flat.is_trainable)
+        self.is_trainable = len(self._trainable_flats) > 0
         self.state = UnitState.SHARDED
         self._comm = comm
 
@@ -147,7 +148,3 @@ class FSDPUnit:
         """Drop the gradients of an unfinished or invalid step."""
         for flat in self._trainable_flats:
             flat.drop_grads()
-
-    @property
-    def _trainable_flats(self) -> list[FlatTensor]:
-        return [flat for flat in self.flats if flat.is_trainable]

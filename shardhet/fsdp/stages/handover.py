@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardhet.comm.calls import Messages, Pending
+from shardhet.comm.calls import Messages, Pending, let_go
 from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.batching import BatchAxis
 from shardhet.fsdp.sharding.comm import CommContext
@@ -209,16 +209,10 @@ class Departures:
         self._unsent.append(messages.post())
         # Compute waits for what is received already, so it does not stand still.  On the CPU
         # the host would be what waits.
-        _let_go(self._unsent, self._max_unsent if way.comm.host_runs_ahead else None)
-        _let_go(self._told)
+        let_go(self._unsent, self._max_unsent if way.comm.host_runs_ahead else None)
+        let_go(self._told)
 
     def flush(self) -> None:
         """Wait until everything has been received."""
-        _let_go(self._unsent, 0)
-        _let_go(self._told, 0)
-
-
-def _let_go(unsent: deque[Pending], most: int | None = None) -> None:
-    """Drop what has been received, and wait for all but ``most``; None: for nothing."""
-    while unsent and ((most is not None and len(unsent) > most) or unsent[0].is_sent()):
-        unsent.popleft().wait_sent()
+        let_go(self._unsent, 0)
+        let_go(self._told, 0)

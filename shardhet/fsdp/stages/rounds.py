@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from shardhet.fsdp.microbatch.signature import CHECKSUM_END, ModelCall
-from shardhet.fsdp.step.rounds import Moment, Round, Rounds
+from shardhet.fsdp.step.rounds import Moment, Round, Rounds, check_fits_plan
 from shardhet.records.plan import Plan
 
 DEAL = "Pass each rank the samples of plan.sample_indices(model.position)."
@@ -50,12 +50,8 @@ def rounds_of(
 
 
 def _check_round(plan: Plan, row: Sequence[Passed], where: str) -> None:
-    for i, (rank, each) in enumerate(zip(plan.ranks, row, strict=True)):
-        if each.num_samples > rank.rank_batch_size:
-            raise ValueError(
-                f"{where} position {i} of the plan got {each.num_samples} samples but the plan "
-                f"gives it {rank.rank_batch_size}, and memory was planned for that. {DEAL}"
-            )
+    planned = [rank.rank_batch_size for rank in plan.ranks]
+    check_fits_plan(planned, [each.num_samples for each in row], where, DEAL)
     counts = [sum(row[i].num_samples for i in each) for each in plan.groups]
     if len(set(counts)) > 1:
         raise ValueError(

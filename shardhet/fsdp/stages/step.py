@@ -140,7 +140,7 @@ class Pipeline:
             rows = self._share([*mine, known.written], checksums, "forward_backward")
             have_samples = [any(of.num_samples for of in each) for each in self._told]
             known.check_written([row[2] for row in rows], have_samples)
-            check_graph(any(has_grad.values()), any(have_samples))
+            check_graph(any(has_grad), any(have_samples))
         of_loss = torch.tensor(rows, dtype=torch.float64)[:, :2]
         self._mean.is_divided = is_divided
         return self._mean.end_step(of_loss, has_grad, scale)

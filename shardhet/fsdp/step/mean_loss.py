@@ -77,11 +77,12 @@ class MeanLoss:
         return rows
 
     def end_step(
-        self, sums: Tensor, has_grad: Mapping[str, bool], scale: float | None
+        self, sums: Tensor, has_grad: Sequence[bool], scale: float | None
     ) -> float | None:
         """Set the gradients of a step, and return its mean loss.  Collective.
 
-        ``sums`` are losses and tokens of every rank, [world_size, 2].  Gradients are those of
+        ``sums`` are losses and tokens of every rank, [world_size, 2], ``has_grad`` whether any
+        rank has a gradient, by parameter of all flat tensors.  Gradients are those of
         the sum of losses times ``scale``; None if they are of what is returned.
         """
         self.sums = sums
@@ -105,9 +106,11 @@ class MeanLoss:
         if not is_late:
             walk.finish()
         with self._peers.guard("hooks on parameters"):
-            for flat in (each for each in self.flats if each.is_trainable):
-                has = [has_grad[slot.fqn] for slot in flat.slots]
-                set_grads_with_hooks(flat, has, factor, self._hooks, self._rows, walk)
+            has = iter(has_grad)
+            for flat in self.flats:
+                of_flat = [next(has) for _ in flat.slots]
+                if flat.is_trainable:
+                    set_grads_with_hooks(flat, of_flat, factor, self._hooks, self._rows, walk)
         self._runtime.is_at_rest = not is_late
         return self.mean_so_far
 
@@ -119,9 +122,8 @@ class MeanLoss:
         losses, counts = map(sum, self.sums.T.tolist())
         return float(losses if self.is_divided else losses / counts if counts else losses)
 
-    def agree_on_grads(self) -> dict[str, bool]:
-        """Which parameters have a gradient on any rank, by fqn.  Collective."""
-        names = [slot.fqn for flat in self.flats for slot in flat.slots]
+    def agree_on_grads(self) -> list[bool]:
+        """Whether any rank has a gradient, by parameter of all flat tensors.  Collective."""
         mine = [float(has) for flat in self.flats for has in flat.grad.has_grad]
         laws, told, self.laws, self.told = self.laws, self.told, [], []
         with self._runtime.observers.watch("", Activity.AGREE):
@@ -130,8 +132,7 @@ class MeanLoss:
             check_factors(laws, [row[1 + len(mine) :] for row in rows])
         asks_to_end, *columns = zip(*rows, strict=True)
         self._runtime.is_asked_to_end = any(asks_to_end)
-        columns = columns[: len(names)]
-        return {name: any(column) for name, column in zip(names, columns, strict=True)}
+        return [any(column) for column in columns[: len(mine)]]
 
     def check_leaves(self, loss_sum: Tensor, *, divides_late: bool) -> None:
         """Raise ``ValueError`` if the loss depends on a parameter that is not the model's, or,

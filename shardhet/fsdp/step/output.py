@@ -108,6 +108,8 @@ class Output:
                 "sum (loss * num_tokens of a mean), leave out what mixes samples "
                 "(output_router_logits=False), or let one rank compute all samples at once."
             )
+        if not not_sums:
+            return
         following = dict(pairwise(self._leaves)).get(at)
         if any(
             place in not_sums and _is_it(num_tokens, each, follows_loss=place == following)

@@ -95,14 +95,14 @@ class RoundByRound:
         findings = known.findings(each.index)
         walk.is_behind = call.is_behind
         walk.begin(findings.schedule, each.moment.round, findings.staying)
-        norms = runtime.norms if is_training and len(runtime.norms) else None
-        if norms is not None:
-            norms.begin()
+        has_norms = is_training and runtime.has_norms
+        if has_norms:
+            runtime.norms.begin()
         run = partial(self._run_module, *call.with_all())
         output = runtime.forward_round(each, run, is_training=is_training)
         runtime.step.is_in_forward = False
-        if norms is not None:
-            norms.apply(self._control)
+        if has_norms:
+            runtime.norms.apply(self._control)
         runtime.step.awaits_backward = torch.is_grad_enabled()
         if runtime.step.awaits_backward:
             walk.go_on()  # while the loss is computed and shared
@@ -152,7 +152,7 @@ class RoundByRound:
             own = float(of_round[self._control.position, 1])
             mean.laws.append(self._returned.laws)
             mean.told += [num_samples, own, *self._returned.factors()]
-            has_grad = mean.agree_on_grads() if is_last else {}
+            has_grad = mean.agree_on_grads() if is_last else []
             if divisor is None:
                 check_no_tokens(of_round[:, 1].tolist(), [row[3] for row in rows])
                 if self._runtime.tokens is not None:

@@ -88,6 +88,7 @@ class Rounds:
         self.form = replace(plan.form, num_rounds=plan.num_rounds * batches_per_step)
         self._own = plan.ranks[self._position]
         self._planned = [rank.rank_batch_size for rank in plan.ranks]  # samples, by position
+        self.planned = self._planned[self._position]  # of this rank, in each round
         members = plan.context_group(self._position)
         self._member = members.index(self._position)
         self._context_groups = plan.context_groups or ()
@@ -105,12 +106,16 @@ class Rounds:
             call,
             tuple(sizes),
             moment,
-            microbatch_sizes=self._own.split(sizes[self._position]),
+            microbatch_sizes=self._split(sizes[self._position]),
             first_sample=moment.num_samples_before + sum([sizes[i] for i in self._before]),
             num_together=sum([sizes[i] for i in self._leaders]),
             computing=tuple([i for i in self._here if sizes[i]]),
             member=self._member,
         )
+
+    def _split(self, num_samples: int) -> tuple[int, ...]:
+        own = self._own
+        return own.microbatch_sizes if num_samples == self.planned else own.split(num_samples)
 
     def agree(
         self,
@@ -140,7 +145,8 @@ class Rounds:
             forget_changed(of_frozen, control)
         sizes = [int(row[0]) for row in rows]
         if with_gradients and sizes != self._planned:
-            _check_fits_plan(self._planned, sizes)
+            mend = _how_to_mend(self._planned, sizes)
+            check_fits_plan(self._planned, sizes, "model(...):", mend)
         for group in self._context_groups:
             if len({(rows[i][0], rows[i][3]) for i in group}) > 1:
                 raise ValueError(_UNLIKE_MEMBERS.format(list(group)))
@@ -218,20 +224,27 @@ def beside_others(call: ModelCall, control: Channel) -> tuple[ModelCall, bool]:
     return replace(call, is_behind=has_any and not call.has_rows), has_any
 
 
-def _check_fits_plan(planned: Sequence[int], sizes: Sequence[int]) -> None:
-    factors = {
-        size / own if own else math.inf
-        for size, own in zip(sizes, planned, strict=True)
-        if size
-    }
-    is_joined = len(factors) == 1 and max(factors).is_integer()
+def check_fits_plan(
+    planned: Sequence[int], sizes: Sequence[int], where: str, mend: str
+) -> None:
+    """Raise ``ValueError`` if a rank has more samples than memory was planned for.
+
+    Both are by position of the plan.
+    """
     for i, (size, own) in enumerate(zip(sizes, planned, strict=True)):
         if size > own:
             raise ValueError(
-                f"model(...): position {i} of the plan got {size} samples but the plan "
-                f"gives it {own}, and memory was planned for that. "
-                + (_JOINED.format(size // own) if is_joined else _DEAL)
+                f"{where} position {i} of the plan got {size} samples but the plan gives it "
+                f"{own}, and memory was planned for that. {mend}"
             )
+
+
+def _how_to_mend(planned: Sequence[int], sizes: Sequence[int]) -> str:
+    """What to do about too many samples: all ranks may have so many times theirs."""
+    pairs = [pair for pair in zip(sizes, planned, strict=True) if pair[0]]
+    factors = {size / own if own else math.inf for size, own in pairs}
+    is_joined = len(factors) == 1 and max(factors).is_integer()
+    return _JOINED.format(int(*factors)) if is_joined else _DEAL
 
 
 _UNLIKE_MEMBERS = (

@@ -80,7 +80,7 @@ class Runtime:
         self.comms = tuple(dict.fromkeys((comm, root_comm)))
         self.control, self.peers = control, peers
         self._random = RandomStates(seed, comm.device)
-        self._module, self.norms = module, norms
+        self._module, self.norms, self.has_norms = module, norms, len(norms) > 0
         self._caches, self._loss = caches, loss
         self.walk = TurnWalk(units, root, comm=comm, observers=self.observers)
         self._inputs: InputsOnHost | None = None
@@ -116,7 +116,7 @@ class Runtime:
             staying=self.walk.staying,
             rank_plan=self.rank_plan,
             random=self._random,
-            norms=self.norms if len(self.norms) else None,
+            norms=self.norms if self.has_norms else None,
             observers=self.observers,
             device_type=self._comm.device.type,
             inputs=self._inputs,
