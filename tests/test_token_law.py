@@ -36,6 +36,8 @@ class Mixing(nn.Module):
                 x = x + F.scaled_dot_product_attention(x, x, x, is_causal=True)
             case "weights of attention":
                 x = x + self.attention(x, x, x)[0]
+            case "attention to differences":  # of which causal queries do not see each part
+                x = x + F.scaled_dot_product_attention(x, x - x[:, -1:], x, is_causal=True)
             case "window":
                 row = torch.arange(num_tokens)
                 is_near = (row - row[:, None]).abs() < 4
@@ -86,6 +88,7 @@ class _Clipped(torch.autograd.Function):
 APART = {"dropout", "noise", "nothing", "sum of squares", "cross attention"}
 TOGETHER = APART - {"cross attention"} | {"attention", "causal attention"}
 WHY = {
+    "attention to differences": "depends on other tokens",
     "window": "mask or bias of its own",
     "cross attention": "not among a sample's tokens",
     "mean of squares": "no sum over tokens",
@@ -149,7 +152,7 @@ def test_nothing_is_tried_on_objects_that_keep_what_they_are_given() -> None:
         by_tokens("net", module, lambda x, cache: cache.update(x), call)
 
 
-def test_transformers_in_lockstep() -> None:
+def test_transformers_that_share_samples() -> None:
     transformers = pytest.importorskip("transformers")
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2,
              "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 50}  # fmt: skip

@@ -16,7 +16,7 @@ from shardhet.fsdp.microbatch.caches import CacheSwitch
 from shardhet.fsdp.microbatch.modes import OperationMode, tensors_among
 from shardhet.fsdp.sharding.build import cast_arguments
 from shardhet.fsdp.sharding.unit import UnitModule
-from shardhet.fsdp.tokens.lockstep import attending_by, attention
+from shardhet.fsdp.tokens.attention import attending_by, attention
 from shardhet.fsdp.tokens.tiles import Tiles
 from shardhet.profiler.batch import ExampleBatch, LossFn
 from shardhet.profiler.sketch import ModelSketch, TensorInput, UnitCall, UnitSketch

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.backends import mha
+from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from shardhet.comm.buffers import BufferPool
@@ -28,9 +29,21 @@ from shardhet.comm.groups import part_of
 from shardhet.fsdp.microbatch.surroundings import Surrounding
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.tokens.cutting import TokenCut, TokenCutter
-from shardhet.fsdp.tokens.lockstep import attending_by, attention
 from shardhet.records.layout import Span
 from shardhet.records.plan import Plan
+
+attention = F.scaled_dot_product_attention
+
+
+@contextmanager
+def attending_by(function: Callable[..., Any]) -> Iterator[None]:
+    """A context in which ``function`` is in place of ``F.scaled_dot_product_attention``."""
+    before = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = function
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = before
 
 
 @dataclass(frozen=True, slots=True)

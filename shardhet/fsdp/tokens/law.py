@@ -5,15 +5,14 @@ arguments in float32 or wider.  Results of the pieces have to be those of the wh
 gradients.  Pieces are computed
 
     apart     as tiles are: nothing in a piece may depend on a token of another
-    together  as by devices that share a sample: all pieces at once, and only
-              ``F.scaled_dot_product_attention`` sees keys and values of the others
+    together  as by devices that share a sample: only ``F.scaled_dot_product_attention``
+              sees keys and values of the others, which are those of the whole: if each piece
+              is right as long as the others are, all are, from one attention to the next
 
 What depends on how long a sequence is, as a sliding window does, does not show among few
 tokens: the attention of devices that share a sample refuses masks when it is called.
 """
 
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -26,7 +25,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.stateless import _reparametrize_module
 
-from shardhet.comm import devices
 from shardhet.fsdp.microbatch.batching import (
     BatchAxis,
     Join,
@@ -45,8 +43,8 @@ from shardhet.fsdp.probing.module_state import attributes_of, restored_modules
 from shardhet.fsdp.probing.watch import Watcher
 from shardhet.fsdp.sharding.seeds import restored_random_state, seed_generators
 from shardhet.fsdp.sharding.unit import Casts
+from shardhet.fsdp.tokens.attention import attending_by, attention
 from shardhet.fsdp.tokens.drawn import random_params
-from shardhet.fsdp.tokens.lockstep import Meeting, attending_by, attention, in_lockstep
 from shardhet.records.layout import Span
 
 Made = dict[tuple[str, int], list[Tensor]]  # results, by name and call of a module inside
@@ -119,9 +117,10 @@ def by_tokens(
             params=[each for each in dict.fromkeys(params.values()) if each.requires_grad],
             spans=spans,
             order=torch.tensor(order or range(number), device=device),
+            together=together,
         )
         try:
-            return try_out.outcome(together=together, arguments=Layout.of(leaves, spec))
+            return try_out.outcome(Layout.of(leaves, spec))
         except (Refusal, Exception) as error:
             if isinstance(error, NotByTokensError):
                 raise
@@ -144,24 +143,25 @@ class _Try:
     params: list[Tensor]
     spans: tuple[Span, Span]
     order: Tensor  # [tokens]
+    together: bool
     draws: bool = False
     eps: float = 0.0
     kept: dict[int, int] = field(default_factory=dict)  # bytes of storages in the whole's graph
-    here: Any = field(default_factory=threading.local)  # what the thread's run has made so far
+    made: Made = field(default_factory=dict)  # in the present run
+    # Keys and values of the whole, by call of attention
+    attended: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    are_alike: bool = True  # to those of pieces
 
-    def outcome(self, *, together: bool, arguments: Layout) -> ByTokens:
+    def outcome(self, arguments: Layout) -> ByTokens:
         """What has been found of the module; raises ``NotByTokensError``."""
         held = self._held()
-        # A device that shares samples tries what it computes alone, without the others.
-        with self._recording(), attending_by(attention):
+        with self._recording():
             # A graph holds its hooks: by a method of this, which holds the graph, neither
             # would ever be freed.
             note = partial(_note, self.kept)
             with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
-                whole = self._run(self.inputs[1], None)
-            parts = [self.run_piece(i) for i in (0, 1)] if not together else []
-            if together:
-                parts = in_lockstep(self.run_piece, self.attend)
+                whole, layout = self._run(self.inputs[1], self._attend)
+            parts = [self._run_piece(span) for span in self.spans]
         try:
             rules = self._rules(whole, parts, ("", 0))
         except NotByTokensError:
@@ -169,6 +169,8 @@ class _Try:
                 if all(at in part for part in parts):
                     self._rules(whole, parts, at)
             raise
+        if not self.are_alike:
+            raise NotByTokensError(f"{self.fqn}: what it attends to depends on other tokens")
         if self._held() != held:
             raise NotByTokensError(f"{self.fqn}: each of its calls changes what it holds")
         results = whole["", 0]
@@ -182,7 +184,7 @@ class _Try:
             rules=VisitRules(
                 arguments=arguments,
                 inputs=tuple(self.inputs[0]),
-                results=self.here.results,
+                results=layout,
                 outputs=rules,
                 is_differentiable=tuple(t.requires_grad for t in results),
             ),
@@ -190,65 +192,84 @@ class _Try:
             kept_ratio=kept / max(1, sum(outside.values())),
         )
 
-    def run_piece(self, part: int, meeting: Meeting | None = None) -> Made:
+    def _run_piece(self, span: Span) -> Made:
         """What modules return for a piece, by their names and calls."""
-        span = self.spans[part]
         tokens = self.order[span.start : span.stop].tolist()
         pieces = [
             axis.select(t, tokens, len(self.order)) if isinstance(axis, BatchAxis) else t
             for axis, t in zip(*self.inputs, strict=True)
         ]
-        with _current(self.order.device):
-            return self._run(pieces, None if meeting is None else (meeting, part))
+        of_others = iter(self.attended)
+        attend = partial(self._attend_in_piece, span, of_others)
+        # A device that shares samples tries what it computes alone, without the others.
+        made, _ = self._run(pieces, attend if self.together else attention)
+        if self.together and next(of_others, None) is not None:
+            raise NotByTokensError(f"{self.fqn}: it attends more often for some tokens")
+        return made
 
-    def _run(self, tensors: Sequence[Tensor], meets: Any) -> Made:
-        made: Made = {}
-        self.here.made = made
-        self.here.calls, self.here.meets = Counter(), meets
-        given = iter(tensors)
+    def _run(
+        self, tensors: Sequence[Tensor], attend: Callable[..., Tensor]
+    ) -> tuple[Made, Layout]:
+        self.made, given = {}, iter(tensors)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = unflatten(leaves, self.spec)
         watcher = _DropsNothing(is_cut=False, refuses_random=False)
         no_autocast = _no_autocast(self.order.device.type)
-        with torch.enable_grad(), no_autocast, watcher, watcher.call(self.fqn, tensors):
+        with (
+            torch.enable_grad(),
+            no_autocast,
+            watcher,
+            watcher.call(self.fqn, tensors),
+            attending_by(attend),
+        ):
             output = self.function(*args, **kwargs)
         if watcher.is_unpredictable:
             raise NotByTokensError(f"{self.fqn}: it draws random numbers")
         self.draws |= watcher.draws
         self.eps = max(self.eps, watcher.eps)
-        made["", 0] = tensors_in(output)
-        self.here.results = Layout.of(*flatten(output))
-        return made
+        self.made["", 0] = tensors_in(output)
+        return self.made, Layout.of(*flatten(output))
 
-    def attend(
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **how: Any) -> Any:
+        """Torch's, of the whole."""
+        self.attended.append((key, value))
+        return attention(query, key, value, *args, **how)
+
+    def _attend_in_piece(
         self,
+        span: Span,
+        of_others: Iterator[tuple[Tensor, Tensor]],
         query: Tensor,
         key: Tensor,
         value: Tensor,
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        **how: Any,
     ) -> Tensor:
         """Attention of a piece to all, in the place of torch's."""
-        meets = getattr(self.here, "meets", None)
-        how: Any = {"scale": scale, "enable_gqa": enable_gqa}
-        if meets is None:
-            return attention(query, key, value, attn_mask, dropout_p, is_causal, **how)
-        meeting, part = meets
-        span = self.spans[part]
         if attn_mask is not None:
             raise NotByTokensError(f"{self.fqn}: its attention has a mask or bias of its own")
         if query.shape[-2] != span.numel or key.shape[-2] != span.numel:
             raise NotByTokensError(f"{self.fqn}: its attention is not among a sample's tokens")
-        pairs = meeting.meet(part, (key, value))
-        if any(each is None for each in pairs):
+        pair = next(of_others, None)
+        if pair is None:
             raise NotByTokensError(f"{self.fqn}: it attends more often for some tokens")
-        key, value = (torch.cat([each[i] for each in pairs], dim=-2) for i in (0, 1))
+        key, value = (
+            self._with_others(span, own, of_all)
+            for own, of_all in zip((key, value), pair, strict=True)
+        )
         mine = self.order[span.start : span.stop]
         mask = self.order <= mine[:, None] if is_causal else None
         return attention(query, key, value, mask, dropout_p, **how)
+
+    def _with_others(self, span: Span, own: Tensor, of_all: Tensor) -> Tensor:
+        """A piece's rows among those of the whole, which they have to be."""
+        first, expected, last = of_all.index_select(-2, self.order).split(
+            [span.start, span.numel, len(self.order) - span.stop], dim=-2
+        )
+        self.are_alike &= are_close(own, expected, self.eps)
+        return torch.cat([first, own, last], dim=-2)
 
     def _rules(
         self, whole: Made, parts: Sequence[Made], at: tuple[str, int]
@@ -307,7 +328,9 @@ class _Try:
         if not leaves or not ends[0].requires_grad:
             return
         found = [
-            torch.autograd.grad(end, leaves, allow_unused=True, materialize_grads=True)
+            torch.autograd.grad(
+                end, leaves, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
             for end in ends
         ]
         eps = max(self.eps, torch.finfo(leaves[0].dtype).eps, 1e-12)
@@ -327,9 +350,8 @@ class _Try:
 
         def record(fqn: str) -> Callable[..., None]:
             def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-                if (made := getattr(self.here, "made", None)) is not None:
-                    made[fqn, self.here.calls[fqn]] = tensors_in(output)
-                    self.here.calls[fqn] += 1
+                number = sum(name == fqn for name, _ in self.made)  # of its earlier calls
+                self.made[fqn, number] = tensors_in(output)
 
             return hook
 
@@ -398,12 +420,6 @@ def _few(
         return few
     values = tensor.unique()
     return values[torch.randint(len(values), few.shape, device=tensor.device)]
-
-
-def _current(device: torch.device) -> Any:
-    """A context in which a new thread has this device as its current one."""
-    on_host = devices.is_on_host(device)
-    return nullcontext() if on_host else devices.module_of(device).device(device)
 
 
 def _no_autocast(device_type: str) -> Any:
