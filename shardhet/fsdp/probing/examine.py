@@ -36,7 +36,7 @@ from shardhet.fsdp.probing.probed_call import (
     CallRunner,
     ProbedCall,
     Seen,
-    copied,
+    copies,
     filled,
     numbers_in,
 )
@@ -77,12 +77,20 @@ class Examiner:
     def rules_of(self, seen: Seen, large: ProbedCall) -> tuple[VisitRules, Any]:
         """The rules of a call that was seen with fewer samples, and the output of ``large``."""
         if self.watcher.made_rows.has_ragged(large.tensors):
-            run = partial(self._run_whole, large, seen)
-            return _at_once(seen, self.runner, self.watcher, run)
+            return self._at_once(seen, large)
         pairs = zip(large.tensor_by_name.items(), seen.call.tensors, strict=True)
         find = partial(self._decide.of_input, large.fqn)
-        inputs = tuple(find(name, small, tensor) for (name, tensor), small in pairs)
+        inputs = [find(name, small, tensor) for (name, tensor), small in pairs]
         return self._examine(seen, large, inputs)
+
+    def _at_once(self, seen: Seen, large: ProbedCall) -> tuple[VisitRules, Any]:
+        """As ``rules_of``, for a call that is never cut: its rows are ragged."""
+        rules = seen.rules([Join.SHARED] * len(large.tensors))
+        self.watcher.draws = False
+        output = self._run_whole(large, seen, rules.inputs)
+        if self.watcher.draws or seen.has_own_backward:
+            raise Refusal(ValueError(_ONLY_AT_ONCE.format(large.fqn)))
+        return replace(rules, outputs=(Join.SHARED,) * len(seen.outputs)), output
 
     def known_from(self, seen: Seen, call: ProbedCall) -> dict[str, Rule]:
         """Rules of those arguments that the call seen before had too."""
@@ -137,29 +145,16 @@ class Examiner:
         )
 
     def _examine(
-        self, seen: Seen, large: ProbedCall, inputs: tuple[Rule, ...]
+        self, seen: Seen, large: ProbedCall, inputs: Sequence[Rule]
     ) -> tuple[VisitRules, Any]:
         self.watcher.is_unpredictable = False
         self._decide.undecided.clear()
         self.is_certain &= not any(
             isinstance(rule, BatchAxis) and rule.is_alike for rule in inputs
         )
-        rules = VisitRules(
-            arguments=seen.call.arguments,
-            inputs=inputs,
-            results=seen.results,
-            outputs=(),
-            is_differentiable=seen.is_differentiable,
-            counts=bool(seen.counted),
-        )
-        with self.runner.counting_once(seen):
-            return self._compare(seen, large, rules)
-
-    def _compare(
-        self, seen: Seen, large: ProbedCall, rules: VisitRules
-    ) -> tuple[VisitRules, Any]:
-        kept = large.on(list(map(copied, large.tensors)))  # the call may write to its inputs
-        output = self._run_whole(large, seen, rules.inputs)
+        rules, kept = seen.rules(inputs), large.copy()  # the call may write to its inputs
+        output = self._run_whole(large, seen, inputs)
+        run = self._run
         is_cut = self.splits and rules.is_batched
         pieces = _pieces(kept, rules, (*PARTS, *OTHER_PARTS)) if is_cut else []
         parts = []
@@ -167,14 +162,14 @@ class Examiner:
             if i == 0 and kept.is_like(seen.call):
                 found, numbers = seen.outputs, seen.numbers
             else:
-                of_piece = self.runner.run(piece)
-                found, numbers = list(map(copied, tensors_in(of_piece))), numbers_in(of_piece)
+                of_piece = run(piece)
+                found, numbers = copies(of_piece), numbers_in(of_piece)
             if numbers != numbers_in(output):
                 rules = replace(rules, returns_numbers_of_samples=True)
             parts.append(found)
         rules = replace(rules, outputs=self._outputs(seen, kept, output, parts, pieces))
         if joins := _joins(rules.outputs, parts):
-            _check_joins(self.runner, kept, rules, joins, eps=self.watcher.eps)
+            _check_joins(run, kept, rules, joins, eps=self.watcher.eps)
         module = self.runner.module_of(kept)
         has_own = seen.has_own_backward or module._backward_hooks or module._backward_pre_hooks
         if has_own and (pieces or self.divides_late) and torch.is_grad_enabled():
@@ -200,7 +195,7 @@ class Examiner:
             found.append(self._decide.of_output(call.fqn, i, seen.outputs[i], whole, cuts))
         for i in self._decide.undecided:
             runs = (call, *pieces[: len(PARTS)])
-            results = [tensors_in(self.runner.run(each, with_graph=True))[i] for each in runs]
+            results = [tensors_in(self._run(each, with_graph=True))[i] for each in runs]
             is_told = results[0].requires_grad
             decided = join_by_gradients(results[0], results[1:]) if is_told else None
             found[i] = decided or Join.SUM
@@ -238,7 +233,7 @@ class Examiner:
         leaves = [
             t.detach().clone().requires_grad_(t.is_floating_point()) for t in call.tensors
         ]
-        output = self.runner.run(call, with_graph=True, leaves=leaves)
+        output = self._run(call, with_graph=True, leaves=leaves)
         module = self.runner.module_of(call)
         outputs = tensors_in(output)
         grads: Any = tuple(
@@ -260,11 +255,14 @@ class Examiner:
             found |= {i: grad for i, grad in enumerate(changed) if grad is not None}
         return found
 
-    def _run_whole(self, call: ProbedCall, seen: Seen, inputs: tuple[Rule, ...]) -> Any:
-        """A copy of the call's output, which may contain its inputs."""
+    def _run_whole(self, call: ProbedCall, seen: Seen, inputs: Sequence[Rule]) -> Any:
+        """A copy of the call's output, which may contain its inputs.  What is run after it
+        begins and counts as it does.
+        """
         given = call.tensors
         versions = [each._version for each in given]
-        output = self.runner.run(call)
+        self._run = partial(self.runner.run, again=seen if seen.counted else None)
+        output = self._run(call)
         for each, version, rule in zip(given, versions, inputs, strict=True):
             is_view = isinstance(rule, BatchAxis) and rule.outer == 1
             if self.splits and each._version != version and not is_view:
@@ -276,30 +274,7 @@ class Examiner:
                 f"unit {call.fqn!r} returns another structure for {LARGE} samples than for "
                 f"{SMALL}"
             )
-        return unflatten(list(map(copied, outputs)), spec)
-
-
-def _at_once(
-    seen: Seen,
-    runner: CallRunner,
-    watcher: Watcher,
-    run: Callable[[tuple[Rule, ...]], Any],
-) -> tuple[VisitRules, Any]:
-    """As ``rules_of``, for a call that is never cut: its rows are ragged."""
-    rules = VisitRules(
-        arguments=seen.call.arguments,
-        inputs=(Join.SHARED,) * len(seen.call.tensors),
-        results=seen.results,
-        outputs=(Join.SHARED,) * len(seen.outputs),
-        is_differentiable=seen.is_differentiable,
-        counts=bool(seen.counted),
-    )
-    watcher.draws = False
-    with runner.counting_once(seen):
-        output = run(rules.inputs)
-    if watcher.draws or seen.has_own_backward:
-        raise Refusal(ValueError(_ONLY_AT_ONCE.format(seen.call.fqn)))
-    return rules, output
+        return unflatten(filled(outputs, copies(outputs)), spec)
 
 
 _ONLY_AT_ONCE = (
@@ -324,7 +299,7 @@ def _joins(rules: Sequence[Rule], parts: Sequence[Sequence[Tensor]]) -> dict[int
 
 
 def _check_joins(
-    runner: CallRunner,
+    run: Callable[[ProbedCall], Any],
     whole: ProbedCall,
     rules: VisitRules,
     joins: Mapping[int, Join],
@@ -337,7 +312,7 @@ def _check_joins(
     for place, marked in _marked(whole, rules):
         try:
             runs = (marked, *_pieces(marked, rules, PARTS))
-            found = [tensors_in(runner.run(each)) for each in runs]
+            found = [tensors_in(run(each)) for each in runs]
         except Exception:
             continue  # it does not take such values
         if all(each[i].isfinite().all() for each in found for i in joins):
@@ -383,7 +358,7 @@ def _marked(call: ProbedCall, rules: VisitRules) -> Iterator[tuple[int | None, P
                 first.narrow(inner, 0, lengths[inner] // 2).fill_(value)
             else:
                 first.fill_(value)
-            marked = copied(tensor)
+            marked = tensor.clone()
             rule.put(marked, first, Span(0, 1), LARGE)
             if not torch.equal(marked, tensor):
                 yield i, call.on([*tensors[:i], marked, *tensors[i + 1 :]])

@@ -36,7 +36,6 @@ from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.batching import (
     BatchAxis,
-    Layout,
     Rule,
     VisitRules,
     flatten,
@@ -68,7 +67,7 @@ from shardhet.fsdp.probing.module_state import (
     set_numbers,
     values_of,
 )
-from shardhet.fsdp.probing.probed_call import CallRunner, ProbedCall, Seen, copied, filled
+from shardhet.fsdp.probing.probed_call import CallRunner, ProbedCall, Seen, copies, filled
 from shardhet.fsdp.probing.recorded import Recorded
 from shardhet.fsdp.probing.rules import LARGE, SMALL
 from shardhet.fsdp.probing.watch import Watcher
@@ -249,8 +248,9 @@ class Probe:
         is_piece: bool = False,
     ) -> Any:
         """The output of a call of a unit's module, or a piece of the root, in this run."""
-        leaves, spec = flatten((args, kwargs))
-        self.watcher.check_arguments(tensors_in(leaves))
+        call = ProbedCall.of(fqn, function, (args, kwargs))
+        given = call.tensors
+        self.watcher.check_arguments(given)
         key = CallKey(fqn, self._num_calls[fqn])
         self._num_calls[fqn] += 1
         known = self._seen if self._run is Probe._run_large else self._recorded
@@ -258,17 +258,16 @@ class Probe:
             raise Law.APART.refusal(f"unit {fqn!r}{_CALLED_OTHERWISE}")
         flow = self.watcher.flow
         if flow is not None and not is_piece:
-            flow.reach(tensors_in(leaves))
-        call = ProbedCall(fqn, function, leaves, Layout.of(leaves, spec))
+            flow.reach(given)
         if self._run is Probe._run_rest and call.arguments == self.rules[key].arguments:
-            for i, tensor in enumerate(call.tensors):
+            for i, tensor in enumerate(given):
                 if (key, i) in self.own:
                     self.keep_gradients((key, i), tensor)
         with self.watcher.paused():
             output = self._run(self, key, call)
-        self.watcher.made_rows.pass_through(tensors_in(leaves), tensors_in(output))
+        self.watcher.made_rows.pass_through(given, tensors_in(output))
         if flow is not None and is_piece:
-            flow.drop(tensors_in(leaves), tensors_in(output))
+            flow.drop(given, tensors_in(output))
         elif flow is not None:
             flow.give(output, self.rules[key])
         return output
@@ -286,14 +285,12 @@ class Probe:
         seen, output = self._runner.look(call)
         self.watcher.check_counts(f"unit {call.fqn!r}", tensors_in(output))
         self._seen[key] = seen
-        return self._returned(
-            key, output, list(map(copied, seen.outputs)), seen.is_differentiable
-        )
+        return self._returned(key, output, copies(seen.outputs), seen.is_differentiable)
 
     def _run_large(self, key: CallKey, call: ProbedCall) -> Any:
         seen = self._seen[key]
         module = self._runner.module_of(call)
-        marks, kept = marks_of(module), call.on(list(map(copied, call.tensors)))
+        marks, kept = marks_of(module), call.copy()
         if seen.call.arguments == call.arguments:
             rules, output = self.examiner.rules_of(seen, call)
         else:  # perhaps a mask that only one sample needs
@@ -306,8 +303,7 @@ class Probe:
         for i, (tensor, rule) in enumerate(zip(call.tensors, rules.inputs, strict=True)):
             if isinstance(rule, BatchAxis):
                 self._check_backward((key, i), tensor, f"an argument of unit {call.fqn!r}")
-        copies = list(map(copied, tensors_in(output)))
-        returned = self._returned(key, output, copies, rules.is_differentiable)
+        returned = self._returned(key, output, copies(output), rules.is_differentiable)
         for i, tensor in enumerate(tensors_in(returned)):
             if i in self.examiner.aliased:
                 self.watcher.aliased[storage_of(tensor)] = (call.fqn, tensor)
@@ -353,8 +349,7 @@ class Probe:
 
     def _run_afresh(self, key: CallKey, call: ProbedCall) -> Any:
         output, rules = self._runner.run(call), self._recorded[key].rules
-        copies = list(map(copied, tensors_in(output)))
-        return self._returned(key, output, copies, rules.is_differentiable)
+        return self._returned(key, output, copies(output), rules.is_differentiable)
 
     def has_to_run(self, fqn: str, arguments: Any) -> bool:
         """Whether the next call of a unit's module computes anything in this run."""
@@ -362,8 +357,7 @@ class Probe:
         if self._run is not Probe._run_rest or known is None:
             return True
         with self.watcher.paused():
-            leaves, spec = flatten(arguments)
-            call = ProbedCall(fqn, flatten, leaves, Layout.of(leaves, spec))
+            call = ProbedCall.of(fqn, flatten, arguments)
             changed = known.changed(call, self._samples, self._runner.module_of(call))
         return bool(changed) or known.has_to_run(changed)
 

@@ -5,15 +5,22 @@ cache, a list, a counter or its own inputs would change them more often than in 
 Each of these is refused by name.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from shardhet.fsdp.microbatch.batching import Layout, flatten, named, unflatten
+from shardhet.fsdp.microbatch.batching import (
+    Layout,
+    Rule,
+    VisitRules,
+    flatten,
+    named,
+    unflatten,
+)
 from shardhet.fsdp.microbatch.layered import (
     autocast_as,
     autocast_dtype_now,
@@ -67,6 +74,16 @@ class ProbedCall:
         """The same call with ``tensors`` instead of its own."""
         return replace(self, leaves=filled(self.leaves, tensors))
 
+    def copy(self) -> "ProbedCall":
+        """The same call with copies of its tensors."""
+        return self.on(copies(self.leaves))
+
+    @classmethod
+    def of(cls, fqn: str, function: Callable[..., Any], arguments: Any) -> Self:
+        """The call of a function with (args, kwargs)."""
+        leaves, spec = flatten(arguments)
+        return cls(fqn, function, leaves, Layout.of(leaves, spec))
+
 
 @dataclass(slots=True)
 class Seen:
@@ -81,6 +98,17 @@ class Seen:
     has_own_backward: bool  # a hook on a tensor or a Function in Python
     as_it_was: AsItWas  # its module's attributes before this call
     autocast_dtype: torch.dtype | None
+
+    def rules(self, inputs: Sequence[Rule]) -> VisitRules:
+        """Rules of the call, without those of its results."""
+        return VisitRules(
+            arguments=self.call.arguments,
+            inputs=tuple(inputs),
+            results=self.results,
+            outputs=(),
+            is_differentiable=self.is_differentiable,
+            counts=bool(self.counted),
+        )
 
 
 def filled(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
@@ -97,14 +125,19 @@ class CallRunner:
     watcher: Watcher
     device: torch.device
     has_gradients: bool
-    counting: Seen | None = None  # the call in progress, if it changes numbers
 
     def run(
-        self, call: ProbedCall, *, with_graph: bool = False, leaves: Sequence[Tensor] = ()
+        self,
+        call: ProbedCall,
+        *,
+        with_graph: bool = False,
+        leaves: Sequence[Tensor] = (),
+        again: Seen | None = None,
     ) -> Any:
         """The output of the call; raises ``Refusal`` if it changes its arguments.
 
-        ``leaves`` are used instead of the call's tensors, as they are.
+        ``leaves`` are used instead of the call's tensors, as they are.  It begins with the
+        attributes of a call ``again``, and has to count as that did.
         """
         given = list(leaves) or [
             t.detach().requires_grad_(with_graph and t.requires_grad) for t in call.tensors
@@ -115,17 +148,22 @@ class CallRunner:
         versions = [t._version for t in given]
         args, kwargs = unflatten(values, call.arguments.spec)
         grad_mode = torch.enable_grad() if with_graph else torch.no_grad()
+        as_it_was = again.as_it_was.in_function(0, is_repeated=True) if again else nullcontext()
         try:
             # Without autocast's cache, which would keep casts of parameters between calls.
             autocast = autocast_as(self.device.type, autocast_dtype_now(self.device.type))
-            with self.watcher.call(call.fqn, given), grad_mode, autocast, self._counted(call):
+            with self.watcher.call(call.fqn, given), grad_mode, autocast, as_it_was:
                 output = call.function(*args, **kwargs)
+                now = numbers(self.module_of(call)) if again else {}
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
                 raise Refusal(RuntimeError(writes_on_input(call.fqn))) from error
             raise
         if self.has_gradients and [t._version for t in given] != versions:
             raise Refusal(RuntimeError(writes_on_input(call.fqn)))
+        for key, value in again.counted.items() if again else ():
+            if now.get(key) != value:
+                raise _counts(call.fqn, key[1])
         for each, known in zip(objects, before, strict=True):
             if fingerprint(each) != known:
                 raise Refusal(
@@ -139,36 +177,11 @@ class CallRunner:
         _check_plain(call.fqn, output)
         return output
 
-    @contextmanager
-    def _counted(self, call: ProbedCall) -> Iterator[None]:
-        seen = self.counting
-        if seen is None:
-            yield
-            return
-        with seen.as_it_was.in_function(0, is_repeated=True):
-            yield
-            now = numbers(self.module_of(call))
-            for key, value in seen.counted.items():
-                if now.get(key) != value:
-                    raise _counts(call.fqn, key[1])
-
     def module_of(self, call: ProbedCall) -> nn.Module:
         """The module that is called."""
         # A function is no module of the model and has no attributes that count.
         is_function = call.fqn == DROPOUT_CALLS
         return nn.Module() if is_function else self.module.get_submodule(call.fqn)
-
-    @contextmanager
-    def counting_once(self, seen: "Seen | None") -> Iterator[None]:
-        """A context for runs of one call, which all begin with the numbers of a call ``seen``.
-
-        Runs raise ``Refusal`` if one that counts depends on the samples.
-        """
-        self.counting = seen if seen is not None and seen.counted else None
-        try:
-            yield
-        finally:
-            self.counting = None
 
     def look(self, call: ProbedCall) -> tuple[Seen, Any]:
         """The call's result, as a record of copies and as it is.
@@ -193,8 +206,8 @@ class CallRunner:
         outputs, spec = flatten(output)
         tensors = [each for each in outputs if isinstance(each, Tensor)]
         seen = Seen(
-            call=replace(call, leaves=list(map(copied, call.leaves))),
-            outputs=list(map(copied, tensors)),
+            call=call.copy(),
+            outputs=copies(tensors),
             numbers=numbers_in(output),
             results=Layout.of(outputs, spec),
             is_differentiable=tuple(each.requires_grad for each in tensors),
@@ -210,8 +223,8 @@ class CallRunner:
         autocast = autocast_as(self.device.type, seen.autocast_dtype)
         self.watcher.is_unpredictable = False
         try:
-            with seen.as_it_was.in_function(0, is_repeated=True), autocast:
-                again = tensors_in(self.run(seen.call, with_graph=True))
+            with autocast:
+                again = tensors_in(self.run(seen.call, with_graph=True, again=seen))
         except Exception as error:
             raise _differs(seen.call.fqn, f"raises {error!r}") from error
         pairs = zip(again, seen.outputs, strict=False)
@@ -225,9 +238,9 @@ def numbers_in(output: Any) -> list[int | float]:
     return [each for each in flatten(output)[0] if type(each) in (int, float)]
 
 
-def copied(leaf: Any) -> Any:
-    """A detached copy of a tensor; anything else unchanged."""
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+def copies(tree: Any) -> list[Tensor]:
+    """Detached copies of the tensors in a tree."""
+    return [each.detach().clone() for each in tensors_in(tree)]
 
 
 def _counts(fqn: str, name: str) -> Refusal:

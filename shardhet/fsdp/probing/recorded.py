@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardhet.fsdp.microbatch.batching import BatchAxis, Join, VisitRules
 from shardhet.fsdp.microbatch.layered import cut, tensors_in
 from shardhet.fsdp.probing.module_state import marks_of
-from shardhet.fsdp.probing.probed_call import ProbedCall, copied
+from shardhet.fsdp.probing.probed_call import ProbedCall, copies
 from shardhet.fsdp.probing.rules import LARGE
 from shardhet.records.layout import Span
 
@@ -69,7 +69,7 @@ class Recorded(NamedTuple):
     ) -> tuple[Any, list[Tensor]]:
         """The output of ``call`` and its tensors; changed samples are ``run``."""
         output = run(call) if self.has_to_run(changed) else self.output
-        found, of_large = list(map(copied, tensors_in(output))), tensors_in(self.output)
+        found, of_large = copies(output), tensors_in(self.output)
         rules = enumerate(self.rules.outputs)
         axes = [(i, rule) for i, rule in rules if isinstance(rule, BatchAxis)]
         for i, axis in axes:
