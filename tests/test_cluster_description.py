@@ -306,51 +306,10 @@ def test_hosts_of_one_line_may_be_named() -> None:
         ("4090x0", "cards: '4090x0' but a host has cards"),
         ("4090, 3090x2", "cards: '4090, 3090x2' but a host has cards"),
         ("RTX", "cards: kind 'RTX' is not known"),
+        ("torchrun --nnodes=2 train.py", "cards: kind 'torchrun --nnodes=2 train.py' is not"),
         ("a: 4090 | a: 3090", "cards: cluster: hosts ['a'] appear twice"),
     ],
 )
 def test_cards_that_are_no_cards_or_several_are_refused(cards: str, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         Cluster.of_cards(cards)
-
-
-ACCELERATE = "distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 8\n"
-HOSTFILE = "# of DeepSpeed\nworker-0 slots=4\nworker-1  slots=2 max_slots=8\n"
-OF_LAUNCHERS = [  # the name of a file, or "" for a line; the text; the cards that are asked for
-    ("accelerate.yaml", ACCELERATE, "CARDx4 | CARDx4' network=LINK"),
-    ("accelerate.yaml", ACCELERATE.replace("2", "3"), "CARDxN | CARDxN | CARDxN' network=LINK"),
-    (
-        "hostfile",
-        HOSTFILE,
-        "worker-0: CARDx4 | worker-1: CARDx2' network=LINK, with a name for",
-    ),
-    ("", "torchrun --nnodes=2 --nproc-per-node=4 train.py", "CARDx4 | CARDx4' network=LINK"),
-    ("run.sh", "torchrun --nnodes 1:2 --nproc_per_node gpu a.py", "CARDxN | CARDxN' network="),
-    (
-        "",
-        "accelerate launch --num_processes 2 a.py",
-        "CARDx2', with a name for each CARD (4090).",
-    ),
-    (
-        "",
-        "gpu[08-10,2],login",
-        "gpu08: CARDxN | gpu09: CARDxN | gpu10: CARDxN | gpu2: CARDxN | l",
-    ),
-]
-
-
-@pytest.mark.parametrize(("name", "text", "asked"), OF_LAUNCHERS, ids=lambda each: each[:20])
-def test_a_launchers_file_is_told_with_its_hosts_and_what_it_lacks(
-    name: str, text: str, asked: str, tmp_path: Path
-) -> None:
-    if name:
-        (tmp_path / name).write_text(text)
-        text = str(tmp_path / name)
-    with pytest.raises(ValueError, match="which does not say what cards there are") as told:
-        Cluster.named(text)
-    assert f"Give cards='{asked}" in str(told.value)
-
-
-def test_a_description_that_speaks_of_launchers_is_a_description(tmp_path: Path) -> None:
-    text = TEXT.replace("source: a datasheet", "source: torchrun --nproc-per-node=2")
-    assert described(tmp_path, text) == described(tmp_path, text)

@@ -327,7 +327,7 @@ REFUSALS = {
     "network=10GbE": "network: it has no effect without cards. Drop it, or give cards.",
     "cards=4090 cluster=office": "cluster: it has no effect beside cards. Drop one of them.",
     "cards=4090|3090 network=fast": "between_nodes is 'fast' but must be the name of a link",
-    "cluster=gpu[01-02]": "Give cards='gpu01: CARDxN | gpu02: CARDxN' network=LINK, with",
+    "cluster=gpu[01-02]": "cluster: choose one of a100_a10g_v100_t4_64",
     "globl_batch_size=3": "Did you mean global_batch_size?",
     "global_batch_size=0": "global_batch_size: 0 but it must be at least 1",
     "global_batch_size=abc": "'abc' of type 'str' could not be converted to Integer",

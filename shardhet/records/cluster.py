@@ -1,7 +1,7 @@
 """What hardware there is: one record per device, and the nodes and links between them."""
 
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, chain, islice
@@ -25,7 +25,6 @@ from shardhet.records.kinds import (
     named_kind,
     unknown_kind,
 )
-from shardhet.records.launchers import of_launcher
 from shardhet.records.written import (
     ASSUMED,
     DEFAULT_LINKS,
@@ -270,7 +269,6 @@ class Cluster(Document):
         between them, as ``10 GbE``.
         """
         with _at("cards"):
-            refuse_launcher(cards)
             document = cards_document(cards, network, built_in_kinds())
         found = cls.from_description(document, source="cards", folder=Path())
         if ":" in cards:
@@ -290,17 +288,7 @@ class Cluster(Document):
         A description may name the kinds of ``kinds.csv``.  Its own ``kinds`` come first; they
         are a list, or the path of another file, relative to this one, with such a list.
         """
-        document: Any = None
-        mistake: ValueError | None = None
-        try:
-            document = read_document(path)
-        except ValueError as error:
-            mistake = error
-        if not isinstance(document, dict) or "nodes" not in document:
-            with _at(str(path)), suppress(UnicodeDecodeError):
-                refuse_launcher(Path(path).read_text(encoding="utf-8"), document)
-        if mistake is not None:
-            raise mistake
+        document = read_document(path)
         return cls.from_description(document, source=str(path), folder=Path(path).parent)
 
     @classmethod
@@ -412,12 +400,6 @@ def _named(
                     devices[j] = replace(device, kind=named_kind(device.kind, described))
         nodes.append(replace(node, devices=tuple(devices)))
     return replace(description, nodes=tuple(nodes))
-
-
-def refuse_launcher(text: str, document: Any = None) -> None:
-    """Raise ``ValueError`` if this describes what is launched, not what there is."""
-    if (instead := of_launcher(text, document)) is not None:
-        raise ValueError(instead)
 
 
 @contextmanager

@@ -32,7 +32,6 @@ from shardhet.config.compose import (
 from shardhet.config.planning import Inputs, InputsConf, LimitConf, register_planning_schemas
 from shardhet.config.reasons import CHOICES, reasons_of
 from shardhet.records.cluster import DESCRIPTIONS, Cluster
-from shardhet.records.launchers import of_launcher
 
 DESCRIBED = "described"  # the folder of the group cluster that holds descriptions
 LIMITS = "limits."
@@ -98,8 +97,6 @@ def _spelled_out(override: str) -> str:
     key, _, value = override.partition("=")
     if key == "cluster" and Path(value).is_file():
         return f"cluster_file={value}"
-    if key == "cluster" and of_launcher(value):
-        key = "cards"  # which refuses it
     if key in ("cards", "network") and value[:1] not in ("'", '"'):
         quoted = value.replace("\\", "\\\\").replace('"', '\\"')
         return f'{key}="{quoted}"'  # Hydra's grammar has no + and |
