@@ -124,8 +124,6 @@ BAD = {
     "lr_scheduler=wsd lr_scheduler.warmup_fraction=0.9": ("lr_scheduler.decay_fraction: 0.2",),
     "plan=demo_4 cluster.num_ranks=3": ("cluster.num_ranks says 3", "plan says 4"),
     "cluster.num_ranks=2 cluster.kinds=[a,b,c]": ("cluster.kinds: 3 entries", "is 2"),
-    "model=vit_g": ("model: vit is a shape for shardhet plan", "model=hf"),
-    "model=bert_large": ("model: masked_lm is a shape",),
     "trace=true num_steps=5": ("trace_steps", "num_steps is 5", "Lower"),
     BY_HAND + "plan.state_shares=[0.5,0.6]": ("plan: state shares", "sum to 1"),
     BY_HAND + "plan.state_shares=[1]": ("state_shares has 1 entries",),
@@ -210,7 +208,7 @@ CHOICES = [
     f"{group}={choice}"
     for group, choices in choices_by_group(conf_dir()).items()
     for choice in choices
-    if choice not in ("imported", "bert_large", "vit_g")  # not for train
+    if choice != "imported"  # not for train
 ]
 LLAMA = {"model_type": "llama", "vocab_size": 260, "hidden_size": 16, "num_hidden_layers": 2,
          "intermediate_size": 24, "num_attention_heads": 2}  # fmt: skip

@@ -212,7 +212,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_a_slow_bus_is_told_and_planned_without(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    job = ("cluster=rtx4090_2x3090", "model=bert_large", "global_batch_size=8")
+    job = ("cluster=rtx4090_2x3090", "model=gpt_125m", "global_batch_size=8")
     text = said(capsys, *job)
     assert "Unused devices: 1-2. They compute and store nothing" in text
     out = (f"out={tmp_path}/plan.json", f"setting_out={tmp_path}/one")

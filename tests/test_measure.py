@@ -509,7 +509,6 @@ def test_a_rank_that_fails_ends_the_measurement_with_a_panel(tmp_path: Path) -> 
     [
         ("num_repeats=2", "num_repeats: 2 but it must be at least 3"),
         ("max_microbatch=4", "Did you mean max_microbatch_size?"),
-        ("model=vit_g", "vit is a shape for shardhet plan"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(

@@ -28,11 +28,9 @@ from shardhet.config.imported import ImportedConf
 from shardhet.config.models import (
     DataKind,
     DecoderConf,
-    MaskedLmConf,
     ModelKind,
     PySourceConf,
     TextDirConf,
-    VitConf,
 )
 from shardhet.config.pretrained import HfConf
 from shardhet.config.train import TrainConf
@@ -81,8 +79,6 @@ _own_dir: ContextVar[Path | None] = ContextVar("own_dir", default=None)
 SCHEMA_BY_KIND: dict[str, dict[Any, type]] = {
     "model": {
         ModelKind.DECODER: DecoderConf,
-        ModelKind.MASKED_LM: MaskedLmConf,
-        ModelKind.VIT: VitConf,
         ModelKind.HF: HfConf,
         ModelKind.IMPORTED: ImportedConf,
     },

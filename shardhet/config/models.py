@@ -20,7 +20,6 @@ from shardhet.config.checks import (
     fields_of,
     is_below_one,
 )
-from shardhet.pricing import architectures
 from shardhet.records.workload import Workload
 
 if TYPE_CHECKING:
@@ -34,8 +33,6 @@ class ModelKind(Enum):
     """Which class of model the fields describe; follows from ``model=...``."""
 
     DECODER = "decoder"
-    MASKED_LM = "masked_lm"
-    VIT = "vit"
     HF = "hf"
     IMPORTED = "imported"
 
@@ -125,61 +122,6 @@ class DecoderConf(ModelConf):
             )
         except ValueError as error:
             raise ConfigError(f"model.{error}") from None
-
-
-@dataclass(kw_only=True)
-class EncoderConf(ModelConf):
-    """A model of bidirectional blocks: a shape to plan for."""
-
-    width: int = checked(MISSING, at_least(1))
-    num_layers: int = checked(MISSING, at_least(1))
-    num_heads: int = checked(MISSING, at_least(1))
-    hidden_width: int = checked(MISSING, at_least(1))  # of the MLP
-    dropout: float = checked(0.0, is_below_one)
-
-
-@dataclass(kw_only=True)
-class MaskedLmConf(EncoderConf):
-    """A masked language model: predicts the tokens at masked positions, as BERT does."""
-
-    kind: ModelKind = ModelKind.MASKED_LM
-    usual_vocab_size: int = checked(256, at_least(1))
-    usual_seq_len: int = checked(64, at_least(1))
-
-    def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
-        """The workload of ``architectures.masked_lm``."""
-        with config_errors("model"):
-            return architectures.masked_lm(
-                **fields_of(self, architectures.masked_lm),
-                vocab_size=samples.vocab_size or self.usual_vocab_size,
-                seq_len=samples.seq_len or self.usual_seq_len,
-                param_dtype=param_dtype,
-            )
-
-
-@dataclass(kw_only=True)
-class VitConf(EncoderConf):
-    """A vision transformer that classifies images."""
-
-    kind: ModelKind = ModelKind.VIT
-    patch_side: int = checked(2, at_least(1))  # pixels
-    usual_image_side: int = checked(8, at_least(1))  # pixels
-    usual_num_classes: int = checked(10, at_least(1))
-
-    def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
-        """The workload of ``architectures.vit``."""
-        if samples.vocab_size or samples.seq_len:
-            raise ConfigError(
-                "vocab_size, seq_len: the model reads images, not text. Leave both out, and "
-                "give model.usual_image_side and model.usual_num_classes."
-            )
-        with config_errors("model"):
-            return architectures.vit(
-                **fields_of(self, architectures.vit),
-                image_side=self.usual_image_side,
-                num_classes=self.usual_num_classes,
-                param_dtype=param_dtype,
-            )
 
 
 class TokenizerKind(Enum):

@@ -11,7 +11,6 @@ from shardhet.config.models import (
     NUM_BYTES,
     DataConf,
     DecoderConf,
-    EncoderConf,
     ModelConf,
     ModelKind,
 )
@@ -203,11 +202,6 @@ class RanksConf(Checked):
 
     def check_model_fits_data(self) -> None:
         """Raise if the model cannot be built or cannot be trained on the data."""
-        if isinstance(self.model, EncoderConf):
-            raise ConfigError(
-                f"model: {self.model.kind.value} is a shape for shardhet plan and simulate. "
-                "Choose model=hf with the folder of such a model, or a decoder."
-            )
         if isinstance(self.model, DecoderConf):
             self.model.to_record(vocab_size=NUM_BYTES, seq_len=self.data.seq_len)
         elif isinstance(self.model, HfConf):

@@ -55,7 +55,7 @@ HF = {
     "intermediate_size": 8192, "vocab_size": 32000, "max_position_embeddings": 2048,
 }  # fmt: skip
 FOLDER = Path(tempfile.gettempdir(), "shardhet-sentences", "llama")
-MODELS = ("tiny", "gpt_125m", "bert_large", "llama_1b", "gpt_1_3b", "llama_3b", "llama_7b")
+MODELS = ("tiny", "gpt_125m", "llama_1b", "gpt_1_3b", "llama_3b", "llama_7b")
 LINKS = ("PCIe 3 x4", "PCIe 3 x16", "PCIe 4 x8", "PCIe 4 x16", "PCIe 5 x16", "NVLink 3")
 NETWORKS = ("1 GbE", "10 GbE", "25 GbE", "100 GbE", "InfiniBand EDR", "InfiniBand HDR")
 KINDS = [
