@@ -8,7 +8,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import torch
@@ -20,9 +19,8 @@ from shardhet.apps.launch.leaving import STARTS_AGAIN, leave
 from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.launch.sole_writer import sole_writer
-from shardhet.apps.run.plan_here import _Asked, _planned, unlike_measured
+from shardhet.apps.run.plan_here import unlike_measured
 from shardhet.apps.train import checked_world_size
-from shardhet.comm.channel import Channel
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import register_schemas, to_conf
 from shardhet.planner import PlanError, find_plan
@@ -31,7 +29,7 @@ from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import DeviceSpec
 from tests.test_config import compose_with
-from tests.test_fewer import FAST_LINKS, SLOW_LINKS, setting_of
+from tests.test_fewer import FAST_LINKS, setting_of
 from tests.test_worker import configure, train_rank, write_pages
 from tests.worlds import run_ranks
 
@@ -113,30 +111,6 @@ def test_devices_that_cannot_hold_the_model_are_refused() -> None:
     present = [replace(each, memory_capacity_bytes=2**12) for each in there("f@n0", "s@n1")]
     with pytest.raises(PlanError):
         plan_for(present, tiny, global_batch_size=BATCH)
-
-
-class Alone:
-    """The channel of a rank that is asked alone."""
-
-    position = 0
-
-    @staticmethod
-    def exchange_objects(mine: Any) -> list[Any]:
-        return [mine]
-
-
-@pytest.mark.parametrize(
-    ("s_per_byte", "told"), [(SLOW_LINKS, "Better without the 2 s (devices 1-2): "), (0.0, "")]
-)
-def test_a_run_is_told_which_devices_only_slow_it_down(s_per_byte: float, told: str) -> None:
-    measured = setting_of("fss", s_per_byte=s_per_byte or FAST_LINKS)
-    present = there("s@new", "f@new", "s@other")
-    here = _planned(present, measured, _Asked(BATCH), {}, cast("Channel", Alone()))
-    assert here.plan.world_size == 3
-    assert bool(told) == bool(here.told)
-    if told:
-        assert here.told[0].startswith(told)
-        assert here.told[1].startswith("To launch without them")
 
 
 def test_as_many_ranks_as_were_measured_start_unless_something_says_how_many(

@@ -10,7 +10,7 @@ from shardhet.pricing.hosts import part_of_hosts
 from shardhet.pricing.part import part_of as measured_part_of
 from shardhet.pricing.setting import Setting
 from shardhet.pricing.step_cost import RankCost, StepCost
-from shardhet.records.cluster import Cluster, Link
+from shardhet.records.cluster import Cluster
 from shardhet.records.plan import Plan
 from shardhet.records.stages import positions_by_stage, rounds_in_flight, stage_by_unit
 from shardhet.records.workload import Unit
@@ -52,12 +52,6 @@ class PipelinePrice:
             for each in self.parts
         ]
         return replace(self, parts=tuple(parts))
-
-    def over(self, link: Link, part: float) -> "PipelinePrice":
-        """The same if messages over this link had this part of its bandwidth."""
-        slower = replace(link, bandwidth_bytes_per_s=part * link.bandwidth_bytes_per_s)
-        hops = [replace(each, link=slower) if each.link == link else each for each in self.hops]
-        return replace(self, hops=tuple(hops))
 
     @property
     def times(self) -> tuple[StageTimes, ...]:

@@ -42,7 +42,6 @@ from shardhet.records.cluster import Cluster
 from shardhet.records.kinds import UNSUPPORTED, built_in_kinds
 from shardhet.records.plan import Plan
 from shardhet.records.workload import Workload
-from shardhet.simulator.stages import price_of
 
 HERE = Path(__file__).parent
 NUM_CASES = 200
@@ -396,7 +395,7 @@ class Judge:
     # Stages
 
     def _of_stages(self, said: Said) -> None:
-        rate, batch = said.rate, self.conf.global_batch_size
+        rate = said.rate
         assert rate is not None
         flat = self.rate(max_stages=1)
         faster = [flat or 0.0]
@@ -408,19 +407,8 @@ class Judge:
             elif line.startswith("Only ") and times:
                 only = self.rate(self.cluster.only(_positions(line)), max_stages=1)
                 self.is_so("stages", _near_ratio(rate, only, times[1]), f"{line} {only}")
-                rival_s = batch / only if only else 0.0
-            elif found := re.match(r"Below ([\d.,]+) Gbit/s, in place of ([\d.,]+) b", line):
-                below, now = (float(each.replace(",", "")) for each in found.groups())
-                part = below / now
-                steps = [self._step_over(now, part * each) for each in (0.94, 1.06)]
-                is_so = steps[0] >= rival_s * (1 - FALSE) and steps[1] <= rival_s * (1 + FALSE)
-                self.is_so("stages", is_so, f"{line} {steps} {rival_s}")
             elif line.startswith("Better without"):
                 self._of_better(line, rate)
-            elif found := re.match(r"precision=FP16: ([\d.,e+-]+) samples/s", line):
-                half = self.rate(precision=PlannedPrecision.FP16)
-                claimed = float(found[1].replace(",", ""))
-                self.is_so("stages", _near(half, claimed), f"{line} {half}")
             elif found := re.search(r"is predicted to be more than (\d+)% faster", line):
                 most = rate * (1 + int(found[1]) / 100)
                 self.is_so("stages", max(faster) <= most * (1 + FALSE), f"{line} {faster}")
@@ -433,26 +421,6 @@ class Judge:
         rate = self.rate(self.cluster.only(kept), max_stages=1, leave_out="never")
         claimed = float(found[2].replace(",", "")) if found[2] else rate_of_all
         self.is_so("better without", _near(rate, claimed), f"{line} {rate}")
-
-    def _step_over(self, gbit_per_s: float, part: float) -> float:
-        """Seconds of the pipeline's step where links of so many Gbit/s carry a part."""
-        plan = Plan.load(Path(".shardhet", "first.json"))
-
-        def slower(link: Any) -> Any:
-            now = link.bandwidth_bytes_per_s
-            if abs(now * 8e-9 / gbit_per_s - 1) > 1e-3:
-                return link
-            return replace(link, bandwidth_bytes_per_s=now * part)
-
-        setting = self.inputs.setting
-        between = self.cluster.between_nodes and slower(self.cluster.between_nodes)
-        nodes = tuple(
-            replace(node, link=node.link and slower(node.link)) for node in self.cluster.nodes
-        )
-        cluster = replace(setting.cluster, nodes=nodes, between_nodes=between)
-        whole = replace(setting, cluster=cluster)
-        price = price_of(plan, whole, self.conf.part_of(self.inputs))
-        return price.step_time_s
 
 
 def _positions(text: str) -> list[int]:

@@ -26,7 +26,6 @@ from shardhet.apps.planning.what_if import (
     MAX_SHOWN,
     Asked,
     forms,
-    in_float16,
     show_best,
     show_gains,
     show_simpler,
@@ -190,7 +189,7 @@ def _show_faster_pipeline(
 ) -> bool:
     """Show and write a pipeline if one is faster than the plan without stages.
 
-    Then, if a part of the devices is faster still, or all are in float16, that.
+    Then, if a part of the devices is faster still, that.
     """
     effort = _compared(inputs.setting)
     alone, of_alone = conf.without_stages(inputs)
@@ -217,9 +216,6 @@ def _show_faster_pipeline(
     if better is not None and better.part.solution.samples_per_s > LEAST_GAIN * reached:
         better = replace(better, samples_per_s_with_all=reached)
         say(console, better.gain_line)
-    with waiting.for_("planning stages in float16"):
-        half = in_float16(conf, inputs, demands, found.step_time_s)
-    say(console, half)
     keep_plan(inputs.setting, found.plan, conf.out, console)
     return True
 

@@ -6,28 +6,21 @@ another number format, and libraries hold less of their memory.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import groupby
 
 from shardhet.config.planning import Inputs
-from shardhet.planner import solve
 from shardhet.planner.idle import PartPlan, Positions, active_positions, node_type
-from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.solution import PlanSolution
-from shardhet.planner.search.search import Effort
-from shardhet.pricing.cost import CostModel
 from shardhet.pricing.part import MeasuredGroups, part_of
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec
-from shardhet.records.plan import Plan
 from shardhet.records.profiles import Source
 
 LEAST_GAIN = 1.02  # smaller gains are within the error of any prediction
 MAX_HOSTS = 8  # that are shown one by one
-MOST_ASKED = 64  # devices of a run, which waits for the answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +96,6 @@ def without_idle(
     inputs: Inputs,
     solution: PlanSolution,
     *,
-    samples_per_s_with_all: float | None = None,
     smaller: Callable[[Positions], Setting] | None = None,
 ) -> BetterWithout | None:
     """The devices that a plan of all leaves idle; None if there are none."""
@@ -115,35 +107,10 @@ def without_idle(
         whole=setting.cluster,
         part=PartPlan(kept, there, solution),
         param_dtype=there.workload.param_dtype,
-        samples_per_s_with_all=samples_per_s_with_all,
+        samples_per_s_with_all=None,
         is_described=smaller is not None,
         estimate=estimated(setting, kept),
     )
-
-
-def told_in_run(plan: Plan, setting: Setting, demands: Demands) -> list[str]:
-    """What a run of ``plan`` that has all devices of ``setting`` is told; [] if nothing is.
-
-    Pipelines, and so many devices that the answer would take long, are not asked about.
-    """
-    if plan.stages is not None or setting.cluster.world_size > MOST_ASKED:
-        return []
-    best = PlanSolution(plan=plan, predicted=CostModel(setting).predict(plan), lower_bound_s=0)
-    rate = None
-    with suppress(ValueError):
-        better = solve(
-            setting,
-            global_batch_size=plan.global_batch_size,
-            demands=demands,
-            effort=Effort(relative_gap=1e-3),
-            is_bounded=False,
-            near=plan.form,
-            at_most_s=best.predicted.step_time_s / LEAST_GAIN,
-        )
-        best, rate = better, best.samples_per_s
-    inputs = Inputs(setting=setting, name="")
-    found = without_idle(inputs, best, samples_per_s_with_all=rate)
-    return [] if found is None else [found.gain_line, *found.launch_lines()]
 
 
 def estimated(setting: Setting, kept: Sequence[int]) -> str:

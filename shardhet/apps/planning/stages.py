@@ -18,8 +18,6 @@ from shardhet.planner.stages.solution import PipelineSolution
 from shardhet.records.cluster import Cluster, Link
 from shardhet.records.workload import Workload
 
-LEAST_PART = 1e-3  # of a link's bandwidth that is looked at
-
 
 @dataclass(frozen=True, slots=True)
 class Rivals:
@@ -157,38 +155,7 @@ def rival_lines(found: PipelineSolution, rivals: Rivals, inputs: Inputs) -> Iter
         f"Only {named(cluster, positions)}: {duration(seconds)} a step, "
         f"{seconds / step_s:.2f} times as long{formats}."
     )
-    slowest = min(
-        found.predicted.hops, key=lambda hop: _gbit_per_s(hop.link) * hop.num_links
-    ).link
-    if any(_crosses(cluster, group, slowest) for group in (positions, *found.groups)):
-        return  # collectives would take longer, too
-    part = _part_with(found, slowest, seconds)
-    if part is not None:
-        rate, who = _gbit_per_s(slowest), "it" if len(positions) == 1 else "they"
-        yield (
-            f"Below {rate * part:,.2g} Gbit/s, in place of {rate:,.4g} between stages, {who} "
-            "alone would be faster than this cut in these rounds; another may be faster still."
-        )
 
 
 def _gbit_per_s(link: Link) -> float:
     return link.bandwidth_bytes_per_s * 8 / 1e9
-
-
-def _crosses(cluster: Cluster, positions: Positions, link: Link) -> bool:
-    """Whether collectives among these devices may cross the link."""
-    with suppress(ValueError):  # not all of their links are stated
-        return link in cluster.only(positions).links
-    return True
-
-
-def _part_with(found: PipelineSolution, link: Link, seconds: float) -> float | None:
-    """The part of the link's bandwidth at which the pipeline takes so long; None: below all."""
-    low, high, price = LEAST_PART, 1.0, found.predicted
-    if not price.step_time_s < seconds < price.over(link, low).step_time_s:
-        return None
-    for _ in range(30):
-        middle = (low * high) ** 0.5
-        is_longer = price.over(link, middle).step_time_s > seconds
-        low, high = (middle, high) if is_longer else (low, middle)
-    return high

@@ -12,7 +12,7 @@ from shardhet.apps.cli.quantities import GIB, counted, duration
 from shardhet.apps.cli.streamed import StreamedTable, Waiting, say
 from shardhet.apps.planning.fewer_devices import LEAST_GAIN, BetterWithout, named
 from shardhet.apps.planning.report import speed_part
-from shardhet.apps.planning.stages import pipeline_below, unused_in
+from shardhet.apps.planning.stages import pipeline_below
 from shardhet.config.planning import Inputs, PlannedPrecision, PlannerConf
 from shardhet.config.pretrained import HfConf, LoraConf
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
@@ -249,32 +249,6 @@ def could_be_float16(conf: PlannerConf, setting: Setting) -> bool:
         and bool(rates)
         and all(each.get("float16", 0) > each.get("float32", 0) for each in rates)
     )
-
-
-def in_float16(
-    conf: PlannerConf, inputs: Inputs, demands: Demands, at_most_s: float
-) -> str | None:
-    """What plans reach in float16 with stages or without; None if no step is as short, or it is
-    not known.
-    """
-    if not could_be_float16(conf, inputs.setting):
-        return None
-    half = replace(conf, precision=PlannedPrecision.FP16)
-    in_half = half.derived(inputs.setting.cluster, inputs.name)
-    alone, of_alone = half.without_stages(in_half)
-    flat = Asked(conf=alone, inputs=of_alone, demands=demands, best=None)
-    rate, how = 0.0, "without stages"
-    with suppress(PlanError):
-        best = flat.solved(Situation(setting=of_alone.setting, demands=demands), 0.0)
-        if best.predicted.step_time_s < at_most_s:
-            rate, at_most_s = best.samples_per_s, best.predicted.step_time_s
-    found = pipeline_below(half, in_half, demands, at_most_s)
-    if found is not None:
-        unused = unused_in(found, inputs.setting.cluster)
-        without = f" without {named(inputs.setting.cluster, unused)}" if unused else ""
-        rate, how = found.samples_per_s, f"in {counted(len(found.groups), 'stage')}{without}"
-    said = f"precision=FP16: {rate:,.4g} samples/s {how}; it trains with a scaled loss."
-    return said if rate else None
 
 
 def that_fit(asked: Asked) -> Iterator[str]:

@@ -15,7 +15,6 @@ from shardhet.apps.launch.crash import RankConsole
 from shardhet.apps.launch.memory_limits import MemoryLimit, OwnMemoryLimit
 from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
-from shardhet.apps.planning.fewer_devices import told_in_run
 from shardhet.apps.run.model_to_measure import measured_here
 from shardhet.apps.run.prediction import Prediction
 from shardhet.comm.channel import Channel
@@ -42,7 +41,6 @@ class PlanHere:
     setting: Setting | None
     is_made_here: bool = False  # for the devices that are there
     own_limit: MemoryLimit | None = None  # of this rank's device, if it is less than usual
-    told: Sequence[str] = ()  # of devices that are better left out
 
     def prediction(self) -> Prediction | None:
         """One step of the plan, if anything was measured.
@@ -89,7 +87,6 @@ def plan_here(
             stored = _measure(conf, stored, folder=folder, env=env, device=device)
         _tell_unlike(conf, stored, console)
         made = _planned(present, stored, asked, limits, everyone)
-        say(console, *made.told)
         return replace(made, own_limit=limit)
     measured = conf.plan.measured if isinstance(conf.plan, FilePlanConf) else None
     setting = Setting.load(measured) if measured else None
@@ -214,10 +211,10 @@ def _planned(
 ) -> PlanHere:
     setting = part_for(present, measured)
 
-    def plan() -> tuple[Plan, list[str]]:
+    def plan() -> Plan:
         with phase("planning"):
             try:
-                found = plan_for(
+                return plan_for(
                     present,
                     measured,
                     global_batch_size=asked.global_batch_size,
@@ -230,13 +227,10 @@ def _planned(
                     raise
                 before = "; ".join(each.why for each in limits.values())
                 raise PlanError(f"{error} Budgets were lowered before: {before}.") from None
-            if limits:
-                return found, []
-            return found, told_in_run(of_any_device(found), setting, asked.demands)
 
     # Rank zero alone plans: sums of floats might differ between kinds of processors.
-    found, told = _of_rank_zero(plan, everyone)
-    return PlanHere(plan=found, setting=setting, is_made_here=True, told=told)
+    found = _of_rank_zero(plan, everyone)
+    return PlanHere(plan=found, setting=setting, is_made_here=True)
 
 
 def _of_rank_zero(work: Callable[[], T], everyone: Channel) -> T:
