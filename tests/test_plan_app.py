@@ -225,20 +225,6 @@ def test_what_stays_free_is_said_by_what_it_is_for(capsys: pytest.CaptureFixture
     )
 
 
-@pytest.mark.campaign  # half a minute of searches, which have their own tests
-def test_other_objectives_are_shown_with_what_they_reach(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    text = said(capsys, "objective=largest_batch", "explain=true")
-    assert "the largest batch that fits in one round: " in text
-    assert "all memory | 10 % more" in text
-    text = said(capsys, "objective=least_memory", *QUICK)
-    assert "the least memory for" in text
-    assert "no device uses more than" in text
-    text = said(capsys, "objective=least_memory", "spared=[2,'*4090']", *QUICK)
-    assert "none of devices 0, 2 uses more than" in text
-
-
 @pytest.mark.campaign  # tests of leaving devices out plan for some
 def test_measured_files_are_planned_for(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -331,10 +317,6 @@ REFUSALS = {
     "globl_batch_size=3": "Did you mean global_batch_size?",
     "global_batch_size=0": "global_batch_size: 0 but it must be at least 1",
     "global_batch_size=abc": "'abc' of type 'str' could not be converted to Integer",
-    "objective=best": "must be one of throughput, largest_batch, least_memory",
-    "min_samples_per_s=3": "only objective=least_memory asks for it",
-    "spared=[1]": "spared: ['1'] but only objective=least_memory asks for it",
-    "objective=least_memory spared=[H100]": "spared: H100: no such device. Give a position",
     "cluster=nowhere": "cluster: choose one of a100_a10g_v100_t4_64",
     "cluster=demo_4": "cluster: demo_4 describes no hardware. Choose one of a100_a10g_v100",
     "cluster=absent.yaml": "cluster_file: 'absent.yaml' does not exist",
@@ -365,8 +347,6 @@ REFUSALS = {
     "global_batch_size 64": "2 files given (global_batch_size, 64; keys are written",
     "leave_out=yes": "leave_out: 'yes' but it must be one of ask, auto, never",
     "leave_out=[1,2]": "Write one word, without brackets.",
-    "leave_out=auto objective=largest_batch": "Devices are left out for throughput only",
-    "inputs_on_host=true objective=largest_batch": "together with objective=largest_batch",
     "context_groups=true max_stages=2": "together with context_groups is not planned for",
     "context_groups=true equal=[[0,1]]": "together with equal is not planned for",
     "tolerance=2": "tolerance: 2.0 but it must lie between 0 and 1",
@@ -403,8 +383,6 @@ REFUSALS = {
     "equal=0,1": "Write a list in brackets and quotes: 'equal=[[0,1],[2,3]]'",
     "max_microbatch_size=0": "max_microbatch_size: 0 but it must be at least 1",
     "max_microbatch_size=big": "Write a whole number",
-    "min_samples_per_s=-1 objective=least_memory": "min_samples_per_s: -1.0 but",
-    "objective=least_memory spared=[7]": "spared: 7: no such device",
     "usable_memory_fraction=1.5": "usable_memory_fraction: 1.5 but it must lie between 0 and 1",
     "link_fraction=37": "link_fraction: 37.0 but it must lie between 0 and 1",
     "compute_fraction=50%": "Write a plain number, without a unit: 0.5, not 50%.",
@@ -435,9 +413,6 @@ def test_what_is_wrong_is_named_with_the_fix(
 def test_where_no_plan_exists_the_nearest_miss_is_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    code, text = refused(capsys, "model=tiny", "objective=largest_batch")
-    assert code == 1
-    assert "memory does not limit the batch. A sample needs" in text
     code, text = refused(capsys, "model=tiny", "global_batch_size=1000000", "max_rounds=1")
     assert code == 1
     assert "a round has 1,000,000 samples, of which one device may compute" in text
@@ -516,11 +491,6 @@ def test_even_state_is_compared_with_though_a_limit_allows_less(
     assert "does not fit" not in text  # nothing lacks memory
     text = said(capsys, *QUICK, "limits.0.share=0.5", "baselines=true")
     assert "is not what limits" not in text
-
-
-def test_devices_that_are_spared_are_told_in_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, *QUICK, "cluster=lab", "objective=least_memory", "spared=['*V100*']")
-    assert "none of devices 2-5 uses more than" in text
 
 
 def test_no_throughput_is_told_of_a_device_that_is_better_left_out(

@@ -842,7 +842,7 @@ between_nodes: {latency_s: 1.0e-05, bandwidth_bytes_per_s: 50.0e+9}
     assert "predicted step" in text
 
 
-@pytest.mark.parametrize("key", ["objective=least_memory", "leave_out=auto", "equal=[[0,1]]"])
+@pytest.mark.parametrize("key", ["leave_out=auto", "equal=[[0,1]]"])
 def test_what_is_not_planned_together_with_stages_is_refused(
     key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from experiments.common.unlike import USABLE_FRACTION
 from experiments.mixed_cluster.clusters import Case
+from experiments.mixed_cluster.least_memory import least_memory
 from shardhet import Plan
 from shardhet.planner import Demands, DeviceLimits, PlanError, PlanSolution, baselines, solve
-from shardhet.planner.objectives import least_memory
 from shardhet.profiler.batch import ExampleBatch, TrainedModel
 from shardhet.profiler.measure import Measurement, MeasuringEffort, measure
 from shardhet.training.emulation import EmulatedDevice

@@ -57,7 +57,7 @@ NEAR = {
     "shardhet/fsdp": "parity autograd_edges order module_surface ordinary_calls samples splits "
     "observer checkpoint redistribution parity_foreign odd_units fuzz_models",
     "shardhet/planner": "planner planner_search planner_highs planner_receivers planner_bound "
-    "planner_large_batch objectives fewer explain steady plan_app",
+    "planner_large_batch demands fewer explain steady plan_app",
     "shardhet/pricing": "cost architectures derive recompute reserved planner "
     "workload schedule plan_app demo",
     "shardhet/extras": "shared_host distributed parity",

@@ -48,7 +48,7 @@ TELLING = (
         "optimizers_on_rows",
     ),
     *("checkpoint", "checkpoint_fit", "hf_folder", "hf_trainer", "hf_resuming", "model_hf"),
-    *("loader", "datasets", "planner_highs", "objectives", "config"),
+    *("loader", "datasets", "planner_highs", "demands", "config"),
     *("train", "worker", "doctor", "imports", "quantized"),
 )
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not campaign and not alone")

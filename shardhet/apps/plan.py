@@ -19,8 +19,6 @@ shardhet plan key=value ...
   shardhet plan cluster=my_cluster.yaml model=gpt_1_3b out=plan.json picture=plan.png
   shardhet plan measured=FOLDER        the three files that shardhet measure has written
   shardhet plan limits.0.memory_gib=8 limits.3.batch=0 'equal=[[1,2]]'
-  shardhet plan objective=largest_batch        or least_memory, or throughput
-  shardhet plan objective=least_memory spared=[0]    on the device with the screen
   shardhet plan leave_out=auto         without the devices that only slow it down
   shardhet plan max_stages=3           a pipeline of groups of devices, where that is faster""",
 )

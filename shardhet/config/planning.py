@@ -39,9 +39,7 @@ from shardhet.records.cluster import USABLE_MEMORY_FRACTION, Cluster, DeviceSpec
 from shardhet.records.margin import with_fraction, with_libraries
 from shardhet.records.plan import EVERY_BLOCK
 
-OBJECTIVES = ("throughput", "largest_batch", "least_memory")
 LEAVE_OUT = ("ask", "auto", "never")
-LEAST_THROUGHPUT = 0.95  # of the best plan's; the default for least_memory
 MEASURED_FILES = (CLUSTER_FILE, WORKLOAD_FILE, PROFILE_FILE)
 GIB = 2**30
 
@@ -281,10 +279,6 @@ class PlannerConf(InputsConf):
     for_tokens: str | None = None  # "10M": how long so many tokens take is said
     price_per_kwh: float | None = checked(None, above(0))  # what they cost then, in any money
     price_per_hour: float | None = checked(None, above(0))  # of all devices together
-    objective: str = checked(OBJECTIVES[0], one_of(OBJECTIVES))
-    # For least_memory; null: 95 % of the best plan's.
-    min_samples_per_s: float | None = checked(None, above(0))
-    spared: list[str] = field(default_factory=list)  # for least_memory: positions or kinds
     limits: dict[str, LimitConf] = field(default_factory=dict)  # by position or kind
     equal: list[list[int]] = field(default_factory=list)  # positions that do the same
     max_microbatch_size: int | None = checked(None, at_least(1))
@@ -311,14 +305,6 @@ class PlannerConf(InputsConf):
         super().__post_init__()
         if self.for_tokens is not None:
             number_of("for_tokens", self.for_tokens)
-        if self.leave_out == "auto" and self.objective != OBJECTIVES[0]:
-            raise ConfigError(
-                f"leave_out: auto but objective={self.objective}. Devices are left out for "
-                "throughput only: drop one of them."
-            )
-        for key in ("inputs_on_host", "optimizer_on_host"):
-            if getattr(self, key) and self.objective == "largest_batch":
-                self._check_beside(key, ["objective=largest_batch"])
         if self.max_stages > MAX_STAGES:
             raise ConfigError(
                 f"max_stages: {self.max_stages} but pipelines are planned with up to "
@@ -330,15 +316,7 @@ class PlannerConf(InputsConf):
             refused = self.refused_beside_stages() + ["whole_matrices"] * self.whole_matrices
             self._check_beside("context_groups", refused)
         if self.whole_matrices:
-            beside = [f"objective={self.objective}"] * (self.objective != OBJECTIVES[0])
-            self._check_beside("whole_matrices", beside + ["baselines"] * self.baselines)
-        for key in ("min_samples_per_s", "spared"):
-            value = getattr(self, key)
-            if value and self.objective != "least_memory":
-                raise ConfigError(
-                    f"{key}: {value} but only objective=least_memory asks for it. Drop one of "
-                    "them."
-                )
+            self._check_beside("whole_matrices", ["baselines"] * self.baselines)
 
     @property
     def has_stages(self) -> bool:
@@ -357,7 +335,6 @@ class PlannerConf(InputsConf):
     def refused_beside_stages(self) -> list[str]:
         """What is set that is not planned for together with stages."""
         beside = {
-            f"objective={self.objective}": self.objective != OBJECTIVES[0],
             "context_groups": self.has_stages and self.context_groups,
             "leave_out=auto": self.leave_out == "auto",
             "limits": bool(self.limits),
@@ -400,11 +377,6 @@ class PlannerConf(InputsConf):
         with config_errors():
             demands.check(len(devices))
         return demands
-
-    def to_spared(self, devices: Sequence[DeviceSpec]) -> tuple[int, ...]:
-        """Positions of the devices to spare; ConfigError if a name matches none of them."""
-        found = [_positions(f"spared: {key}", key, devices) for key in self.spared]
-        return tuple(sorted({position for each in found for position in each}))
 
 
 @dataclass(kw_only=True)

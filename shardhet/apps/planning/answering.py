@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from rich.console import Console
 
 from shardhet.apps.cli.quantities import counted
 from shardhet.apps.cli.streamed import Waiting, say
-from shardhet.apps.planning.fewer_devices import LEAST_GAIN, ranges, without_idle
+from shardhet.apps.planning.fewer_devices import LEAST_GAIN, without_idle
 from shardhet.apps.planning.keeping import keep_plan
 from shardhet.apps.planning.report import (
     PlanReport,
@@ -33,40 +33,26 @@ from shardhet.apps.planning.what_if import (
     without_some,
 )
 from shardhet.config.checks import number_of
-from shardhet.config.planning import LEAST_THROUGHPUT, Inputs, PlannerConf
+from shardhet.config.planning import Inputs, PlannerConf
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
 from shardhet.planner.advice.explain import (
     MANY_KINDS,
     NEGLIGIBLE,
     OFF,
     Gain,
-    Objective,
     Resource,
-    Situation,
     Variant,
     lost_at_other_speeds,
     more_of_each,
     tried,
 )
-from shardhet.planner.objectives import largest_batch, largest_batch_size, least_memory
 from shardhet.planner.search.search import Effort
-from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.simulator.simulation import simulate, timeline_of
 
 # Sufficient for comparisons; the plan itself is searched until it is proven optimal.
 COMPARED = Effort(relative_gap=1e-4)
 COMPARED_IF_UNLIKE = Effort(relative_gap=1e-3, max_exact_additions=1e7)
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """A plan, and its objective for the explanation."""
-
-    solution: PlanSolution
-    value: float
-    objective: Objective | None  # None: too slow to evaluate often
-    note: str = ""
 
 
 def answer(conf: PlannerConf, inputs: Inputs, demands: Demands, console: Console) -> None:
@@ -91,32 +77,30 @@ def show(
     """Plan, show and write the plan at once, then what takes more planning as it comes."""
     whole = conf, inputs
     conf, inputs = conf.without_stages(inputs)
-    answer, without = None, None
+    flat, without = None, None
     if whole[0].max_stages > 1:
         with waiting.for_("planning"), suppress(PlanError):
-            answer = _answer(conf, inputs, demands)
-        flat = None if answer is None else answer.solution
+            flat = _best(conf, inputs, demands)
         if _show_faster_pipeline(*whole, demands, flat, console, waiting):
             return
     with waiting.for_("planning"):
-        answer = answer or _answer(conf, inputs, demands)
+        solution = flat or _best(conf, inputs, demands)
         if conf.leave_out == "auto":
-            best, part = answer.solution, None if conf.measured else conf.part_of(inputs)
-            without = without_some(_asked(conf, inputs, demands, best)) or without_idle(
-                inputs, best, smaller=part
+            part = None if conf.measured else conf.part_of(inputs)
+            without = without_some(_asked(conf, inputs, demands, solution)) or without_idle(
+                inputs, solution, smaller=part
             )
         if without is not None:
             inputs = replace(inputs, setting=without.part.setting)
             demands = demands.only(without.part.positions)
-            answer = _answer(conf, inputs, demands)
-        solution = answer.solution
+            solution = _best(conf, inputs, demands)
         asked = _asked(conf, inputs, demands, solution)
         report = PlanReport(
             inputs=inputs,
             demands=demands,
             solution=solution,
             times=simulate(solution.plan, inputs.setting),
-            note=answer.note,
+            note=owners_note(solution) if conf.whole_matrices else "",
             without=without,
         )
     show_plan(report, console)
@@ -127,22 +111,21 @@ def show(
     if conf.baselines:
         note = _comparison_note(demands, inputs.setting.cluster.world_size)
         show_simpler(asked, console, waiting, note=note)
-    if answer.objective is not None and conf.what_if_s:
-        _show_what_would_help(answer, asked, console, waiting)
-    if conf.explain and conf.what_if_s and conf.objective == "throughput":
+    if not conf.what_if_s:
+        return
+    _show_what_would_help(asked, solution, console, waiting)
+    if conf.explain:
         with waiting.for_("planning for other speeds"):
             line = _steadiness(asked)
         say(console, line)
 
 
 def _show_what_would_help(
-    answer: _Answer, asked: Asked, console: Console, waiting: Waiting
+    asked: Asked, solution: PlanSolution, console: Console, waiting: Waiting
 ) -> None:
     """What limits the plan, and what would help: the best of it, or everything."""
-    objective, conf, begin_s = answer.objective, asked.conf, time.monotonic()
-    assert objective is not None
-    unit = "samples" if conf.objective == "largest_batch" else "samples/s"
-    more = more_of_each(asked.here(asked.demands), objective)
+    conf, begin_s = asked.conf, time.monotonic()
+    more = more_of_each(asked.here(asked.demands), asked.reached)
     more.sort(key=lambda each: each.is_advice)  # after what it is within
     variants = [*forms(asked), *more]
 
@@ -150,22 +133,22 @@ def _show_what_would_help(
         left_s = inf if conf.explain else conf.what_if_s - (time.monotonic() - begin_s)
         return tried(
             some,
-            answer.value,
+            solution.samples_per_s,
             num_best=num_best,
             within_s=left_s,
             beside=lambda each: waiting.for_(f"trying {each.change}"),
         )
 
     if conf.explain:
-        found = show_gains(variants, gains(variants), console, unit=unit)
-        say(console, pace_line(answer.solution), *limit_lines(answer.solution, found))
+        found = show_gains(variants, gains(variants), console)
+        say(console, pace_line(solution), *limit_lines(solution, found))
         return
     tenths = [each for each in variants if each.is_limit]
     endless = [each for each in variants if each.is_endless]
     found = [*gains(tenths, 1), *gains(endless)]
     is_known = len(found) == len(tenths) + len(endless)
-    limits = limit_lines(answer.solution, found) if is_known else ()
-    say(console, pace_line(answer.solution), *limits)
+    limits = limit_lines(solution, found) if is_known else ()
+    say(console, pace_line(solution), *limits)
     # No memory of one kind gives more than eight times as much of all.  Cards help most, as a
     # rule: of what follows, what is seen to help less is not searched.
     most = max((gain.value for gain in found if gain.variant.is_endless), default=inf)
@@ -176,7 +159,7 @@ def _show_what_would_help(
         for each in variants
         if each.is_advice and each.resource is resource
     ]
-    show_best([*gains(advice, MAX_SHOWN)], len(advice), console, unit=unit)
+    show_best([*gains(advice, MAX_SHOWN)], len(advice), console)
 
 
 def _show_faster_pipeline(
@@ -288,47 +271,13 @@ def _comparison_note(demands: Demands, world_size: int) -> str:
     return f" ({fixed.removesuffix('; ')})" if fixed else ""
 
 
-def _answer(conf: PlannerConf, inputs: Inputs, demands: Demands) -> _Answer:
-    """The best plan for the requested objective."""
-    setting = inputs.setting
-    if conf.objective == "largest_batch":
-        solution = largest_batch(setting, demands=demands)
-        size = solution.plan.global_batch_size
-
-        def batch_size(situation: Situation, _: float) -> float:
-            model = CostModel(situation.setting)
-            return float(largest_batch_size(model, situation.demands))
-
-        most = largest_batch_size(CostModel(setting), demands, has_rows=False)
-        note = f"the largest batch that fits in one round: {size}"
-        if most > size:  # shares of whole rows may fit in between
-            note = f"a batch of {size} fits in one round, and none of {most + 1}"
-        return _Answer(solution, size, batch_size, note)
-    batch = conf.global_batch_size
-    spared = conf.to_spared(setting.cluster.devices)
-    best = solve(setting, global_batch_size=batch, demands=demands, tolerance=conf.tolerance)
-    if conf.objective == "throughput":
-        asked = _asked(conf, inputs, demands, best)
-        note = owners_note(best) if conf.whole_matrices else ""
-        return _Answer(best, best.samples_per_s, asked.reached, note)
-    wanted = conf.min_samples_per_s or LEAST_THROUGHPUT * best.samples_per_s
-    least = least_memory(
-        setting,
-        global_batch_size=batch,
-        min_samples_per_s=wanted,
-        devices=spared,
+def _best(conf: PlannerConf, inputs: Inputs, demands: Demands) -> PlanSolution:
+    return solve(
+        inputs.setting,
+        global_batch_size=conf.global_batch_size,
         demands=demands,
-        effort=_compared(setting),
+        tolerance=conf.tolerance,
     )
-    which = "no device" if not spared else f"none of devices {ranges(spared)}"
-    if len(spared) == 1:
-        which = f"device {spared[0]} never"
-    note = (
-        f"the least memory for {wanted:.4g} samples/s: {which} uses more than "
-        f"{least.budget_fraction:.1%} of its budget (no plan can do with less than "
-        f"{least.lower_bound:.1%})"
-    )
-    return _Answer(least.solution, wanted, None, note)
 
 
 def _write(conf: PlannerConf, report: PlanReport, console: Console) -> None:

@@ -14,14 +14,12 @@ def heading(conf: PlannerConf, inputs: Inputs) -> Iterator[str]:
     tokens = workload.tokens_per_sample
     frozen = workload.trained_numel < workload.numel
     trained = f" ({workload.trained_numel:,} trained)" if frozen else ""
-    samples = counted(conf.global_batch_size, "sample")
-    if conf.objective == "largest_batch":
-        samples = "as many samples as fit,"
     yield (
         f"{inputs.name}: {workload.numel:,} parameters{trained} in "
         f"{len(workload.units)} units, "
         f"{workload.param_dtype}; {counted(cluster.world_size, 'device')} of "
-        f"{counted(kinds, 'kind')}; a step is {samples}"
+        f"{counted(kinds, 'kind')}; a step is "
+        f"{counted(conf.global_batch_size, 'sample')}"
         + (f" of {tokens:,} tokens" if tokens > 1 else "")
     )
     yield source_line(inputs)

@@ -63,7 +63,7 @@ class PlanReport:
     demands: Demands
     solution: PlanSolution | PipelineSolution
     times: Timeline  # simulated
-    note: str  # on the objective, or that it has stages
+    note: str  # on its matrices, or that it has stages
     without: BetterWithout | None = None  # devices that the plan leaves out
 
 

@@ -118,7 +118,7 @@ def without_some(asked: Asked) -> BetterWithout | None:
     """
     conf, inputs, best = asked.conf, asked.inputs, asked.best
     assert best is not None
-    if conf.objective != "throughput" or conf.leave_out == "never":
+    if conf.leave_out == "never":
         return None
     least, part = LEAST_GAIN * best.samples_per_s, None
     kept, part_of = conf.in_bfloat16(inputs)
@@ -142,10 +142,8 @@ def without_some(asked: Asked) -> BetterWithout | None:
 
 
 def forms(asked: Asked) -> Iterator[Variant]:
-    """Plans that were not allowed; of throughput only."""
+    """Plans that were not allowed."""
     conf, demands, setting = asked.conf, asked.demands, asked.inputs.setting
-    if conf.objective != "throughput":
-        return
     if asked.best is not None and conf.leave_out == "ask":
         yield Variant("fewer devices", "leave_out=auto", partial(_without, asked))
     if could_be_float16(conf, setting):
@@ -291,7 +289,7 @@ def show_simpler(asked: Asked, console: Console, waiting: Waiting, *, note: str)
     table.end()
 
 
-def show_best(gains: Sequence[Gain], num_variants: int, console: Console, *, unit: str) -> None:
+def show_best(gains: Sequence[Gain], num_variants: int, console: Console) -> None:
     """Print the changes that help most of those that were tried."""
     helping = [gain for gain in gains if not gain.is_none]
     best = sorted(helping, key=lambda gain: -gain.relative)[:MAX_SHOWN]
@@ -302,7 +300,7 @@ def show_best(gains: Sequence[Gain], num_variants: int, console: Console, *, uni
         say(console, f"Nothing {of} would help (explain=true shows all).")
         return
     title = f"What would help most {of} (explain=true shows all)"
-    show_gains([gain.variant for gain in best], best, console, unit=unit, title=title)
+    show_gains([gain.variant for gain in best], best, console, title=title)
 
 
 def show_gains(
@@ -310,14 +308,13 @@ def show_gains(
     gains: Iterable[Gain],
     console: Console,
     *,
-    unit: str,
     title: str = "What would help",
 ) -> list[Gain]:
     """Print changes in a table as they are tried, then what is said of them; returns gains."""
     columns = (
         ("of", max(len(each.of) for each in variants)),
         ("change", max(len(each.change) for each in variants)),
-        (unit, 9),
+        ("samples/s", 9),
         ("gain", 7),
     )
     table, shown = StreamedTable(console, columns, title=title, num_left=2), list[Gain]()

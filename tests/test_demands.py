@@ -1,4 +1,4 @@
-"""Demands and objectives against exhaustive search over whole plans of small clusters."""
+"""Demands against exhaustive search over whole plans of small clusters."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,15 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from shardhet.planner import Demands, DeviceLimits, PlanError, baselines, objectives, solve
+from shardhet.planner import Demands, DeviceLimits, PlanError, baselines, solve
 from shardhet.planner.candidates.recompute import treatments
 from shardhet.planner.forms import BatchRounds
-from shardhet.planner.objectives import (
-    LeastMemory,
-    largest_batch,
-    largest_batch_size,
-    least_memory,
-)
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.hosts import DEVICE_LINK_BYTES_PER_S, HostPart
@@ -115,12 +109,12 @@ class Case:
         self.overlap_excesses = [each.overlap_excess for each in profiles]
 
     @cache  # noqa: B019 -- a case lives as long as its test
-    def options(self, position: int, batch: int, largest: int) -> list[Option]:
-        """Every microbatch size up to ``largest``, and recomputation, for so many samples."""
+    def options(self, position: int, batch: int) -> list[Option]:
+        """Every microbatch size, and recomputation, for so many samples."""
         if not batch:
             idle = {each.optimizer_on_host: each for each in reversed(self.choices)}
             return [self.option(position, 0, 1, each) for each in idle.values()]
-        sizes = range(1, min(batch, largest) + 1)
+        sizes = range(1, min(batch, MAX_MICROBATCH) + 1)
         return [self.option(position, batch, m, c) for m in sizes for c in self.choices]
 
     def option(self, position: int, batch: int, size: int, treated: RankPlan) -> Option:
@@ -209,7 +203,6 @@ def all_plans(
     demands: Demands,
     *,
     part: float = 1.0,
-    largest_microbatch: int = MAX_MICROBATCH,
 ) -> Iterator[float]:
     """The step of every plan of one form that fits, with its best shares; ``batch`` is of a
     round.
@@ -224,7 +217,7 @@ def all_plans(
         options = [
             [
                 option
-                for option in case.options(i, b, largest_microbatch)
+                for option in case.options(i, b)
                 if option.used_bytes <= part * demands.budget_bytes(case.cluster, i)
             ]
             for i, b in enumerate(batches)
@@ -387,89 +380,6 @@ def check_demands(plan: Plan, demands: Demands) -> None:
         assert share is None or rank.state_share == pytest.approx(share, abs=1e-9)
 
 
-@pytest.mark.parametrize("seed", one_in(3, range(10)))
-def test_the_largest_batch_is_the_largest_of_all(seed: int) -> None:
-    case, demands = Case(seed, roomy=0.8 + 0.1 * (seed % 4)), demands_of(seed)
-    largest = largest_batch_size(case.model, demands)
-    assert largest <= 10, "too large to try all"
-    fits = (
-        next(all_plans(case, largest, demands, largest_microbatch=1), None) if largest else None
-    )
-    assert fits is not None or not largest
-    more = 2 if demands.equal else 1
-    for larger in range(largest + 1, largest + 1 + more):
-        # Not even one that is smaller by what rounding to rows may take.
-        assert (
-            next(all_plans(case, larger, demands, part=0.97, largest_microbatch=1), None)
-            is None
-        )
-    if not largest:
-        with pytest.raises(PlanError):
-            largest_batch(case.setting, demands=demands)
-        return
-    solution = largest_batch(case.setting, demands=demands)
-    assert solution.plan.global_batch_size == largest
-    assert all(rank.fits for rank in solution.predicted.ranks)
-    check_demands(solution.plan, demands)
-
-
-def test_where_no_batch_fits_what_is_missing_is_told_beside_demanded_batches() -> None:
-    demands = Demands(limits={0: DeviceLimits(rank_batch_size=3)})
-    with pytest.raises(PlanError, match=r"does not fit|nothing that is demanded"):
-        largest_batch(Case(0, roomy=0.01).setting, demands=demands)
-
-
-def test_the_largest_batch_is_known_of_plans_without_hosts() -> None:
-    setting = Case(0, roomy=1.0).setting
-    with pytest.raises(ValueError, match="only of plans that keep nothing on hosts"):
-        largest_batch(setting, demands=Demands(may_keep_inputs_on_host=True))
-
-
-@pytest.mark.parametrize("seed", one_in(8, range(8)))
-def test_no_batch_is_larger_than_the_largest_without_room_for_rows(seed: int) -> None:
-    case, demands = Case(seed, roomy=0.8 + 0.1 * (seed % 4)), demands_of(seed)
-    most = largest_batch_size(case.model, demands, has_rows=False)
-    assert most >= largest_batch_size(case.model, demands)
-    assert next(all_plans(case, most + 1, demands, largest_microbatch=1), None) is None
-
-
-@pytest.mark.parametrize("count", [3, 16_384])
-@pytest.mark.parametrize("per_sample", [1e-4, 1e-6, 1e-8, 1e-10])
-def test_the_largest_batch_is_exact_however_little_a_sample_takes(
-    per_sample: float, count: int
-) -> None:
-    """Of the whole state; HiGHS drops coefficients of 1e-9 and less."""
-    for largest in (50, 5_000, 100_000):
-        rooms = (((1 + (largest + 0.5) * per_sample) / count, per_sample),)
-        computing = objectives.Option(0, 1, 0.0, 2.0**18, rooms, 0.0, 1.0)
-        idle = replace(computing, most=0.0, rooms=((rooms[0][0], 0.0),))
-        assert objectives.most_samples([idle, computing], [count]) == largest
-
-
-@pytest.mark.campaign  # plans under demands stay
-@pytest.mark.parametrize("seed", one_in(5, range(5)))
-def test_the_least_memory_is_the_least_of_all(seed: int) -> None:
-    case, demands = Case(seed, roomy=3.0), demands_of(3 * seed)
-    best = solve(case.setting, global_batch_size=case.batch, demands=demands)
-    wanted = 0.7 * best.samples_per_s
-    least = least_memory(
-        case.setting, global_batch_size=case.batch, min_samples_per_s=wanted, demands=demands
-    )
-    assert least.solution.samples_per_s >= wanted
-    assert least.lower_bound <= least.budget_fraction <= 1
-    assert least.budget_fraction - least.lower_bound <= ROUNDING
-
-    def is_reached(part: float) -> bool:
-        slowest_s = case.batch / wanted
-        return any(
-            seconds <= slowest_s
-            for seconds in plans_of_all_forms(seed, 3.0, demands, case.batch, part=part)
-        )
-
-    assert is_reached(least.budget_fraction + ROUNDING)
-    assert not is_reached(least.lower_bound * (1 - 1e-9))
-
-
 @pytest.mark.parametrize(
     "shares", [(0.5, 0.3, 0.2), (0.5, 0.5 - 1e-7, None), (0.0, 0.7, None), (None, 0.0, 1.0)]
 )
@@ -483,91 +393,3 @@ def test_exact_shares_are_kept(shares: Sequence[float | None]) -> None:
         assert share is None or rank.state_share == pytest.approx(share, abs=2e-7)
     even = baselines.even(case.setting, global_batch_size=case.batch, demands=demands)
     assert [r.state_share for r in even.plan.ranks] == pytest.approx([1 / len(shares)] * 3)
-
-
-def test_only_spared_devices_do_with_little() -> None:
-    case = Case(1, roomy=3.0)
-    last = case.setting.cluster.world_size - 1
-    best = solve(case.setting, global_batch_size=case.batch)
-    wanted = 0.7 * best.samples_per_s
-
-    def least(*devices: int) -> LeastMemory:
-        return least_memory(
-            case.setting,
-            global_batch_size=case.batch,
-            min_samples_per_s=wanted,
-            devices=devices,
-        )
-
-    spared, everybody = least(last), least()
-    assert spared.solution.samples_per_s >= wanted
-    assert spared.lower_bound <= spared.budget_fraction <= everybody.budget_fraction
-    ranks = spared.solution.predicted.ranks
-    used = [rank.memory.total_bytes / rank.memory_budget_bytes for rank in ranks]
-    assert used[last] == pytest.approx(spared.budget_fraction)
-    assert max(used) > everybody.budget_fraction
-
-
-def test_a_throughput_beyond_the_fastest_plan_is_refused_with_what_it_reaches() -> None:
-    case = Case(0, roomy=3.0)
-    with pytest.raises(PlanError, match=r"1e\+09 samples/s are demanded but the fastest"):
-        least_memory(case.setting, global_batch_size=3, min_samples_per_s=1e9)
-
-
-@pytest.mark.parametrize(
-    "demands, words",
-    [
-        (Demands(equal=((0, 7),)), "equal names device 7 but the cluster has devices 0 to 2"),
-        (Demands(equal=((0, 1), (1, 2))), r"equal names devices \[1\] more than once"),
-        (Demands(limits={-1: DeviceLimits()}), "limits names device -1"),
-        (Demands(limits={0: DeviceLimits(max_state_share=2.0)}), "max_state_share is 2.0"),
-        (Demands(limits={0: DeviceLimits(state_share=-1.0)}), "state_share is -1.0"),
-        (
-            Demands(limits={0: DeviceLimits(state_share=0.5, max_state_share=0.6)}),
-            "Drop one of them",
-        ),
-        (
-            Demands(limits={0: DeviceLimits(state_share=0.4)}, equal=((0, 1, 2),)),
-            "sum to 1.2 but all devices together must store 1",
-        ),
-        (
-            Demands(
-                limits={0: DeviceLimits(state_share=0.4), 1: DeviceLimits(state_share=0.3)},
-                equal=((0, 1),),
-            ),
-            "must be equal but limits give them the state shares",
-        ),
-        (
-            Demands(limits={i: DeviceLimits(state_share=0.7) for i in range(2)}),
-            "sum to 1.4 but may be at most 1",
-        ),
-        (
-            Demands(limits={i: DeviceLimits(state_share=0.3) for i in range(3)}),
-            "sum to 0.9 but all devices together must store 1",
-        ),
-        (
-            Demands(
-                equal=((0, 1),),
-                limits={
-                    0: DeviceLimits(recomputes=True),
-                    1: DeviceLimits(recomputes=False),
-                },
-            ),
-            r"devices \[0, 1\] must be equal but limits say",
-        ),
-        (
-            Demands(
-                equal=((0, 1),),
-                limits={
-                    0: DeviceLimits(rank_batch_size=1),
-                    1: DeviceLimits(rank_batch_size=2),
-                },
-            ),
-            "device 0 .* 1 .* can do nothing that is demanded of it and be equal",
-        ),
-    ],
-)
-def test_demands_that_cannot_be_met_are_named(demands: Demands, words: str) -> None:
-    case = Case(0, roomy=3.0)
-    with pytest.raises(ValueError, match=words):
-        solve(case.setting, global_batch_size=3, demands=demands)
