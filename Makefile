@@ -18,7 +18,7 @@ help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
 
 demo: $(INSTALLED) ## plan for emulated unequal devices, train, and compare with even sharding
-	@$(BIN)/python -m shardhet.extras.demo
+	@$(BIN)/python examples/demo.py
 
 # Lint runs beside the tests.  Many of these wait, so there are more workers than cores; those
 # that time things come last, alone.

@@ -7,23 +7,25 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from examples.demo import commands, measured_ratio
 from shardhet import Cluster, Plan, Workload, find_plan, simulate
 from shardhet.apps.run.prediction import Outcome, Prediction
 from shardhet.checkpoint import Checkpoints
 from shardhet.extras.compare import main as compare
-from shardhet.extras.demo import commands, measured_ratio
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import PlannedUnit
 from shardhet.training.device_use import DeviceUse
 from tests.programs import run
+from tests.warm import ROOT
 
 
 @pytest.mark.campaign  # `make demo`; each of its commands has its own tests
 def test_all_of_it_runs_and_stays_in_one_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = run(["-m", "shardhet.extras.demo", "--quick", "--out=demo"], tmp_path, within_s=380)
+    program = str(ROOT / "examples/demo.py")
+    done = run([program, "--quick", "--out=demo"], tmp_path, within_s=380)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "a step was predicted to take" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["demo"]

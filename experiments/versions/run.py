@@ -83,10 +83,11 @@ def parts(*, is_quick: bool, is_whole: bool) -> dict[str, list[str]]:
     """Arguments of Python: the files of the suite that tell most, or all; demo; examples."""
     names = () if is_whole else TELLING[:4] if is_quick else TELLING
     files = [f"tests/test_{name}.py" for name in names]
-    demo = ["-m", "shardhet.extras.demo", "--out=demo", *(["--quick"] if is_quick else [])]
+    demo = ["examples/demo.py", "--out=demo", *(["--quick"] if is_quick else [])]
     programs = {
         f"examples/{p.name}": ["-m", "shardhet", "rehearse", str(p), *CARDS]
         for p in sorted((REPOSITORY / "examples").glob("*.py"))
+        if p.stem != "demo"
     }
     suite = [*PYTEST, "-n", "2", "--dist", "worksteal", *files]
     return {"tests": suite, "demo": demo, **programs}

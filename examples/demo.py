@@ -1,6 +1,6 @@
 """Measure, plan, simulate, train: all of shardhet on four emulated devices of this CPU.
 
-    python -m shardhet.extras.demo [--out DIR] [--steps N] [--quick]
+    python examples/demo.py [--out DIR] [--steps N] [--quick]
 
 It runs the commands that a user would type, one after the other, and shows each before it
 runs.  The text is the interpreter's own standard library, so nothing is downloaded.  All
@@ -79,7 +79,7 @@ def commands(out: Path, num_steps: int, *, is_quick: bool = False) -> list[tuple
 def main(argv: Sequence[str] | None = None) -> None:
     """Run all parts; if one fails, the demo ends with its exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m shardhet.extras.demo",
+        prog="examples/demo.py",
         description=(__doc__ or "").partition("\n")[0],
     )
     usual = Path("runs") / f"demo_{datetime.now():%Y-%m-%d_%H-%M-%S}"
