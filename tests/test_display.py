@@ -1,11 +1,11 @@
-"""What is shown of a run: lines in a file, a table on a terminal."""
+"""What is shown of a run, and of a measurement."""
 
 import io
 
 import pytest
 from rich.console import Console
 
-from shardhet.apps.cli.display import Display, device_table, microbatches
+from shardhet.apps.cli.display import Display, show_plan
 from shardhet.apps.cli.streamed import WideConsole, figures_table
 from shardhet.apps.launch.crash import RankConsole
 from shardhet.apps.run.measure_report import BUSY, disturbances, warnings_of
@@ -24,29 +24,27 @@ USES = tuple(
 DEVICES = [DeviceSpec(kind="Tesla T4", memory_capacity_bytes=2**30)] * 3
 
 
-def shown(*, is_terminal: bool) -> str:
-    """All that a run of four steps and one look prints."""
-    console = Console(file=io.StringIO(), force_terminal=is_terminal, width=120, record=True)
-    with Display(PLAN, DEVICES, num_steps=4, log_every=2, console=console) as display:
-        for step in range(1, 5):
-            display.show_step(
-                StepMetrics(
-                    step=step,
-                    mean_loss=None if step == 4 else 5.0 - step,
-                    norm=0.5,
-                    learning_rate=1e-3,
-                    num_targets=300,
-                    step_time_s=30.0,
-                )
+def test_lines_say_everything_once() -> None:
+    console = Console(file=io.StringIO(), width=120, record=True)
+    show_plan(PLAN, DEVICES, console)
+    display = Display(num_steps=4, log_every=2, console=console)
+    for step in range(1, 5):
+        display.show_step(
+            StepMetrics(
+                step=step,
+                mean_loss=None if step == 4 else 5.0 - step,
+                norm=0.5,
+                learning_rate=1e-3,
+                num_targets=300,
+                step_time_s=30.0,
             )
-        display.show_devices(USES)
-        display.show_score(4, "bits per byte", 3.5)
-    return console.export_text()
-
-
-def test_lines_in_a_file_say_everything_once() -> None:
-    lines = shown(is_terminal=False).splitlines()
-    assert lines == [
+        )
+    display.show_devices(USES)
+    display.show_score(4, "bits per byte", 3.5)
+    lines = console.export_text().splitlines()
+    assert lines[0] == "3 devices; a step is 29 samples"
+    assert "| 1 Tesla T4 |       5 | 2 x 2 + 1 x 1 |          - | 20.00% |" in lines
+    assert lines[-4:] == [
         "step     2 of 4   loss 3.0000   grad norm 0.50   lr 1.00e-03   10 tokens/s   "
         "30000 ms/step   1:00 left",
         "step     4 of 4   loss none   grad norm 0.50   lr 1.00e-03   10 tokens/s   "
@@ -55,23 +53,6 @@ def test_lines_in_a_file_say_everything_once() -> None:
         "1: 10% busy 50% waiting   2: 20% busy 50% waiting",
         "step     4   held-out 3.500 bits per byte",
     ]
-
-
-def test_a_terminal_shows_devices_in_its_table_alone() -> None:
-    assert "  devices   " not in shown(is_terminal=True)
-
-
-def test_the_table_says_what_each_device_does() -> None:
-    console = Console(file=io.StringIO(), width=120, record=True)
-    console.print(device_table(PLAN, DEVICES, USES))
-    text = console.export_text()
-    assert "| 1 Tesla T4 |    2 x 2 + 1 |   20% |  10% |     50% | 512 of 1,024 MiB |" in text
-    console.print(device_table(PLAN, DEVICES))
-    assert "busy" not in console.export_text()  # not known before the first look
-
-
-def test_microbatches_are_written_as_sums() -> None:
-    assert [microbatches(rank) for rank in PLAN.ranks] == ["3 x 8", "2 x 2 + 1", "none"]
 
 
 def test_a_disturbed_measurement_is_named() -> None:

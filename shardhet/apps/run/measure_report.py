@@ -1,11 +1,10 @@
-"""Output of rank zero during a measurement: progress and results."""
+"""Output of rank zero after a measurement."""
 
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from shardhet.apps.cli.streamed import figures_table, say
@@ -18,26 +17,6 @@ BUSY = (
     f"On all devices some microbatches took longer than larger ones: the host was busy. {POOR}"
 )
 MAX_ROWS = 8  # sizes in a table; the file has all of them
-
-
-class Progressing(Progress):
-    """A progress bar on a terminal, or one line per activity anywhere else."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-        )
-        self._task = self.add_task("starting", total=1.0)
-
-    def tell(self, text: str, fraction: float) -> None:
-        """Show the next activity and the fraction done so far."""
-        self.update(self._task, description=text, completed=fraction)
-        if not self.console.is_terminal:
-            self.console.print(f"{fraction:4.0%}  {text}", soft_wrap=True)
 
 
 def show_measurement(console: Console, measured: Measurement, folder: Path) -> None:

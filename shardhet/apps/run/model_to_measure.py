@@ -6,9 +6,9 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from shardhet.apps.cli.streamed import say
 from shardhet.apps.launch.joining import announced_device
 from shardhet.apps.launch.rank_env import RankEnv
-from shardhet.apps.run.measure_report import Progressing
 from shardhet.apps.run.task import (
     DTYPE_BY_PRECISION,
     PARAM_DTYPE_BY_PRECISION,
@@ -60,16 +60,15 @@ def measured_here(
 
     Collective.
     """
-    with Progressing(console) as progress:
-        return measure(
-            model_to_measure(conf),
-            device=device,
-            device_spec=announced_device(conf.cluster, env, device),
-            emulated=conf.cluster.emulated_device(env.rank),
-            optimizer=conf.optim.to_record(),
-            effort=effort,
-            on_progress=progress.tell,
-        )
+    return measure(
+        model_to_measure(conf),
+        device=device,
+        device_spec=announced_device(conf.cluster, env, device),
+        emulated=conf.cluster.emulated_device(env.rank),
+        optimizer=conf.optim.to_record(),
+        effort=effort,
+        on_progress=lambda text, part: say(console, f"{part:4.0%}  {text}"),
+    )
 
 
 def random_batch(module: nn.Module, data: DataConf, *, seed: int) -> ExampleBatch:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from shardhet import After, EndNotice, HetFSDP, Hook, Hooks, Plan, Rebalancer, Trace
 from shardhet.apps.checkpoint_export import write_model
-from shardhet.apps.cli.display import Display, device_table
+from shardhet.apps.cli.display import Display, show_plan
 from shardhet.apps.cli.quantities import counted
 from shardhet.apps.cli.streamed import say
 from shardhet.apps.launch.crash import RankConsole
@@ -210,16 +210,11 @@ class Run(Hook):
         show_start(console, self._conf, self._built.task, self._model, self._built.resumed)
         if self._conf.compile:
             say(console, say_who_compiles(self._model, self._built.why_eager, self._folder))
-        if not console.is_terminal:
-            console.print(device_table(self._model.plan, self._built.devices))
+        show_plan(self._model.plan, self._built.devices, console)
         self._display = Display(
-            self._model.plan,
-            self._built.devices,
-            num_steps=self._conf.num_steps,
-            log_every=self._conf.log_every,
-            console=console,
+            num_steps=self._conf.num_steps, log_every=self._conf.log_every, console=console
         )
-        with self._display, self._log.closing(), self._hooks:
+        with self._log.closing(), self._hooks:
             yield
 
     def take_step(self) -> None:
@@ -281,10 +276,9 @@ class Run(Hook):
             self._log.prediction.timeline.save_chrome_trace(self._folder.predicted_trace_path)
 
     def _follow(self, step: int, plan: Plan, rebalancer: Rebalancer) -> None:
-        """Show and predict the plan that the model follows after this step."""
+        """Keep and predict the plan that the model follows after this step."""
         if self.is_rank_zero:
             plan.save(self._folder.new_plan_path(step))
-        self._display.follow(plan)
         self._log.expect(Prediction.in_setting(rebalancer.in_setting(plan), rebalancer.setting))
 
     def _evaluate(self, step: int) -> None:
