@@ -1,5 +1,5 @@
-"""Optimizers and inputs in the memory of hosts, and tiles: drawn steps are exact, all waits
-matter.
+"""Optimizers and inputs in the memory of hosts, tiles, and frozen weights that stay unsharded:
+drawn steps are exact, all waits matter.
 """
 
 import random
@@ -75,11 +75,26 @@ def in_tiles(case: Case) -> Case:
     )
 
 
-# By what is on the host, or in tiles: how a case gets there, and the first seed.
+def with_residents(case: Case) -> Case:
+    """The case with most parameters frozen, which stay; some ranks have much on the host."""
+    draw = random.Random(f"resident {case.seed}")
+    blocks = range(len(case.shape.mixes))
+    parts = [f"blocks.{i}.{name}" for i in blocks for name in ("up", "down", "qkv", "words")]
+    frozen = ["embedding", "position", "head.norm", *(p for p in parts if draw.random() < 0.8)]
+    case = replace(
+        case,
+        shape=replace(case.shape, frozen=tuple(frozen)),
+        plan=replace(case.plan, resident_units=("*",)),
+    )
+    return on_host(with_inputs_on_host(case)) if case.seed % 3 == 0 else case
+
+
+# By what is on the host, in tiles or resident: how a case gets there, and the first seed.
 PLACES = {
     "optimizer": (on_host, 7000),
     "inputs": (with_inputs_on_host, 8000),
     "tiles": (in_tiles, 9000),
+    "residents": (with_residents, 6000),
 }
 every_place = pytest.mark.parametrize("place", PLACES)
 

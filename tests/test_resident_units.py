@@ -1,7 +1,6 @@
 """Frozen weights of ``resident_units`` are gathered once, and only trainable rows later."""
 
 import json
-import random
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -16,37 +15,14 @@ from torch import Tensor, nn
 from shardhet import HetFSDP, Plan, Stage, redistribute
 from shardhet.checkpoint import CheckpointError, load, save
 from tests.beside import mean_of, squared
-from tests.drawn_steps import check, draw_in_rounds
 from tests.emulated.accelerator import Accelerator
 from tests.parity import OnHost, compare_grads
-from tests.patchwork import Case
 from tests.selection import one_in
 from tests.test_bytes_of_links import computing, over_messages
 from tests.test_order import around_collectives
 from tests.worlds import on_ranks, run_ranks
 
-NUM_CASES = 16
 WIDTH, RANK, NUM_LAYERS, ITEMSIZE = 6, 2, 3, 8
-
-
-# Drawn steps
-
-
-def drawn(seed: int) -> Case:
-    """A step in rounds of a model most of whose parameters are frozen."""
-    case = draw_in_rounds(seed)
-    rng = random.Random(f"resident {seed}")
-    blocks = range(len(case.shape.mixes))
-    parts = [f"blocks.{i}.{name}" for i in blocks for name in ("up", "down", "qkv", "words")]
-    frozen = ["embedding", "position", "head.norm", *(p for p in parts if rng.random() < 0.8)]
-    shape = replace(case.shape, frozen=tuple(frozen))
-    plan = replace(case.plan, resident_units=("*",))
-    return replace(case, precision="float64", shape=shape, plan=plan)
-
-
-@pytest.mark.parametrize("seed", one_in(12, range(NUM_CASES)))
-def test_a_drawn_step_is_that_of_one_process(seed: int) -> None:
-    check(drawn(seed))
 
 
 # A model with adapters inside its units
@@ -392,35 +368,6 @@ def test_precision_is_as_without_residents(rank: int) -> None:
             assert frozen[1:] == ([0, 0] if plan.resident_units else [2 * NUM_LAYERS - 1] * 2)
             results.append([p.grad for p in model.parameters() if p.grad is not None])
         assert all(map(torch.equal, *results))
-
-
-@pytest.mark.campaign  # drawn steps stay
-@on_ranks(3)
-def test_host_memory_and_rounds_are_as_without_residents(rank: int) -> None:
-    plan = Plan.by_hand(
-        microbatch_sizes=[2, 1, 1],
-        num_microbatches=[2, 1, 2],
-        state_shares=[0.2, 0.5, 0.3],
-        recompute=True,
-        inputs_on_host=True,
-        optimizer_on_host=[True, False, True],
-        num_rounds=2,
-        resident_units=["*"],
-    )
-    with Accelerator().installed() as accelerator:
-        model, module = wrapped(plan, device=accelerator.device), make_module()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        x = inputs(plan.global_batch_size).to(model.device)
-        for _ in range(3):
-            optimizer.zero_grad()
-            launches: list[bool] = []
-            with around_collectives(lambda _, flat, to=launches: to.append(flat.is_trainable)):
-                for i in range(plan.num_rounds):
-                    part = x[list(plan.round_samples(model.position, i))]
-                    model.backward(model(part).square().sum(), len(part))
-            check_grads(model, module)
-            optimizer.step()
-        assert all(launches)
 
 
 # What is refused
