@@ -12,7 +12,7 @@ from shardhet import HetFSDP, Plan
 from shardhet.records.layout import Span
 from tests.beside import Beside, is_exact
 from tests.edge_plans import PLANS, every_plan, full_batches
-from tests.parity import Course, Problem, check_parity, compare_grads, part_of
+from tests.parity import Course, Problem, check_parity, compare_grads
 from tests.patchwork import ModelShape, Patchwork, masked_loss, patchwork_problem
 from tests.worlds import on_ranks, run_ranks
 
@@ -42,56 +42,6 @@ class Drawn(Beside):
 
 
 # Steps around the step #
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("sizes", [[9, 1, 4], [0, 3, 0], [1, 0, 5], [5, 2, 1]])
-@every_plan
-@on_ranks()
-def test_evaluation_with_other_batches_leaves_training_exact(
-    rank: int, plan: Plan, sizes: list[int]
-) -> None:
-    both = Drawn(plan)
-    sizes = sizes[: plan.world_size]
-    sizes = sizes if any(sizes) else [4]
-    optimizers = both.optimizers(torch.optim.SGD, lr=0.1)
-    for _ in range(3):
-        held_out = dict(zip("xy", both.batch(sum(sizes)), strict=True))
-        part = part_of(held_out, sizes, both.model.position)
-        with torch.no_grad():
-            both.model.eval()
-            loss_sum, num_tokens = both.model(*part.values())
-            both.model.train()
-            expected, expected_count = both.plain(*held_out.values())
-        own = torch.tensor([float(loss_sum), float(num_tokens)], dtype=torch.float64)
-        if plan.world_size > 1:
-            torch.distributed.all_reduce(own)
-        assert int(own[1]) == int(expected_count)
-        torch.testing.assert_close(own[0], expected, rtol=1e-12, atol=0.0)
-        both.step(*both.batch())
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-@every_plan
-@on_ranks()
-def test_a_step_without_backward_is_forgotten(rank: int, plan: Plan) -> None:
-    both = Drawn(plan)
-    batch = both.batch()
-    for _ in range(2):  # before the order is known, and after
-        for _ in range(2):
-            both.model(*both.part(*batch))
-        both.step(*batch)
-
-
-@every_plan
-@on_ranks(fresh_world=True)
-def test_a_second_backward_raises(rank: int, plan: Plan) -> None:
-    both = Drawn(plan)
-    output = both.model(*both.part(*both.batch()))
-    both.model.backward(*output)
-    with pytest.raises(RuntimeError, match="Call the model, then this once"):
-        both.model.backward(*output)
 
 
 @every_plan

@@ -46,7 +46,6 @@ from tests.parity import (
     check_parity,
     part_of,
     train_step,
-    wrap,
 )
 from tests.patchwork import Case, draw_case, draw_rounds
 from tests.programs import SMALL_MODEL
@@ -795,46 +794,15 @@ class _WithBuffers(nn.Module):
         return x.square().sum(), torch.tensor(tokens.numel(), device=tokens.device)
 
 
-def _train_with_buffers(rank: int, is_on_meta: bool) -> list[float]:
-    plan = Plan.by_hand(
-        microbatch_sizes=[2, 1], rank_batch_sizes=[4, 2], state_shares=[0.25, 0.75]
-    )
-    problem = Problem(
-        make_module=_WithBuffers,
-        make_batch=lambda n: {"tokens": torch.randint(0, 7, (n, 3))},
-        loss=lambda model, batch: model(batch["tokens"]),
-    )
-    torch.manual_seed(5)
-    module = _WithBuffers()
-    if is_on_meta:
-        module.to("meta")
-        problem = replace(problem, options={"init_fn": _fill})
-    batch = problem.make_batch(6)
-    losses = []
-    for on in ("accelerator", "host"):
-        course = Course.of(plan)
-        accelerator = Accelerator()
-        one = copy.deepcopy(module)
-        if on == "host":
-            model = wrap(one, problem, plan, course, rank)
-            sizes = course.rank_batch_sizes[0]
-            loss = train_step(model, problem, part_of(batch, sizes, rank), course)
-        else:
-            options = {**problem.options, "device": accelerator.device}
-            there = replace(problem, options=options)
-            with accelerator.installed():
-                model = wrap(one, there, plan, course, rank)
-                mine = part_of(batch, course.rank_batch_sizes[0], rank)
-                loss = train_step(model, there, on_device(mine, accelerator.device), course)
-        assert loss is not None
-        losses.append(loss)
-    return losses
-
-
+@pytest.mark.parametrize("is_on_meta", [False, True])
 @pytest.mark.parametrize("world_size", one_in(2, [3, 2]))
 @on_ranks()
-def test_what_surrounds_a_step_is_in_order_too(rank: int, world_size: int) -> None:
-    """Hooks, clipping, whole state dicts, evaluation, calls one by one, another plan."""
+def test_what_surrounds_a_step_is_in_order_too(
+    rank: int, world_size: int, is_on_meta: bool
+) -> None:
+    """Hooks, clipping, whole state dicts, evaluation, calls one by one, another plan; of a
+    module of the host, with its buffers, or of one without values.
+    """
     batches = [4, 2, 0][:world_size]
     shares = [0.0, 0.75, 0.25] if world_size == 3 else [0.25, 0.75]
     plan, other = (
@@ -850,13 +818,17 @@ def test_what_surrounds_a_step_is_in_order_too(rank: int, world_size: int) -> No
     for device in (accelerator.device, torch.device("cpu")):
         torch.manual_seed(5)
         module = _WithBuffers()
-        module.blocks[1].weight.register_hook(lambda grad: 2 * grad)
+        if is_on_meta:
+            module.to("meta")
+        else:
+            module.blocks[1].weight.register_hook(lambda grad: 2 * grad)
         generator = torch.Generator().manual_seed(7)
         batch = {"tokens": torch.randint(0, 7, (sum(batches), 3), generator=generator)}
         mine = part_of(batch, batches, rank)
         with accelerator.installed() if device.index is not None else nullcontext():
             tokens = mine["tokens"].to(device)
-            model = HetFSDP(module, plan, device=device, param_dtype=torch.float32)
+            options: dict[str, Any] = {"init_fn": _fill} if is_on_meta else {}
+            model = HetFSDP(module, plan, device=device, param_dtype=torch.float32, **options)
             optimizer = torch.optim.AdamW(model.parameters())
             seen: list[Any] = []
             for _ in range(2):
@@ -886,9 +858,3 @@ def test_what_surrounds_a_step_is_in_order_too(rank: int, world_size: int) -> No
 def _fill(module: nn.Module) -> None:
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         tensor.data.uniform_(-1, 1)
-
-
-@pytest.mark.parametrize("is_on_meta", [False, True])
-def test_a_module_of_the_host_moves_with_its_buffers(is_on_meta: bool) -> None:
-    for on_accelerator, on_host in run_ranks(_train_with_buffers, 2, is_on_meta):
-        assert on_accelerator == pytest.approx(on_host, rel=1e-12)

@@ -118,7 +118,7 @@ def test_all_end_within_seconds_with_the_name_of_the_rank(seed: int) -> None:
 @pytest.mark.parametrize("rank", one_in(2, [2, 0]))
 def test_a_rank_that_dies_alone_on_its_host_is_named_as_soon(rank: int) -> None:
     plan = Plan.by_hand(microbatch_sizes=[2, 1, 2], state_shares=[0.5, 0.25, 0.25])
-    case = Case(deed="kill", place="forward", rank=rank, plan=plan, aborts=True, waits=True)
+    case = Case(deed="kill", place="forward", rank=rank, plan=plan, aborts=True)
     assert_all_end_with_its_name(train_on_a_host_of_its_own, case)
 
 
