@@ -1,7 +1,6 @@
 """Steps of pipelines: what leaks past a cut, what is refused, and ranks that fail."""
 
 import copy
-import signal
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,10 +17,9 @@ from shardhet.fsdp.stages.absent import Absent
 from shardhet.models.decoder import Decoder
 from shardhet.training.dealing.batches import Share
 from tests.beside import Beside
-from tests.misdeeds import CAUSE, Trap, commit
-from tests.selection import one_in, only
+from tests.misdeeds import Trap
+from tests.selection import one_in
 from tests.small_models import small_decoder
-from tests.test_bad_input import WITHIN_S
 from tests.worlds import ends_all_ranks, on_ranks, run_ranks, run_ranks_expecting_failure
 
 WORDS, SEQ_LEN, WIDTH = 16, 4, 6
@@ -601,51 +599,3 @@ def test_units_of_other_stages_have_the_order_of_the_first_step() -> None:
     for outcome in run_ranks_expecting_failure(_calls_others_in_another_order, 3, plan):
         words = "unit 'blocks.1' was called at place 1 of forward, where 'blocks.0' was"
         assert words in outcome.message
-
-
-# Ranks that fail
-
-
-def _fails(rank: int, deed: Any, place: str, culprit: int, step: int) -> None:
-    torch.manual_seed(0)
-    plan = staged([1, 1, 2], [2, 1], num_rounds=4)
-    model = HetFSDP(Leaky(), plan, units=UNITS)
-    stage = 0 if rank < 2 else 1
-    block = model.module.blocks[3 * stage]  # type: ignore[index]
-
-    def spring(where: str) -> None:
-        if rank == culprit and where == place and model.step == step:
-            commit(deed)
-
-    block.spring = spring
-    inputs, targets = batch_of(plan.global_batch_size)
-    mine = plan.sample_indices(model.position)
-    for _ in range(step + 2):
-        spring("between")
-        model.forward_backward(inputs[mine], targets[mine])
-
-
-@pytest.mark.parametrize(
-    "deed, place, culprit",
-    only(
-        [("raise", "forward", 0), ("kill", "backward", 2)],
-        [
-            (deed, place, culprit)
-            for deed in ("raise", "kill")
-            for place in ("forward", "backward", "between")
-            for culprit in (0, 2)
-            if (deed, place) != ("raise", "between")
-        ],
-    ),
-)
-def test_a_rank_that_fails_ends_all_stages_by_name(deed: str, place: str, culprit: int) -> None:
-    for outcome in run_ranks_expecting_failure(_fails, 3, deed, place, culprit, 1):
-        assert outcome.is_within(WITHIN_S)
-        if outcome.rank == culprit:
-            expected = -signal.SIGKILL if deed == "kill" else None
-            assert outcome.exit_code == expected
-            continue
-        assert outcome.exception_name == "RuntimeError", outcome.traceback
-        assert outcome.message.startswith(f"rank {culprit} ")
-        assert f"of stage {culprit // 2}" in outcome.message
-        assert (CAUSE if deed == "raise" else "ended without a message") in outcome.message

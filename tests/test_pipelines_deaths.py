@@ -14,7 +14,7 @@ from shardhet.comm.liveness import EXIT_STATUS, watch, watch_ranks
 from shardhet.fsdp.stages.exchange import StageExchange
 from shardhet.fsdp.step.runtime import Runtime
 from tests.emulated.accelerator import Accelerator
-from tests.misdeeds import commit
+from tests.misdeeds import CAUSE, commit
 from tests.parity import OnHost
 from tests.selection import one_in
 from tests.test_pipelines import UNITS, Leaky, batch_of, staged
@@ -99,7 +99,7 @@ def _train(rank: int, case: Case) -> None:
             model.forward_backward(inputs, targets)
 
 
-@pytest.mark.parametrize("case", one_in(120, CASES))
+@pytest.mark.parametrize("case", one_in(25, CASES))
 def test_a_rank_that_fails_ends_all_stages_within_seconds_by_name(case: Case) -> None:
     within_s = WITHIN_S[case.deed]
     outcomes = run_ranks_expecting_failure(
@@ -118,3 +118,4 @@ def test_a_rank_that_fails_ends_all_stages_within_seconds_by_name(case: Case) ->
     for each in named:
         assert each.message.startswith(f"rank {case.culprit} "), (case, each)
         assert f" of stage {case.stage} " in each.message, (case, each)
+        assert case.deed != "raise" or CAUSE in each.message, (case, each)
