@@ -80,34 +80,6 @@ def made_up(workload: Workload = SMALL, *, link_s: float = 1e-4) -> Setting:
     return Setting(cluster, workload, Profile(devices=(device,), collectives=collectives))
 
 
-@pytest.mark.parametrize("recompute", [False, True, [True, False]])
-def test_a_member_takes_its_part_and_the_exchange(recompute: bool | list[bool]) -> None:
-    setting = made_up()
-    plan = Plan.by_hand(
-        microbatch_sizes=[1, 1],
-        recompute=recompute,
-        devices=setting.cluster.devices,
-        context_groups=[[0, 1]],
-        token_shares=[3, 1],
-    )
-    cost = CostModel(setting).for_plan(plan).predict(plan)
-    # 4000 bytes: 0.4 s forward, 0.8 s backward, once more where all recompute
-    again = [recompute, recompute] if isinstance(recompute, bool) else recompute
-    for rank, share, is_again in zip(cost.ranks, (0.75, 0.25), again, strict=True):
-        assert rank.forward_s == pytest.approx(2 * (share + 0.4))
-        sent_s = 0.4 * (recompute is True)
-        assert rank.backward_s == pytest.approx(
-            2 * (2 * share + 0.8 + share * is_again + sent_s)
-        )
-    assert simulate(plan, setting).step_time_s == pytest.approx(cost.step_time_s, rel=0.01)
-    model = CostModel(setting).for_plan(plan)
-    kept = [[300 + 1000, 100 + 3000], [0, 0], [4000, 100 + 3000]]
-    for i, rank in enumerate(plan.ranks):
-        own = model.of_rank(plan, i).kept_bytes_per_sample(rank)
-        graph = kept[[False, True, [True, False]].index(recompute)][i]
-        assert own.tolist() == pytest.approx([100 * (0.75, 0.25)[i] + graph] * 2)
-
-
 def test_what_is_not_known_is_refused() -> None:
     setting = made_up()
     kinds = (replace(KIND, kv_bytes=0),)

@@ -1,18 +1,14 @@
 """Seconds from specifications: rooflines, efficiencies, rings; small numbers of their own."""
 
 from dataclasses import replace
-from math import inf, log
+from math import log
 
 import pytest
 
-from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import (
     FRAMES,
     HOST_BYTES_PER_S,
-    KERNELS_PER_MATRIX,
-    LAUNCH_S,
     LINK_FRACTION,
-    OLD_LAUNCH_S,
     STRAGGLING,
     derive_profile,
     slowest_of,
@@ -32,20 +28,13 @@ from shardhet.pricing.efficiency import (
     efficiency_of,
 )
 from shardhet.pricing.roofline import (
-    GRAD_BYTES,
-    HALF_WAVE_NUMEL,
-    KERNEL_S,
-    KERNELS_PER_UNIT,
     MAX_SLOWDOWN,
     MEMORY_FRACTION,
     Roofline,
 )
-from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Link, Node
 from shardhet.records.kinds import DeviceKind, built_in_kinds
-from shardhet.records.plan import Plan
-from shardhet.records.schedule import GATHER, REDUCE
-from shardhet.records.workload import Unit, UnitKind, Workload
+from shardhet.records.workload import UnitKind, Workload
 
 KIND = DeviceKind(
     kind="made up",
@@ -66,71 +55,6 @@ UNIT = UnitKind(
     transient_bytes=0,
 )
 LINK = Link(latency_s=1e-3, bandwidth_bytes_per_s=1e9)
-
-
-def test_a_product_takes_its_flops_and_half_a_wave_at_a_part_of_the_peak() -> None:
-    roofline = Roofline.of(KIND, "float32")
-    for size in (1, 3):
-        numel = size * ROWS * WIDTH + HALF_WAVE_NUMEL
-        seconds = 2 * DEPTH * numel / (0.5 * 1e9)
-        assert roofline.forward_s(UNIT, size, HALF) == pytest.approx(seconds)
-
-
-def test_backward_is_two_products_and_the_sum_of_gradients() -> None:
-    of_rows = 2 * WIDTH * (ROWS * DEPTH + HALF_WAVE_NUMEL)
-    of_matrix = 2 * ROWS * (WIDTH * DEPTH + HALF_WAVE_NUMEL)
-    seconds = (of_rows + of_matrix) / (0.25 * 1e9) + GRAD_BYTES * UNIT.numel / 1e9
-    assert Roofline.of(KIND, "float32").backward_s(UNIT, 1, HALF) == pytest.approx(seconds)
-
-
-def test_a_product_of_one_row_takes_as_long_as_its_bytes() -> None:
-    one_row = replace(UNIT, forward_flops=2 * WIDTH * DEPTH)
-    quick = Efficiency(forward=1e6, backward=1e6)
-    seconds = 4 * (WIDTH * DEPTH + WIDTH + DEPTH) / 1e9
-    assert Roofline.of(KIND, "float32").forward_s(one_row, 1, quick) == pytest.approx(seconds)
-
-
-def test_what_is_kept_for_backward_moves_through_memory() -> None:
-    roofline = Roofline.of(KIND, "float32")
-    moving = replace(UNIT, activation_bytes=30_000_000, input_bytes=20_000_000)
-    extra_s = roofline.forward_s(moving, 2, HALF) - roofline.forward_s(UNIT, 2, HALF)
-    assert extra_s == pytest.approx(2 * 2 * 50e6 / 1e9)  # two samples, written and read
-    extra_s = roofline.backward_s(moving, 2, HALF) - roofline.backward_s(UNIT, 2, HALF)
-    assert extra_s == pytest.approx(2 * 2 * 2 * 50e6 / 1e9)
-
-
-def test_no_visit_is_shorter_than_its_kernels() -> None:
-    empty = replace(UNIT, param_shapes=((4,),), forward_flops=0, backward_flops=0)
-    roofline = Roofline.of(KIND, "float32")
-    kernels_s = KERNELS_PER_UNIT * KERNEL_S
-    assert roofline.forward_s(empty, 1, HALF) == kernels_s
-    assert roofline.backward_s(empty, 1, HALF) == 2 * kernels_s
-
-
-@pytest.mark.parametrize(
-    ("cards", "launch_s"),
-    [
-        ("H200", LAUNCH_S),
-        ("RX 6800", LAUNCH_S),
-        ("T4", OLD_LAUNCH_S),
-        ("1080 Ti", OLD_LAUNCH_S),
-    ],
-)
-def test_nothing_is_faster_than_the_launch_of_its_kernels(cards: str, launch_s: float) -> None:
-    """A norm is few kernels, and a matrix has others around its product."""
-    norm = replace(UNIT, name="norm", param_shapes=((4,),), forward_flops=0, backward_flops=0)
-    names = ("block", "norm", "block")
-    workload = Workload(
-        kinds=(replace(UNIT, forward_flops=16, backward_flops=32), norm),
-        units=tuple(Unit(fqn=str(i), kind=name) for i, name in enumerate(names)),
-    )
-    units = derive_profile(Cluster.of_cards(cards), workload).devices[0].unit_by_kind
-    for name, least_s in (
-        ("block", KERNELS_PER_MATRIX * launch_s),
-        ("norm", KERNELS_PER_UNIT * KERNEL_S),
-    ):
-        assert units[name].forward_s.at(1) == pytest.approx(least_s)
-        assert units[name].backward_s.at(1) >= 2 * least_s
 
 
 def test_a_device_that_does_not_hold_its_clock_is_slower_the_longer_a_visit_takes() -> None:
@@ -251,53 +175,6 @@ def test_the_note_says_how_far_the_times_were_off() -> None:
     assert "blocks (not in microbatches of up to 16 samples, which take as" in short.note
     stated = derive_profile(cluster(2), WORKLOAD, compute_fraction=0.5)
     assert stated.note == "derived: 0.50 of peak FLOP/s, links at 0.37 of their bandwidth"
-
-
-def test_a_stated_part_of_the_peak_replaces_the_fitted_ones() -> None:
-    block = replace(UNIT, forward_flops=10**7 * UNIT.forward_flops)
-    workload = Workload(kinds=(block,), units=(Unit(fqn="a", kind="block"),))
-    profile = derive_profile(cluster(1, kind="NVIDIA L4"), workload, compute_fraction=0.5)
-    stated = Efficiency(forward=0.5, backward=0.5, spread=inf)
-    expected_s = Roofline.of(KIND, "float32").forward_s(block, 16, stated)
-    assert profile.unit("NVIDIA L4", "block").forward_s.at(16) == expected_s
-
-
-def test_an_optimizer_takes_as_long_as_its_state_is_read_and_written() -> None:
-    devices = [
-        derive_profile(cluster(1), WORKLOAD.with_moments(each)).devices[0] for each in range(3)
-    ]
-    none, one, adam = (each.optimizer_seconds_per_element for each in devices)
-    assert (none / adam, one / adam) == pytest.approx((3 / 7, 5 / 7))
-
-
-def test_frozen_matrices_have_no_gradient_to_compute_or_to_reduce() -> None:
-    roofline = Roofline.of(KIND, "float32")
-    frozen = replace(UNIT, frozen_params=(0, 1))
-    assert frozen.trained_numel == 0
-    assert roofline.forward_s(frozen, 4, HALF) == roofline.forward_s(UNIT, 4, HALF)
-    backward_s, whole_s = (roofline.backward_s(each, 4, HALF) for each in (frozen, UNIT))
-    assert 0.49 < backward_s / whole_s < 0.51
-    pair = cluster(2)
-    whole, half = (
-        Workload(
-            kinds=(kind,), units=(Unit(fqn="a", kind="block"), Unit(fqn="b", kind="block"))
-        )
-        for kind in (UNIT, replace(UNIT, frozen_params=(0,)))
-    )
-    models = [
-        CostModel(Setting(pair, each, derive_profile(pair, each))) for each in (whole, half)
-    ]
-    plan = Plan.by_hand(microbatch_sizes=[1, 1], devices=pair.devices)
-    reduced = [model.launch_seconds(plan)[REDUCE][0] for model in models]
-    assert reduced[1] < 0.1 * reduced[0]
-    assert models[1].launch_seconds(plan)[GATHER] == models[0].launch_seconds(plan)[GATHER]
-    moments = [model.moments_by_turn(plan.ranks[0]) for model in models]
-    assert moments[1].grad_bytes.max() == 2 * DEPTH * 4 < moments[0].grad_bytes.max()
-    packed = replace(half, kinds=(replace(half.kinds[0], gathered_bytes=1000),))
-    gathered = CostModel(Setting(pair, packed, models[1].profile)).moments_by_turn(
-        plan.ranks[0]
-    )
-    assert gathered.unsharded_bytes.max() == 2000
 
 
 def test_geforce_cards_that_share_a_host_get_less_of_its_link() -> None:

@@ -7,7 +7,6 @@ import pytest
 from shardhet.records.cluster import LEAST_FRAGMENTATION, Cluster, DeviceSpec, Link, Node
 from shardhet.records.margin import (
     LEAST_NCCL_BYTES,
-    MIB,
     WORKSPACE_BYTES,
     margin_of,
     with_fraction,
@@ -44,19 +43,6 @@ def test_a_tenth_stays_free_where_libraries_take_little() -> None:
     margin = margin_of(DESKTOP, 0)
     assert DESKTOP.memory_budget_bytes(0) == int(0.9 * 24 * GIB)
     assert margin.library_bytes == WORKSPACE_BYTES + 4 * LEAST_NCCL_BYTES
-
-
-def test_small_cards_on_fast_links_leave_more() -> None:
-    margin = margin_of(ONE_NODE, 0)
-    assert margin.library_bytes == WORKSPACE_BYTES + 4 * 344 * MIB
-    assert ONE_NODE.memory_budget_bytes(0) == int(0.95 * 16 * GIB) - margin.library_bytes
-
-
-def test_collectives_within_nodes_have_communicators_of_their_own() -> None:
-    """All others are as slow as the link between nodes, and take as little."""
-    across = WORKSPACE_BYTES + 4 * LEAST_NCCL_BYTES
-    assert margin_of(TWO_NODES, 0).library_bytes == across + 2 * 344 * MIB
-    assert margin_of(TWO_NODES, 8).library_bytes == across
 
 
 def test_pipelines_have_more_and_one_device_has_none() -> None:

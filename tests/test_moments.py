@@ -6,66 +6,6 @@ import numpy as np
 import pytest
 
 from shardhet.pricing.step_cost import Moments
-from shardhet.records.schedule import StepForm
-from shardhet.records.schedule.held import held_units
-
-
-def by_turn(form: StepForm) -> list[tuple[str, str, str]]:
-    """Of units a, b, c: whose parameters, whole gradients and rows are alive."""
-    held = held_units(3, form)
-
-    def names(numbers: list[int]) -> str:
-        return "".join(unit * number for unit, number in zip("abc", numbers, strict=True))
-
-    return [
-        (names(unsharded), names(grads), names(rows))
-        for unsharded, grads, rows in zip(
-            held.unsharded.tolist(), held.grads.tolist(), held.num_rows.tolist(), strict=True
-        )
-    ]
-
-
-def test_neighbours_are_gathered_and_two_gradients_are_whole() -> None:
-    assert by_turn(StepForm()) == [
-        ("ab", "", ""),
-        ("bc", "", ""),
-        ("c", "", ""),
-        ("bc", "c", ""),
-        ("ab", "bc", "c"),
-        ("a", "ab", "bc"),
-    ]
-    kept = by_turn(StepForm(reshard_after_forward=False))
-    assert [unsharded for unsharded, _, _ in kept] == ["ab", "abc", "abc", "abc", "ab", "a"]
-
-
-def test_a_reduction_goes_on_beside_the_next_round() -> None:
-    one_round = by_turn(StepForm())
-    later = by_turn(StepForm(num_rounds=2))
-    assert later[:6] == one_round
-    assert [(grads, rows) for _, grads, rows in later[6:]] == [
-        *[("a", "abc")] * 3,
-        ("ac", "abc"),
-        ("bc", "abcc"),  # the round before it has rows already
-        ("ab", "abbc"),
-    ]
-    held = held_units(3, StepForm(num_rounds=2))
-    assert held.last_grads.tolist() == [True, False, False]
-
-
-def test_gradients_that_wait_for_the_last_round_are_whole() -> None:
-    form = StepForm(num_rounds=3, reduce_each_round=False)
-    assert [grads for _, grads, _ in by_turn(form)] == [
-        *["", "", "", "c", "bc", "abc"],
-        *["abc"] * 6,
-        *["abc"] * 3,
-        *["abc", "abc", "ab"],
-    ]
-
-
-def test_rounds_between_the_first_and_the_last_are_alike() -> None:
-    three, many = (held_units(4, StepForm(num_rounds=n)) for n in (3, 9))
-    assert (three.num_rows == many.num_rows).all()
-    assert (three.grads == many.grads).all()
 
 
 @pytest.mark.parametrize("seed", range(20))

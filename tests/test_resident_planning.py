@@ -15,11 +15,9 @@ from shardhet.apps.planning.sentences import form_lines
 from shardhet.models.decoder import Block, Decoder, DecoderConfig
 from shardhet.planner import Demands, PlanError, solve
 from shardhet.planner.problem.demands import DeviceLimits
-from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
 from shardhet.records.workload import UnitKind
-from shardhet.simulator.simulation import simulate
 from tests.selection import one_in
 from tests.worlds import run_ranks
 
@@ -64,39 +62,6 @@ def setting(
 def frozen_bytes(setting: Setting, fqns: Sequence[str]) -> int:
     model = setting.workload
     return sum(model.frozen_bytes(model.kind_of(u)) for u in model.units if u.fqn in fqns)
-
-
-def test_a_plan_by_hand_is_priced_with_the_bytes_it_keeps_and_spares() -> None:
-    here = setting([8 * GIB] * 3)
-    even = Plan.by_hand(microbatch_sizes=[2, 2, 0], state_shares=[0.5, 0.2, 0.3])
-    blocks = [f"blocks.{i}" for i in range(NUM_LAYERS)]
-    every = [unit.fqn for unit in here.workload.units]
-    plans = {
-        (): even,
-        tuple(blocks[:2]): replace(even, resident_units=tuple(blocks[:2])),
-        tuple(every): replace(even, resident_units=("*",)),
-    }
-    times, costs = [], {}
-    for kept, plan in plans.items():
-        costs[kept] = cost = CostModel(here).predict(plan)
-        times.append(cost.step_time_s)
-        simulated = simulate(plan, here)
-        if kept != tuple(every):  # links set the pace of each turn, as in the simulation
-            assert simulated.step_time_s == pytest.approx(cost.step_time_s, rel=0.02)
-        for of_rank, line in zip(cost.ranks, simulated.ranks, strict=True):
-            assert line.peak_bytes == pytest.approx(of_rank.memory.total_bytes, rel=1e-6)
-        stores_only = cost.ranks[2].memory.total_bytes
-        assert stores_only == costs[()].ranks[2].memory.total_bytes
-    assert times[0] > 1.2 * times[1] > 1.2**2 * times[2]
-    everything = costs[tuple(every)].ranks[0].memory.unsharded_bytes
-    adapter = 2 * sum(r * c for r, c in ADAPTER)  # in bfloat16; of one block beside the head
-    assert everything == frozen_bytes(here, every) + adapter
-    # Without the frozen part a block's gather moves what its adapter has.
-    model = CostModel(here).for_plan(plans[tuple(every)])
-    block = next(u for u in here.workload.units if u.kind == "block")
-    assert here.workload.gathered_bytes(model.sent_kind(block)) == adapter
-    gathers = next(iter(model.launch_seconds(even).values()))
-    assert [bool(each) for each in gathers] == [u.kind == "block" for u in model.visited_units]
 
 
 def test_the_planner_keeps_what_the_smallest_computing_card_has_room_for() -> None:
@@ -160,26 +125,6 @@ def test_no_room_at_all_is_said_as_without() -> None:
 
 
 # Rows that are a part of what stays
-
-
-def test_rows_inside_of_what_stays_are_counted_once() -> None:
-    apart = setting([8 * GIB] * 3)
-    kinds = tuple(replace(kind, frozen_as_stored=True) for kind in apart.workload.kinds)
-    inside = replace(apart, workload=replace(apart.workload, kinds=kinds))
-    plan = Plan.by_hand(
-        microbatch_sizes=[2, 2, 0], state_shares=[0.5, 0.2, 0.3], resident_units=["blocks.*"]
-    )
-    costs = [CostModel(each).predict(plan).ranks for each in (apart, inside)]
-    frozen = frozen_bytes(apart, [f"blocks.{i}" for i in range(NUM_LAYERS)])
-    for rank, before, after in zip(plan.ranks, *costs, strict=True):
-        spared = before.memory.total_bytes - after.memory.total_bytes
-        if rank.microbatch_sizes:
-            share = before.stored_numel / apart.workload.numel
-            assert spared == pytest.approx(share * frozen, abs=4)
-        assert after.memory.state_bytes == before.memory.state_bytes
-    simulated = simulate(plan, inside).ranks
-    for of_rank, line in zip(costs[1], simulated, strict=True):
-        assert line.peak_bytes == pytest.approx(of_rank.memory.total_bytes, rel=1e-6)
 
 
 def adapted_decoder(shape: DecoderConfig) -> Decoder:

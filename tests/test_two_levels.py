@@ -157,21 +157,6 @@ def test_the_planner_takes_two_levels_where_they_are_faster(
         assert predicted_s == pytest.approx(step_s, rel=0.02)
 
 
-def test_units_are_priced_one_by_one_and_scratch_is_counted() -> None:
-    setting = _setting((2, 2, 2), 1.25e9)
-    even = Plan.even(6, microbatch_size=1)
-    of_blocks = tuple(u.fqn for u in setting.workload.units if u.kind == "block")
-    plans = [replace(even, two_level_units=units) for units in ((), of_blocks, ("*",))]
-    times = [CostModel(setting).predict(plan).step_time_s for plan in plans]
-    assert times[0] > times[1] > times[2]
-    buffers = [
-        CostModel(setting).predict(plan).ranks[0].memory.shard_buffer_bytes for plan in plans
-    ]
-    largest = max(kind.trained_numel for kind in setting.workload.kinds)
-    of_share = largest * setting.workload.reduce_itemsize / 6  # of the third node's sums
-    assert buffers[2] - buffers[0] == pytest.approx(of_share, rel=0.01)
-
-
 def test_stages_gather_among_themselves() -> None:
     stages = [Stage(units=("a",), num_ranks=1), Stage(units=("b",), num_ranks=1)]
     with pytest.raises(ValueError, match="two_level_units with stages"):
