@@ -168,6 +168,16 @@ def test_units_may_be_named_by_class_by_fqn_or_both() -> None:
     assert fqns(model, []) == []
 
 
+def test_units_may_be_named_by_patterns_which_are_of_the_outermost_modules() -> None:
+    model = GPT()
+    blocks = single("blocks.0", "blocks.1", "blocks.2")
+    assert fqns(model, ["blocks.*"]) == fqns(model, ["bloc*"]) == blocks
+    assert fqns(model, ["blocks.[02]", "head"]) == [blocks[0], blocks[2], ("head",)]
+    assert fqns(model, ["*.linears.0"]) == [(f"blocks.{i}.linears.0",) for i in range(3)]
+    with pytest.raises(ValueError, match=r"'layers\.\*' is not a module of GPT.*blocks\.0"):
+        find_units(model, ["layers.*"])
+
+
 def test_named_units_that_share_a_parameter_become_one() -> None:
     assert fqns(GPT(ties=True), ["head", "embedding"]) == [("embedding", "head")]
 

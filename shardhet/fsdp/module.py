@@ -68,7 +68,7 @@ class HetFSDP(ModuleInRounds):
         plan: equal on all ranks; its path, or batch sizes; devices may be in another order.
         group: None uses the default group, or no group if there is only one process.
         device: where to train; None: the module's accelerator, or this rank's (LOCAL_RANK).
-        units: module classes or fqns; None finds blocks, embeddings and head.
+        units: module classes, fqns or patterns of them; None finds blocks, embeddings and head.
         param_dtype: dtype of gathered parameters, arguments and activations; None: as stored.
             In float16 scale the loss: ``model.backward(scaler.scale(loss_sum), num_tokens)``.
         reduce_dtype: dtype in which gradients are accumulated and summed over ranks; None

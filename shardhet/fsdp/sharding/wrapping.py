@@ -1,8 +1,9 @@
 """Chooses the modules that become units: by the model's structure, or as given by the user."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 
 from torch import nn
 
@@ -110,7 +111,7 @@ def _by_name(root: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> set[nn
                 f"units: {each!r} is neither the name of a module nor a class of modules."
             )
         if isinstance(each, str):
-            found = [module_by_fqn[each]] if each in module_by_fqn and each else []
+            found = _matched(each, module_by_fqn)
             known = [fqn for fqn in module_by_fqn if fqn]
         else:
             found = [module for module in module_by_fqn.values() if isinstance(module, each)]
@@ -124,6 +125,16 @@ def _by_name(root: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> set[nn
             )
         chosen.update(module for module in found if module is not root)
     return chosen
+
+
+def _matched(pattern: str, module_by_fqn: Mapping[str, nn.Module]) -> list[nn.Module]:
+    """The module of this name, or else the outermost that the pattern is of."""
+    if pattern in module_by_fqn:
+        return [module_by_fqn[pattern]] if pattern else []
+    found = [module for fqn, module in module_by_fqn.items() if fnmatchcase(fqn, pattern)]
+    inner = {each for module in found for each in module.modules() if each is not module}
+    outermost = [module for module in found if module not in inner]
+    return [part for each in outermost for part in _callable_parts(each) if _numel(part)]
 
 
 def _merge_tied(root: nn.Module, chosen: Sequence[nn.Module]) -> list[list[nn.Module]]:
