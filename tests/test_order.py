@@ -86,9 +86,9 @@ def around_collectives(launch: Callable[[str, FlatTensor], None]) -> Iterator[No
     def watched(kind: str, collective: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not num_probes:
-                # The flat tensor calls, or has its gradient call.
-                depth = 1 if kind == "gather" else 2
-                launch(kind, sys._getframe(depth).f_locals["self"])
+                # The flat tensor calls, or its unit has its gradient call.
+                depth, name = (1, "self") if kind == "gather" else (2, "flat")
+                launch(kind, sys._getframe(depth).f_locals[name])
             return collective(*args, **kwargs)
 
         return call

@@ -93,7 +93,7 @@ class ModuleInRounds(ModuleWithState):
             output = self(*positional, loss_inputs=of_loss, **named)
             with self._peers.guard("forward_backward"):
                 if len(parts) > 1 and call.num_samples:
-                    call.check_cut(self._runtime.calls.are_batched)
+                    call.check_cut(self._runtime.known.current.are_batched)
                 loss_sum, num_tokens = loss_pair(output, self._loss.loss_fn)
                 self._by_round.check_pair(loss_sum, num_tokens)
             if scaler is not None:
@@ -191,8 +191,7 @@ class ModuleInRounds(ModuleWithState):
         return replace(call, of_loss=choices_of(self._loss.loss_fn))
 
     def _parts(self, call: ModelCall, num_rounds: int, *, caller: str) -> list[Arguments]:
-        own = self._runtime.rounds.planned
-        return call.in_rounds(num_rounds, own, caller=caller)
+        return call.in_rounds(num_rounds, self._runtime.rounds.planned, caller=caller)
 
     def _call_of_round(self, part: Arguments, whole: ModelCall | None = None) -> ModelCall:
         if (tokens := self._runtime.tokens) and self._skeleton:

@@ -240,12 +240,12 @@ class Traffic:
         """A launch of a reduction, from the unit's gradient to that of the shard."""
 
         def launch() -> Callable[[], None]:
-            flat.begin_backward()
-            flat.reduce()
+            flat.grad.begin()
+            flat.grad.reduce()
             return wait
 
         def wait() -> None:
-            flat.finish_reduce()
+            flat.grad.finish()
             set_sharded_grads(flat, [True])
             flat.sharded_params[0].grad = None
             self._synchronize()

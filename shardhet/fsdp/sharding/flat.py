@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from shardhet.comm.calls import Pending
 from shardhet.comm.collectives import all_gather_uneven
 from shardhet.fsdp.sharding.comm import CommContext
-from shardhet.fsdp.sharding.flat_grad import FlatGradient, forget_autograds
+from shardhet.fsdp.sharding.flat_grad import FlatGradient
 from shardhet.fsdp.sharding.placement import RowsOnHost
 from shardhet.fsdp.sharding.residence import FrozenRows, Residence
 from shardhet.records.layout import FlatLayout, Span
@@ -314,30 +314,6 @@ class FlatTensor:
     def show_shards(self) -> None:
         """Make the modules hold this rank's rows."""
         _show(self.slots, self.sharded_params)
-
-    # Gradients #
-
-    def begin_backward(self) -> None:
-        """Prepare to accumulate gradients of this rank's microbatches."""
-        if self.is_trainable:
-            self.grad.begin()
-        else:
-            assert self.residence is not None
-            self.residence.check_unwritten()
-
-    def reduce(self) -> None:
-        """Start the reduce-scatter of the computing ranks' gradients to the owners."""
-        forget_autograds(self.unsharded_params)
-        self.grad.reduce()
-
-    def finish_reduce(self) -> None:
-        """Wait until this rank has its part of the sum and nobody reads its gradients."""
-        self.grad.finish()
-
-    def drop_grads(self) -> None:
-        """Drop the gradients of an unfinished or invalid step."""
-        forget_autograds(self.unsharded_params)
-        self.grad.drop()
 
 
 def _show(slots: Sequence[ParamSlot], params: Sequence[nn.Parameter]) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.flat import FlatTensor, ParamSlot
+from shardhet.fsdp.sharding.flat_grad import forget_autograds
 
 
 class UnitState(Enum):
@@ -127,17 +128,21 @@ class FSDPUnit:
         """Prepare to accumulate gradients; does nothing on a rank that computes nothing."""
         if self._comm.is_receiver:
             for flat in self.flats:
-                flat.begin_backward()
+                if flat.residence is None:
+                    flat.grad.begin()
+                else:
+                    flat.residence.check_unwritten()
 
     def reduce(self) -> None:
-        """Start the reduce-scatter of the unit's gradients."""
+        """Start the reduce-scatter of the computing ranks' gradients to the owners."""
         for flat in self._trainable_flats:
-            flat.reduce()
+            forget_autograds(flat.unsharded_params)
+            flat.grad.reduce()
 
     def finish_reduce(self) -> None:
-        """Wait for the summed gradients of the parameters that this rank stores."""
+        """Wait until this rank has its part of the sums, and nobody reads its gradients."""
         for flat in self._trainable_flats:
-            flat.finish_reduce()
+            flat.grad.finish()
 
     def pass_over(self) -> None:
         """Have no rows of the gradients, on a rank of another stage."""
@@ -147,4 +152,5 @@ class FSDPUnit:
     def drop_grads(self) -> None:
         """Drop the gradients of an unfinished or invalid step."""
         for flat in self._trainable_flats:
-            flat.drop_grads()
+            forget_autograds(flat.unsharded_params)
+            flat.grad.drop()

@@ -60,11 +60,6 @@ class UnitCalls:
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self._visiting = ""  # the unit that is being computed
 
-    @property
-    def are_batched(self) -> tuple[bool, ...]:
-        """By leaf of the arguments of the last forward: whether it holds samples."""
-        return self.known.current.are_batched
-
     def follow(self, visits: Visits, prober: Prober, known: KnownCalls) -> None:
         """Run calls as these say from the next forward on."""
         self._visits = visits

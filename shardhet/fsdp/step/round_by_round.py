@@ -154,7 +154,9 @@ class RoundByRound:
             mean.told += [num_samples, own, *self._returned.factors()]
             has_grad = mean.agree_on_grads() if is_last else []
             if divisor is None:
-                check_no_tokens(of_round[:, 1].tolist(), [row[3] for row in rows])
+                have_samples = [row[3] for row in rows]
+                if not all(have_samples):
+                    check_no_tokens(of_round[:, 1].tolist(), have_samples)
                 if self._runtime.tokens is not None:
                     self._runtime.tokens.cutter.check_number(own, num_samples)
             warn_of_bounded(of_round.tolist(), mean.sums)

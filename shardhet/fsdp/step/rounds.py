@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -86,7 +87,7 @@ class Rounds:
         """Let a step have the rounds of so many batches of ``plan`` from the next one on."""
         self.batches_per_step = batches_per_step
         self.form = replace(plan.form, num_rounds=plan.num_rounds * batches_per_step)
-        self._own = plan.ranks[self._position]
+        self._split = cache(plan.ranks[self._position].split)
         self._planned = [rank.rank_batch_size for rank in plan.ranks]  # samples, by position
         self.planned = self._planned[self._position]  # of this rank, in each round
         members = plan.context_group(self._position)
@@ -112,10 +113,6 @@ class Rounds:
             computing=tuple([i for i in self._here if sizes[i]]),
             member=self._member,
         )
-
-    def _split(self, num_samples: int) -> tuple[int, ...]:
-        own = self._own
-        return own.microbatch_sizes if num_samples == self.planned else own.split(num_samples)
 
     def agree(
         self,

@@ -117,26 +117,22 @@ class TurnWalk:
         Raises ``RuntimeError`` if the schedule has another visit at this place, or one without
         a backward although this visit needs one.
         """
-        segments = self.schedule.segments
+        turns, segments = self.schedule.turns, self.schedule.segments
         stop = self._first + len(segments)
-        while (
-            self.is_behind
-            and self._cursor < stop
-            and self.schedule.turns[self._cursor].unit != unit_index
-        ):
+        while self.is_behind and self._cursor < stop and turns[self._cursor].unit != unit_index:
             self._pass_until(self._cursor + 1)
         segment, has_backward, expected = self._cursor - self._first, False, END_OF_FORWARD
         if self._cursor < stop:
             expected, has_backward = segments[segment].unit, segments[segment].needs_backward
         if unit_index != expected:
-            names = self._name(unit_index), self._name(expected)
-            raise RuntimeError(_OTHER_ORDER.format(names[0], segment, names[1]))
+            pair = self._name(unit_index), self._name(expected)
+            raise RuntimeError(_OTHER_ORDER.format(*pair, segment))
         if needs_backward and not has_backward:
             raise RuntimeError(_NEEDS_BACKWARD.format(self._name(unit_index)))
         return segment, has_backward
 
     def _name(self, unit: int) -> str:
-        return "(end of forward)" if unit == END_OF_FORWARD else self._units[unit].fqn
+        return self._units[unit].fqn if unit >= 0 else "(end of forward)"
 
     def end_forward(self) -> None:
         """Raise ``RuntimeError`` if a computing rank has left out visits."""
@@ -144,8 +140,8 @@ class TurnWalk:
             self.pass_forward()
         segment = self._cursor - self._first
         if segment < len(self.schedule.segments):
-            missing = self._name(self.schedule.segments[segment].unit)
-            raise RuntimeError(_ENDS_EARLY.format(missing))
+            missing = self.schedule.segments[segment].unit
+            raise RuntimeError(_ENDS_EARLY.format(self._name(missing)))
 
     def pass_forward(self) -> None:
         """Take the turns of forward on a rank without samples."""
@@ -290,7 +286,7 @@ class TurnWalk:
 
 
 _OTHER_ORDER = (
-    "model(...): unit {!r} was called at place {} of forward, where {!r} was when the order "
+    "model(...): unit {0!r} was called at place {2} of forward, where {1!r} was when the order "
     "was found. Call the units in the same order at every step, or let a flag (True or False) "
     "among the model's attributes or arguments choose the order."
 )
