@@ -2,9 +2,9 @@
 
 [Note: The way to .grad]
 Each turn's reduction is launched when the turn ends, and waited for (``FlatGradient.finish``)
-before the next one is.  Then ``set_grads_with_hooks`` lets each ``FlatTensor`` assign the
-gradients of its rows (``set_sharded_grads``); with whole matrices, who reads one of the last
-reduction waits for it: an optimizer of others steps beside it.
+before the next one is.  Then ``set_grads_with_hooks`` sets the gradients of the rows of each
+flat tensor (``set_sharded_grads``); with whole matrices, who reads one of the last reduction
+waits for it: an optimizer of others steps beside it.
 """
 
 import logging
