@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardhet.comm import calls, devices, peers
+from shardhet.comm import devices, peers
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
-from shardhet.comm.failure import LostPeerError
+from shardhet.comm.failure import LostPeerError, failing_as_peers
 from shardhet.comm.groups import (
     Communicators,
     count_alike,
@@ -435,7 +435,7 @@ def test_memory_that_nccl_does_not_get_is_that_of_this_rank(
     )
     monkeypatch.setattr(devices, "module_of", lambda _device: module)
     met = pytest.raises(dist.DistBackendError, match="out of memory")
-    with met as caught, line.guard("model.backward"), calls.failing_as_peers():
+    with met as caught, line.guard("model.backward"), failing_as_peers():
         raise dist.DistBackendError(told)
     [note] = caught.value.__notes__
     assert note.startswith("rank 0 failed in model.backward. At most 3.00 GiB were allocated")

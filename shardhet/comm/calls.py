@@ -1,8 +1,7 @@
 """What uneven collectives are made of: records of calls, messages, operations in flight."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol, TypeVar
@@ -14,7 +13,7 @@ from torch import Tensor
 from shardhet.comm import devices
 from shardhet.comm.buffers import BufferPool
 from shardhet.comm.channel import Channel
-from shardhet.comm.failure import OF_THIS_DEVICE, LostPeerError
+from shardhet.comm.failure import failing_as_peers
 
 T = TypeVar("T")
 
@@ -84,25 +83,11 @@ def let_go(unsent: deque[Pending], most: int | None = None) -> None:
 
 def wait_all(works: list[InFlight]) -> None:
     """Wait for all of ``works`` and empty the list."""
-    try:  # as ``failing_as_peers``, for every transfer of a step
-        while works:
-            works[-1].wait()
-            works.pop()
-    except OF_THIS_DEVICE:
-        raise
-    except RuntimeError as error:
-        raise LostPeerError(str(error)) from error
-
-
-@contextmanager
-def failing_as_peers() -> Iterator[None]:
-    """Turn a backend's error into ``LostPeerError``, unless this rank's own device failed."""
-    try:
-        yield
-    except OF_THIS_DEVICE:
-        raise
-    except RuntimeError as error:
-        raise LostPeerError(str(error)) from error
+    if works:
+        with failing_as_peers():
+            while works:
+                works[-1].wait()
+                works.pop()
 
 
 class Messages:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardhet.comm import devices
-from shardhet.comm.failure import OF_THIS_DEVICE, LostPeerError
+from shardhet.comm.failure import failing_as_peers
 from shardhet.comm.progress import progress
 from shardhet.records.nodes import TwoLevels
 
@@ -145,18 +145,17 @@ class Channel:
             return torch.tensor(ordered, dtype=row.dtype)
         gathered = [torch.empty_like(row) for _ in self.rank_by_position]
         started_at_s = time.monotonic()
-        try:
+        with failing_as_peers():
             if within_s is None:
                 dist.all_gather(gathered, row, group=self.group)
             else:
                 gather = dist.all_gather(gathered, row, group=self.group, async_op=True)
-                gather.wait(timedelta(seconds=within_s))
-        except OF_THIS_DEVICE:
-            raise
-        except RuntimeError as error:
-            if within_s is not None and time.monotonic() - started_at_s >= within_s:
-                raise TimeoutError(f"for {within_s:g} s") from error
-            raise LostPeerError(str(error)) from error
+                try:
+                    gather.wait(timedelta(seconds=within_s))
+                except RuntimeError as error:
+                    if time.monotonic() - started_at_s >= within_s:
+                        raise TimeoutError(f"for {within_s:g} s") from error
+                    raise
         return torch.stack([gathered[rank] for rank in self.rank_by_position])
 
     def exchange_objects(self, value: Any) -> list[Any]:
@@ -164,10 +163,8 @@ class Channel:
         if self.group is None:
             return [value]
         gathered: list[Any] = [None] * self.world_size
-        try:
+        with failing_as_peers():
             dist.all_gather_object(gathered, value, group=self.group)
-        except RuntimeError as error:
-            raise LostPeerError(str(error)) from error
         return [gathered[rank] for rank in self.rank_by_position]
 
 

@@ -3,8 +3,8 @@
 import json
 import os
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from enum import Enum, StrEnum
@@ -24,6 +24,17 @@ ADVICE = "All ranks stop. Fix the cause on that rank and start again."
 
 class LostPeerError(RuntimeError):
     """A collective failed because another rank is gone; the cause is known elsewhere."""
+
+
+@contextmanager
+def failing_as_peers() -> Iterator[None]:
+    """Turn a backend's error into ``LostPeerError``, unless this rank's own device failed."""
+    try:
+        yield
+    except OF_THIS_DEVICE:
+        raise
+    except RuntimeError as error:
+        raise LostPeerError(str(error)) from error
 
 
 class Kind(StrEnum):

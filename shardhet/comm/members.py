@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from shardhet.comm import devices
-from shardhet.comm.calls import failing_as_peers
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
+from shardhet.comm.failure import failing_as_peers
 from shardhet.comm.groups import Communicators
 from shardhet.comm.peers import Peers
 from shardhet.records.cluster import DeviceSpec

@@ -36,12 +36,12 @@ from shardhet.comm.calls import (
     Messages,
     Pending,
     Reduction,
-    failing_as_peers,
     in_rank_order,
     pieces_of,
     received_sum,
 )
 from shardhet.comm.channel import Channel
+from shardhet.comm.failure import failing_as_peers
 
 
 class _Ring(NamedTuple):
