@@ -13,7 +13,7 @@ from torch import Tensor
 from shardhet.comm import devices
 from shardhet.comm.buffers import BufferPool
 from shardhet.comm.channel import Channel
-from shardhet.comm.failure import failing_as_peers
+from shardhet.comm.failure import failing_as_peers, raise_as_peers
 
 T = TypeVar("T")
 
@@ -83,11 +83,12 @@ def let_go(unsent: deque[Pending], most: int | None = None) -> None:
 
 def wait_all(works: list[InFlight]) -> None:
     """Wait for all of ``works`` and empty the list."""
-    if works:
-        with failing_as_peers():
-            while works:
-                works[-1].wait()
-                works.pop()
+    try:
+        while works:
+            works[-1].wait()
+            works.pop()
+    except RuntimeError as error:
+        raise_as_peers(error)
 
 
 class Messages:

@@ -10,7 +10,7 @@ from datetime import timedelta
 from enum import Enum, StrEnum
 from pathlib import Path
 from threading import Thread
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -31,10 +31,15 @@ def failing_as_peers() -> Iterator[None]:
     """Turn a backend's error into ``LostPeerError``, unless this rank's own device failed."""
     try:
         yield
-    except OF_THIS_DEVICE:
-        raise
     except RuntimeError as error:
-        raise LostPeerError(str(error)) from error
+        raise_as_peers(error)
+
+
+def raise_as_peers(error: RuntimeError) -> NoReturn:
+    """Raise what ``failing_as_peers`` makes of an error."""
+    if isinstance(error, OF_THIS_DEVICE):
+        raise error
+    raise LostPeerError(str(error)) from error
 
 
 class Kind(StrEnum):
