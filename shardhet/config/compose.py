@@ -12,10 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from hydra import compose, initialize_config_dir
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
@@ -171,7 +169,7 @@ def _refuse_added_keys(cfg: DictConfig, where: str) -> None:
     for key in map(str, cfg):
         dotted = f"{where}.{key}" if where else key
         if key not in list(known):
-            raise ConfigError(_no_such_key(known, where, key, asked_for=dotted))
+            raise ConfigError(no_such_key(known, dotted))
         node = cfg._get_node(key)
         if isinstance(node, DictConfig) and not (node._is_none() or node._is_missing()):
             _refuse_added_keys(node, dotted)
@@ -303,46 +301,10 @@ def check_choices(overrides: Iterable[str]) -> None:
                 check_can_be_folder(each.key_or_group, name)
 
 
-def hints(overrides: Iterable[str], config_name: str = CONFIG_NAME) -> list[str]:
-    """For each override whose key or value does not exist, those that exist in its place.
-
-    Composes again with the choices of groups alone, so call it only after a failure.
-    """
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException:
-        return []
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
-        choices = [
-            each.input_line
-            for each in parsed
-            if each.input_line is not None and (conf_dir() / each.key_or_group).is_dir()
-        ]
-        try:
-            cfg = compose(config_name, choices)
-        except (HydraException, OmegaConfBaseException):
-            return []
-    others = [each for each in parsed if each.input_line not in choices]
-    own = [each for each in others if not each.key_or_group.startswith("hydra")]
-    found = [_unknown_part(cfg, each.key_or_group) for each in own]
-    return [hint for hint in found if hint]
-
-
-def _unknown_part(cfg: DictConfig, dotted: str) -> str:
-    node: Any = cfg
-    parts = dotted.split(".")
-    for i, part in enumerate(parts):
-        if not isinstance(node, DictConfig):
-            return ""
-        if part not in list(node):  # ``in`` is false for a key whose value is missing
-            return _no_such_key(node, ".".join(parts[:i]), part, asked_for=dotted)
-        node = node._get_node(part) if OmegaConf.is_missing(node, part) else node[part]
-    return ""
-
-
-def _no_such_key(known: DictConfig, where: str, key: str, *, asked_for: str) -> str:
-    keys = sorted(map(str, known))
+def no_such_key(known: DictConfig, dotted: str) -> str:
+    """That a key does not exist, and those that do in its place, which ``known`` has."""
+    where, _, key = dotted.rpartition(".")
+    keys = sorted(each for each in map(str, known) if each != "hydra")
     close = get_close_matches(key, keys, n=1)
     schemas = SCHEMA_BY_KIND.get(where, {}).items()
     choices = [kind.value for kind, each in schemas if key in get_type_hints(each)]
@@ -354,4 +316,4 @@ def _no_such_key(known: DictConfig, where: str, key: str, *, asked_for: str) -> 
     mend = f" Did you mean {f'{where}.' if where else ''}{close[0]}?" if close else ""
     mend = f" It is a key of {' and '.join(others)}." if others else mend
     there = f"{where or 'the configuration'} has {', '.join(keys)}"
-    return f"{asked_for}: no such key; {there}.{mend}"
+    return f"{dotted}: no such key; {there}.{mend}"

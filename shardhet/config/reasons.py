@@ -4,6 +4,11 @@ import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 
+from omegaconf import DictConfig
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+
+from shardhet.config.compose import no_such_key
+
 CHOICES = "Available options"  # of a group of which an unknown one was named
 # What helps only who has written the schema, or does not help here.
 LEFT_OUT = ("full_key:", "object_type=", "reference_type=", "To append", "1. ", "2. ", "3. ")
@@ -12,11 +17,14 @@ SEARCH_PATH = "Config search path"  # the folders that Hydra has looked into com
 
 def reasons_of(error: Exception) -> list[str]:
     """What Hydra or OmegaConf says is wrong, and what may be written in its place."""
-    reasons = list(_lines(str(error)))
-    if error.__cause__ is not None:
-        lines = list(_lines(str(error.__cause__)))
-        key = getattr(error.__cause__, "full_key", None)
+    reasons, cause = list(_lines(str(error))), error.__cause__
+    if cause is not None:
+        lines = list(_lines(str(cause)))
+        key = getattr(cause, "full_key", None)
         reasons += [f"{key}: {lines[0]}" if key else lines[0], *lines[1:]]
+        is_key = isinstance(cause, ConfigAttributeError | ConfigKeyError)
+        if is_key and isinstance(there := getattr(cause, "parent_node", None), DictConfig):
+            reasons.append(no_such_key(there, str(key)))
     return reasons + _value_hints(" ".join(reasons))
 
 

@@ -29,7 +29,6 @@ from shardhet.config.compose import (
     CONFIG_NAME,
     OF_RUN,
     check_choices,
-    hints,
     implied_choices,
     register_run,
     searching_first,
@@ -70,7 +69,6 @@ def enter(
             if is_train:
                 run = run_to_go_on(overrides, is_launched=env is not None)
                 if run is not None:
-                    config_name = OF_RUN
                     sys.argv[1:1] = ["--config-name", OF_RUN]
                 implied = implied_choices(overrides, None if run is None else run.plan.kind)
                 sys.argv += implied
@@ -85,12 +83,7 @@ def enter(
         except ConfigError as error:
             raise _refusal([str(error)], env) from None
         except (HydraException, OmegaConfBaseException) as error:
-            lines = [*reasons_of(error), *hints(overrides, config_name)]
-            raise _refusal(lines, env) from None
-        except SystemExit as error:
-            if error.code == 1:  # Hydra has reported the error, but not always the remedy
-                raise _refusal(hints(overrides, config_name), env) from None
-            raise
+            raise _refusal(reasons_of(error), env) from None
 
 
 def run_to_go_on(overrides: Sequence[str], *, is_launched: bool) -> DictConfig | None:

@@ -25,7 +25,6 @@ from shardhet.config.checks import ConfigError
 from shardhet.config.compose import (
     VERSION_BASE,
     conf_dir,
-    hints,
     searching_first,
     to_checked,
 )
@@ -122,7 +121,7 @@ def composed(door: Door, request: Request) -> tuple[DictConfig, dict[str, str]]:
             cfg = compose(door.config_name, overrides, return_hydra_config=True)
             _set_limits(cfg, [each for each in request.overrides if each.startswith(LIMITS)])
         except (HydraException, OmegaConfBaseException) as error:
-            raise _refusal(door, request, error) from None
+            raise _refusal(request, error) from None
     choices = dict(cfg.hydra.runtime.choices)
     with open_dict(cfg):
         del cfg["hydra"]
@@ -155,10 +154,10 @@ def _set_limits(cfg: DictConfig, overrides: Sequence[str]) -> None:
             raise ConfigError(f"limits.{name}.{assignment}: {reason}.") from None
 
 
-def _refusal(door: Door, request: Request, error: Exception) -> SystemExit:
+def _refusal(request: Request, error: Exception) -> SystemExit:
     """The SystemExit for an invalid command line, with the existing keys or choices."""
     plain = [each for each in request.overrides if not each.startswith(LIMITS)]
-    mends = hints(plain, door.config_name)
+    mends = list[str]()
     if any(each.startswith("limits=") for each in plain):
         mends.append("limits: write one key after the other, as in limits.0.memory_gib=8.")
     models = sorted(path.stem for path in (conf_dir() / "model").glob("*.yaml"))
