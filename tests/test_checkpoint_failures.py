@@ -373,7 +373,7 @@ def test_the_disk_takes_a_file_while_it_is_written_and_its_errors_count(
     def fail(_: int) -> None:
         raise OSError(errno.EIO, "input/output error")
 
-    monkeypatch.setattr(os, "fdatasync", fail)  # the system says it once, to whoever asks first
+    monkeypatch.setattr(os, "fsync", fail)
     for end in ("finish", "abandon"):
         file = files.DigestingFile(tmp_path / end)
         file.write(content)

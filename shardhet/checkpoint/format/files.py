@@ -10,7 +10,6 @@ import hashlib
 import os
 import re
 import shutil
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,7 +26,7 @@ _OF_STEP = re.compile(r"step_(\d{8,})")
 class DigestingFile:
     """A new file that knows its length and the digest of what was written to it.
 
-    The disk takes what is written while more of it is digested, which a thread waits for.
+    The disk takes what is written while more of it is digested.
     Raises ``CheckpointError`` naming the file when the disk does not take it.
     """
 
@@ -36,8 +35,6 @@ class DigestingFile:
         self.num_bytes = 0
         self._hash = hashlib.sha256()
         self.failure: CheckpointError | None = None  # torch.save may raise another error
-        self._writeback: threading.Thread | None = None
-        self._writeback_error: OSError | None = None  # which the system says once
         self._num_bytes_kept = 0  # by the system, of what was written
         with self._named():
             self._file: IO[bytes] = open_new(path)
@@ -55,25 +52,11 @@ class DigestingFile:
         return added
 
     def _begin_writeback(self) -> None:
-        if self._writeback is not None and self._writeback.is_alive():
-            return
-        self._num_bytes_kept = 0
+        start, self._num_bytes_kept = self.num_bytes - self._num_bytes_kept, 0
         with self._named():
             self._file.flush()
-        self._writeback = threading.Thread(
-            target=self._write_back, name=f"syncs {self.path.name}", daemon=True
-        )
-        self._writeback.start()
-
-    def _write_back(self) -> None:
-        try:
-            os.fdatasync(self._file.fileno())
-        except OSError as error:
-            self._writeback_error = error
-
-    def _end_writeback(self) -> None:
-        if self._writeback is not None:
-            self._writeback.join()
+            if hasattr(os, "posix_fadvise"):  # of what is not read here again: Linux writes it
+                os.posix_fadvise(self._file.fileno(), start, 0, os.POSIX_FADV_DONTNEED)
 
     def flush(self) -> None:
         """Writers of torch call it; what counts happens in ``finish``."""
@@ -82,15 +65,11 @@ class DigestingFile:
         """Close the file once the disk has it."""
         with self._named():
             self._file.flush()
-            self._end_writeback()
-            if self._writeback_error is not None:
-                raise self._writeback_error
             os.fsync(self._file.fileno())
             self._file.close()
 
     def abandon(self) -> None:
         """Close the file after a failure."""
-        self._end_writeback()
         with suppress(OSError):
             self._file.close()
 
