@@ -17,7 +17,7 @@ from shardhet.apps.cli.streamed import refusing, say
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.checkpoint import CheckpointError
 from shardhet.checkpoint.format.reading import SavedCheckpoint
-from shardhet.checkpoint.summary import read_model
+from shardhet.checkpoint.loading import read_model
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import load_resolved
 from shardhet.config.pretrained import HfConf

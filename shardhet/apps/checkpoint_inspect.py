@@ -1,7 +1,8 @@
 """``shardhet inspect PATH``: show what a checkpoint contains, and verify its files."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 
 from rich import box
@@ -10,10 +11,18 @@ from rich.table import Table
 
 from shardhet.apps.cli.streamed import WideConsole, refusing
 from shardhet.checkpoint import CheckpointError, Checkpoints
+from shardhet.checkpoint.format.entries import GROUPS, STATE
+from shardhet.checkpoint.format.files import PLAN
 from shardhet.checkpoint.format.manifest import Manifest
 from shardhet.checkpoint.format.metadata import StoredTensor
-from shardhet.checkpoint.format.reading import SavedCheckpoint
-from shardhet.checkpoint.summary import Summary, summary_of
+from shardhet.checkpoint.format.reading import (
+    Reader,
+    SavedCheckpoint,
+    param_groups,
+    states_by_fqn,
+)
+from shardhet.checkpoint.loading import model_names
+from shardhet.records.plan import Plan
 
 MIB = 2**20
 SHOWN_OPTIONS = ("lr", "weight_decay", "momentum", "betas")
@@ -46,15 +55,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     with refusing("", (CheckpointError,), status=1):
         saved = SavedCheckpoint.open(given.path)
-        summary = summary_of(saved)
+        names = model_names(saved)
+        tensors = {fqn: saved.stored.tensors[name] for fqn, name in names.items()}
+        table = _table(saved, tensors)
         saved.verify()
-    console.print(_table(summary))
+    console.print(table)
     if given.tensors:
-        for name, each in summary.tensors.items():
+        for name, each in tensors.items():
             console.print(f"{name} {list(each.shape)} {_dtype(each)}", markup=False)
     verdict = (
-        f"Complete: all {summary.num_files} files match their digests."
-        if summary.manifest is not None
+        f"Complete: all {_num_files(saved)} files match their digests."
+        if saved.manifest is not None
         else "Complete, but written without digests: its files cannot be verified."
     )
     console.print(verdict)
@@ -72,33 +83,40 @@ def _show_line(path: Path, console: Console) -> bool:
     return False
 
 
-def _table(summary: Summary) -> Table:
+def _table(saved: SavedCheckpoint, tensors: Mapping[str, StoredTensor]) -> Table:
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for name, text in _rows(summary):
+    for name, text in _rows(saved, tensors):
         table.add_row(name, text)
     return table
 
 
-def _rows(summary: Summary) -> list[tuple[str, str]]:
-    dtypes = sorted(set(map(_dtype, summary.tensors.values())))
-    rows = [
-        *_manifest_rows(summary.manifest),
-        (
-            "model",
-            f"{summary.num_elements:,} elements in {len(summary.tensors):,} tensors of "
-            f"{', '.join(dtypes)}",
-        ),
-        ("plan", _plan(summary)),
-        ("states", ", ".join(summary.states) or "none"),
-        ("size", f"{summary.num_bytes / MIB:,.1f} MiB in {summary.num_files} files"),
-    ]
-    for number, group in enumerate(summary.groups):
+def _rows(
+    saved: SavedCheckpoint, tensors: Mapping[str, StoredTensor]
+) -> Iterator[tuple[str, str]]:
+    """What it holds; a tied tensor counts under each of its names."""
+    dtypes = sorted(set(map(_dtype, tensors.values())))
+    numel = sum(prod(each.shape) for each in tensors.values())
+    states = dict.fromkeys(s for each in states_by_fqn(saved, STATE).values() for s in each)
+    yield from _manifest_rows(saved.manifest)
+    yield "model", f"{numel:,} elements in {len(tensors):,} tensors of {', '.join(dtypes)}"
+    yield "plan", _plan(saved)
+    yield "states", ", ".join(states) or "none"
+    yield "size", f"{saved.num_bytes / MIB:,.1f} MiB in {_num_files(saved)} files"
+    with Reader.of(saved) as reader:
+        groups = param_groups(saved, reader, GROUPS)
+    for number, group in enumerate(groups):
         options = [f"{name} {group[name]}" for name in SHOWN_OPTIONS if name in group]
         params = f"{len(group['params']):,} parameters"
-        rows.append((f"group {number}", ", ".join([params, *options])))
-    return rows
+        yield f"group {number}", ", ".join([params, *options])
+
+
+def _num_files(saved: SavedCheckpoint) -> int:
+    """Of all, the manifest among them."""
+    if saved.manifest is None:
+        return len(saved.file_names)
+    return len(saved.manifest.files) + 1
 
 
 def _dtype(tensor: StoredTensor) -> str:
@@ -121,10 +139,13 @@ def _manifest_rows(manifest: Manifest | None) -> list[tuple[str, str]]:
     ]
 
 
-def _plan(summary: Summary) -> str:
-    plan = summary.plan
-    if plan is None:
+def _plan(saved: SavedCheckpoint) -> str:
+    if saved.manifest is None or PLAN not in saved.manifest.files:
         return "none"
+    try:
+        plan = Plan.load(saved.folder / PLAN)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{saved.folder / PLAN}: {error}") from None
     shares = ", ".join(f"{share:.1%}" for share in plan.state_shares[:8])
     more = ", ..." if plan.world_size > 8 else ""
     return (

@@ -284,6 +284,19 @@ def model_names(saved: SavedCheckpoint) -> dict[str, str]:
     return {name.removeprefix(MODEL): name for name in tensors if name.startswith(MODEL)}
 
 
+def read_model(saved: SavedCheckpoint) -> dict[str, Tensor]:
+    """The model's state dict in host memory; tied names share a tensor."""
+    by_place: dict[Any, Tensor] = {}
+    found: dict[str, Tensor] = {}
+    with Reader.of(saved) as reader, torch.no_grad():
+        for fqn, name in model_names(saved).items():
+            chunks = saved.stored.tensors[name].chunks
+            if not chunks or chunks not in by_place:
+                by_place[chunks] = reader.tensor(name)
+            found[fqn] = by_place[chunks]
+    return found
+
+
 def _match(saved: SavedCheckpoint, parts: Sequence[ModelPart]) -> dict[str, str]:
     """The entry of every part by its fqn; raises ``CheckpointError`` listing what differs."""
     names = model_names(saved)
