@@ -5,56 +5,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from experiments.common import by_seed
-from experiments.common.results import (
-    BLOCK_BEGINS,
-    BLOCK_ENDS,
-    read_csv,
-)
 from shardhet.comm.failure import birth
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OfSeed:
-    """What an instance came to."""
-
-    seed: int
-    seconds: float
-
-
-def test_parts_of_a_list_of_seeds_come_into_one_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In order, each once; with --only-show nothing is written."""
-    (tmp_path / "README.md").write_text(f"{BLOCK_BEGINS}\n{BLOCK_ENDS}\n")
-    asked: list[int] = []
-
-    def row_of(seed: int) -> OfSeed:
-        asked.append(seed)
-        return OfSeed(seed=seed, seconds=seed / 2)
-
-    def started(*words: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["run", *words])
-        by_seed.run(
-            tmp_path, OfSeed, row_of, lambda rows: f"{len(rows)} rows", range(3, 8), doc=None
-        )
-
-    started("--seeds", "5", "7")
-    started("--seeds", "3", "6")
-    started("--seeds", "0", "1", "--only-show")
-    assert asked == [5, 6, 3, 4, 0]
-    rows = read_csv(tmp_path / "results.csv", OfSeed)
-    assert rows == [OfSeed(seed=i, seconds=i / 2) for i in range(3, 7)]
-    assert "4 rows" in (tmp_path / "README.md").read_text()
-    started()
-    assert asked[5:] == [7]
-    with pytest.raises(SystemExit):
-        started("--seeds", "0", "1")
 
 
 @pytest.mark.campaign  # of experiments alone

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 import warnings
 from typing import Any
@@ -12,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardhet.comm.failure import ProcessState, birth
+from shardhet.comm.failure import birth
 from tests.selection import only, sample
 from tests.test_experiment_common import wait_until
 from tests.worlds import (
@@ -24,17 +22,6 @@ from tests.worlds import (
 )
 
 FAILED = pytest.fail.Exception
-
-
-def sum_ranks(rank: int, scale: float) -> float:
-    x = torch.full((), rank * scale)
-    dist.all_reduce(x)
-    return float(x)
-
-
-@pytest.mark.parametrize("scale", [1.0, 2.0])
-def test_every_rank_joins_the_collective(scale: float) -> None:
-    assert run_ranks(sum_ranks, 3, scale) == [3 * scale] * 3
 
 
 def rank_and_tensor(rank: int, x: torch.Tensor) -> tuple[int, torch.Tensor]:
@@ -82,28 +69,6 @@ def count_calls(rank: int) -> int:
     cache = rank_cache()
     cache["calls"] = cache.get("calls", 0) + 1
     return int(cache["calls"])
-
-
-def show_idle_ranks_for_ever() -> None:
-    sys.stdout.write(f"{' '.join(map(str, run_ranks(pid, 2)))}\n")
-    sys.stdout.flush()
-    time.sleep(1e6)
-
-
-@pytest.mark.campaign  # of the tests' own harness
-def test_idle_ranks_end_with_a_pytest_that_is_killed() -> None:
-    # They are stopped, and cannot see it themselves.
-    code = "from tests.test_worlds import show_idle_ranks_for_ever as show; show()"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as program:
-        try:
-            assert program.stdout is not None
-            pids = [int(each) for each in program.stdout.readline().split()]
-            assert len(pids) == 2
-            stopped = [ProcessState.STOPPED] * 2
-            wait_until(lambda: [ProcessState.of(each) for each in pids] == stopped, seconds=5)
-        finally:
-            program.kill()
-    wait_until(lambda: not any(birth(each) for each in pids), seconds=5 * patience())
 
 
 def test_the_rank_cache_lives_as_long_as_its_world() -> None:
