@@ -140,7 +140,7 @@ def _frees_too_early(accelerator: Accelerator) -> Any:
         while most is not None and len(unsent) > most:
             unsent.popleft()
 
-    return mock.patch.object(handover, "_let_go", let_go)
+    return mock.patch.object(handover, "let_go", let_go)
 
 
 def _gathers_too_early(accelerator: Accelerator) -> Any:
