@@ -8,7 +8,6 @@ from shardhet.records.cluster import LEAST_FRAGMENTATION, Cluster, DeviceSpec, L
 from shardhet.records.margin import (
     LEAST_NCCL_BYTES,
     WORKSPACE_BYTES,
-    margin_of,
     with_fraction,
     with_libraries,
 )
@@ -30,25 +29,28 @@ TWO_NODES = with_libraries(
 ALL = (DESKTOP, ONE_NODE, TWO_NODES)
 
 
+def library_bytes(cluster: Cluster, position: int) -> int:
+    return cluster.node_of[position].library_bytes or 0
+
+
 @pytest.mark.parametrize("cluster", ALL)
-def test_the_parts_are_all_that_stays_free(cluster: Cluster) -> None:
+def test_a_tenth_stays_free_and_a_part_of_it_for_fragmentation(cluster: Cluster) -> None:
     for i, device in enumerate(cluster.devices):
-        capacity, margin = device.memory_capacity_bytes or 0, margin_of(cluster, i)
-        assert margin.total_bytes == capacity - cluster.memory_budget_bytes(i)
-        assert margin.total_bytes >= int(0.1 * capacity)
-        assert margin.fragmentation_bytes >= int(LEAST_FRAGMENTATION * capacity)
+        capacity = device.memory_capacity_bytes or 0
+        free = capacity - cluster.memory_budget_bytes(i)
+        assert free >= int(0.1 * capacity)
+        assert free - library_bytes(cluster, i) >= int(LEAST_FRAGMENTATION * capacity)
 
 
 def test_a_tenth_stays_free_where_libraries_take_little() -> None:
-    margin = margin_of(DESKTOP, 0)
     assert DESKTOP.memory_budget_bytes(0) == int(0.9 * 24 * GIB)
-    assert margin.library_bytes == WORKSPACE_BYTES + 4 * LEAST_NCCL_BYTES
+    assert library_bytes(DESKTOP, 0) == WORKSPACE_BYTES + 4 * LEAST_NCCL_BYTES
 
 
 def test_pipelines_have_more_and_one_device_has_none() -> None:
     cluster = Cluster(nodes=(node("a", 1, None),))
-    assert margin_of(with_libraries(cluster), 0).library_bytes == WORKSPACE_BYTES
-    more = margin_of(with_libraries(DESKTOP, has_stages=True), 0).library_bytes
+    assert library_bytes(with_libraries(cluster), 0) == WORKSPACE_BYTES
+    more = library_bytes(with_libraries(DESKTOP, has_stages=True), 0)
     assert more == WORKSPACE_BYTES + 10 * LEAST_NCCL_BYTES
 
 
@@ -58,7 +60,7 @@ def test_what_is_stated_is_used_whatever_libraries_take(cluster: Cluster) -> Non
     assert stated.memory_budget_bytes(0) == int(
         (cluster.devices[0].memory_capacity_bytes or 0) * 0.97
     )
-    assert margin_of(stated, 0).library_bytes is None
+    assert stated.nodes[0].library_bytes is None
     assert Cluster.from_json(cluster.to_json()) == cluster
 
 

@@ -802,11 +802,8 @@ def test_what_is_told_beside_stages_is_of_their_memory_and_of_plans_without_them
     out = tmp_path / "plan.json"
     plan_main([*keys, "leave_out=never", "explain=true", f"out={out}"])
     text = capsys.readouterr().out
-    free = re.search(r"(\S+) GiB of NVIDIA A100-SXM4-40GB stay free", text)
     budget = re.search(r"of (\S+) \(40 on", text)
-    assert free is not None
     assert budget is not None
-    assert float(free[1]) + float(budget[1]) == pytest.approx(40, abs=0.06)
     simulate_main([str(out), *keys[:2]])
     assert f" of {budget[1]} GiB" in capsys.readouterr().out
     assert "0.23 times as long (in bfloat16 instead of float32)." in text

@@ -6,7 +6,7 @@ tenth of a device, or more where NCCL's buffers and workspaces take so much that
 ``LEAST_FRAGMENTATION`` would remain for fragmentation.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from shardhet.records.cluster import Cluster, Node
 
@@ -22,27 +22,6 @@ ALL_RANKS = 2  # for gathers and for reductions
 COMPUTING_RANKS = 2  # the same, where others only store
 WITHIN_NODES = 2  # for collectives in two levels
 OF_STAGES = 6  # gathers and reductions of a stage; both ways to the stages beside it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Margin:
-    """What is left free of one device."""
-
-    library_bytes: int | None  # NCCL's buffers and workspaces; None: it is not known
-    fragmentation_bytes: int  # the rest, for libraries too where it is not known what they take
-
-    @property
-    def total_bytes(self) -> int:
-        """All of it."""
-        return (self.library_bytes or 0) + self.fragmentation_bytes
-
-
-def margin_of(cluster: Cluster, position: int) -> Margin:
-    """The margin of one device, which states its capacity."""
-    capacity_bytes = cluster.devices[position].memory_capacity_bytes or 0
-    free = capacity_bytes - cluster.memory_budget_bytes(position)
-    library_bytes = cluster.node_of[position].library_bytes
-    return Margin(library_bytes=library_bytes, fragmentation_bytes=free - (library_bytes or 0))
 
 
 def with_libraries(cluster: Cluster, *, has_stages: bool = False) -> Cluster:

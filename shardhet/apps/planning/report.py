@@ -22,7 +22,6 @@ from shardhet.apps.planning.heading import source_line
 from shardhet.apps.planning.sentences import (
     OVER_GLOO,
     form_lines,
-    margin_line,
     preferred_lines,
     proven_line,
 )
@@ -250,12 +249,8 @@ def predicted_line(step_s: float, samples_per_s: float, part: float, workload: W
 
 
 def proof_lines(report: PlanReport) -> Iterator[str]:
-    """What stays free on the devices, and what was proven of the plan."""
-    solution, places = report.solution, [report.inputs.setting]
-    if isinstance(solution, PipelineSolution):
-        places = [part.model.setting for part in solution.predicted.parts]
-    if (free := margin_line(places)) is not None:
-        yield free
+    """What was proven of the plan."""
+    solution = report.solution
     yield f"The simulated step takes {duration(report.times.step_time_s)}."
     if isinstance(solution, PipelineSolution):
         yield pipeline_proof(solution, report.inputs.setting.workload)

@@ -1,6 +1,6 @@
 """Sentences about a plan: its form, what was proven of it, and why it was preferred."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from shardhet.apps.cli.quantities import counted
 from shardhet.planner import Demands, PlanSolution
@@ -8,9 +8,6 @@ from shardhet.planner.candidates.role_times import MAX_MICROBATCH_SIZE
 from shardhet.planner.forms import FIRST_ROUNDS
 from shardhet.planner.idle import active_positions
 from shardhet.planner.preference import FULL
-from shardhet.pricing.setting import Setting
-from shardhet.records.cluster import Cluster
-from shardhet.records.margin import margin_of
 from shardhet.records.plan import EVERY_UNIT, Plan, is_matched
 from shardhet.records.workload import Workload
 
@@ -61,36 +58,6 @@ def form_lines(plan: Plan, workload: Workload) -> Iterator[str]:
             f"Rows of {units}the units cross between nodes once per node, and gradients as one "
             "sum of each node (two_level_units)."
         )
-
-
-def margin_line(settings: Sequence[Setting]) -> str | None:
-    """What stays free of the device with the least for fragmentation, of a plan or its stages.
-
-    None if nothing is known besides tensors.
-    """
-    setting, i = min(
-        ((each, i) for each in settings for i in range(each.cluster.world_size)),
-        key=lambda pair: _fragmentation(pair[0].cluster, pair[1]),
-    )
-    cluster, profile = setting.cluster, setting.profile
-    reserved = max(profile.device(str(each.kind)).reserved_bytes for each in cluster.devices)
-    if not reserved:
-        return None
-    margin, libraries = margin_of(cluster, i), ""
-    if margin.library_bytes is not None:
-        taken = f"{margin.library_bytes / GIB:.1f}"
-        libraries = f": {taken} for cuBLAS and NCCL, the rest for fragmentation"
-    return (
-        f"{margin.total_bytes / GIB:.1f} GiB of {cluster.devices[i].kind} stay free"
-        f"{libraries}. What a process holds besides tensors, up to {reserved / GIB:.1f} GiB, "
-        "is in the memory above."
-    )
-
-
-def _fragmentation(cluster: Cluster, position: int) -> float:
-    """The part of a device that is left for it."""
-    capacity_bytes = cluster.devices[position].memory_capacity_bytes or 1
-    return margin_of(cluster, position).fragmentation_bytes / capacity_bytes
 
 
 def resident_lines(plan: Plan, workload: Workload) -> Iterator[str]:
