@@ -76,17 +76,16 @@ BAD = {
     "on_oom=PLEASE": ("on_oom: Invalid value 'PLEASE', expected one of [STOP, REPLAN]",),
     "trace=perhaps": ("trace", "Write true or false."),
     "model.width=wide": ("model.width", "Integer"),
-    "plan=proportional plan.speeds=[fast]": ("plan.speeds", "Float"),
+    "plan=by_hand plan.state_shares=[most]": ("plan.state_shares", "Float"),
     "plan=by_hand plan.stages=[{units:[head],ranks:2}]": ("'plan.stages'", "Key 'ranks' not"),
     "plan=by_hand plan.stages=[{units:head,num_ranks:2}]": ("plan.stages", "Write a list"),
     "plan=by_hand plan.stages=[[head]]": ("plan.stages[0]: Invalid type assigned: list",),
     # values that are missing
     "plan=by_hand": ("plan.microbatch_sizes=...",),
-    "plan=proportional": ("plan.speeds=...",),
     "model=imported": ("model.target=...",),
     "model=imported model.target=a:B model.batch=a:b": ("is for measure and plan", "HetFSDP"),
     "plan.microbatch_sizes=2,2,15": ("Write 'plan.microbatch_sizes=[2,2,15]'",),
-    "plan=proportional plan.speeds=1,.5": ("Write 'plan.speeds=[1,0.5]'",),
+    "plan=by_hand plan.state_shares=1,.5": ("Write 'plan.state_shares=[1,0.5]'",),
     "plan=file": ("plan.path=...",),
     "data=text_dir": ("data.path=...",),
     # values that make no sense
@@ -127,7 +126,6 @@ BAD = {
     BY_HAND + "plan.state_shares=[0.5,0.6]": ("plan: state shares", "sum to 1"),
     BY_HAND + "plan.state_shares=[1]": ("state_shares has 1 entries",),
     BY_HAND + "plan.state_shares=[1,0] plan.recompute=[true]": ("recompute has 1 entries",),
-    "plan=proportional plan.speeds=[0,0]": ("speeds [0.0, 0.0]", "not all zero"),
     "logger=wandb": ("logger: wandb", "pip install 'shardhet[wandb]'"),
 }
 
@@ -215,7 +213,6 @@ NEEDED = {
     "model=hf": ["model.path={tmp}", "model.weights=false"],
     "optim=any": ["optim.kind=Adagrad", "optim.lr=0.1"],
     "plan=by_hand": [*BY_HAND.split()[1:], "plan.state_shares=[0.5,0.5]"],
-    "plan=proportional": ["plan.speeds=[2,1]"],
     "plan=file": ["plan.path={tmp}/plan.json"],
     "plan=measured": ["plan.measured={tmp}/measured"],
     "data=text_dir": ["data.path={tmp}", "data.pattern='*.json'"],
@@ -235,6 +232,12 @@ def test_every_choice_comes_back_from_its_run_folder(choice: str, tmp_path: Path
     checked_world_size(conf, num_launched=None) if choice != "logger=wandb" else None
     save_resolved(cfg, tmp_path / "config.yaml")
     assert load_resolved(tmp_path / "config.yaml") == conf
+
+
+def test_a_choice_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("plan: {kind: PROPORTIONAL}\n")
+    with pytest.raises(ConfigError, match="plan is proportional, which this version does not"):
+        load_resolved(tmp_path / "config.yaml")
 
 
 @pytest.mark.parametrize(
@@ -324,7 +327,6 @@ def test_an_even_plan_fits_any_number_of_ranks(world_size: int) -> None:
 def test_ranks_are_counted_from_whatever_is_stated() -> None:
     assert conf_with("cluster=demo_4").world_size(None) == 4
     assert conf_with("plan=demo_4").world_size(None) == 4
-    assert conf_with("plan=proportional", "plan.speeds=[1,2,3]").world_size(3) == 3
     assert conf_with("cluster.device=CPU").world_size(None) == 1
     with pytest.raises(ConfigError, match="plan says 4, the launcher says 2"):
         conf_with("plan=demo_4").world_size(2)

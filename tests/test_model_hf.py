@@ -237,7 +237,7 @@ def mixtral_with(folder: Path, experts: str) -> HfConf:
 
 def test_what_depends_on_values_is_refused_by_unit(tmp_path: Path) -> None:
     conf = mixtral_with(tmp_path, "eager")
-    with pytest.raises(ConfigError, match=r"unit 'model.layers.0'.*plan=proportional"):
+    with pytest.raises(ConfigError, match=r"unit 'model.layers.0'.*plan=by_hand"):
         conf.to_workload(SampleShape(seq_len=SEQ_LEN), param_dtype="float32")
 
 

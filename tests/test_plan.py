@@ -132,48 +132,12 @@ def test_even_is_the_same_for_every_device() -> None:
     assert plan.ranks[0].recomputes("anything")
 
 
-@given(
-    st.lists(st.floats(0, 100), min_size=1, max_size=8).filter(any),
-    st.integers(1, 200),
-    st.integers(1, 9),
-)
-def test_proportional_batches_are_within_one_sample_of_the_speeds(
-    speeds: list[float], global_batch_size: int, microbatch_size: int
-) -> None:
-    plan = Plan.proportional(
-        speeds=speeds, global_batch_size=global_batch_size, microbatch_size=microbatch_size
-    )
-    assert plan.global_batch_size == global_batch_size
-    for speed, rank in zip(speeds, plan.ranks, strict=True):
-        exact = global_batch_size * speed / sum(speeds)
-        assert abs(rank.rank_batch_size - exact) < 1 + 1e-9
-        assert max(rank.microbatch_sizes, default=0) <= microbatch_size
-    assert plan.state_shares == pytest.approx([1 / len(speeds)] * len(speeds))
-
-
-def test_proportional_takes_the_shares_that_it_is_given() -> None:
-    plan = Plan.proportional(
-        speeds=[3, 1], global_batch_size=8, microbatch_size=4, state_shares=[0.1, 0.9]
-    )
-    assert sizes(plan) == [(4, 2), (2,)]
-    assert plan.state_shares == (0.1, 0.9)
-
-
 # What a plan must not say
 
 
 def by_hand(**changes: Any) -> Plan:
     stated: dict[str, Any] = {"microbatch_sizes": [2, 1], "state_shares": [0.5, 0.5]}
     return Plan.by_hand(**stated | changes)
-
-
-def proportional(**changes: Any) -> Plan:
-    stated: dict[str, Any] = {
-        "speeds": [2.0, 1.0],
-        "global_batch_size": 6,
-        "microbatch_size": 2,
-    }
-    return Plan.proportional(**stated | changes)
 
 
 REFUSED: dict[str, tuple[Callable[[], Plan], str]] = {
@@ -222,13 +186,6 @@ REFUSED: dict[str, tuple[Callable[[], Plan], str]] = {
     "a word where patterns belong": (lambda: by_hand(recompute=["head", ()]), "recompute"),
     "an even plan for nobody": (lambda: Plan.even(0, microbatch_size=1), "no devices"),
     "even without samples": (lambda: Plan.even(2, microbatch_size=0), "microbatches of 0"),
-    "no speeds": (lambda: proportional(speeds=[]), r"speeds \[\]"),
-    "all speeds zero": (lambda: proportional(speeds=[0, 0]), "speeds.*not all zero"),
-    "a negative speed": (lambda: proportional(speeds=[2, -1]), "speeds.*at least zero"),
-    "an infinite speed": (lambda: proportional(speeds=[2, math.inf]), "speeds.*finite"),
-    "proportional without samples": (lambda: proportional(global_batch_size=0), "no device"),
-    "proportional to a debt": (lambda: proportional(global_batch_size=-6), "batch|samples"),
-    "microbatches of nothing": (lambda: proportional(microbatch_size=0), "microbatch size 0"),
 }
 
 

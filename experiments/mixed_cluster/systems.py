@@ -187,16 +187,22 @@ def deepspeed_zero3(work: Work) -> System:
     return _on_part(System(DEEPSPEED, step), work.even, dist.get_rank())
 
 
+def _by_speed(number: int, speeds: Sequence[float]) -> list[int]:
+    """In proportion to ``speeds``, rounded by the largest-remainder method."""
+    exact = [number * speed / sum(speeds) for speed in speeds]
+    counts = [int(each) for each in exact]
+    by_remainder = sorted(range(len(speeds)), key=lambda i: counts[i] - exact[i])
+    for i in by_remainder[: number - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
 def stock_systems(
     work: Work, speeds: Sequence[float], microbatch_size: int, *, is_capped: bool
 ) -> dict[str, Make]:
     """What there is besides HetFSDP, by name; ``speeds`` are for the strong baseline."""
-    counts = Plan.proportional(
-        speeds=speeds,
-        global_batch_size=work.global_batch_size // microbatch_size,
-        microbatch_size=1,
-    )
-    uneven = [rank.rank_batch_size * microbatch_size for rank in counts.ranks]
+    counts = _by_speed(work.global_batch_size // microbatch_size, speeds)
+    uneven = [number * microbatch_size for number in counts]
     of_fsdp2: dict[str, dict[str, Any]] = {
         FSDP2: {},
         f"{FSDP2}, batches of {microbatch_size}": {"microbatch_size": microbatch_size},

@@ -44,7 +44,6 @@ from shardhet.config.training import (
     MeasuredPlanConf,
     OptimConf,
     PlanKind,
-    ProportionalPlanConf,
 )
 from shardhet.records.written import conf_dir as conf_dir
 
@@ -66,7 +65,7 @@ HOSTS_OWN_KEYS = (  # paths; contents of folders are compared instead
 )
 BATCH_SIZES_KEY = "plan.microbatch_sizes"
 FOLDER_KEYS = ("out", "run_dir", "hydra.run.dir")  # of folders that are made
-LIST_KEYS = (BATCH_SIZES_KEY, "plan.num_microbatches", "plan.state_shares", "plan.speeds")
+LIST_KEYS = (BATCH_SIZES_KEY, "plan.num_microbatches", "plan.state_shares")
 
 MAIN_PROVIDER = "main"  # Hydra's name for the folder that a program comes with
 
@@ -86,7 +85,6 @@ SCHEMA_BY_KIND: dict[str, dict[Any, type]] = {
     },
     "plan": {
         PlanKind.EVEN: EvenPlanConf,
-        PlanKind.PROPORTIONAL: ProportionalPlanConf,
         PlanKind.BY_HAND: ByHandPlanConf,
         PlanKind.FILE: FilePlanConf,
         PlanKind.MEASURED: MeasuredPlanConf,
@@ -235,7 +233,13 @@ def _with_schemas(path: Path, schema: type) -> DictConfig:
     for group, schema_by_kind in SCHEMA_BY_KIND.items():
         if group in values:
             by_name = {kind.name: each for kind, each in schema_by_kind.items()}
-            known[group] = OmegaConf.structured(by_name[str(values[group].kind)])
+            kind = str(values[group].kind)
+            if kind not in by_name:
+                raise ConfigError(
+                    f"{path}: {group} is {kind.lower()}, which this version does not have. "
+                    "Begin a new run from its checkpoints: resume=PATH."
+                )
+            known[group] = OmegaConf.structured(by_name[kind])
     known.cluster = OmegaConf.structured(ClusterConf)
     known.optim = OmegaConf.structured(OptimConf)
     merged = OmegaConf.merge(known, values)

@@ -1,7 +1,7 @@
 """Schemas of the groups optim, lr_scheduler, cluster, plan and logger."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from shardhet.config.checks import (
     is_fraction,
 )
 from shardhet.records.cluster import DeviceSpec
-from shardhet.records.plan import EVERY_BLOCK, Plan
+from shardhet.records.plan import Plan
 from shardhet.records.stages import Stage
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ class PlanKind(Enum):
     """How the plan is made; follows from ``plan=...``."""
 
     EVEN = "even"
-    PROPORTIONAL = "proportional"
     BY_HAND = "by_hand"
     FILE = "file"
     MEASURED = "measured"
@@ -240,25 +239,16 @@ class EvenPlanConf(PlanConf):
 
     def to_record(self, devices: Sequence[DeviceSpec]) -> Plan:
         """The plan for these devices; a remainder of samples goes to the first."""
-        return _proportional(self, [1.0] * len(devices), [], devices)
-
-
-@dataclass(kw_only=True)
-class ProportionalPlanConf(EvenPlanConf):
-    """Batches in proportion to speeds; state shares even or as given."""
-
-    kind: PlanKind = PlanKind.PROPORTIONAL
-    speeds: list[float] = MISSING
-    state_shares: list[float] = field(default_factory=list)  # empty: even
-
-    @property
-    def stated_world_size(self) -> int | None:
-        """One device per speed."""
-        return len(self.speeds)
-
-    def to_record(self, devices: Sequence[DeviceSpec]) -> Plan:
-        """The plan for these devices."""
-        return _proportional(self, self.speeds, self.state_shares, devices)
+        number = len(devices)
+        whole, rest = divmod(self.global_batch_size, number)
+        with config_errors():
+            return Plan.by_hand(
+                microbatch_sizes=[self.microbatch_size] * number,
+                rank_batch_sizes=[whole + (i < rest) for i in range(number)],
+                recompute=self.recompute,
+                whole_matrices=self.whole_matrices,
+                devices=devices,
+            )
 
 
 @dataclass(kw_only=True)
@@ -384,25 +374,6 @@ class LoggerConf:
     kind: LoggerKind = LoggerKind.NONE
     project: str = "shardhet"  # only wandb has projects
     is_offline: bool = True  # only wandb can be online
-
-
-def _proportional(
-    conf: EvenPlanConf,
-    speeds: Sequence[float],
-    state_shares: Sequence[float],
-    devices: Sequence[DeviceSpec],
-) -> Plan:
-    with config_errors():
-        plan = Plan.proportional(
-            **fields_of(conf, Plan.proportional)
-            | {"speeds": speeds, "state_shares": state_shares or None}
-        )
-    ranks = zip(plan.ranks, devices, strict=True)
-    return replace(
-        plan,
-        ranks=tuple(replace(rank, device=device) for rank, device in ranks),
-        whole_matrices=EVERY_BLOCK if conf.whole_matrices else None,
-    )
 
 
 def _check_measured(folder: str) -> None:

@@ -326,7 +326,7 @@ def _needs_values(seen: Sequence[_Seen], reason: str) -> ValueError:
     return ValueError(
         f"{where}: it cannot be run on tensors without values, so it can be neither counted "
         f"nor timed: {reason}. Give a batch that it takes, or train it by a plan that needs no "
-        "measurement (plan=even, plan=proportional, Plan.by_hand)."
+        "measurement (plan=even, plan=by_hand, Plan.by_hand)."
     )
 
 

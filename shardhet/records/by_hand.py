@@ -175,22 +175,6 @@ def microbatches_of_each(
     return [repeated(m, n) for m, n in zip(sizes, counts, strict=True)]
 
 
-def batches_by_speed(speeds: Sequence[float], global_batch_size: int) -> list[int]:
-    """Batches in proportion to ``speeds``, rounded by the largest-remainder method."""
-    are_numbers = not any(isinstance(v, str) for v in speeds)
-    if not (are_numbers and all(isfinite(v) and v >= 0 for v in speeds) and sum(speeds) > 0):
-        raise ValueError(
-            f"plan: speeds {list(speeds)} must be finite, at least zero and not all zero."
-        )
-    global_batch_size = whole("global_batch_size", global_batch_size)
-    exact = [global_batch_size * v / sum(speeds) for v in speeds]
-    batches = [int(b) for b in exact]
-    by_remainder = sorted(range(len(speeds)), key=lambda i: batches[i] - exact[i])
-    for i in by_remainder[: global_batch_size - sum(batches)]:
-        batches[i] += 1
-    return batches
-
-
 def patterns_of(claim: Any, key: str, every: tuple[str, ...]) -> tuple[str, ...]:
     """The patterns of units that a claim stands for: all, none, or those that it lists."""
     if is_truth(claim):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 from shardhet.records.by_hand import (
-    batches_by_speed,
     check_lengths,
     check_rank,
     check_units,
@@ -376,25 +375,6 @@ class Plan(ShownPlan, PlanInGroups, Document):
         return cls.by_hand(
             microbatch_sizes=[microbatch_size] * whole("world_size", world_size),
             num_microbatches=[num_microbatches] * world_size,
-            recompute=recompute,
-        )
-
-    @classmethod
-    def proportional(
-        cls,
-        *,
-        speeds: Sequence[float],
-        global_batch_size: int,
-        microbatch_size: int,
-        state_shares: Sequence[float] | None = None,
-        recompute: bool = False,
-    ) -> Self:
-        """Batches in proportion to ``speeds``, state even or as given."""
-        batches = batches_by_speed(list(speeds), global_batch_size)
-        return cls.by_hand(
-            microbatch_sizes=[microbatch_size] * len(batches),
-            rank_batch_sizes=batches,
-            state_shares=state_shares,
             recompute=recompute,
         )
 
