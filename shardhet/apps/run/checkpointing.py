@@ -7,7 +7,7 @@ from typing import Any
 from shardhet import Hooks, SaveCheckpoints
 from shardhet.apps.launch.run_folder import IN_MEMORY, RunFolder
 from shardhet.checkpoint import Checkpoints, Replicas, Resumed, load
-from shardhet.config.checks import ConfigError
+from shardhet.config.checks import ConfigError, fields_of
 from shardhet.config.train import AUTO, TrainConf
 from shardhet.fsdp import HetFSDP
 from shardhet.training.resuming import check_goes_on
@@ -28,13 +28,11 @@ class RunCheckpoints(SaveCheckpoints):
     ) -> None:
         """``may_go_on``: the folder may have the state of an earlier start of this run."""
         scaler, replicates = trainer.loss_scaler, bool(conf.replicas.every)
+        stated = fields_of(conf.checkpoint, SaveCheckpoints)
+        kept = {name: stated[name] or None for name in ("keep_last", "keep_every")}
         super().__init__(
             folder.checkpoints_dir,
-            every=conf.checkpoint.every,
-            every_minutes=conf.checkpoint.every_minutes,
-            keep_last=conf.checkpoint.keep_last or None,
-            keep_every=conf.checkpoint.keep_every or None,
-            in_background=conf.checkpoint.in_background,
+            **stated | kept,
             replicas=_open_replicas(conf, folder, trainer.model) if replicates else None,
             replicate_every=conf.replicas.every,
         )

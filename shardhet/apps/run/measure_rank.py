@@ -11,6 +11,7 @@ from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.run.measure_report import show_measurement
 from shardhet.apps.run.model_to_measure import measured_here
+from shardhet.config.checks import fields_of
 from shardhet.config.measure import MeasureConf
 from shardhet.config.train import Precision
 from shardhet.profiler.measure import MeasuringEffort
@@ -39,11 +40,7 @@ def measure_as_rank(conf: MeasureConf, folder: RunFolder, env: RankEnv) -> None:
         fp16_accumulation=conf.fp16_accumulation,
     ) as device:
         console = RankConsole(quiet=env.rank != 0)
-        effort = MeasuringEffort(
-            max_microbatch_size=conf.max_microbatch_size,
-            num_repeats=conf.num_repeats,
-            time_limit_s=conf.time_limit_s,
-        )
+        effort = MeasuringEffort(**fields_of(conf, MeasuringEffort))
         measured = measured_here(conf, effort, env, device, console)
         if env.rank == 0:
             measured.save(folder.path)

@@ -37,6 +37,7 @@ from shardhet.apps.run.task import Task
 from shardhet.checkpoint import Resumed
 from shardhet.comm import devices
 from shardhet.comm.progress import phase
+from shardhet.config.checks import fields_of
 from shardhet.config.pretrained import HfConf
 from shardhet.config.train import OnOom, Precision, TrainConf
 from shardhet.training.emulation import HostMemory
@@ -124,8 +125,7 @@ class Run(Hook):
         if conf.trace:
             yield Trace(
                 self._folder.trace_dir,
-                first_step=conf.trace_steps.first_step,
-                num_steps=conf.trace_steps.num_steps,
+                **fields_of(conf.trace_steps, Trace),
                 host_memory=HostMemory(built.peak_memory),
                 then=self._write_predicted_trace,
             )
