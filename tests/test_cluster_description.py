@@ -181,12 +181,6 @@ def test_every_kind_that_comes_along_has_a_source_and_can_be_trained_on() -> Non
         assert 2**31 < kind.memory_capacity_bytes < 2**39
 
 
-def test_kinds_of_another_file_are_looked_for_beside_the_description(tmp_path: Path) -> None:
-    text = "version: 1\nkinds: absent.yaml\nnodes: []\n"
-    with pytest.raises(ValueError, match=r"kinds names .*absent\.yaml, which does not exist"):
-        described(tmp_path, text)
-
-
 def test_a_link_that_is_missing_is_assumed_and_said_or_named(tmp_path: Path) -> None:
     def without(*keys: str) -> Cluster:
         lines = [line for line in TEXT.splitlines() if not line.strip().startswith(keys)]

@@ -748,14 +748,11 @@ def test_the_cluster_is_checked_before_the_model_is_read(
 def test_a_peak_in_teraflops_is_told_from_flops(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "kinds.yaml").write_text(
-        "[{kind: Mine, source: tried, memory_capacity_bytes: 1000000000,\n"
-        "  memory_bandwidth_bytes_per_s: 1.0e+11, peak_flops_per_s: {float32: 67}}]\n"
-    )
     path = tmp_path / "mine.yaml"
     path.write_text(
-        "version: 1\nkinds: kinds.yaml\nnodes:\n  - host: a\n    devices:\n"
-        "      - {kind: Mine}\n"
+        "version: 1\nkinds: [{kind: Mine, source: tried, memory_capacity_bytes: 1000000000,\n"
+        "  memory_bandwidth_bytes_per_s: 1.0e+11, peak_flops_per_s: {float32: 67}}]\n"
+        "nodes:\n  - host: a\n    devices:\n      - {kind: Mine}\n"
     )
     _, text = refused(capsys, f"cluster={path}", *QUICK)
     assert "Write 67.0e+12 if TFLOP/s are meant." in text

@@ -80,8 +80,7 @@ def cluster_here() -> Cluster:
         found = card_of_each_rank(torch.cuda.current_device() if has_gpu else 0)
     else:
         found = cards_here()
-    document = document_of(found)
-    return Cluster.from_description(document, source="the cards that are here", folder=Path())
+    return Cluster.from_document(document_of(found), source="the cards that are here")
 
 
 def said_of(cluster: Cluster) -> str:

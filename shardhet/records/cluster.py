@@ -259,7 +259,22 @@ class Cluster(Document):
         Hand-written files can use a shorthand: a node with ``count: 4`` stands for four such
         nodes (host "a" becomes "a-0" to "a-3"), and the same holds for a device.
         """
-        return cls.from_description(document, source=source, folder=Path())
+        document = spelled_out(document, source)
+        description = from_document(
+            _Description,
+            document,
+            source=source,
+            versions=range(cls.document_version, cls.document_version + 1),
+        )
+        described = {kind.kind: kind for kind in description.kinds}
+        # A cluster that was measured and saved has an empty list.
+        is_whole = isinstance(document, dict) and document.get("kinds") == []
+        if not is_whole:
+            described = {**built_in_kinds(), **described}
+        named = _named(description, described, source=source)
+        with _at(source):
+            found = cls(**named.expanded(described))
+        return found if is_whole else found._with_default_links()
 
     @classmethod
     def of_cards(cls, cards: str, *, network: str | None = None) -> Self:
@@ -270,7 +285,7 @@ class Cluster(Document):
         """
         with _at("cards"):
             document = cards_document(cards, network, built_in_kinds())
-        found = cls.from_description(document, source="cards", folder=Path())
+        found = cls.from_document(document, source="cards")
         if ":" in cards:
             return found
         return found.with_devices(replace(device, host=None) for device in found.devices)
@@ -285,40 +300,9 @@ class Cluster(Document):
     def load(cls, path: str | Path) -> Self:
         """Read what ``save`` wrote, or a shorter description in YAML.
 
-        A description may name the kinds of ``kinds.csv``.  Its own ``kinds`` come first; they
-        are a list, or the path of another file, relative to this one, with such a list.
+        A description may name the kinds of ``kinds.csv``.  Its own ``kinds`` come first.
         """
-        document = read_document(path)
-        return cls.from_description(document, source=str(path), folder=Path(path).parent)
-
-    @classmethod
-    def from_description(cls, document: Any, *, source: str, folder: Path) -> Self:
-        """Build a cluster from a parsed description; ``folder`` holds the files it names."""
-        document = spelled_out(document, source)
-        listed = document.get("kinds") if isinstance(document, dict) else None
-        kinds: tuple[DeviceKind, ...] = ()
-        if isinstance(listed, str):
-            path = folder / listed
-            if not path.is_file():
-                raise ValueError(
-                    f"{source}: kinds names {path}, which does not exist. Fix the path."
-                )
-            document = {**document, "kinds": []}
-            listed_there = spelled_out(read_document(path), str(path))
-            kinds = from_document(_Kinds, {"kinds": listed_there}, source=str(path)).kinds
-        description = from_document(
-            _Description,
-            document,
-            source=source,
-            versions=range(cls.document_version, cls.document_version + 1),
-        )
-        described = {kind.kind: kind for kind in (*kinds, *description.kinds)}
-        if listed != []:  # a cluster that was measured and saved has an empty list
-            described = {**built_in_kinds(), **described}
-        named = _named(description, described, source=source)
-        with _at(source):
-            found = cls(**named.expanded(described))
-        return found if listed == [] else found._with_default_links()
+        return cls.from_document(read_document(path), source=str(path))
 
     def _with_default_links(self) -> Self:
         inside, between = (Link(**link_named(name, key)) for key, name in DEFAULT_LINKS.items())
@@ -328,13 +312,6 @@ class Cluster(Document):
         )
         joins = self.between_nodes or (between if len(self.nodes) > 1 else None)
         return replace(self, nodes=tuple(nodes), between_nodes=joins)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Kinds:
-    """A file that describes kinds of devices for several clusters."""
-
-    kinds: tuple[DeviceKind, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

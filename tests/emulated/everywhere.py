@@ -5,7 +5,6 @@
 
 import socket
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,7 +51,7 @@ def _cluster_here() -> Cluster:
         "devices": [{"kind": "emulated", "count": dist.get_world_size()}],
     }
     document = {"version": 1, "nodes": [host], "kinds": [kind]}
-    return Cluster.from_description(document, source="here", folder=Path())
+    return Cluster.from_document(document, source="here")
 
 
 describe.cluster_here = _cluster_here

@@ -132,7 +132,7 @@ def drawn(seed: int) -> tuple[PlannerConf, str, Cluster]:
             node["host_memory_bytes"] = f"{rng.choice((16, 64, 256))} GiB"
         nodes.append(node)
     document = {"version": 1, "nodes": nodes, "between_nodes": rng.choice(NETWORKS)}
-    cluster = Cluster.from_description(document, source="drawn", folder=HERE)
+    cluster = Cluster.from_document(document, source="drawn")
     name = rng.choice((*MODELS, "hf"))
     model = _model(name)
     if name == "hf" and rng.random() < 0.6:

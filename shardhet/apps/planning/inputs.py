@@ -201,12 +201,7 @@ def load(door: Door, request: Request, schema: type[Conf]) -> tuple[Conf, Inputs
                 f"cluster: {choice} describes no hardware. Choose one of {listed}, or give a "
                 "file: cluster=my_cluster.yaml."
             )
-        folders = [folder / "cluster" for folder in (request.config_dir, conf_dir()) if folder]
-        paths = [folder / f"{choice}.yaml" for folder in folders]
-        path = next(path for path in paths if path.is_file())
-        return Cluster.from_description(
-            document, source=f"cluster={choice}", folder=path.parent
-        )
+        return Cluster.from_document(document, source=f"cluster={choice}")
 
     return conf, conf.load(described, choices["model"])
 
