@@ -27,6 +27,7 @@ from shardhet.planner.advice.explain import (
     with_another,
 )
 from shardhet.planner.idle import active_positions
+from shardhet.planner.problem.demands import TOLERANCE
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
@@ -45,7 +46,6 @@ WORKLOAD = Workload.transformer(
 STATE_BYTES = 16 * WORKLOAD.numel
 BATCH = 24
 TWO_KINDS = "cluster=rtx4090_2x3090"
-UNLIKE_CARDS = "cards=2x RTX 3060 (8 GB) | RTX 3060 (8 GB) | A100 80GB PCIe | RTX 3060 (8 GB)"
 SLOW_CARDS = "cards=GTX 1060 3GB | GTX 1660 Ti | 2x GTX 1660 Ti | 2x GTX 1060 3GB + GTX 1660 Ti"
 
 
@@ -316,13 +316,6 @@ def test_another_measured_device_takes_part_in_collectives() -> None:
             "all memory",
             "10 % more",
         ),
-        # On one of these, where the plan is on the A100.
-        (
-            ["model=tiny", UNLIKE_CARDS, "network=10GbE"],
-            ["global_batch_size=16", "max_rounds=1"],
-            "compute of NVIDIA GeForce RTX 3060 (8 GB)",
-            "10 % faster",
-        ),
         # A plan of all devices that is slower, but leaves three of them idle.
         (
             ["model=tiny", SLOW_CARDS, "network=10GbE"],
@@ -357,4 +350,7 @@ def test_what_more_would_give_is_what_the_command_plans_with_more(
     )
     more.setting.save(tmp_path)
     plan_main([f"measured={tmp_path}", *keys, "what_if_s=0"])
-    assert f": {told[1]} samples/s" in capsys.readouterr().out
+    found = re.search(r": (\S+) samples/s", capsys.readouterr().out)
+    assert found is not None
+    # Of equally fast plans the command prefers one.
+    assert float(found[1]) == pytest.approx(float(told[1]), rel=TOLERANCE)

@@ -17,6 +17,7 @@ from shardhet.planner.candidates.candidates import LeastCompute
 from shardhet.planner.candidates.groupings import with_groups
 from shardhet.planner.forms import BatchRounds, rounds_of
 from shardhet.planner.idle import NO_GAIN, PartSearch, Positions, active_positions, with_idle
+from shardhet.planner.misses import check_size
 from shardhet.planner.owners import owned_batches
 from shardhet.planner.preference import Bounded, lacks, preferred
 from shardhet.planner.problem.demands import TOLERANCE, Demands
@@ -39,7 +40,6 @@ from shardhet.records.by_hand import whole
 from shardhet.records.plan import Plan
 from shardhet.records.schedule import StepForm
 
-MAX_DEVICES, MAX_UNITS = 2**16, 2**14
 NO_DEMANDS = Demands()
 
 
@@ -79,16 +79,17 @@ def solve(
     With a ``tolerance``, the plan to prefer of those that are slower by at most this part
     (``shardhet.planner.preference``).  Unless ``is_bounded``, the bound holds only for plans
     that meet demanded shares to the element, which takes a search less.  Plans of the form
-    ``near`` and of the devices ``near_part`` are looked at first, as probably the best, and of
-    sets of devices only those with one of ``with_kind``.  Raises ``PlanError`` with the nearest
-    miss if nothing fits, or if no step is as short as ``at_most_s``, which is seen sooner.
+    ``near`` are looked at first, as probably the best.  With ``near_part``, only few sets of
+    devices are searched: this one and some near it; ``with_kind`` leaves those with one of the
+    kind.  Raises ``PlanError`` with the nearest miss if nothing fits, or if no step is as
+    short as ``at_most_s``, which is seen sooner.
     """
     global_batch_size = whole("global_batch_size", global_batch_size)
     if global_batch_size < 1:
         raise ValueError(
             f"plan: global_batch_size is {global_batch_size} but must be at least 1."
         )
-    _check_size(setting)
+    check_size(setting)
     demands.check(setting.cluster.world_size)
     demands.check_batches(setting.cluster.world_size, global_batch_size)
     given = (effort, is_bounded, near, at_most_s, with_kind, near_part)
@@ -142,22 +143,13 @@ def _of_all_or_fewer(asked: "_Asked", tolerance: float | None) -> PlanSolution:
     prices, demands = asked.prices[0], asked.demands
     found: dict[Positions, _Found] = {}
 
-    def as_of_all(solution: PlanSolution, positions: Positions) -> PlanSolution | None:
-        if len(positions) == prices.cluster.world_size:
-            return solution
-        return with_idle(solution, positions, prices, demands)
-
     def solved(positions: Positions, setting: Setting, at_most_s: float) -> PlanSolution:
         part = asked
         if len(positions) < prices.cluster.world_size:
             of_part = demands.only(positions)
             part = replace(asked, prices=_priced(setting, of_part), demands=of_part)
-        met = _of_all(replace(part, at_most_s=at_most_s), tolerance)
-        whole = as_of_all(met.best, positions)
-        if whole is None:  # those that are idle have no room for their processes
-            raise PlanError(TOO_SLOW)
-        found[positions] = met
-        return whole
+        met = found[positions] = _of_all(replace(part, at_most_s=at_most_s), tolerance)
+        return met.best
 
     search = PartSearch(
         setting=asked.setting,
@@ -174,16 +166,24 @@ def _of_all_or_fewer(asked: "_Asked", tolerance: float | None) -> PlanSolution:
         missed = search.missed or PlanError(TOO_SLOW)
         missed.lower_bound_s = min(search.missed_s.values(), default=inf)
         raise missed
-    chosen = best.solution
+    plans = {best.positions: best.solution}
     if tolerance is not None:
         fastest_s = min(each.best.predicted.step_time_s for each in found.values())
         limit_s = (1 + tolerance) * fastest_s
-        plans = [
-            as_of_all(preferred(met.best, met.pools, limit_s), positions)
+        plans = {
+            positions: preferred(met.best, met.pools, limit_s)
             for positions, met in found.items()
             if met.best.predicted.step_time_s <= limit_s
-        ]
-        chosen = min(filter(None, plans), key=lambda each: lacks(each, demands, prices.cluster))
+        }
+    of_all = (with_idle(plan, where, prices, demands) for where, plan in plans.items())
+    chosen = min(
+        filter(None, of_all),
+        key=lambda each: lacks(each, demands, prices.cluster),
+        default=None,
+    )
+    if chosen is None:  # those that are idle have no room for their processes
+        raise search.missed or PlanError(TOO_SLOW)
+    if tolerance is not None:
         fastest_s = min(fastest_s, chosen.predicted.step_time_s)
         chosen = replace(chosen, fastest_s=fastest_s)
     whole_s = search.whole.lower_bound_s if search.whole is not None else inf
@@ -224,6 +224,11 @@ class _Found:
 def _solve(asked: "_Asked", tolerance: float | None) -> _Found:
     """``solve``, of demands that were checked."""
     met = _Met(tolerance or 0.0, asked.at_most_s)
+    least = None
+    if asked.at_most_s < inf and asked.demands.form is None:
+        least = asked.least(met.limit_s)
+        if least[0] * (1 + NO_GAIN) >= met.limit_s:
+            raise PlanError(TOO_SLOW, lower_bound_s=met.limit_s)
     for task in (*asked.of_demanded_form(), *asked.of_near()):
         met.search(task, 0.0 if task.rounds.are_equal else asked.bound_s(task))
     for i, task in enumerate(asked.of_one_round()):
@@ -235,7 +240,7 @@ def _solve(asked: "_Asked", tolerance: float | None) -> _Found:
     demands = asked.demands
     has_rounds = demands.max_rounds != 1 and asked.global_batch_size > 1
     if demands.form is None and (has_rounds or len(asked.prices) > 1):
-        _search_rest(asked, met)
+        _search_rest(asked, met, *(least or asked.least(inf)))
     if met.best is None:
         if met.missed is None:  # nothing was looked at
             assert demands.form is not None
@@ -252,12 +257,9 @@ def _solve(asked: "_Asked", tolerance: float | None) -> _Found:
     return _Found(replace(met.best, lower_bound_s=bound_s), (met.tasks, met.slower))
 
 
-def _search_rest(asked: "_Asked", met: "_Met") -> None:
+def _search_rest(asked: "_Asked", met: "_Met", least_s: float, compute: LeastCompute) -> None:
     """Search steps of several rounds, and those that keep fewer frozen weights, by bounds."""
-    least_s, compute = endless_memory_bound_s(asked.of_endless_memory())
     rest = [*asked.of_fewer_residents(), *filterfalse(asked.is_near, asked.of_several_rounds())]
-    if asked.deals_differ:
-        least_s = 0.0
     trials = [
         (max(least_s, asked.bound_s(task, compute)), order, task)
         for order, task in enumerate(rest)
@@ -340,10 +342,15 @@ class _Asked:
             compute = task.builder().least_compute()
         return least_step_of_rounds_s(task.model, task.rounds, compute)
 
-    def of_endless_memory(self) -> FormTask:
-        """Plans of one round that need not fit: none of several rounds is faster."""
+    def least(self, limit_s: float) -> tuple[float, LeastCompute]:
+        """No step is shorter than the first, or than a limit if that is less; what the batch
+        takes in one round.
+        """
         *_, task = self.of_one_round()
-        return replace(task, has_endless_memory=True)
+        least_s, compute = endless_memory_bound_s(
+            replace(task, has_endless_memory=True), limit_s
+        )
+        return 0.0 if self.deals_differ else least_s, compute
 
     def _tasks(
         self, prices: CostModel, rounds: BatchRounds, form: StepForm | None = None
@@ -433,16 +440,3 @@ def _is_exact(task: FormTask) -> bool:
     """
     on_hosts = task.demands.may_keep_inputs_on_host or task.demands.may_keep_optimizer_on_host
     return task.rounds.are_equal and not on_hosts and not depends_on_shares(task.model)
-
-
-def _check_size(setting: Setting) -> None:
-    """Refuse what would take minutes or more: ``PlanError``."""
-    for number, most, what in (
-        (setting.cluster.world_size, MAX_DEVICES, "devices"),
-        (len(setting.workload.units), MAX_UNITS, "units of the model"),
-    ):
-        if number > most:
-            raise PlanError(
-                f"plan: {number:,} {what} but plans are searched for up to {most:,}. Plan for "
-                "a part of them."
-            )

@@ -10,6 +10,8 @@ later, beside those that take part.  In every round the set whose removal or ret
 goes or comes back, until none helps.  Of nodes that are alike one is tried, and sets of few of
 many devices only where no larger set helps.
 
+What a change would give is asked once, of a part that is known to be fast and few near it.
+
 A set is searched for only if its bound allows a gain: no step is shorter than all its
 communication, or than the batch divided by the sum of what the devices compute per second, and
 none fits that has no room for the state.  So many sets cost little.
@@ -39,6 +41,7 @@ from shardhet.records.plan import RankPlan
 
 NO_GAIN = 1e-6  # of the step: devices are not left idle for it
 MAX_SEARCHES, MAX_SEARCHES_IF_UNLIKE = 16, 3  # those with the least bounds
+MAX_SEARCHES_IF_NEAR = 3  # and one if the kind that changed is in that part
 FAR = 2.0
 FINE = 1 / 64  # of all devices: sets of fewer come after larger ones
 MAX_KINDS = 16  # of which each is left out alone; of more, only the slowest
@@ -60,6 +63,8 @@ def with_idle(
     ``prices`` and ``demands`` are those of all devices.
     """
     cluster = prices.cluster
+    if len(positions) == cluster.world_size:
+        return solution
     taken = dict(zip(positions, solution.plan.ranks, strict=True))
     idle = RankPlan(microbatch_sizes=(), state_share=0.0)
     ranks = tuple(
@@ -100,7 +105,7 @@ class PartSearch:
     tolerance: float  # parts of more devices are searched for if they are as much slower
     # The plan for a part, of at most so many seconds; ValueError if there is none.
     solved: Callable[[Positions, Setting, float], PlanSolution]
-    near: Positions = ()  # a part that may be better than others, and those next to it
+    near: Positions = ()  # only this part and few that are next to it are searched
     whole: PlanSolution | None = None  # the plan of all devices, once it is found
     with_kind: str | None = None  # only parts with such a device are searched
     missed: PlanError | None = None  # why there is none
@@ -113,12 +118,13 @@ class PartSearch:
     def run(self) -> PartPlan | None:
         """The fastest part that was found, which may be the whole; None if there is none."""
         every, demands = self._every, self.demands
-        parts = [every]
+        first = self.near or every
+        parts = [first]
         if not (demands.has_even_state or demands.has_even_batches):
-            parts += self._parts(every, every)
-            if self.near not in ((), every):
-                parts += (self.near, *self._parts(self.near, every))
-        while self._try(parts) and len(parts) > 1:
+            parts += self._parts(first, every)
+            if self.near:
+                parts += map(tuple, map(sorted, self._sets(every)))
+        while self._try(parts) and len(parts) > 1 and not self.near:
             parts = list(self._parts(self.found[-1].positions, every))
         return self.found[-1] if self.found else None
 
@@ -136,6 +142,9 @@ class PartSearch:
 
     @property
     def _max_searches(self) -> int:
+        if self.near:
+            is_near = self.with_kind is not None and self._meets_demands(self.near)
+            return 1 if is_near else MAX_SEARCHES_IF_NEAR
         num_kinds = len({device.kind for device in self.setting.cluster.devices})
         return MAX_SEARCHES_IF_UNLIKE if num_kinds > MAX_KINDS else MAX_SEARCHES
 
@@ -153,13 +162,15 @@ class PartSearch:
             if self._has_room(positions, setting):
                 bounded.append((self._least_step_s(setting), positions, setting))
         # The whole goes first unless others may be far faster: parts are then soon ruled out.
-        kept = set(self.found[-1].positions if self.found else self._every)
+        first = self.near or self._every
+        kept = set(self.found[-1].positions if self.found else first)
         fine = FINE * len(self._every)
 
         def is_fine(part: Positions) -> bool:
-            return part != self._every and len(kept.symmetric_difference(part)) < fine
+            return part != first and len(kept.symmetric_difference(part)) < fine
 
-        bounded.sort(key=lambda e: (is_fine(e[1]), e[0] / (FAR if e[1] == self._every else 1)))
+        far = inf if self.near else FAR
+        bounded.sort(key=lambda e: (is_fine(e[1]), e[0] / (far if e[1] == first else 1)))
         faster: list[PartPlan] = []
         for bound_s, positions, setting in bounded:
             if faster and is_fine(positions):

@@ -8,11 +8,14 @@ import numpy as np
 from shardhet.planner.candidates.candidates import TableBuilder
 from shardhet.planner.problem.demands import Demands, host_bytes
 from shardhet.planner.problem.problem import Limits, Problem
+from shardhet.planner.problem.solution import PlanError
 from shardhet.planner.search.oracle import Oracle
 from shardhet.pricing.cost import CostModel
+from shardhet.pricing.setting import Setting
 from shardhet.records.plan import EVERY_UNIT, RankPlan
 
 GIB = 2**30
+MAX_DEVICES, MAX_UNITS = 2**16, 2**14
 
 
 def nearest_miss(problem: Problem, builder: TableBuilder, *, stride: int = 1) -> str:
@@ -116,3 +119,16 @@ def _gib(nbytes: float) -> str:
 
 def _fits(problem: Problem) -> bool:
     return Oracle(problem).construct(Limits((inf,) * problem.num_phases)) is not None
+
+
+def check_size(setting: Setting) -> None:
+    """Refuse what would take minutes or more: ``PlanError``."""
+    for number, most, what in (
+        (setting.cluster.world_size, MAX_DEVICES, "devices"),
+        (len(setting.workload.units), MAX_UNITS, "units of the model"),
+    ):
+        if number > most:
+            raise PlanError(
+                f"plan: {number:,} {what} but plans are searched for up to {most:,}. Plan for "
+                "a part of them."
+            )

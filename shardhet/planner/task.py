@@ -332,19 +332,22 @@ def _may_be_within(problem: Problem, at_most_s: float) -> bool:
     return Oracle(problem).is_feasible(limits)
 
 
-def endless_memory_bound_s(task: FormTask) -> tuple[float, LeastCompute]:
-    """No plan of several rounds is faster than the first, nor one of one round.
+def endless_memory_bound_s(task: FormTask, limit_s: float) -> tuple[float, LeastCompute]:
+    """No plan of several rounds is faster than the first or the limit, nor one of one round.
 
     Put together into one round, the rounds of a plan compute as much on every device, in the
     same microbatches, and communicate no less; only memory forbids it.  One round would cut
     the batch in another way, so each phase is taken to be as short as in any cut.  The second
     is a bound on the compute of the batch alone.
     """
-    builder, least_s = task.builder(), 0.0
-    with suppress(PlanError):  # too many samples for one round
-        _, found, _ = search_table(builder, task.effort)
-        least_s = found.lower_bound_s - _share_dependent_s(task.model)
-    return least_s, builder.least_compute()
+    builder, unsure_s = task.builder(), _share_dependent_s(task.model)
+    at_most_s = limit_s + unsure_s
+    try:
+        _, found, _ = search_table(builder, task.effort, at_most_s, is_only_faster=True)
+        least_s = found.lower_bound_s
+    except PlanError as error:  # else one round has too many samples
+        least_s = at_most_s if str(error) == TOO_SLOW else unsure_s
+    return least_s - unsure_s, builder.least_compute()
 
 
 def least_step_of_rounds_s(

@@ -36,6 +36,7 @@ from shardhet.config.planning import Inputs, PlannedPrecision, PlannerConf
 from shardhet.config.pretrained import HfConf, LoraConf
 from shardhet.planner import PlanError
 from shardhet.planner.advice.explain import Situation, at_other_speed, larger_situations
+from shardhet.planner.problem.demands import TOLERANCE
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster
@@ -261,7 +262,7 @@ class Judge:
             found = max(reached, said.rate)  # with less, nothing is changed
             self.gains[f"{of} {change}"] = found / said.rate - 1
             told = f"{of}, {change}: said {rate}, is {reached:.4g} (now {said.rate:.4g})"
-            self.is_so("what would help", _near(claimed, found), told)
+            self.is_so("what would help", _at_most(claimed, found), told)
             if note := next((e for e in said.lines if e.startswith(f"{change}: without ")), ""):
                 told = f"Better {note.partition(': ')[2]}: {rate} samples/s"
                 self._of_better(told, said.rate)
@@ -437,6 +438,11 @@ def _near(one: float | None, other: float | None) -> bool:
     if one is None or other is None:
         return one is other
     return abs(one - other) <= (FALSE + ROUNDED) * min(one, other)
+
+
+def _at_most(claimed: float, reached: float) -> bool:
+    """Whether so much is reached, of equally fast plans by the one that is preferred."""
+    return claimed <= reached * (1 + TOLERANCE + FALSE + ROUNDED)
 
 
 def _near_ratio(rate: float, other: float | None, times: str) -> bool:

@@ -59,37 +59,40 @@ class Asked:
         return self.conf.global_batch_size / samples_per_s if samples_per_s else inf
 
     def solved(self, there: Situation, least: float) -> PlanSolution:
-        """The plan for another situation; ``PlanError`` if none is seen to be as fast.
-
-        It is the one that is found if it is asked for.  Where devices are idle or only store,
-        which others are left idle depends on all that was found before: there a plan that is
-        as fast is searched for anew.
-        """
-        best = self.best
-        search = partial(
-            solve,
+        """The plan for another situation; ``PlanError`` if none is seen to be as fast."""
+        return solve(
             there.setting,
             global_batch_size=self.conf.global_batch_size,
             demands=there.demands,
             effort=self.effort,
             tolerance=self.conf.tolerance or None,  # equally fast plans are equally good here
             is_bounded=False,
-        )
-        if best is None or not least:
-            return search(near=None if best is None else best.plan.form)
-        found = search(
-            near=best.plan.form,
-            near_part=part_like(best, there),
+            near=None if self.best is None else self.best.plan.form,
             at_most_s=self.step_s(least),
-            with_kind=there.changed_kind,
         )
-        ranks = (*best.plan.ranks, *found.plan.ranks)
-        is_known = all(rank.rank_batch_size for rank in ranks)
-        return found if is_known else search(near=found.plan.form)
 
     def reached(self, there: Situation, least: float) -> float:
-        """Its samples per second."""
-        return self.solved(there, least).samples_per_s
+        """The samples per second of a plan that gains as much as the fastest one does.
+
+        Only devices are looked at that take part in this plan, and sets of them and others that
+        are next to it.  ``PlanError`` if none is seen to be as fast as ``least``.
+        """
+        best = self.best
+        if best is None:
+            return self.solved(there, least).samples_per_s
+        ours_s = best.fastest_s or best.predicted.step_time_s
+        found = solve(
+            there.setting,
+            global_batch_size=self.conf.global_batch_size,
+            demands=there.demands,
+            effort=self.effort,
+            is_bounded=False,
+            near=best.plan.form,
+            near_part=part_like(best, there),
+            at_most_s=ours_s * best.samples_per_s / least if least else inf,
+            with_kind=there.changed_kind,
+        )
+        return best.samples_per_s * ours_s / found.predicted.step_time_s
 
     def here(self, demands: Demands) -> Situation:
         """The same devices with other demands."""
@@ -186,7 +189,9 @@ def forms(asked: Asked) -> Iterator[Variant]:
 
 
 def _with(asked: Asked, demands: Demands, least: float) -> tuple[float, str]:
-    return asked.reached(asked.here(demands), least), ""
+    there = asked.here(demands)
+    asked.reached(there, least)  # which is soon seen, if nothing is
+    return asked.solved(there, least).samples_per_s, ""
 
 
 def _in_larger_hosts(asked: Asked, _: float) -> tuple[float, str]:
@@ -211,7 +216,8 @@ def _in_larger_hosts(asked: Asked, _: float) -> tuple[float, str]:
 def _described(asked: Asked, conf: PlannerConf, least: float) -> tuple[float, str]:
     """What plans reach under another configuration of the same devices."""
     setting = conf.derived(asked.inputs.setting.cluster, asked.inputs.name).setting
-    return asked.reached(replace(asked.here(asked.demands), setting=setting), least), ""
+    there = replace(asked.here(asked.demands), setting=setting)
+    return asked.solved(there, least).samples_per_s, ""
 
 
 def _in_float16(asked: Asked, least: float) -> tuple[float, str]:
