@@ -9,12 +9,11 @@ import pytest
 
 from shardhet.planner import Demands, DeviceLimits, PlanError, find_plan, solve
 from shardhet.planner.baselines import compute_only, even, memory_only
-from shardhet.planner.candidates.recompute import recompute_choices
 from shardhet.planner.forms import BatchRounds
 from shardhet.planner.preference import preferred
 from shardhet.planner.problem.demands import TOLERANCE
 from shardhet.planner.problem.problem import Group, Problem
-from shardhet.planner.search.search import DEFAULT_EFFORT, Effort, search
+from shardhet.planner.search.search import DEFAULT_EFFORT, search
 from shardhet.planner.task import FormTask
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
@@ -173,49 +172,6 @@ def test_a_plan_keeps_its_promises_and_no_baseline_beats_it(seed: int) -> None:
         assert simpler.predicted.step_time_s >= solution.lower_bound_s * (1 - 1e-9)
 
 
-def test_recomputing_a_part_is_never_slower_and_sometimes_faster() -> None:
-    gains = []
-    for seed in range(24):
-        setting, batch = random_setting(seed)
-        try:
-            whole, part = (
-                solve(
-                    setting,
-                    global_batch_size=batch,
-                    demands=IN_ONE_ROUND,
-                    effort=Effort(recompute_steps=number),
-                ).predicted.step_time_s
-                for number in (1, 3)
-            )
-        except PlanError:
-            continue
-        assert part <= whole * (1 + 1e-3)  # shares are rounded to rows
-        gains.append(whole / part - 1)
-    assert max(gains) > 0.01
-
-
-def test_no_plan_by_hand_beats_the_bound() -> None:
-    setting, batch = random_setting(4)
-    solution = solve(setting, global_batch_size=batch)
-    model = CostModel(setting)
-    rng = np.random.default_rng(0)
-    choices = recompute_choices(model, DEFAULT_EFFORT.recompute_steps)
-    size, num_fitting = setting.cluster.world_size, 0
-    for _ in range(300):
-        batches = rng.multinomial(batch, rng.dirichlet(np.ones(size)))
-        plan = type(solution.plan).by_hand(
-            microbatch_sizes=[int(rng.integers(1, 9)) for _ in range(size)],
-            rank_batch_sizes=[int(b) for b in batches],
-            state_shares=[float(s) for s in rng.dirichlet(np.ones(size))],
-            recompute=[choices[int(rng.integers(len(choices)))] for _ in range(size)],
-        )
-        step = model.predict(plan)
-        if all(rank.fits for rank in step.ranks):
-            num_fitting += 1
-            assert step.step_time_s >= solution.lower_bound_s * (1 - 1e-9)
-    assert num_fitting > 10
-
-
 def test_the_same_input_gives_the_same_plan() -> None:
     setting, batch = random_setting(1)
     plans = [find_plan(setting, global_batch_size=batch) for _ in range(2)]
@@ -237,16 +193,6 @@ def test_demands_on_single_devices_are_met() -> None:
     assert solution.predicted.ranks[1].memory.total_bytes <= budget
     assert set(second.microbatch_sizes) <= {1}
     assert solution.predicted.step_time_s >= whole.lower_bound_s
-
-
-def test_a_batch_that_does_not_fit_is_refused_with_the_largest_that_does() -> None:
-    setting, _ = random_setting(4)
-    with pytest.raises(PlanError, match="Lower global_batch_size to ") as raised:
-        find_plan(setting, global_batch_size=5_000, demands=IN_ONE_ROUND)
-    largest = int(str(raised.value).split("global_batch_size to ")[1].split(",")[0])
-    found = solve(setting, global_batch_size=largest, demands=IN_ONE_ROUND)
-    assert found.relative_gap < 0.01
-    find_plan(setting, global_batch_size=2 * largest)  # in rounds
 
 
 def test_a_state_that_does_not_fit_is_refused_in_gib() -> None:

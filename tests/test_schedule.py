@@ -124,19 +124,6 @@ def backward_units(segments: Sequence[Segment]) -> list[int]:
     return [segment.unit for segment in reversed(segments) if segment.needs_backward]
 
 
-@given(SEGMENTS, TRAINABLE, st.booleans())
-def test_forward_and_backward_are_complete(
-    segments: list[Segment], trainable: frozenset[int], reshards: bool
-) -> None:
-    order = make_schedule(segments, trainable_units=trainable, form=kept(reshards))
-    forward, backward = order.turns[: len(segments)], order.turns[len(segments) :]
-    assert [turn.unit for turn in forward] == [segment.unit for segment in segments]
-    assert [turn.unit for turn in backward] == backward_units(segments)
-    assert all(turn.phase is Phase.FORWARD for turn in forward)
-    assert all(turn.phase is Phase.BACKWARD for turn in backward)
-    assert all(segments[turn.segment].unit == turn.unit for turn in order.turns)
-
-
 @given(SEGMENTS, TRAINABLE)
 def test_at_most_the_current_and_the_next_unit_are_unsharded(
     segments: list[Segment], trainable: frozenset[int]
@@ -150,32 +137,6 @@ def test_at_most_the_current_and_the_next_unit_are_unsharded(
         assert unsharded <= {each.unit for each in order.turns[i : i + 2]}
         if turn.reshards:
             unsharded.discard(turn.unit)
-
-
-@given(SEGMENTS, TRAINABLE, st.booleans())
-def test_a_trainable_unit_is_reduced_once_after_its_last_backward_turn(
-    segments: list[Segment], trainable: frozenset[int], reshards: bool
-) -> None:
-    order = make_schedule(segments, trainable_units=trainable, form=kept(reshards))
-    reduced = [i for i, turn in enumerate(order.turns) if REDUCE in turn.after]
-    units = [order.turns[i].unit for i in reduced]
-    assert sorted(units) == sorted(trainable & set(backward_units(segments)))
-    for i, unit in zip(reduced, units, strict=True):
-        assert order.turns[i].phase is Phase.BACKWARD
-        assert all(turn.unit != unit for turn in order.turns[i + 1 :])
-
-
-@given(SEGMENTS, TRAINABLE, st.booleans())
-def test_the_launches_are_the_gathers_and_reductions_of_the_turns(
-    segments: list[Segment], trainable: frozenset[int], reshards: bool
-) -> None:
-    order = make_schedule(segments, trainable_units=trainable, form=kept(reshards))
-    launched = launched_in(order)
-    gathers = [op.unit for op in launched if op.kind is GATHER]
-    reductions = [op.unit for op in launched if op.kind is REDUCE]
-    assert gathers == [turn.unit for turn in order.turns if GATHER in turn.ahead]
-    assert reductions == [turn.unit for turn in order.turns if REDUCE in turn.after]
-    assert len(launched) == len(gathers) + len(reductions)
 
 
 # Several rounds.  Of the turns that keep c unsharded: its backward follows its forward; and the
