@@ -128,7 +128,7 @@ def draw_cluster(draw: random.Random) -> tuple[Cluster, str]:
             DeviceSpec(
                 host=f"h{i}", kind=kind, memory_capacity_bytes=known[kind].memory_capacity_bytes
             )
-            for kind in draw.choices(kinds, k=draw.randint(1, 3))
+            for kind in draw.choices(kinds, k=draw.choice([1, 2, 3, 5]))
         )
         link = Link(latency_s=2e-5, bandwidth_bytes_per_s=draw.choice([4e9, 1.2e10, 2e11]))
         region = f"r{i % 2}" if i == 2 else "r0"

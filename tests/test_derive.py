@@ -8,7 +8,6 @@ import pytest
 from shardhet.pricing.derive import (
     FRAMES,
     HOST_BYTES_PER_S,
-    LINK_FRACTION,
     STRAGGLING,
     derive_profile,
     slowest_of,
@@ -23,18 +22,15 @@ from shardhet.pricing.efficiency import (
     SPREAD_FITTED,
     SPREAD_UNKNOWN,
     Arithmetic,
-    Efficiency,
     arithmetic_of,
     efficiency_of,
 )
 from shardhet.pricing.roofline import (
-    MAX_SLOWDOWN,
     MEMORY_FRACTION,
-    Roofline,
 )
 from shardhet.records.cluster import Cluster, DeviceSpec, Link, Node
 from shardhet.records.kinds import DeviceKind, built_in_kinds
-from shardhet.records.workload import UnitKind, Workload
+from shardhet.records.workload import Workload
 
 KIND = DeviceKind(
     kind="made up",
@@ -43,29 +39,7 @@ KIND = DeviceKind(
     peak_flops_per_s=(("float32", 1e9), ("float16", 1e10)),
     source="nowhere",
 )
-HALF = Efficiency(forward=0.5, backward=0.25)
-ROWS, WIDTH, DEPTH = 1000, 4000, 2000  # of a sample's product
-UNIT = UnitKind(
-    name="block",
-    param_shapes=((WIDTH, DEPTH), (DEPTH,)),
-    forward_flops=2 * ROWS * WIDTH * DEPTH,
-    backward_flops=4 * ROWS * WIDTH * DEPTH,
-    input_bytes=0,
-    activation_bytes=0,
-    transient_bytes=0,
-)
 LINK = Link(latency_s=1e-3, bandwidth_bytes_per_s=1e9)
-
-
-def test_a_device_that_does_not_hold_its_clock_is_slower_the_longer_a_visit_takes() -> None:
-    roofline = Roofline.of(KIND, "float32")
-    steady_s = roofline.forward_s(UNIT, 1, HALF)
-    slowing = replace(HALF, slowdown_per_s=0.01)
-    assert roofline.forward_s(UNIT, 1, slowing) == pytest.approx(
-        steady_s * (1 + 0.01 * steady_s)
-    )
-    stopped = replace(HALF, slowdown_per_s=1e6)
-    assert roofline.forward_s(UNIT, 1, stopped) == pytest.approx(steady_s * MAX_SLOWDOWN)
 
 
 def test_efficiency_follows_from_the_kind_its_chip_or_its_power() -> None:
@@ -118,29 +92,6 @@ WORKLOAD = Workload.transformer(num_layers=2, width=64, num_heads=2, vocab_size=
 
 
 @pytest.mark.parametrize(
-    ("counts", "regions", "latency_s"),
-    [
-        ((4,), (), 3e-3),
-        ((8,), (), 7e-3),
-        ((2, 2), (), 2e-3 + 2e-2 - 1e-3),
-        ((4, 4), (), 6e-3 + 2e-2 - 1e-3),
-        ((1, 1), (), 1e-2),
-        ((2, 2), ("east", "west"), 2e-3 + 2.0 - 1e-3),
-    ],
-)
-def test_a_ring_waits_for_every_hop(
-    counts: tuple[int, ...], regions: tuple[str, ...], latency_s: float
-) -> None:
-    described = cluster(*counts, regions=regions)
-    world_size = described.world_size
-    part = LINK_FRACTION if max(counts) > 1 else 1 / (1 / FRAMES + 1e9 / HOST_BYTES_PER_S)
-    for point in derive_profile(described, WORKLOAD).collectives.points:
-        moving_s = point.nbytes * (world_size - 1) / world_size / (part * 1e9)
-        assert point.gather.mean_s == pytest.approx(latency_s + moving_s)
-        assert point.reduce == point.gather
-
-
-@pytest.mark.parametrize(
     ("gbit_per_s", "part"), [(1, 0.92), (10, 0.74), (25, 0.57), (100, 0.37)]
 )
 def test_a_slow_cable_is_nearly_filled(gbit_per_s: float, part: float) -> None:
@@ -175,24 +126,6 @@ def test_the_note_says_how_far_the_times_were_off() -> None:
     assert "blocks (not in microbatches of up to 16 samples, which take as" in short.note
     stated = derive_profile(cluster(2), WORKLOAD, compute_fraction=0.5)
     assert stated.note == "derived: 0.50 of peak FLOP/s, links at 0.37 of their bandwidth"
-
-
-def test_geforce_cards_that_share_a_host_get_less_of_its_link() -> None:
-    def moved_s(count: int, kind: str, link_fraction: float | None = None) -> float:
-        described = cluster(count, kind=kind)
-        profile = derive_profile(described, WORKLOAD, link_fraction=link_fraction)
-        few, *_, many = profile.collectives.points
-        seconds = many.gather.mean_s - few.gather.mean_s
-        return (many.nbytes - few.nbytes) * (count - 1) / count / 1e9 / seconds
-
-    reached = [moved_s(count, "NVIDIA GeForce RTX 4090") for count in (2, 3, 4, 8)]
-    assert reached[0] == pytest.approx(0.37) == reached[1]
-    assert 0.2 < reached[2] < 0.3
-    assert 0.08 < reached[3] < 0.09
-    assert moved_s(8, "NVIDIA H100 80GB HBM3") == pytest.approx(0.37)
-    assert moved_s(8, "NVIDIA GeForce RTX 4090", 0.5) == pytest.approx(0.5)
-    note = derive_profile(cluster(8, kind="NVIDIA GeForce RTX 4090"), WORKLOAD).note
-    assert "links at 0.085 of their bandwidth" in note
 
 
 def test_sums_in_float16_double_the_peak_of_kinds_that_list_it() -> None:

@@ -7,26 +7,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shardhet.apps.cli.streamed import StreamedTable, Waiting
+from shardhet.apps.cli.streamed import Waiting
 from shardhet.apps.plan import main
 from shardhet.apps.planning import answering
-
-
-def test_a_table_is_printed_row_by_row() -> None:
-    out = io.StringIO()
-    table = StreamedTable(
-        Console(file=out), (("plan", 6), ("step", 3)), title="Compared with [1]"
-    )
-    table.add_row("even", "1 s")
-    assert out.getvalue().splitlines() == [
-        "Compared with [1]",
-        "+---------------+",
-        "| plan   | step |",
-        "|--------+------|",
-        "| even   |  1 s |",
-    ]
-    table.end()
-    assert out.getvalue().splitlines()[-1] == "+---------------+"
 
 
 def test_waiting_is_told_on_a_terminal_only() -> None:
