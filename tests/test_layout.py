@@ -189,13 +189,6 @@ def test_what_rounding_gives_too_much_is_given_less_of_in_the_next_layout() -> N
     ]
 
 
-@given(SEVERAL_LAYOUTS, WANTED)
-def test_cutting_again_cuts_the_same(layouts: list[FlatLayout], wanted: list[float]) -> None:
-    shares = normalized(wanted)
-    once = cut_by_shares(layouts, shares)
-    assert cut_by_shares(once, shares) == once
-
-
 @given(LAYOUTS, WANTED)
 def test_a_gap_is_stored_with_the_parameter_before_it(
     layout: FlatLayout, wanted: list[float]
