@@ -15,6 +15,7 @@ from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.microbatch.signature import Arguments, BatchDims
 from shardhet.fsdp.probing.comparing import are_close
 from shardhet.fsdp.tokens import law
+from shardhet.fsdp.tokens.attention import attending_by, attention
 from shardhet.fsdp.tokens.cutting import MASK, POSITIONS
 from shardhet.fsdp.tokens.law import FIRST, NUM_TOKENS, NotByTokensError
 from shardhet.records.plan import Plan
@@ -78,7 +79,8 @@ class Skeleton:
                 output = self._module(*args, **kwargs)
                 if is_filled:  # of the whole, which is computed first
                     is_filled = False
-                    self._check_positions(args, kwargs, begins_padded=begins_padded)
+                    with attending_by(attention):  # calls of attention are counted
+                        self._check_positions(args, kwargs, begins_padded=begins_padded)
             if self._loss.loss_fn is None or self._loss.leaves_out(of_loss):
                 return output
             return self._loss.loss_fn(output, *of_loss)
