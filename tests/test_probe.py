@@ -315,7 +315,7 @@ def test_a_load_balancing_loss_is_right_if_no_rank_splits() -> None:
 
 def test_rows_of_a_mask_that_were_alike_have_to_be() -> None:
     row = of_mask()
-    words = "must be 10 long for 5 samples, with like rows"
+    words = "not 10 rows that are alike in dimension 0"
     model = HetFSDP(row.module, plan_for(recomputes=False))
     refuses(model, ValueError, words, row.samples[-1])
 

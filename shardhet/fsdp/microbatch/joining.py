@@ -17,6 +17,7 @@ from shardhet.fsdp.microbatch.batching import (
     flatten,
     unflatten,
 )
+from shardhet.fsdp.probing.law import Law
 from shardhet.records.layout import Span
 
 
@@ -35,7 +36,7 @@ class Joined:
 
     def __init__(self, unit_fqn: str, spans: Sequence[Span], rules: VisitRules) -> None:
         self.tensors: list[Tensor] = []
-        self._unit_fqn = unit_fqn
+        self._unit_fqn, self._what = unit_fqn, f"unit {unit_fqn!r}: an output"
         self._spans = spans
         self._num_samples = spans[-1].stop
         self._rules = rules
@@ -61,17 +62,14 @@ class Joined:
             self._begin(leaves, layout, constants, tensors)
             return tensors
         if self._has_numbers_of_samples:
-            raise ValueError(
+            raise Law.ADDS_UP.error(
                 f"unit {self._unit_fqn!r} returns a plain number that depends on how many "
-                "samples it is given, or on which (len(x), perhaps). Microbatches return one "
-                "each, which are not added up. Return it as a tensor: "
-                "torch.tensor(len(x), device=x.device)."
+                "samples it is given, or on which (len(x), perhaps)"
             )
         if layout != self._layout or not _same(constants, self._leaves):
-            raise ValueError(
+            raise Law.ALIKE.error(
                 f"unit {self._unit_fqn!r}: microbatches 0 and {microbatch} return different "
-                f"structures or non-tensor values: {self._leaves} and {constants}. Return the "
-                "same for each."
+                f"structures or non-tensor values: {self._leaves} and {constants}"
             )
         self._put(microbatch, tensors)
         return tensors
@@ -79,7 +77,7 @@ class Joined:
     def _put(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
         span = self._spans[microbatch]
         for i, (tensor, rule) in enumerate(zip(tensors, self._rules.outputs, strict=True)):
-            self._check_fits(tensor, rule, span.numel)
+            check_fits(self._what, tensor, rule, span.numel)
             if isinstance(rule, BatchAxis):
                 rule.put(self.tensors[i], tensor, span, self._num_samples)
             elif rule is not Join.SHARED:
@@ -90,23 +88,16 @@ class Joined:
     def _check_is_shared(self, first: Tensor, other: Tensor) -> None:
         is_same = torch.allclose if first.is_floating_point() else torch.equal
         if first.data_ptr() != other.data_ptr() and not is_same(first, other):
-            raise ValueError(
-                f"unit {self._unit_fqn!r}: an output of shape {tuple(first.shape)} without a "
-                "dimension for the samples differs between microbatches, but was the same for "
-                "any samples when the model was first called in this way (a largest length, or "
-                "whether anything is masked, perhaps). Compute it outside of units, or return "
-                "one row for each sample."
+            raise Law.ALIKE.error(
+                f"{self._what} of shape {tuple(first.shape)} without a dimension for the "
+                "samples differs between microbatches (a largest length, perhaps)"
             )
 
     def _begin(
         self, leaves: list[Any], layout: Layout, constants: list[Any], tensors: list[Tensor]
     ) -> None:
         if layout != self._results:
-            raise ValueError(
-                f"unit {self._unit_fqn!r} returns {_shapes(leaves)}, another kind of result "
-                "than when the model was first called in this way. Return the same kind at "
-                "every step."
-            )
+            raise Law.ALIKE.error(f"unit {self._unit_fqn!r} returns {_shapes(leaves)}")
         self._layout, self._leaves = layout, constants
         self._where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self._has_one = layout.spec.is_leaf() and len(tensors) == 1
@@ -118,7 +109,7 @@ class Joined:
         span = self._spans[0]
         if len(self._spans) == 1:
             return tensor.detach()
-        self._check_fits(tensor, rule, span.numel)
+        check_fits(self._what, tensor, rule, span.numel)
         if isinstance(rule, BatchAxis):
             joined = rule.new_whole(tensor, self._num_samples)
             rule.put(joined, tensor, span, self._num_samples)
@@ -127,16 +118,6 @@ class Joined:
 
     def _weighted(self, tensor: Tensor, rule: Rule, span: Span) -> Tensor:
         return tensor * (span.numel / self._num_samples) if rule is Join.MEAN else tensor
-
-    def _check_fits(self, tensor: Tensor, rule: Rule, num_samples: int) -> None:
-        if isinstance(rule, BatchAxis) and not rule.fits(tensor, num_samples):
-            raise ValueError(
-                f"unit {self._unit_fqn!r}: an output has shape {tuple(tensor.shape)} for a "
-                f"microbatch of {num_samples} samples, but dimension {rule.dim} must be "
-                f"{rule.length(num_samples)} long, as it was when the model was first called "
-                "in this way. Let its shape depend on the batch in the same way at every "
-                "step."
-            )
 
     def detached_from(
         self, inputs: Sequence[Tensor], addresses: frozenset[int]
@@ -171,6 +152,16 @@ class Joined:
             leaves[i] = tensor
         self.tensors = []
         return unflatten(leaves, self._layout.spec)
+
+
+def check_fits(what: str, tensor: Tensor, rule: Rule, num_samples: int) -> None:
+    """Raise ``ValueError`` if the tensor does not have so many samples as the rule says."""
+    if isinstance(rule, BatchAxis) and not rule.fits(tensor, num_samples):
+        raise Law.ALIKE.error(
+            f"{what} has shape {tuple(tensor.shape)} for {num_samples} samples and not "
+            f"{rule.length(num_samples)} rows{' that are alike' * rule.is_alike} in "
+            f"dimension {rule.dim}"
+        )
 
 
 class InputGrads:

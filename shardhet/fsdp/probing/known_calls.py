@@ -9,9 +9,11 @@ from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 
 from shardhet.comm.channel import Channel
-from shardhet.fsdp.microbatch.batching import BatchAxis, Layout, VisitRules, flatten
+from shardhet.fsdp.microbatch.batching import Layout, VisitRules, flatten
+from shardhet.fsdp.microbatch.joining import check_fits
 from shardhet.fsdp.microbatch.signature import CHOOSING, ModelCall, choice_of
 from shardhet.fsdp.probing.attempt import RunModule
+from shardhet.fsdp.probing.law import Law
 from shardhet.fsdp.probing.module_state import (
     Edits,
     Writes,
@@ -203,14 +205,8 @@ class KnownCalls:
         self._num_calls[module.fqn] += 1
         rules = self._rules_for(module, key, leaves, Layout.of(leaves, spec))
         for tensor, rule in zip(tensors, rules.inputs, strict=True):
-            if isinstance(rule, BatchAxis) and not rule.fits(tensor, self._num_samples):
-                raise ValueError(
-                    f"unit {module.fqn!r}: an argument has shape {tuple(tensor.shape)} but "
-                    f"dimension {rule.dim} must be {rule.length(self._num_samples)} long for "
-                    f"{self._num_samples} samples{', with like rows' * rule.is_alike}, as it "
-                    "was when the model was first called in this way. Let it depend on the "
-                    "batch in the same way at every step."
-                )
+            what = f"unit {module.fqn!r}: an argument"
+            check_fits(what, tensor, rule, self._num_samples)
         return leaves, rules
 
     def _rules_for(
@@ -218,11 +214,8 @@ class KnownCalls:
     ) -> VisitRules:
         variants = self.current.rules.get(key)
         if not variants:
-            raise RuntimeError(
-                f"model(...): {module.fqn!r} is called {key.call + 1} times, more often than "
-                "when the model was first called in this way. Call it the same number of times "
-                "at every step."
-            )
+            what = f"model(...): {module.fqn!r} is called {key.call + 1} times"
+            raise Law.ALIKE.error(what, RuntimeError)
         for rules in variants:
             if rules.arguments == arguments and (
                 self._num_samples == 1 or not rules.is_for_one_sample

@@ -26,7 +26,8 @@ class Law(Enum):
     )
     ADDS_UP = (
         "a number without samples must be the sum, or the mean, of those of parts of a batch",
-        "Return what belongs to each sample, a sum, or a count as it is, which may be zero; "
+        "Return what belongs to each sample, a sum, or a count as it is, which may be zero, "
+        "in a tensor (torch.tensor(len(x), device=x.device) for len(x)); "
         "leave out a load-balancing loss (output_router_logits=False), or let one rank compute "
         "all samples at once",
     )
@@ -58,10 +59,22 @@ class Law(Enum):
         "for param in model.parameters(): ...)",
     )
 
-    def refusal(self, found: str, kind: Any = ValueError) -> Refusal:
-        """To be raised, of what was ``found``."""
+    ALIKE = (
+        "all microbatches and steps have to be as when the model was first called in this way",
+        "Let it depend on the batch in the same way, call units in the same order and equally "
+        "often, return one row for each sample or compute outside of units what is of all, or "
+        "let a flag (True or False) among the model's attributes or arguments choose",
+    )
+
+    def error(self, found: str, kind: Any = ValueError) -> Exception:
+        """What is said of what was ``found``."""
         needed, advice = self.value
-        return Refusal(kind(f"{found}, but {needed}. {advice}."))
+        error: Exception = kind(f"{found}, but {needed}. {advice}.")
+        return error
+
+    def refusal(self, found: str, kind: Any = ValueError) -> Refusal:
+        """To be raised past the model's own ``except`` clauses."""
+        return Refusal(self.error(found, kind))
 
 
 # Sentences of their own.
