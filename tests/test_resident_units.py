@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan, Stage, redistribute
 from shardhet.checkpoint import CheckpointError, load, save
+from shardhet.fsdp.microbatch.modes import storage_of
 from tests.beside import mean_of, squared
 from tests.emulated.accelerator import Accelerator
 from tests.parity import OnHost, compare_grads
@@ -106,7 +107,7 @@ def _apart(model: HetFSDP) -> set[str]:
         flat.slots[0].fqn[0]
         for flat in model._flats
         if not flat.is_trainable and flat.flat_shard.numel()
-        if flat.flat_shard.untyped_storage().data_ptr() != flat.unsharded_address
+        if storage_of(flat.flat_shard) != flat.unsharded_storage
     }
 
 

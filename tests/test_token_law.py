@@ -93,7 +93,7 @@ WHY = {
     "cross attention": "not among a sample's tokens",
     "mean of squares": "no sum over tokens",
     "convolution": "net.conv: its result",
-    "its gradients are clipped": "a gradient",
+    "its gradients are clipped": "its gradients are no sums",
     "counts its calls": "changes what it holds",
     "batch norm": "net.norm: its result",
 }

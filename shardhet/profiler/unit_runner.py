@@ -154,7 +154,7 @@ class UnitRunner:
             microbatch_sizes=microbatch_sizes,
             recomputes=False,
             rules=call.unit_call.rules,
-            param_addresses=frozenset(),
+            param_storages=frozenset(),
             device_type=self._device.type,
             around=around,
         )

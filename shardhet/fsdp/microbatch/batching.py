@@ -127,6 +127,26 @@ class Join(Enum):
     SUM = "sum"
     MEAN = "mean"  # weighted by samples
 
+    @property
+    def dim(self) -> None:
+        """None; what has none is whole for any samples."""
+
+    def narrow(self, tensor: Tensor, span: Span, num_samples: int) -> Tensor:
+        """The whole."""
+        return tensor
+
+    def select(self, tensor: Tensor, samples: Iterable[int], num_samples: int) -> Tensor:
+        """The whole."""
+        return tensor
+
+    def shape(self, shape: Sequence[int], num_samples: int) -> Sequence[int]:
+        """As it is."""
+        return shape
+
+    def fits(self, tensor: Tensor, num_samples: int) -> bool:
+        """So any tensor does."""
+        return True
+
 
 Rule = BatchAxis | Join
 

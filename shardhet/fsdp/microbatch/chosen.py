@@ -7,7 +7,7 @@ where masks begin; if there are ragged arguments, only these, so that they go on
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +24,33 @@ SHARE_OF_TOKENS, LEAST_TOKENS = 1 / 12, 64
 LONG = 2048  # samples of fewer tokens are tried whole, which shows more
 
 
-def with_few_tokens(call: ModelCall, rank: RankPlan) -> ModelCall:
-    """The call with so few tokens of each sample that a probe takes no more memory than the
-    largest microbatch, or a tile of it; itself if it has few, or if it is not clear where
-    they are.
+class Fewer(NamedTuple):
+    """How many tokens of each sample a probe takes, and of how many."""
+
+    few: int
+    total: int
+
+    def of(self, tensor: Tensor, *, but: int | None) -> Tensor:
+        """The tensor with so few tokens, in whichever dimensions but one it has them all."""
+        if tensor.layout is not torch.strided:
+            return tensor
+        made, last = tensor.detach(), self.total - 1
+        # The first and the last, and others at equal distances.
+        places = -(torch.arange(self.few, device=tensor.device) * -last // (self.few - 1))
+        for dim, length in enumerate(tensor.shape):
+            if length == self.total and dim != but:
+                made = made.index_select(dim, places)
+        is_whole = not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel()
+        if is_whole and self.few <= tensor.max() <= self.total:
+            # Perhaps places of tokens, or lengths: those among the few.
+            among = made.long() * (self.few - 1) // last
+            made = torch.where(made > 0, among, made).to(tensor.dtype)
+        return made.requires_grad_(tensor.requires_grad)
+
+
+def few_tokens(call: ModelCall, rank: RankPlan) -> Fewer | None:
+    """So few that a probe takes no more memory than the largest microbatch, or a tile of it;
+    None if the call has few, or if it is not clear where they are.
     """
     texts = [
         leaf.shape[0 if dim else 1]
@@ -41,24 +64,22 @@ def with_few_tokens(call: ModelCall, rank: RankPlan) -> ModelCall:
     few = int(most * max(rank.microbatch_sizes, default=0)) // LEAST_TOKENS * LEAST_TOKENS
     few = max(few, LEAST_TOKENS)
     if total < LONG or 2 * few > total:
+        return None
+    return Fewer(few, total)
+
+
+def with_few_tokens(call: ModelCall, rank: RankPlan) -> ModelCall:
+    """The call with so few tokens of each sample; itself if it has few."""
+    fewer = few_tokens(call, rank)
+    if fewer is None:
         return call
-
-    def fewer(leaf: Any, batch_dim: int | None) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
-            return leaf
-        made, last = leaf.detach(), total - 1
-        # The first and the last, and others at equal distances.
-        places = -(torch.arange(few, device=leaf.device) * -last // (few - 1))
-        for dim, length in enumerate(leaf.shape):
-            if length == total and not (dim == batch_dim and length == call.num_samples):
-                made = made.index_select(dim, places)
-        is_whole = not (leaf.is_floating_point() or leaf.is_complex()) and leaf.numel()
-        if is_whole and few <= leaf.max() <= total:
-            # Perhaps places of tokens, or lengths: those among the few.
-            made = torch.where(made > 0, made.long() * (few - 1) // last, made).to(leaf.dtype)
-        return made.requires_grad_(leaf.requires_grad)
-
-    return replace(call, leaves=tuple(map(fewer, call.leaves, call.batch_dims)))
+    leaves = [
+        fewer.of(leaf, but=dim if call.num_samples == fewer.total else None)
+        if isinstance(leaf, Tensor)
+        else leaf
+        for leaf, dim in zip(call.leaves, call.batch_dims, strict=True)
+    ]
+    return replace(call, leaves=tuple(leaves))
 
 
 def with_samples(

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from shardhet.fsdp.microbatch.batching import (
     BatchAxis,
@@ -17,6 +16,7 @@ from shardhet.fsdp.microbatch.batching import (
     flatten,
     unflatten,
 )
+from shardhet.fsdp.microbatch.modes import storage_of
 from shardhet.fsdp.probing.law import Law
 from shardhet.records.layout import Span
 
@@ -119,12 +119,10 @@ class Joined:
     def _weighted(self, tensor: Tensor, rule: Rule, span: Span) -> Tensor:
         return tensor * (span.numel / self._num_samples) if rule is Join.MEAN else tensor
 
-    def detached_from(
-        self, inputs: Sequence[Tensor], addresses: frozenset[int]
-    ) -> list[Tensor]:
-        """The joined tensors; one that shares memory with inputs or ``addresses`` is copied."""
-        shared = {_address(t) for t in inputs} | addresses
-        self.tensors = [t.clone() if _address(t) in shared else t for t in self.tensors]
+    def detached_from(self, inputs: Sequence[Tensor], storages: frozenset[int]) -> list[Tensor]:
+        """The joined tensors; one that shares memory with inputs or ``storages`` is copied."""
+        shared = set(map(storage_of, inputs)) | storages
+        self.tensors = [t.clone() if storage_of(t) in shared else t for t in self.tensors]
         return self.tensors
 
     def pieces_of(self, microbatch: int, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -156,7 +154,8 @@ class Joined:
 
 def check_fits(what: str, tensor: Tensor, rule: Rule, num_samples: int) -> None:
     """Raise ``ValueError`` if the tensor does not have so many samples as the rule says."""
-    if isinstance(rule, BatchAxis) and not rule.fits(tensor, num_samples):
+    if not rule.fits(tensor, num_samples):
+        assert isinstance(rule, BatchAxis)
         raise Law.ALIKE.error(
             f"{what} has shape {tuple(tensor.shape)} for {num_samples} samples and not "
             f"{rule.length(num_samples)} rows{' that are alike' * rule.is_alike} in "
@@ -212,9 +211,3 @@ def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 def _shapes(leaves: Sequence[Any]) -> list[Any]:
     return [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in leaves]
-
-
-def _address(tensor: Tensor) -> int:
-    """Of its memory, of which a fake tensor, as in a description of a model, has none."""
-    storage = tensor.untyped_storage()
-    return storage._cdata if isinstance(tensor, FakeTensor) else storage.data_ptr()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
-from shardhet.fsdp.microbatch.batching import BatchAxis, VisitRules, flatten, unflatten
+from shardhet.fsdp.microbatch.batching import VisitRules, flatten, unflatten
 from shardhet.fsdp.microbatch.host_inputs import InputsOnHost, KeptInputs
 from shardhet.fsdp.microbatch.joining import InputGrads, Joined, spans_of
 from shardhet.fsdp.microbatch.surroundings import Context, Surrounding, entered
@@ -40,7 +40,7 @@ class Visit:
     rules: VisitRules
     microbatch_sizes: tuple[int, ...]
     recomputes: bool
-    param_addresses: frozenset[int]  # storages that are freed when the unit is resharded
+    param_storages: frozenset[int]  # storages that are freed when the unit is resharded
     device_type: str
     around: tuple[Surrounding, ...]
     inputs_on_host: InputsOnHost | None = None  # where its inputs wait for backward
@@ -82,7 +82,7 @@ def run_visit(visit: Visit, anchor: Tensor | None, leaves: list[Any]) -> Any:
         for i in range(len(call.spans)):
             with visit.in_microbatch(Phase.FORWARD, i):
                 call.joined.add(i, call.run(i, call.pieces(i, tensors), is_repeated=False))
-    detached = call.joined.detached_from(tensors, visit.param_addresses)
+    detached = call.joined.detached_from(tensors, visit.param_storages)
     return call.joined.as_returned(detached)
 
 
@@ -111,7 +111,7 @@ class _VisitFunction(torch.autograd.Function):
                         del output  # the edges keep what backward needs, nothing else
         if [t._version for t in tensors] != versions:
             raise RuntimeError(writes_on_input(visit.unit_fqn))
-        joined = call.joined.detached_from(tensors, visit.param_addresses)
+        joined = call.joined.detached_from(tensors, visit.param_storages)
         rules = visit.rules.is_differentiable
         ctx.mark_non_differentiable(
             *(t for t, is_used in zip(joined, rules, strict=True) if not is_used)
@@ -233,8 +233,7 @@ def cut(
     if span.numel == num_samples:
         return list(tensors)
     return [
-        rule.narrow(t, span, num_samples) if isinstance(rule, BatchAxis) else t
-        for t, rule in zip(tensors, rules.inputs, strict=True)
+        rule.narrow(t, span, num_samples) for t, rule in zip(tensors, rules.inputs, strict=True)
     ]
 
 

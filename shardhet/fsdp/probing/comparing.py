@@ -1,7 +1,7 @@
 """Compares what a model computes for some samples with what it computes for others."""
 
-from collections.abc import Sequence, Set
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -41,90 +41,92 @@ def are_close(one: Tensor, other: Tensor, eps: float = 0.0) -> bool:
     return torch.allclose(one, other, rtol=eps**0.5, atol=bar, equal_nan=True)
 
 
-def joined_like(
-    whole: Tensor, parts: Sequence[Tensor], spans: Sequence[Span], rule: Rule
-) -> Tensor:
-    """The parts joined under the rule, in the shape of ``whole`` if they fit."""
-    num_samples = spans[-1].stop
-    if isinstance(rule, BatchAxis):
-        joined = torch.empty_like(whole)
-        for part, span in zip(parts, spans, strict=True):
-            if part.shape != rule.shape(whole.shape, span.numel):
-                return part  # has another shape, so it compares as different
-            rule.put(joined, part, span, num_samples)
-        return joined
-    if any(part.shape != whole.shape for part in parts):
-        return parts[0].new_empty(0)
-    if rule is Join.SUM:
-        return sum(parts[1:], start=parts[0]).to(whole.dtype)
-    if rule is Join.MEAN:
-        if not whole.is_floating_point():
-            return whole.new_empty(0)
-        weighted = [p * (s.numel / num_samples) for p, s in zip(parts, spans, strict=True)]
-        return sum(weighted[1:], start=weighted[0])
-    same = all(are_close(part, parts[0]) for part in parts)
-    return parts[0] if same else parts[0].new_empty(0)
+def are_same(parts: Sequence[Tensor]) -> bool:
+    """Whether all are equal up to rounding."""
+    return all(are_close(part, parts[0]) for part in parts)
 
 
 class Cut(NamedTuple):
-    """A result for some samples together, and those for two parts of them."""
+    """A result for some samples together, and those for parts of them."""
 
     whole: Tensor
     parts: Sequence[Tensor]
     spans: Sequence[Span]
 
+    def joined(self, rule: Rule) -> Tensor | None:
+        """The parts joined under the rule, in the shape of the whole; None if they do not fit
+        or are not the same under it.
+        """
+        whole, parts = self.whole, self.parts
+        if isinstance(rule, BatchAxis):
+            joined, num_samples = torch.empty_like(whole), self.spans[-1].stop
+            for part, span in zip(parts, self.spans, strict=True):
+                if part.shape != rule.shape(whole.shape, span.numel):
+                    return None
+                rule.put(joined, part, span, num_samples)
+            return joined
+        if any(part.shape != whole.shape for part in parts):
+            return None
+        if rule is Join.SHARED:
+            return parts[0] if are_same(parts) else None
+        if rule is Join.MEAN and not whole.is_floating_point():
+            return None
+        return self._total(rule).to(whole.dtype)
+
+    def _total(self, rule: Join) -> Tensor:
+        """Their sum, or mean."""
+        num_samples = self.spans[-1].stop
+        weights = [s.numel / num_samples if rule is Join.MEAN else 1 for s in self.spans]
+        first, *rest = [part * w for part, w in zip(self.parts, weights, strict=True)]
+        return sum(rest, start=first)
+
     def follows(self, rule: Rule, eps: float) -> bool:
         """Whether the result for all is that of the parts, joined under the rule."""
-        return are_close(joined_like(self.whole, self.parts, self.spans, rule), self.whole, eps)
+        joined = self.joined(rule)
+        return joined is not None and are_close(joined, self.whole, eps)
 
     def laws(self, eps: float) -> set[Join]:
-        """Which of the sum and the mean of those of the parts it is, without rows."""
-        whole, (one, other), num_samples = self.whole, self.parts, self.spans[-1].stop
+        """Which of the sum and the mean of those of two parts it is, without rows."""
+        whole, laws = self.whole, {Join.SUM, Join.MEAN}
         if any(part.shape != whole.shape for part in self.parts):
             return set()
-        weighted = [
-            part * (span.numel / num_samples)
-            for part, span in zip(self.parts, self.spans, strict=True)
-        ]
-        expected = {Join.SUM: one + other, Join.MEAN: weighted[0] + weighted[1]}
         if not whole.isfinite().all():
-            return set(expected)  # backward will say so
+            return laws  # backward will say so
         # Right for a mean of which all is in the other part.
-        for some, rest in ((one, other), (other, one)):
-            if not some.isfinite().all():
-                expected = dict.fromkeys(expected, rest)
-        return {law for law, each in expected.items() if are_numbers_equal(each, whole, eps)}
+        pairs = (self.parts, self.parts[::-1])
+        other = next((rest for one, rest in pairs if not one.isfinite().all()), None)
+        return {
+            law
+            for law in laws
+            if are_numbers_equal(self._total(law) if other is None else other, whole, eps)
+        }
 
 
-@dataclass(frozen=True)
-class Fingerprint:
-    """The content of an object; equal as long as nothing in it was changed or replaced."""
-
-    content: tuple[Any, ...]
-    holds_tensors: bool
-
-
-def fingerprint(value: Any) -> Fingerprint:
-    """The fingerprint of an object and what it refers to, up to ``MAX_NODES`` nodes."""
-    content: list[Any] = []
+def nodes_in(value: Any) -> Iterator[Any]:
+    """An object and what it refers to, up to ``MAX_NODES``; some of them more than once."""
     seen: set[int] = set()
-    holds_tensors = False
     waiting = [value]
-    while waiting and len(content) < MAX_NODES:
-        node = waiting.pop()
-        if isinstance(node, Tensor):
-            holds_tensors = True
-            content.append((id(node), node._version, tuple(node.shape)))
-            continue
-        if node is None or isinstance(node, bool | int | float | str | bytes | type):
-            content.append(node)
-            continue
-        content.append(id(node))
-        if id(node) in seen or (callable(node) and not hasattr(node, "__dict__")):
+    for _ in range(MAX_NODES):
+        if not waiting:
+            return
+        yield (node := waiting.pop())
+        is_leaf = isinstance(node, Tensor | bool | int | float | str | bytes | type | None)
+        if is_leaf or id(node) in seen or (callable(node) and not hasattr(node, "__dict__")):
             continue
         seen.add(id(node))
         waiting += _children(node)
-    return Fingerprint(tuple(map(repr, content)), holds_tensors)
+
+
+def fingerprint(value: Any) -> list[str]:
+    """Equal as long as nothing in an object was changed or replaced."""
+    return list(map(_mark, nodes_in(value)))
+
+
+def _mark(node: Any) -> str:
+    if isinstance(node, Tensor):
+        return f"{id(node)} {node._version} {tuple(node.shape)}"
+    is_plain = isinstance(node, bool | int | float | str | bytes | type | None)
+    return repr(node) if is_plain else str(id(node))
 
 
 def _children(node: Any) -> list[Any]:

@@ -21,8 +21,10 @@ from shardhet.fsdp.microbatch.batching import (
     flatten,
     unflatten,
 )
+from shardhet.fsdp.microbatch.chosen import Fewer
 from shardhet.fsdp.microbatch.layered import cut, tensors_in, writes_on_input
-from shardhet.fsdp.probing.comparing import Cut, joined_like
+from shardhet.fsdp.microbatch.modes import storage_of
+from shardhet.fsdp.probing.comparing import Cut, are_same
 from shardhet.fsdp.probing.gradients import (
     BENT,
     MIXED,
@@ -48,13 +50,11 @@ from shardhet.fsdp.probing.rules import (
     SIZES,
     SMALL,
     RuleFinder,
-    is_same,
     looks_like_mask,
     mixed,
     readings,
 )
 from shardhet.fsdp.probing.watch import Watcher
-from shardhet.fsdp.stages.flow import storage_of
 from shardhet.records.layout import Span
 
 MAX_READINGS = 32  # combinations of rules that are tried for a call's arguments
@@ -102,12 +102,17 @@ class Examiner:
         }
 
     def infer(
-        self, call: ProbedCall, num_samples: int, known: Mapping[str, Rule]
+        self,
+        call: ProbedCall,
+        num_samples: int,
+        known: Mapping[str, Rule],
+        fewer: Fewer | None = None,
     ) -> tuple[VisitRules, Any]:
         """As ``rules_of``, of a call that was not seen; ``known`` are rules of some arguments.
 
         Tries all rules that the shapes of the other arguments allow; exactly one must fit.  A
         call on one sample is never cut, so that all that fit give the same, for this call.
+        Of samples with many tokens ``fewer`` are tried first, and all if no rules fit.
         """
         tensors = call.tensor_by_name
         options = [
@@ -119,9 +124,9 @@ class Examiner:
             small, large = [
                 call.on(
                     [
-                        rule.select(t, range(size), num_samples)
-                        if isinstance(rule, BatchAxis)
-                        else t
+                        rule.select(
+                            fewer.of(t, but=rule.dim) if fewer else t, range(size), num_samples
+                        )
                         for t, rule in zip(tensors.values(), rules, strict=True)
                     ]
                 )
@@ -133,6 +138,8 @@ class Examiner:
                 continue  # these rules do not fit
         if len(fitting) == 1 or (fitting and not self.splits):
             return fitting[0]
+        if fewer is not None and not fitting:
+            return self.infer(call, num_samples, known)
         if fitting and num_samples == 1:  # the first splits most arguments
             return replace(fitting[0][0], is_for_one_sample=True), fitting[0][1]
         raise Refusal(
@@ -294,7 +301,7 @@ def _joins(rules: Sequence[Rule], parts: Sequence[Sequence[Tensor]]) -> dict[int
     return {
         i: rule
         for i, rule in enumerate(rules)
-        if rule in (Join.SUM, Join.MEAN) and not is_same([part[i] for part in parts])
+        if rule in (Join.SUM, Join.MEAN) and not are_same([part[i] for part in parts])
     }
 
 
@@ -341,9 +348,7 @@ def _marked(call: ProbedCall, rules: VisitRules) -> Iterator[tuple[int | None, P
     tensors, pairs = call.tensors, list(zip(call.tensors, rules.inputs, strict=True))
     yield (
         None,
-        call.on(
-            [r.select(t, (0, 1, 0), LARGE) if isinstance(r, BatchAxis) else t for t, r in pairs]
-        ),
+        call.on([rule.select(tensor, (0, 1, 0), LARGE) for tensor, rule in pairs]),
     )
     for i, (tensor, rule) in enumerate(pairs):
         is_index = not tensor.is_floating_point() and tensor.dtype != torch.bool
@@ -385,11 +390,9 @@ def joined_outputs(
     are in it.  What follows can be compared as strictly as its own precision allows.
     """
     leaves, spec = flatten(output)
-    whole = tensors_in(output)
-    joined = [
-        joined_like(each, [part[i] for part in parts], PARTS, rule)
-        if isinstance(rule, BatchAxis)
-        else each
-        for i, (each, rule) in enumerate(zip(whole, rules, strict=True))
-    ]
-    return unflatten(filled(leaves, joined), spec)
+    whole, made = tensors_in(output), list[Tensor]()
+    for each, of_parts, rule in zip(whole, zip(*parts, strict=True), rules, strict=True):
+        cut = Cut(each, of_parts, PARTS)
+        joined = cut.joined(rule) if isinstance(rule, BatchAxis) else None
+        made.append(each if joined is None else joined)
+    return unflatten(filled(leaves, made), spec)

@@ -154,6 +154,7 @@ class GradientCut(NamedTuple):
     spans: Sequence[Span]
     rule_of: Callable[[Any], Rule]  # by key; what is shared has the sum of those of parts
     bar: float  # rounding that is allowed, relative to the largest
+    noise: float = 1e-6  # beside the largest of all, what is so small is zero but for rounding
 
     def add_up(self, *, as_mean: bool = False) -> bool:
         """Whether those of the parts make those for all, of a sum or a mean over samples."""
@@ -201,7 +202,7 @@ class GradientCut(NamedTuple):
             for each in (self.whole, *self.parts)
         ]
         largest = {key: float(g.abs().max()) for key, g in whole.items() if g.numel()}
-        noise = 1e-6 * max(largest.values(), default=0.0)
+        noise = self.noise * max(largest.values(), default=0.0)
         for key, grad in whole.items():
             weighted = [
                 weight * part[key] if key in part else None

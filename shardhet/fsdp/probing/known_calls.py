@@ -66,7 +66,7 @@ class KnownCalls:
 
         # Of the forward in progress
         self._index = UNKNOWN
-        self._num_samples = 0
+        self._calls: list[ModelCall] = []  # that one
         self._num_calls: Counter[str] = Counter()  # by module
 
     @property
@@ -131,7 +131,7 @@ class KnownCalls:
         self._index = index
         if call.cut_from is not None:
             call.cut_from.check_cut(self.current.are_batched)
-        self._num_samples = call.num_samples
+        self._calls = [call]
         self._num_calls.clear()
         return self.current
 
@@ -148,6 +148,7 @@ class KnownCalls:
         self._by_forward |= found
         if self._edits.end_forward():
             self._look_anew()
+        self._calls = []  # whose arguments may be large
 
     def look(self) -> None:
         """Note what the program has written between forwards."""
@@ -206,7 +207,7 @@ class KnownCalls:
         rules = self._rules_for(module, key, leaves, Layout.of(leaves, spec))
         for tensor, rule in zip(tensors, rules.inputs, strict=True):
             what = f"unit {module.fqn!r}: an argument"
-            check_fits(what, tensor, rule, self._num_samples)
+            check_fits(what, tensor, rule, self._calls[0].num_samples)
         return leaves, rules
 
     def _rules_for(
@@ -218,14 +219,14 @@ class KnownCalls:
             raise Law.ALIKE.error(what, RuntimeError)
         for rules in variants:
             if rules.arguments == arguments and (
-                self._num_samples == 1 or not rules.is_for_one_sample
+                self._calls[0].num_samples == 1 or not rules.is_for_one_sample
             ):
                 return rules
         inferred = self._prober.infer(
             module,
             leaves,
             arguments,
-            self._num_samples,
+            self._calls[0],
             variants[0],
             splits=self.current.splits,
         )

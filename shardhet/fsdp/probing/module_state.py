@@ -4,9 +4,8 @@ import zlib
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from enum import Enum
 from itertools import chain
-from types import BuiltinFunctionType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.named import named_by
-from shardhet.fsdp.microbatch.signature import as_real, choice_of
+from shardhet.fsdp.microbatch.signature import CHOOSING, as_real, choice_of
 from shardhet.fsdp.microbatch.surroundings import Surrounding
 from shardhet.fsdp.params.state import persistent_buffers
 from shardhet.fsdp.probing.comparing import are_close
@@ -22,7 +21,7 @@ from shardhet.fsdp.probing.law import Law
 from shardhet.fsdp.sharding.unit import FSDPUnit
 
 MAX_KEPT_NUMEL = 10_000  # of a tensor that a forward may keep for the next one
-CHOICES = bool | str | Enum | int | float | FunctionType | BuiltinFunctionType | None
+CHOICES = (*CHOOSING, int, float)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_MODULES = vars(nn.Module()).keys() - {"training"}  # parameters, buffers, hooks
 

@@ -43,8 +43,10 @@ from shardhet.fsdp.microbatch.batching import (
     unflatten,
 )
 from shardhet.fsdp.microbatch.caches import CacheSwitch
+from shardhet.fsdp.microbatch.chosen import Fewer
 from shardhet.fsdp.microbatch.layered import tensors_in
 from shardhet.fsdp.microbatch.loss import FusedLoss
+from shardhet.fsdp.microbatch.modes import storage_of
 from shardhet.fsdp.probing.comparing import check_params
 from shardhet.fsdp.probing.examine import Examiner
 from shardhet.fsdp.probing.gradients import (
@@ -73,7 +75,7 @@ from shardhet.fsdp.probing.rules import LARGE, SMALL
 from shardhet.fsdp.probing.watch import Watcher
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.unit import FSDPUnit
-from shardhet.fsdp.stages.flow import Flow, Reads, storage_of
+from shardhet.fsdp.stages.flow import Flow, Reads
 from shardhet.records.plan import Plan
 
 
@@ -273,11 +275,15 @@ class Probe:
         return output
 
     def infer(
-        self, call: ProbedCall, num_samples: int, known: Mapping[str, Rule]
+        self,
+        call: ProbedCall,
+        num_samples: int,
+        known: Mapping[str, Rule],
+        fewer: Fewer | None,
     ) -> VisitRules:
         """The rules of a call of a kind that no probe has seen, given some of them by name."""
         with _isolated(self._model), self.watcher, self.watcher.paused():
-            return self.examiner.infer(call, num_samples, known)[0]
+            return self.examiner.infer(call, num_samples, known, fewer)[0]
 
     # One call in each run
 
@@ -412,7 +418,7 @@ def _fits(call: ProbedCall, output: Any, rules: VisitRules, num_samples: int) ->
         *zip(tensors_in(output), rules.outputs, strict=True),
     )
     return call.arguments == rules.arguments and all(
-        rule.fits(tensor, num_samples) for tensor, rule in pairs if isinstance(rule, BatchAxis)
+        rule.fits(tensor, num_samples) for tensor, rule in pairs
     )
 
 

@@ -29,7 +29,7 @@ from shardhet.fsdp.microbatch.layered import (
 )
 from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
 from shardhet.fsdp.microbatch.signature import is_plain
-from shardhet.fsdp.probing.comparing import are_close, fingerprint
+from shardhet.fsdp.probing.comparing import are_close, fingerprint, nodes_in
 from shardhet.fsdp.probing.gradients import TensorHooks, has_own_backward
 from shardhet.fsdp.probing.law import Law, Refusal
 from shardhet.fsdp.probing.module_state import (
@@ -262,7 +262,7 @@ def _check_plain(fqn: str, output: Any) -> None:
     for leaf in flatten(output)[0]:
         if isinstance(leaf, Tensor) or is_plain(leaf):
             continue
-        if fingerprint(leaf).holds_tensors:
+        if any(isinstance(node, Tensor) for node in nodes_in(leaf)):
             raise Law.PASSED.refusal(
                 f"unit {fqn!r} returns a {type(leaf).__name__}, whose tensors HetFSDP cannot "
                 "see, unlike those of tuples, dicts and torch.export.register_dataclass",

@@ -26,7 +26,7 @@ from shardhet.fsdp.microbatch.batching import (
     known_rules,
     unflatten,
 )
-from shardhet.fsdp.microbatch.chosen import has_unlike_samples, with_few_tokens
+from shardhet.fsdp.microbatch.chosen import few_tokens, has_unlike_samples, with_few_tokens
 from shardhet.fsdp.microbatch.loss import LossUsedError
 from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
 from shardhet.fsdp.microbatch.signature import ModelCall, lists_of_entries
@@ -261,12 +261,12 @@ class Prober:
         module: UnitModule,
         leaves: list[Any],
         arguments: Layout,
-        num_samples: int,
+        of: ModelCall,
         known: VisitRules,
         *,
         splits: bool,
     ) -> VisitRules:
-        """The rules of a call that differs from the probed one.  Not collective.
+        """The rules of a unit's call that differs from the probed one.  Not collective.
 
         Raises ``ValueError`` if they cannot be found.
         """
@@ -275,7 +275,8 @@ class Prober:
         try:
             with restored_random_state(self._model.device):
                 call = ProbedCall(module.fqn, module.forward, leaves, arguments)
-                return probe.infer(call, num_samples, known_rules(known))
+                fewer = few_tokens(of, self._model.rank_plan)
+                return probe.infer(call, of.num_samples, known_rules(known), fewer)
         except Refusal as refusal:
             raise refusal.error from None
 

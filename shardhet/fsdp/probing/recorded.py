@@ -38,18 +38,16 @@ class Recorded(NamedTuple):
         found: set[int] = set()
         inputs = zip(call.tensors, self.call.tensors, self.rules.inputs, strict=True)
         for tensor, whole, rule in inputs:
-            axis = rule if isinstance(rule, BatchAxis) else None
-            expected = axis.select(whole, samples, LARGE) if axis else whole
+            expected = rule.select(whole, samples, LARGE)
             if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
                 return None
             if torch.equal(tensor, expected):
                 continue
-            if axis is None:
+            if isinstance(rule, Join):
                 return None
             for i in range(len(samples)):
-                one, other = (
-                    axis.narrow(t, Span(i, i + 1), len(samples)) for t in (tensor, expected)
-                )
+                span = Span(i, i + 1)
+                one, other = (rule.narrow(t, span, len(samples)) for t in (tensor, expected))
                 found |= set() if torch.equal(one, other) else {i}
         return sorted(found)
 

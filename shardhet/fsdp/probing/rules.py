@@ -212,20 +212,13 @@ def looks_like_mask(tensor: Tensor) -> bool:
     return bool(((tensor == tensor.min()) | (tensor == tensor.max())).all())
 
 
-def is_same(parts: Sequence[Tensor]) -> bool:
-    """Whether all parts are equal up to rounding."""
-    return all(are_close(part, parts[0]) for part in parts)
-
-
 def readings(
     tensor: Tensor, known: Rule | None, num_samples: int, others: Iterable[Rule]
 ) -> list[Rule]:
     """The rules that the tensor may have for ``num_samples``; only ``known`` if that fits.  It
     may have several rows a sample as ``others`` have, those of other arguments.
     """
-    if known is Join.SHARED or (
-        isinstance(known, BatchAxis) and known.fits(tensor, num_samples)
-    ):
+    if known is not None and known.fits(tensor, num_samples):
         return [known]
     rows = {
         (1, 1),

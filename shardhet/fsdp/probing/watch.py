@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardhet.fsdp.microbatch.modes import EagerMode, tensors_among
+from shardhet.fsdp.microbatch.modes import EagerMode, storage_of, tensors_among
 from shardhet.fsdp.params.optimizer_gate import is_in_memory_given_up
 from shardhet.fsdp.probing.law import Law
-from shardhet.fsdp.stages.flow import Flow, storage_of
+from shardhet.fsdp.stages.flow import Flow
 
 OUTSIDE = 0
 
@@ -133,7 +133,7 @@ class Watcher(EagerMode):
         )  # a number that is drawn outside of them
         self._bounded = WeakIdKeyDictionary()  # single numbers with a least or largest value
         self._fqn_by_place = {OUTSIDE: ""}
-        self._allowed: set[int] = set()  # addresses of storages that the call was given
+        self._allowed: set[int] = set()  # storages that the call was given
 
     @contextmanager
     def call(self, unit_fqn: str, arguments: Sequence[Tensor]) -> Iterator[None]:
@@ -143,7 +143,7 @@ class Watcher(EagerMode):
         self._is_paused = False
         self._place, self._unit_fqn = self._num_calls, unit_fqn
         self._fqn_by_place[self._place] = unit_fqn
-        self._allowed = {_address(t) for t in arguments}
+        self._allowed = set(map(storage_of, arguments))
         self.give(arguments)
         try:
             yield
@@ -284,7 +284,7 @@ class Watcher(EagerMode):
                 f"{used_by}) but is neither a parameter of the model nor one of its arguments: "
                 "kept from before wrapping, or of another model"
             )
-        if place is None or place == self._place or _address(tensor) in self._allowed:
+        if place is None or place == self._place or storage_of(tensor) in self._allowed:
             return place
         maker = self._fqn_by_place[place]
         if self._place != OUTSIDE:
@@ -408,10 +408,3 @@ def _rounded_sum(
 def _is_of_others(tensor: Tensor) -> bool:
     """Whether it is another model's parameter, where no gradients are computed."""
     return tensor.is_leaf and not torch.is_grad_enabled()
-
-
-def _address(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except NotImplementedError:  # sparse and other layouts have none
-        return id(tensor)

@@ -44,6 +44,7 @@ from torch import Tensor, nn
 
 from shardhet.comm.calls import Pending
 from shardhet.comm.collectives import all_gather_uneven
+from shardhet.fsdp.microbatch.modes import storage_of
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.flat_grad import FlatGradient
 from shardhet.fsdp.sharding.placement import RowsOnHost
@@ -230,9 +231,9 @@ class FlatTensor:
     # Parameters #
 
     @property
-    def unsharded_address(self) -> int:
-        """The current address of the unsharded storage."""
-        return self._unsharded.untyped_storage().data_ptr()
+    def unsharded_storage(self) -> int:
+        """The current storage of unsharded parameters, as ``storage_of`` has it."""
+        return storage_of(self._unsharded)
 
     def unshard(self) -> None:
         """Start the gather, unless who computes holds it; others only send."""

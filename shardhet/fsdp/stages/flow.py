@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
 from shardhet.fsdp.microbatch.batching import BatchAxis, Rule, VisitRules, flatten
-from shardhet.fsdp.microbatch.modes import FunctionMode, tensors_among
+from shardhet.fsdp.microbatch.modes import FunctionMode, storage_of, tensors_among
 
 # What they return, or its shape, lets the program decide by values of their tensors.
 _READING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -161,14 +161,6 @@ class Reads(FunctionMode):
         elif func is Tensor.register_hook:
             self._note_hook(args[0])
         return func(*args, **kwargs)
-
-
-def storage_of(tensor: Tensor) -> int:
-    """What tells its memory apart from that of others, while it lives."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except NotImplementedError:  # sparse and other layouts have none
-        return id(tensor)
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

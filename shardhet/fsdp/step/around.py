@@ -135,8 +135,8 @@ class Visits:
             rules=rules,
             microbatch_sizes=of.microbatch_sizes,
             recomputes=policy.recomputes,
-            param_addresses=frozenset(
-                [flat.unsharded_address for each in units for flat in each.flats]
+            param_storages=frozenset(
+                [flat.unsharded_storage for each in units for flat in each.flats]
             ),
             device_type=self.device_type,
             around=tuple(self.around(module, rules, of, call, unit, backward, policy)),

@@ -14,10 +14,9 @@ tokens: the attention of devices that share a sample refuses masks when it is ca
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -35,9 +34,11 @@ from shardhet.fsdp.microbatch.batching import (
     flatten,
     unflatten,
 )
-from shardhet.fsdp.microbatch.layered import tensors_in
+from shardhet.fsdp.microbatch.layered import autocast_as, tensors_in
+from shardhet.fsdp.microbatch.modes import storage_of
 from shardhet.fsdp.microbatch.signature import is_plain
 from shardhet.fsdp.probing.comparing import Cut, are_close, fingerprint
+from shardhet.fsdp.probing.gradients import GradientCut
 from shardhet.fsdp.probing.law import Refusal
 from shardhet.fsdp.probing.module_state import attributes_of, restored_modules
 from shardhet.fsdp.probing.watch import Watcher
@@ -176,9 +177,9 @@ class _Try:
         results = whole["", 0]
         self._check_gradients(results, [part["", 0] for part in parts], rules)
         given = [*self.inputs[1], *results]
-        outside = {_storage(t): _bytes(t) for t in given}
+        outside = {storage_of(t): t.nbytes for t in given}
         kept = sum(
-            self.kept[s] for s in self.kept.keys() - {*outside, *map(_storage, self.params)}
+            self.kept[s] for s in self.kept.keys() - {*outside, *map(storage_of, self.params)}
         )
         return ByTokens(
             rules=VisitRules(
@@ -196,7 +197,7 @@ class _Try:
         """What modules return for a piece, by their names and calls."""
         tokens = self.order[span.start : span.stop].tolist()
         pieces = [
-            axis.select(t, tokens, len(self.order)) if isinstance(axis, BatchAxis) else t
+            axis.select(t, tokens, len(self.order))
             for axis, t in zip(*self.inputs, strict=True)
         ]
         of_others = iter(self.attended)
@@ -214,10 +215,9 @@ class _Try:
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = unflatten(leaves, self.spec)
         watcher = _DropsNothing(is_cut=False, refuses_random=False)
-        no_autocast = _no_autocast(self.order.device.type)
         with (
             torch.enable_grad(),
-            no_autocast,
+            autocast_as(self.order.device.type, None),
             watcher,
             watcher.call(self.fqn, tensors),
             attending_by(attend),
@@ -291,58 +291,59 @@ class _Try:
             axes = find_axis(parts[0], whole, sizes)
         except ValueError:
             raise NotByTokensError(f"{what} has no row for each token") from None
-        pieces = [self.order[s.start : s.stop].tolist() for s in self.spans]
+        parts = [part.detach() for part in parts]
         for axis in axes:
-            rows = [axis.select(whole, piece, len(self.order)) for piece in pieces]
-            if all(are_close(*pair, self.eps) for pair in zip(parts, rows, strict=True)):
+            cut = Cut(self._in_order(axis, whole).detach(), parts, self.spans)
+            if cut.follows(axis, self.eps):
                 return axis
         if axes:
             raise NotByTokensError(f"{what} depends for one token on the other tokens")
-        is_shared = all(are_close(part, whole, self.eps) for part in parts)
-        if is_shared and not whole.requires_grad:
+        cut = Cut(whole.detach(), parts, self.spans)
+        if cut.follows(Join.SHARED, self.eps) and not whole.requires_grad:
             return Join.SHARED
         eps = max(self.eps, torch.finfo(torch.float32).eps)
-        is_count = whole.dtype is not torch.bool and bool(whole.any())
-        if is_count and Join.SUM in Cut(
-            whole.detach(), [part.detach() for part in parts], self.spans
-        ).laws(eps):
+        if whole.dtype is not torch.bool and whole.any() and Join.SUM in cut.laws(eps):
             return Join.SUM
         raise NotByTokensError(f"{what} is no sum over tokens and has no row for each")
+
+    def _in_order(self, rule: Rule, whole: Tensor) -> Tensor:
+        """With its tokens in the order of pieces."""
+        tokens = self.order.tolist()
+        return rule.select(whole, tokens, len(tokens))
 
     def _check_gradients(
         self, whole: Sequence[Tensor], parts: Any, rules: Sequence[Rule]
     ) -> None:
-        ends: list[Tensor] = [torch.zeros((), device=self.order.device) for _ in (0, 1)]
-        for i, (one, rule) in enumerate(zip(whole, rules, strict=True)):
+        sums: list[Tensor] = [torch.zeros((), device=self.order.device) for _ in (0, 1)]
+        for one, pieces, rule in zip(whole, zip(*parts, strict=True), rules, strict=True):
             if not one.requires_grad:
                 continue
-            factors = torch.randn(one.shape, dtype=one.dtype, device=one.device)
-            ends[0] = ends[0] + (one * factors).sum()
-            for part, span in zip(parts, self.spans, strict=True):
-                piece = self.order[span.start : span.stop].tolist()
-                of_part = factors
-                if isinstance(rule, BatchAxis):
-                    of_part = rule.select(factors, piece, len(self.order))
-                ends[1] = ends[1] + (part[i] * of_part).sum()
+            in_order = self._in_order(rule, one)
+            factors = torch.randn_like(in_order)
+            sums[0] = sums[0] + (in_order * factors).sum()
+            for part, span in zip(pieces, self.spans, strict=True):
+                of_part = rule.narrow(factors, span, len(self.order))
+                sums[1] = sums[1] + (part * of_part).sum()
         leaves = [t for t in (*self.params, *self.inputs[1]) if t.requires_grad]
-        if not leaves or not ends[0].requires_grad:
+        if not leaves or not sums[0].requires_grad:
             return
-        found = [
+        of_whole, of_parts = (
             torch.autograd.grad(
-                end, leaves, retain_graph=True, allow_unused=True, materialize_grads=True
+                each, leaves, retain_graph=True, allow_unused=True, materialize_grads=True
             )
-            for end in ends
-        ]
+            for each in sums
+        )
         eps = max(self.eps, torch.finfo(leaves[0].dtype).eps, 1e-12)
-        noise = ROUNDING * eps * max(float(each.norm()) for each in found[0])
-        for of_whole, of_parts in zip(*found, strict=True):
-            if float((of_whole - of_parts).norm()) <= noise:  # of a bias of keys, perhaps
-                continue
-            if not (of_whole.isfinite().all() and are_close(of_parts, of_whole, self.eps)):
-                raise NotByTokensError(
-                    f"{self.fqn}: a gradient of shape {tuple(of_whole.shape)} is no sum over "
-                    "pieces of its tokens"
-                )
+        found = GradientCut(
+            dict(enumerate(of_whole)),
+            [dict(enumerate(of_parts))],
+            [Span(0, 1)],
+            lambda _: Join.SHARED,
+            bar=eps**0.5,
+            noise=ROUNDING * eps**0.5,
+        )
+        if not (found.add_up() and all(each.isfinite().all() for each in of_whole)):
+            raise NotByTokensError(f"{self.fqn}: its gradients are no sums over its tokens")
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
@@ -370,7 +371,7 @@ class _Try:
 
 
 def _note(kept: dict[int, int], saved: Tensor) -> Tensor:
-    kept[_storage(saved)] = _bytes(saved)
+    kept[storage_of(saved)] = saved.nbytes
     return saved
 
 
@@ -406,9 +407,7 @@ def _few(
 ) -> Tensor:
     """A random argument for fewer tokens; integers are from among the argument's own."""
     if tensor.is_floating_point():
-        shape = (
-            axis.shape(tensor.shape, number) if isinstance(axis, BatchAxis) else tensor.shape
-        )
+        shape = axis.shape(tensor.shape, number)
         dtype = torch.promote_types(tensor.dtype, torch.float32)
         return torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
     if not isinstance(axis, BatchAxis):
@@ -420,17 +419,3 @@ def _few(
         return few
     values = tensor.unique()
     return values[torch.randint(len(values), few.shape, device=tensor.device)]
-
-
-def _no_autocast(device_type: str) -> Any:
-    if not torch.is_autocast_enabled(device_type):
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _bytes(tensor: Tensor) -> int:
-    return prod(tensor.shape) * tensor.element_size()

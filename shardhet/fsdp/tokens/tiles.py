@@ -161,7 +161,7 @@ class Tiles:
             rules=found.rules,
             microbatch_sizes=(size,) * whole + ((rest,) if rest else ()),
             recomputes=True,
-            param_addresses=frozenset(),
+            param_storages=frozenset(),
             device_type=self._device.type,
             around=(),
             only_inputs=self._is_probe,
