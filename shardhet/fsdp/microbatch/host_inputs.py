@@ -19,6 +19,7 @@ of a round comes back during the phase before its backward.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -154,33 +155,13 @@ class HostInput:
             )
 
 
+@dataclass(eq=False)
 class KeptInputs:
     """The inputs of one visit until its backward."""
 
-    def __init__(
-        self,
-        store: "InputsOnHost",
-        by_place: dict[int, HostInput],
-        own: Sequence[HostInput],
-    ) -> None:
-        self.by_place = by_place  # by index among the visit's tensors
-        self.own = own  # those that no earlier visit has as an input
-        self._store = store
-        self.is_dropped = False
-
-    def to_save(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
-        """What remains for autograd to keep."""
-        return [None if i in self.by_place else t for i, t in enumerate(tensors)]
-
-    def restored(self, saved: Sequence[Tensor | None]) -> list[Tensor]:
-        """All tensors of the visit, for its backward."""
-        found = dict(enumerate(saved))
-        found |= self._store.come_back(self)
-        return list(found.values())  # type: ignore[arg-type]
-
-    def finish(self) -> None:
-        """End the visit's backward."""
-        self._store.finish(self)
+    by_place: dict[int, HostInput]  # by index among the visit's tensors
+    own: Sequence[HostInput]  # those that no earlier visit has as an input
+    is_dropped: bool = False
 
 
 class _Round:
@@ -264,7 +245,7 @@ class InputsOnHost:
                 now.by_edge[node, output] = found
                 self._leaving.append(found)
             by_place[i] = found
-        kept = KeptInputs(self, by_place, tuple(self._leaving))
+        kept = KeptInputs(by_place, tuple(self._leaving))
         now.kept.append(kept)
         return kept
 

@@ -137,8 +137,8 @@ class _VisitFunction(torch.autograd.Function):
                         call.graphs[i] = _Graph([])
                     graph.backward(call.joined.pieces_of(i, grads), visit.only_inputs)
                     input_grads.add(i, graph.inputs)
-            if call.kept is not None:
-                call.kept.finish()
+            if call.kept is not None and visit.inputs_on_host is not None:
+                visit.inputs_on_host.finish(call.kept)
         return None, None, *input_grads.result()
 
 
@@ -182,13 +182,14 @@ class _Call:
         if store is None:
             return tensors
         self.kept = store.keep(visit.unit_fqn, tensors, visit.rules.inputs, self.spans)
-        return self.kept.to_save(tensors)
+        return [None if i in self.kept.by_place else t for i, t in enumerate(tensors)]
 
     def kept_tensors(self, saved: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """The inputs, given what autograd has kept of them."""
-        if self.kept is None:
+        if self.kept is None or self.visit.inputs_on_host is None:
             return saved  # type: ignore[return-value]
-        return self.kept.restored(saved)
+        found = dict(enumerate(saved)) | self.visit.inputs_on_host.come_back(self.kept)
+        return list(found.values())  # type: ignore[arg-type]
 
     def pieces(self, microbatch: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The part of each of ``tensors`` that belongs to the microbatch."""

@@ -62,13 +62,8 @@ class FusedLoss:
         """The loss of what the model returns, if it is outside; raises ``LossUsedError``."""
         if self.loss_fn is None or self.is_left_out or not self.is_outside:
             return output
-        try:
-            return self.loss_fn(output, *self._inputs)
-        except USER_ERRORS as error:
-            raise LossUsedError(
-                f"loss_fn: applied to what the model returns, a {type(output).__name__}, it "
-                f"raised {type(error).__name__}: {error}"
-            ) from error
+        of = f"what the model returns, a {type(output).__name__}"
+        return _applied(self.loss_fn, output, self._inputs, of)
 
     def find_head(self, module: nn.Module, units: Sequence[FSDPUnit]) -> UnitModule | None:
         """The last of the units' modules, in the model's order; None without a ``loss_fn``."""
@@ -88,14 +83,9 @@ class FusedLoss:
 
         def forward(loss_inputs: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
             output = head.forward(*args, **kwargs)
-            try:
-                return loss_fn(output, *loss_inputs)
-            except USER_ERRORS as error:
-                raise LossUsedError(
-                    f"loss_fn: applied to the output of unit {head.fqn!r}, the last in the "
-                    f"order of the model's modules, it raised {type(error).__name__}: {error} "
-                    f"If it is meant for another's, leave loss_fn out. {self._instead}."
-                ) from error
+            of = f"the output of unit {head.fqn!r}, the last in the order of its modules"
+            advice = f"If it is meant for another's, leave loss_fn out. {self._instead}."
+            return _applied(loss_fn, output, loss_inputs, of, advice)
 
         return replace(head, forward=forward)
 
@@ -147,6 +137,16 @@ class FusedLoss:
                 f"loss_fn: the model does not return the output of unit {self._head!r}, the "
                 f"last in the order of its modules. Leave loss_fn out. {self._instead}."
             )
+
+
+def _applied(
+    loss_fn: LossFn, output: Any, inputs: Sequence[Any], of: str, advice: str = ""
+) -> Any:
+    try:
+        return loss_fn(output, *inputs)
+    except USER_ERRORS as error:
+        what = f"it raised {type(error).__name__}: {error} {advice}".rstrip()
+        raise LossUsedError(f"loss_fn: applied to {of}, {what}") from error
 
 
 def _needs_more(loss_fn: LossFn) -> bool:

@@ -14,7 +14,6 @@ from shardhet.comm.failure import LostPeerError
 from shardhet.fsdp.microbatch.batching import BatchAxis, Join, Rule, named_leaves
 from shardhet.fsdp.microbatch.caches import tell_of_caches
 from shardhet.fsdp.microbatch.chosen import rows_in, with_samples
-from shardhet.fsdp.microbatch.layered import tensors_in
 from shardhet.fsdp.microbatch.loss import LossUsedError
 from shardhet.fsdp.microbatch.root_dropout import CheckpointedError
 from shardhet.fsdp.microbatch.signature import ModelCall, lists_of_entries
@@ -327,14 +326,12 @@ def _check_whole(attempt: Attempt) -> None:
 
 def _is_mean(attempt: Attempt, at: str) -> bool:
     """Whether a number is a mean over what counts in each sample, such as valid tokens."""
-    shares = []
-    for way in CUTS_OF_MEANS:
-        numbers = [float(attempt._number(each, at)) for each in (way[0], *way[1])]
-        share = attempt._cut(way, at).share_of(numbers, attempt._eps)
-        if share is None:
-            return False
-        shares.append(share)
-    return go_together(*shares)
+    cuts = {way: attempt._cut(way, at) for way in CUTS_OF_MEANS}
+    shares = [
+        cut.share([float(attempt._number(x, at)) for x in (way[0], *way[1])], attempt._eps)
+        for way, cut in cuts.items()
+    ]
+    return None not in shares and go_together(shares, cuts[CUTS[0]].bar)
 
 
 def _check_kept(attempt: Attempt) -> None:
@@ -352,7 +349,8 @@ def _check_kept(attempt: Attempt) -> None:
         if attempt.probe is not None:
             attempt.probe.begins_with = {}
             names = ", ".join(".".join(filter(None, key)) for key in kept)
-            _check_same(attempt, "small", "afresh", KEPT.format(names))
+            refusal = Law.REPEATS.refusal(KEPT.format(names))
+            _check_same(attempt, "small", "afresh", refusal)
 
 
 def _has_values(attempt: Attempt) -> bool:
@@ -361,16 +359,18 @@ def _has_values(attempt: Attempt) -> bool:
     return any(axis is not None and leaf.is_floating_point() for leaf, axis in pairs)
 
 
-def _check_same(attempt: Attempt, one: str, other: str, found: str) -> None:
-    """Raise unless two runs have the same outputs, up to rounding."""
+def _check_same(attempt: Attempt, one: str, other: str, refusal: Refusal) -> None:
+    """Raise it unless what a run returns is the same in another, up to rounding."""
     if attempt.probe is None:
         return
-    ones, others = [tensors_in(attempt._outputs[each]) for each in (one, other)]
-    pairs = zip(ones, others, strict=False)
-    if len(ones) != len(others) or not all(
-        are_close(*e, attempt.probe.watcher.eps) for e in pairs
-    ):
-        raise Law.REPEATS.refusal(found)
+    eps, ones, others = attempt.probe.watcher.eps, attempt._leaves[one], attempt._leaves[other]
+    is_same = other == "plain" or ones.keys() == others.keys()  # with caches there are more
+    for at, each in ones.items():
+        if isinstance(each, Tensor):
+            like = others.get(at)
+            is_same &= isinstance(like, Tensor) and are_close(each, like, eps)
+    if not is_same:
+        raise refusal
 
 
 def _check_draws(attempt: Attempt) -> None:
@@ -380,12 +380,12 @@ def _check_draws(attempt: Attempt) -> None:
         drawn.append("torch's generator outside of units (perhaps layers skipped at random)")
     if not attempt._any_rank(bool(drawn)):
         return
-    found = DRAWS.format(" and ".join(drawn) or "a generator")
+    found = Law.REPEATS.refusal(DRAWS.format(" and ".join(drawn) or "a generator"))
     for name, word in (("middle", MIDDLE), ("high", HIGH)):
         _, segments = attempt._forward(name, range(SMALL), kind="small", word=word)
         with attempt._together():
             if segments != attempt.segments and drawn:
-                raise Law.REPEATS.refusal(found)
+                raise found
             _check_same(attempt, "small", name, found)
 
 
@@ -401,17 +401,7 @@ def _check_caches(attempt: Attempt) -> None:
     with attempt.model.caches.on():
         attempt._forward("plain", rolled, kind="plain")
     with attempt._together():
-        without, with_caches = (
-            [each for each in tensors_in(attempt._outputs[name]) if each.is_floating_point()]
-            for name in ("rolled", "plain")
-        )
-        remaining = iter(with_caches)  # among them the cache's own, if the model returns it
-        for one in without:
-            other = next((each for each in remaining if each.shape == one.shape), None)
-            if other is None or not are_close(
-                one, other, attempt.probe.watcher.eps if attempt.probe else 0.0
-            ):
-                raise Refusal(ValueError(CACHED))
+        _check_same(attempt, "rolled", "plain", Refusal(ValueError(CACHED)))
 
 
 def _try_values(attempt: Attempt) -> None:

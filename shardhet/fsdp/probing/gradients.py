@@ -122,28 +122,15 @@ def _weighted_sum(grad: Tensor) -> Tensor:
     return weights.sqrt().to(grad.dtype) @ grad.reshape(len(weights), -1)
 
 
-class MeanShare(NamedTuple):
-    """The share that some samples have in what a mean is over, such as all valid tokens."""
-
-    value: float  # nan if any does
-    bar: float  # rounding
-
-
-def go_together(of_ab: MeanShare, of_a: MeanShare, of_both: MeanShare, of_b: MeanShare) -> bool:
+def go_together(shares: Sequence[Any], bar: float) -> bool:
     """Whether shares are of one mean: those of a and b in that of a, b and c, of a in it, of a
-    and b in that of a, b and once more a, and of b in that of b and c.
+    and b in that of a, b and once more a, and of b in that of b and c; nan if any does.
     """
-    pairs = (
-        (of_a.value * of_both.value, of_ab.value * (1 - of_both.value)),
-        (of_ab.value - of_a.value, of_b.value * (1 - of_a.value)),
+    of_ab, of_a, of_both, of_b = shares
+    return not (
+        abs(of_a * of_both - of_ab * (1 - of_both)) > bar * (1 + of_ab + of_a)
+        or abs(of_ab - of_a - of_b * (1 - of_a)) > bar * (3 - of_b - of_a)
     )
-    bars = (
-        (1 - of_both.value) * of_ab.bar
-        + of_both.value * of_a.bar
-        + (of_ab.value + of_a.value) * of_both.bar,
-        of_ab.bar + (1 - of_b.value) * of_a.bar + (1 - of_a.value) * of_b.bar,
-    )
-    return not any(abs(x - y) > bar for (x, y), bar in zip(pairs, bars, strict=True))
 
 
 class GradientCut(NamedTuple):
@@ -166,32 +153,22 @@ class GradientCut(NamedTuple):
         found = self._residual(weights)
         return not len(found) or float(found.abs().max()) <= self.bar
 
-    def share_of(self, numbers: Sequence[float], eps: float) -> MeanShare | None:
-        """The share of the first part in what a number is a mean over; None if it is no mean.
+    def share(self, numbers: Sequence[float], eps: float) -> float | None:
+        """The share of the first part in what a number is a mean over: that with which they fit
+        best; nan if any does, and None if it is no mean.
 
         ``numbers`` are those of which these are the gradients, and ``eps`` is of their dtype.
         """
+        of_other, change = self._residual((0.0, 1.0)), self._residual((1.0, 0.0))
+        change -= of_other
+        share = -float(change @ of_other) / float(change @ change) if change.any() else nan
+        weight = 1.0 if isnan(share) else share
         one, first, other = [0.0 if isnan(each) else each for each in numbers]
-        change, rounding = (
-            first - other,
-            min(64 * eps, 1e-2) * max(map(abs, (one, first, other))),
-        )
-        if rounding < self.bar * abs(change):  # they tell more than their gradients
-            share = MeanShare((one - other) / change, rounding / abs(change))
-        else:
-            share = MeanShare(self._best_weight(), self.bar)
-        weight = 1.0 if isnan(share.value) else share.value
-        is_near = abs(other + weight * change - one) <= rounding + share.bar * abs(change)
-        is_share = -share.bar <= weight <= 1 + share.bar
+        rounding = min(64 * eps, 1e-2) * max(map(abs, (one, first, other)))
+        error = abs(other + weight * (first - other) - one)
+        is_near = error <= rounding + self.bar * abs(first - other)
+        is_share = -self.bar <= weight <= 1 + self.bar
         return share if is_near and is_share and self.follow(weight, 1 - weight) else None
-
-    def _best_weight(self) -> float:
-        """That of the first part with which they fit best, if both have 1 together; nan if any
-        does.
-        """
-        other, change = self._residual((0.0, 1.0)), self._residual((1.0, 0.0))
-        change -= other
-        return -float(change @ other) / float(change @ change) if change.any() else nan
 
     def _residual(self, weights: Sequence[float]) -> Tensor:
         """What weighted parts have beside the whole, relative to its largest for each key."""

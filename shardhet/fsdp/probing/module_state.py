@@ -39,6 +39,27 @@ def attributes_of(module: nn.Module) -> Iterator[tuple[Number, dict[str, Any], A
             yield (fqn, name), held, held[name]
 
 
+class Attributes:
+    """Those of modules, and what containers among them hold, as they are when it is made."""
+
+    def __init__(self, modules: Sequence[nn.Module], *, but: Set[str] = frozenset()) -> None:
+        """Without those of the names in ``but``."""
+        self._but = but
+        self._saved = [
+            (held, {n: (v, _content_of(v)) for n, v in held.items() if n not in but})
+            for held in map(vars, modules)
+        ]
+
+    def put_back(self) -> None:
+        """Let the modules have them again."""
+        for held, saved in self._saved:
+            for name in held.keys() - saved.keys() - self._but:
+                del held[name]
+            for name, (value, content) in saved.items():
+                held[name] = value
+                _put_back(value, content)
+
+
 @contextmanager
 def restored_modules(module: nn.Module) -> Iterator[None]:
     """A context that restores attributes and buffers of all modules at its end.
@@ -47,18 +68,14 @@ def restored_modules(module: nn.Module) -> Iterator[None]:
     context holds a copy of all buffers.
     """
     modules = list(module.modules())
-    attributes = [dict(each.__dict__) for each in modules]
-    hooks = [hook for saved in attributes for kind in _HOOKS for hook in saved[kind].values()]
+    before = Attributes(modules)
     # Hooks too, which some models add when first called
-    held = [value for saved in attributes for value in saved.values()]
-    held = [each for each in held if not isinstance(each, Tensor)]
-    with restored_names(hooks, [*held, *module.buffers()]):
+    hooks = [h for each in modules for kind in _HOOKS for h in vars(each)[kind].values()]
+    with restored_names(hooks, list(module.buffers())):
         try:
             yield
         finally:
-            for each, saved in zip(modules, attributes, strict=True):
-                each.__dict__.clear()
-                each.__dict__.update(saved)
+            before.put_back()
 
 
 @contextmanager
@@ -327,7 +344,7 @@ class AsItWas(Surrounding):
     def __init__(self, module: nn.Module, *, counts: bool = False) -> None:
         self._modules, self._counts = list(module.modules()), counts
         self._has_run = False
-        self._before = self._look()
+        self._before = self._now()
 
     @contextmanager
     def in_function(self, start: int, is_repeated: bool) -> Iterator[None]:
@@ -336,27 +353,15 @@ class AsItWas(Surrounding):
             self._has_run = True
             yield
             return
-        now = self._look()
-        self._put(self._before)
+        now = self._now()
+        self._before.put_back()
         try:
             yield
         finally:
-            self._put(now)
+            now.put_back()
 
-    def _look(self) -> list[dict[str, tuple[Any, Any]]]:
-        return [
-            {n: (v, _content_of(v)) for n, v in vars(each).items() if n not in _OF_MODULES}
-            for each in self._modules
-        ]
-
-    def _put(self, attributes: Sequence[dict[str, tuple[Any, Any]]]) -> None:
-        for each, saved in zip(self._modules, attributes, strict=True):
-            held = vars(each)
-            for name in held.keys() - saved.keys() - _OF_MODULES:
-                del held[name]
-            for name, (value, content) in saved.items():
-                held[name] = value
-                _put_back(value, content)
+    def _now(self) -> Attributes:
+        return Attributes(self._modules, but=_OF_MODULES)
 
 
 def numbers(module: nn.Module) -> dict[Number, Any]:

@@ -45,37 +45,26 @@ class OrderFinder:
         self._fqns = tuple(unit_fqns)
         self._control = control
 
-    def visit(self, unit: int, needs_backward: bool, has_to_run: bool) -> Segment:
-        """Agree with all ranks that this visit comes next, or another one before it.
+    def visit(
+        self, unit: int, *, needs_backward: bool = False, has_to_run: bool = False
+    ) -> Segment | None:
+        """Agree with all ranks that this visit comes next, or another one before it; None at
+        the end of forward.  Collective.
 
-        Collective.
+        ``unit`` is ``NOT_VISITING`` on a rank without samples, and ``END_OF_FORWARD`` on a
+        computing one that has left the module's forward, where others may be behind.
         """
         segment = self._agree(unit, needs_backward, has_to_run)
-        self.found.append(segment)
-        return segment
-
-    def follow(self, place: int = NOT_VISITING) -> Segment | None:
-        """The next visit of the other ranks, for one without samples; None at the end.
-
-        Collective.
-        """
-        segment = self._agree(place, False)
         if segment.unit == END_OF_FORWARD:
             return None
         self.found.append(segment)
         return segment
 
-    def end(self) -> Segment | None:
-        """Report that this computing rank has left the module's forward; the next visit of
-        other ranks if it is behind.  Collective.
-        """
-        return self.follow(END_OF_FORWARD)
-
     def fail(self) -> None:
         """Report that this rank cannot continue; others raise ``PeerFailed``.  Collective."""
         self._control.exchange([FAILED, False, False, False])
 
-    def _agree(self, unit: int, needs_backward: bool, has_to_run: bool = False) -> Segment:
+    def _agree(self, unit: int, needs_backward: bool, has_to_run: bool) -> Segment:
         rows = self._control.exchange([unit, needs_backward, self._is_behind, has_to_run])
         visiting = [row for row in rows if int(row[0]) != NOT_VISITING]
         if any(int(row[0]) == FAILED for row in visiting):

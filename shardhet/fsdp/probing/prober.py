@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -33,7 +33,13 @@ from shardhet.fsdp.microbatch.signature import ModelCall, lists_of_entries
 from shardhet.fsdp.probing.attempt import Attempt, RunModule, empty_output
 from shardhet.fsdp.probing.law import Refusal
 from shardhet.fsdp.probing.module_state import Filled, Number
-from shardhet.fsdp.probing.order import GatherFailed, OrderFinder, PeerFailed
+from shardhet.fsdp.probing.order import (
+    END_OF_FORWARD,
+    NOT_VISITING,
+    GatherFailed,
+    OrderFinder,
+    PeerFailed,
+)
 from shardhet.fsdp.probing.probe import CallKey, Probe, ProbedModel, SeenInput
 from shardhet.fsdp.probing.probed_call import ProbedCall
 from shardhet.fsdp.probing.rules import LARGE, ArgumentsSeen, Axes, possible_axes
@@ -285,12 +291,14 @@ class Prober:
     def enter(self, unit_index: int, needs_backward: bool, fqn: str, arguments: Any) -> None:
         """Agree that the unit is called next, and unshard it.  Collective."""
         assert self.probe is not None
-        runs = self.probe.has_to_run(fqn, arguments)
-        visit = partial(self._finder.visit, unit_index, needs_backward, runs)
+        runs, segment = self.probe.has_to_run(fqn, arguments), None
         with self.probe.watcher.paused():
-            while (unit := visit().unit) != unit_index:
-                self._take(unit)
-            self._take(unit)
+            while segment is None or segment.unit != unit_index:
+                segment = self._finder.visit(
+                    unit_index, needs_backward=needs_backward, has_to_run=runs
+                )
+                assert segment is not None
+                self._take(segment.unit)
 
     def _take(self, unit_index: int) -> None:
         if self._finder.has_to_run:
@@ -325,8 +333,8 @@ class Prober:
             for index in sorted(self.staying):
                 self._unshard(index)
             output = None if probe is None else run()
-            go_on = self._finder.follow if probe is None else self._finder.end
-            while (segment := go_on()) is not None:
+            place = NOT_VISITING if probe is None else END_OF_FORWARD
+            while (segment := self._finder.visit(place)) is not None:
                 self._take(segment.unit)
             return output, self._finder.found
         except (LostPeerError, PeerFailed, GatherFailed):

@@ -15,7 +15,7 @@ the whole batch, or would lose its gradient; it is refused.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,18 @@ from shardhet.fsdp.params.optimizer_gate import is_in_memory_given_up
 from shardhet.fsdp.probing.law import Law
 from shardhet.fsdp.stages.flow import Flow
 
-OUTSIDE = 0
+
+class Place(NamedTuple):
+    """Where a tensor is made."""
+
+    number: int  # of the call of a unit; another one for each
+    fqn: str
+
+    def __str__(self) -> str:
+        return f"unit {self.fqn!r}" if self.number else "code outside of units"
+
+
+OUTSIDE = Place(0, "")
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -123,32 +134,25 @@ class Watcher(EagerMode):
         self.aliased: dict[int, tuple[str, Tensor]] = {}
         self._place = OUTSIDE
         self._num_calls = 0
-        self._unit_fqn = ""
         self._is_paused = False
         self._made_at = WeakIdKeyDictionary()  # tensor -> place
         self.made_rows = MadeRows()
-        self.drawn_one, self.has_drawn_one = (
-            0.5,
-            False,
-        )  # a number that is drawn outside of them
+        self.drawn_one, self.has_drawn_one = 0.5, False  # a number that is drawn outside
         self._bounded = WeakIdKeyDictionary()  # single numbers with a least or largest value
-        self._fqn_by_place = {OUTSIDE: ""}
         self._allowed: set[int] = set()  # storages that the call was given
 
     @contextmanager
     def call(self, unit_fqn: str, arguments: Sequence[Tensor]) -> Iterator[None]:
         """A context for one call of a unit with these tensors."""
-        before = (self._place, self._unit_fqn, self._allowed, self._is_paused)
+        before = (self._place, self._allowed, self._is_paused)
         self._num_calls += 1
-        self._is_paused = False
-        self._place, self._unit_fqn = self._num_calls, unit_fqn
-        self._fqn_by_place[self._place] = unit_fqn
+        self._place, self._is_paused = Place(self._num_calls, unit_fqn), False
         self._allowed = set(map(storage_of, arguments))
         self.give(arguments)
         try:
             yield
         finally:
-            self._place, self._unit_fqn, self._allowed, self._is_paused = before
+            self._place, self._allowed, self._is_paused = before
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -202,7 +206,7 @@ class Watcher(EagerMode):
             self._check_writes(func, name, args, kwargs)
         if self._is_cut and name in _LOOKUPS and _divides_by_counts(func, args, kwargs):
             raise Law.GRADIENTS.refusal(
-                f"{self._where()} looks rows of an embedding up with scale_grad_by_freq=True, "
+                f"{self._place} looks rows of an embedding up with scale_grad_by_freq=True, "
                 "which divides the gradient of each by how often it is in the batch"
             )
         depends = False
@@ -250,7 +254,7 @@ class Watcher(EagerMode):
                     each.untyped_storage()._cdata in self.storages()
                 ):
                     raise Law.READ.refusal(
-                        f"{self._where()} writes to a parameter ({name} of a tensor of shape "
+                        f"{self._place} writes to a parameter ({name} of a tensor of shape "
                         f"{tuple(each.shape)})",
                         RuntimeError,
                     )
@@ -268,10 +272,7 @@ class Watcher(EagerMode):
                 RuntimeError,
             )
 
-    def _where(self) -> str:
-        return "code outside of units" if self._place == OUTSIDE else f"unit {self._unit_fqn!r}"
-
-    def _check(self, tensor: Tensor, used_by: str) -> int | None:
+    def _check(self, tensor: Tensor, used_by: str) -> Place | None:
         """Where the tensor was made, if in this forward; raises if it may not be used here."""
         self._check_rows(tensor)
         place = self._made_at.get(tensor)
@@ -280,23 +281,21 @@ class Watcher(EagerMode):
         if place is None and (is_foreign or is_in_memory_given_up(tensor)):
             what = "requires a gradient" if tensor.requires_grad else "is the data of one"
             raise Law.PASSED.refusal(
-                f"{self._where()} uses a tensor of shape {tuple(tensor.shape)} that {what} (in "
+                f"{self._place} uses a tensor of shape {tuple(tensor.shape)} that {what} (in "
                 f"{used_by}) but is neither a parameter of the model nor one of its arguments: "
                 "kept from before wrapping, or of another model"
             )
         if place is None or place == self._place or storage_of(tensor) in self._allowed:
             return place
-        maker = self._fqn_by_place[place]
+        what = f"a tensor of shape {tuple(tensor.shape)}"
         if self._place != OUTSIDE:
-            origin = f"unit {maker!r}" if place != OUTSIDE else "code outside of units"
             raise Law.PASSED.refusal(
-                f"unit {self._unit_fqn!r} uses a tensor of shape {tuple(tensor.shape)} that "
-                f"{origin} made in this forward and that is not among its arguments (in "
-                f"{used_by})"
+                f"{self._place} uses {what} that {place} made in this forward and that is not "
+                f"among its arguments (in {used_by})"
             )
         raise Law.PASSED.refusal(
-            f"unit {maker!r}: a tensor of shape {tuple(tensor.shape)} that it made but did not "
-            f"return is used outside of it (in {used_by})"
+            f"{place}: {what} that it made but did not return is used outside of it (in "
+            f"{used_by})"
         )
 
     def _predictably(
@@ -326,7 +325,7 @@ class Watcher(EagerMode):
         if name in _PREDICTED:
             return _PREDICTED[name](*args)
         self.is_unpredictable = True
-        self.drawn = f"{self._where()} draws random numbers ({name})"
+        self.drawn = f"{self._place} draws random numbers ({name})"
         return func(*args, **kwargs)
 
     def _check_random(self, operation: str) -> None:

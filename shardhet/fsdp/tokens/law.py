@@ -41,7 +41,7 @@ from shardhet.fsdp.probing.comparing import Cut, are_close, fingerprint
 from shardhet.fsdp.probing.gradients import GradientCut
 from shardhet.fsdp.probing.law import Refusal
 from shardhet.fsdp.probing.module_state import attributes_of, restored_modules
-from shardhet.fsdp.probing.watch import Watcher
+from shardhet.fsdp.probing.watch import OUTSIDE, Place, Watcher
 from shardhet.fsdp.sharding.seeds import restored_random_state, seed_generators
 from shardhet.fsdp.sharding.unit import Casts
 from shardhet.fsdp.tokens.attention import attending_by, attention
@@ -378,8 +378,8 @@ def _note(kept: dict[int, int], saved: Tensor) -> Tensor:
 class _DropsNothing(Watcher):
     """Leaves dropout out, and notes draws and narrow dtypes; tensors may be from anywhere."""
 
-    def _check(self, tensor: Tensor, used_by: str) -> int | None:
-        return 0
+    def _check(self, tensor: Tensor, used_by: str) -> Place | None:
+        return OUTSIDE
 
 
 def axes_of(fqn: str, tensors: Sequence[Tensor]) -> tuple[int, list[Rule]]:
