@@ -12,7 +12,6 @@ Recomputations and probes note nothing.
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -26,14 +25,8 @@ from shardhet.comm.channel import Channel
 from shardhet.comm.host_copy import HostCopy, to_device
 from shardhet.records.plan import Plan
 
-
-@dataclass(frozen=True, slots=True)
-class _Noted:
-    """The statistics of one call of a batch norm."""
-
-    norm: int
-    mean: Tensor  # [channels]
-    var: Tensor  # [channels], unbiased
+# Of one call: the index of its norm, and its statistics, mean and unbiased variance.
+_Noted = tuple[int, Tensor]  # [2 * channels]
 
 
 class BatchNorms:
@@ -111,9 +104,9 @@ class BatchNorms:
         if not self._norms:
             return
         calls = [(first, each) for first, calls in noted for each in calls]
-        mine = [(first, i, each.norm) for i, (first, each) in enumerate(calls)]
+        mine = [(first, i, norm) for i, (first, (norm, _)) in enumerate(calls)]
         # One copy of all to the host, and one back: the host would wait for each of many.
-        seen = [torch.cat([each.mean, each.var]) for _, each in calls]
+        seen = [values for _, (_, values) in calls]
         values = HostCopy(torch.cat(seen)).read() if seen else None
         rows = channel.exchange_objects((mine, values))
         found = sorted(
@@ -175,7 +168,7 @@ class BatchNorms:
             norm.momentum = momentum
             norm._buffers.update(buffers)
         if self._noted:
-            self._noted[-1][1].append(_Noted(index, mean, var))
+            self._noted[-1][1].append((index, torch.cat([mean, var])))
         return output
 
 

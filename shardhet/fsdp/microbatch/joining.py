@@ -41,8 +41,6 @@ class Joined:
         self._num_samples = spans[-1].stop
         self._rules = rules
         self._layout: Layout | None = None  # of the first microbatch's output
-        self._results = rules.results
-        self._has_numbers_of_samples = rules.returns_numbers_of_samples
         self._leaves: list[Any] = []  # tensors replaced by None
         self._has_one = False  # the output is a single tensor
         self._where: list[int] = []  # indices of the tensors among the leaves
@@ -61,7 +59,7 @@ class Joined:
         if microbatch == 0:
             self._begin(leaves, layout, constants, tensors)
             return tensors
-        if self._has_numbers_of_samples:
+        if self._rules.returns_numbers_of_samples:
             raise Law.ADDS_UP.error(
                 f"unit {self._unit_fqn!r} returns a plain number that depends on how many "
                 "samples it is given, or on which (len(x), perhaps)"
@@ -96,7 +94,7 @@ class Joined:
     def _begin(
         self, leaves: list[Any], layout: Layout, constants: list[Any], tensors: list[Tensor]
     ) -> None:
-        if layout != self._results:
+        if layout != self._rules.results:
             raise Law.ALIKE.error(f"unit {self._unit_fqn!r} returns {_shapes(leaves)}")
         self._layout, self._leaves = layout, constants
         self._where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]

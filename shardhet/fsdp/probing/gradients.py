@@ -18,7 +18,6 @@ from torch.autograd.graph import GradientEdge
 
 from shardhet.fsdp.microbatch.batching import BatchAxis, Join, Rule
 from shardhet.fsdp.microbatch.layered import leaves_of, nodes_of
-from shardhet.fsdp.microbatch.modes import FunctionMode
 from shardhet.fsdp.probing.comparing import are_close
 from shardhet.fsdp.probing.rules import PARTS
 from shardhet.records.layout import Span
@@ -28,21 +27,6 @@ ATTACHED = "AttachedBackward"
 _KNOWN = (ATTACHED, "CheckpointFunctionBackward", "_VisitFunctionBackward")
 
 Gradients = Mapping[Any, Tensor]
-
-
-class TensorHooks(FunctionMode):
-    """Notes whether tensors get hooks while it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.are_found = False
-
-    def run(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Call the function."""
-        self.are_found |= func is Tensor.register_hook
-        return func(*args, **kwargs)
 
 
 def has_own_backward(tensor: Tensor) -> bool:

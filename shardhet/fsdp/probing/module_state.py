@@ -400,25 +400,18 @@ def kept_of_samples(
     }
 
 
-class CountedNumbers:
-    """Numbers that code outside of units changes in forward, such as a count of forwards.
+def take_over(
+    module: nn.Module, which: Sequence[Number], control: Channel, *, source: int, is_here: bool
+) -> None:
+    """Copy numbers that code outside of units changes in forward, such as a count of forwards,
+    from position ``source``, which has samples, to ranks without, which do not run that code.
 
-    A rank without samples does not run that code, so after a forward it takes the numbers over
-    from the first rank with samples.
+    ``is_here`` says whether this rank has samples.  Collective.
     """
-
-    def __init__(self, module: nn.Module, which: Sequence[Number]) -> None:
-        self._modules = [(module.get_submodule(fqn), name) for fqn, name in which]
-
-    def take_over(self, control: Channel, *, source: int, is_here: bool) -> None:
-        """Copy the numbers of position ``source``, which has samples, to ranks without.
-
-        ``is_here`` says whether this rank has samples.  Collective.
-        """
-        found = [getattr(module, name, None) for module, name in self._modules]
-        mine = [each if is_here and isinstance(each, int | float) else None for each in found]
-        theirs = control.exchange_objects(mine)[source]
-        if not is_here:
-            for (module, name), value in zip(self._modules, theirs, strict=True):
-                if value is not None:  # None: no longer a number
-                    setattr(module, name, value)
+    places = [(module.get_submodule(fqn), name) for fqn, name in which]
+    found = [getattr(held, name, None) for held, name in places]
+    mine = [each if is_here and isinstance(each, int | float) else None for each in found]
+    theirs = control.exchange_objects(mine)[source]
+    for (held, name), value in zip(places, theirs, strict=True):
+        if not is_here and value is not None:  # None: no longer a number
+            setattr(held, name, value)

@@ -53,7 +53,6 @@ from shardhet.fsdp.probing.gradients import (
     BENT,
     OUTSIDE,
     Gradients,
-    TensorHooks,
     attached,
     gradients_outside,
     has_own_backward,
@@ -69,8 +68,14 @@ from shardhet.fsdp.probing.module_state import (
     set_numbers,
     values_of,
 )
-from shardhet.fsdp.probing.probed_call import CallRunner, ProbedCall, Seen, copies, filled
-from shardhet.fsdp.probing.recorded import Recorded
+from shardhet.fsdp.probing.probed_call import (
+    CallRunner,
+    ProbedCall,
+    Recorded,
+    Seen,
+    copies,
+    filled,
+)
 from shardhet.fsdp.probing.rules import LARGE, SMALL
 from shardhet.fsdp.probing.watch import Watcher
 from shardhet.fsdp.sharding.flat import FlatTensor
@@ -163,7 +168,7 @@ class Probe:
         self.is_unlike = False  # a call of the present run has arguments of other kinds
         self.flow: Flow | None = None  # of the large run
         self._has_gradients, self._splits = has_gradients, splits
-        self._hooks = TensorHooks()
+        self._hooked: set[int] = set()  # tensors by id that got hooks outside of units
         self.own: list[Place] = []  # where code outside of units has a backward of its own
         self.gradients: dict[Place, Gradients] = {}  # kept in the present run
         # One rank that computes all samples at once draws once, as one process does.
@@ -209,9 +214,10 @@ class Probe:
             follows = self._model.is_followed and name in ("large", "whole")
             self.watcher.flow = Flow(given) if follows else None
             self.flow = self.watcher.flow or self.flow
-            reads = Reads(self.watcher.read, self.watcher.hook) if follows else nullcontext()
+            reads = Reads(self.watcher.hook, self.watcher.read) if follows else nullcontext()
+            hooks = Reads(lambda tensor: self._hooked.add(id(tensor)))
             self.watcher.aliased.clear()
-            with self._hooks if name == "large" else nullcontext(), reads, self.watcher:
+            with hooks if name == "large" else nullcontext(), reads, self.watcher:
                 yield
             self.counted |= dict(numbers(self._model.module).items() - before.items()).keys()
             self.values[name] = values_of(self._model.module)
@@ -319,7 +325,7 @@ class Probe:
         """Note that code outside of units has a backward of its own for a tensor of the large
         run, if it has; raise if that is not linear.
         """
-        is_own = self._hooks.are_found or has_own_backward(tensor)
+        is_own = bool(self._hooked) or has_own_backward(tensor)
         if not (is_own and tensor.requires_grad and tensor.is_floating_point()):
             return
         if self._splits:

@@ -8,12 +8,14 @@ Each of these is refused by name.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from shardhet.fsdp.microbatch.batching import (
+    BatchAxis,
+    Join,
     Layout,
     Rule,
     VisitRules,
@@ -24,23 +26,28 @@ from shardhet.fsdp.microbatch.batching import (
 from shardhet.fsdp.microbatch.layered import (
     autocast_as,
     autocast_dtype_now,
+    cut,
     tensors_in,
     writes_on_input,
 )
 from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
 from shardhet.fsdp.microbatch.signature import is_plain
 from shardhet.fsdp.probing.comparing import are_close, fingerprint, nodes_in
-from shardhet.fsdp.probing.gradients import TensorHooks, has_own_backward
+from shardhet.fsdp.probing.gradients import has_own_backward
 from shardhet.fsdp.probing.law import Law, Refusal
 from shardhet.fsdp.probing.module_state import (
     AsItWas,
     Number,
     counters,
+    marks_of,
     numbers,
     set_numbers,
 )
+from shardhet.fsdp.probing.rules import LARGE
 from shardhet.fsdp.probing.watch import Watcher
 from shardhet.fsdp.sharding.build import changes_arguments
+from shardhet.fsdp.stages.flow import Reads
+from shardhet.records.layout import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +198,8 @@ class CallRunner:
         module = self.module_of(call)
         before, as_it_was = counters(module), AsItWas(module)
         with_graph = self.has_gradients and torch.is_grad_enabled()
-        with TensorHooks() as hooks:
+        hooked: set[int] = set()
+        with Reads(lambda tensor: hooked.add(id(tensor))):
             output = self.run(call, with_graph=with_graph)
         once = counters(module)
         counted: dict[Number, Any] = {}
@@ -212,7 +220,7 @@ class CallRunner:
             results=Layout.of(outputs, spec),
             is_differentiable=tuple(each.requires_grad for each in tensors),
             counted=counted,
-            has_own_backward=hooks.are_found or any(map(has_own_backward, tensors)),
+            has_own_backward=bool(hooked) or any(map(has_own_backward, tensors)),
             as_it_was=as_it_was,
             autocast_dtype=autocast_dtype_now(self.device.type),
         )
@@ -231,6 +239,73 @@ class CallRunner:
         is_same = all(are_close(*pair, self.watcher.eps) for pair in pairs)
         if not (is_same or self.watcher.is_unpredictable):
             raise _differs(seen.call.fqn, "gives something else")
+
+
+class Recorded(NamedTuple):
+    """A call in the large run, and what it has returned, so that later runs need not run it.
+
+    A unit that has the rules that were found gives each sample the same, whichever others are
+    with it.  So its result for any of these samples is known, and bit by bit the same in all
+    runs.
+    """
+
+    call: ProbedCall
+    output: Any
+    rules: VisitRules
+    marks: list[Any]  # of its module's attributes before and after it; none if they differ
+    is_cut: bool  # whether rules were tried
+
+    def changed(
+        self, call: ProbedCall, samples: Sequence[int], module: nn.Module
+    ) -> list[int] | None:
+        """The places among ``samples`` that have other values in ``call`` than in this one;
+        None if the calls differ in anything else.
+        """
+        if not call.is_like(self.call) or self.marks != marks_of(module):
+            return None
+        found: set[int] = set()
+        inputs = zip(call.tensors, self.call.tensors, self.rules.inputs, strict=True)
+        for tensor, whole, rule in inputs:
+            expected = rule.select(whole, samples, LARGE)
+            if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
+                return None
+            if torch.equal(tensor, expected):
+                continue
+            if isinstance(rule, Join):
+                return None
+            for i in range(len(samples)):
+                span = Span(i, i + 1)
+                one, other = (rule.narrow(t, span, len(samples)) for t in (tensor, expected))
+                found |= set() if torch.equal(one, other) else {i}
+        return sorted(found)
+
+    def has_to_run(self, changed: Sequence[int] | None) -> bool:
+        """Whether such a call has results that are not those of samples, each by itself."""
+        are_numbers = not self.is_cut or self.rules.returns_numbers_of_samples
+        joins = [rule for rule in self.rules.outputs if isinstance(rule, Join)]
+        is_others = any(rule is not Join.SHARED or changed for rule in joins)
+        return changed is None or are_numbers or is_others
+
+    def results(
+        self,
+        call: ProbedCall,
+        samples: Sequence[int],
+        changed: Sequence[int],
+        run: Callable[[ProbedCall], Any],
+    ) -> tuple[Any, list[Tensor]]:
+        """The output of ``call`` and its tensors; changed samples are ``run``."""
+        output = run(call) if self.has_to_run(changed) else self.output
+        found, of_large = copies(output), tensors_in(self.output)
+        rules = enumerate(self.rules.outputs)
+        axes = [(i, rule) for i, rule in rules if isinstance(rule, BatchAxis)]
+        for i, axis in axes:
+            found[i] = axis.select(of_large[i], samples, LARGE)
+        for place in changed:
+            span = Span(place, place + 1)
+            made = tensors_in(run(call.on(cut(call.tensors, self.rules, span, len(samples)))))
+            for i, axis in axes:
+                axis.put(found[i], made[i], span, len(samples))
+        return output, found
 
 
 def numbers_in(output: Any) -> list[int | float]:

@@ -148,7 +148,7 @@ class Reads(FunctionMode):
     """Tells of what a program reads, and gives hooks to, by methods that are no operations."""
 
     def __init__(
-        self, note: Callable[[Tensor], None], note_hook: Callable[[Tensor], None]
+        self, note_hook: Callable[[Tensor], None], note: Callable[[Tensor], None] | None = None
     ) -> None:
         super().__init__()
         self._note, self._note_hook = note, note_hook
@@ -156,7 +156,7 @@ class Reads(FunctionMode):
     def run(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if func.__name__ in ("tolist", "numpy", "__array__", "__dlpack__"):
+        if self._note and func.__name__ in ("tolist", "numpy", "__array__", "__dlpack__"):
             self._note(args[0])
         elif func is Tensor.register_hook:
             self._note_hook(args[0])

@@ -22,7 +22,7 @@ from shardhet.fsdp.microbatch.layered import autocast_as
 from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.probing.known_calls import KnownCalls
-from shardhet.fsdp.probing.module_state import CountedNumbers
+from shardhet.fsdp.probing.module_state import take_over
 from shardhet.fsdp.probing.probe import ProbedModel
 from shardhet.fsdp.probing.prober import Findings, Prober
 from shardhet.fsdp.sharding.comm import CommContext
@@ -291,6 +291,5 @@ def _count_everywhere(
 ) -> None:
     """Copy numbers that the forward changed in attributes to ranks without samples."""
     if findings.counted and 0 < len(each.computing) < control.world_size:
-        CountedNumbers(module, findings.counted).take_over(
-            control, source=each.computing[0], is_here=bool(each.num_samples)
-        )
+        source, is_here = each.computing[0], bool(each.num_samples)
+        take_over(module, findings.counted, control, source=source, is_here=is_here)

@@ -11,7 +11,7 @@ Probes, and calls outside of steps, are not among them: they see what they are g
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -100,12 +100,9 @@ class InGroup(Surrounding):
         # By microbatch, keys and values of all members, for where backward repeats forward.
         self._kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
-    def in_function(self, start: int, is_repeated: bool) -> AbstractContextManager[None]:
-        """Replace attention."""
-        return self._replaced(start, is_repeated)
-
     @contextmanager
-    def _replaced(self, start: int, is_repeated: bool) -> Iterator[None]:
+    def in_function(self, start: int, is_repeated: bool) -> Iterator[None]:
+        """Replace attention."""
         kept = self._kept.pop(start, None) if is_repeated else None
         if self._keeps and not is_repeated:
             self._kept[start] = []
