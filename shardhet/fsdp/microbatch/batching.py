@@ -52,13 +52,11 @@ class BatchAxis:
         Otherwise a copy with the strides of a batch of that size: dropout draws its mask in
         memory order.
         """
-        start, numel = span.start * self.inner, span.numel * self.inner
-        if self.outer == 1:
-            piece = tensor.narrow(self.dim, start, numel)
-            is_outermost = tensor.stride(self.dim) in (0, max(tensor.stride()))
-            return piece if is_outermost else _as_dense(piece, tensor.stride())
-        parts = tensor.unflatten(self.dim, (self.outer, num_samples * self.inner))
-        return parts.narrow(self.dim + 1, start, numel).flatten(self.dim, self.dim + 1)
+        piece = self.view(tensor, span, num_samples)
+        if self.outer > 1:
+            return piece.flatten(self.dim, self.dim + 1)
+        is_outermost = tensor.stride(self.dim) in (0, max(tensor.stride()))
+        return piece if is_outermost else _as_dense(piece, tensor.stride())
 
     def view(self, tensor: Tensor, span: Span, num_samples: int) -> Tensor:
         """The samples ``span`` of ``num_samples`` in place, in a shape of its own."""
@@ -86,7 +84,7 @@ class BatchAxis:
         """An empty tensor for all samples, with the memory order of ``piece``."""
         return torch.empty_permuted(
             self.shape(piece.shape, num_samples),
-            _order(piece.stride()),
+            memory_order(piece.stride()),
             dtype=piece.dtype,
             device=piece.device if device is None else device,
         )
@@ -108,14 +106,14 @@ def are_alike(tensor: Tensor, dim: int) -> bool:
     return not tensor.requires_grad and torch.equal(tensor, same)
 
 
-def _order(strides: Sequence[int]) -> list[int]:
+def memory_order(strides: Sequence[int]) -> list[int]:
     """Dimensions from the outermost to the innermost in memory."""
     return sorted(range(len(strides)), key=lambda dim: -strides[dim])
 
 
 def _as_dense(piece: Tensor, strides: Sequence[int]) -> Tensor:
     dense = torch.empty_permuted(
-        piece.shape, _order(strides), dtype=piece.dtype, device=piece.device
+        piece.shape, memory_order(strides), dtype=piece.dtype, device=piece.device
     )
     return dense.copy_(piece)
 

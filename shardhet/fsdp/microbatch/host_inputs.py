@@ -28,7 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 from shardhet.comm import devices
 from shardhet.comm.on_host.lanes import Copy, CopyLane
 from shardhet.comm.on_host.memory import HostAllocator
-from shardhet.fsdp.microbatch.batching import BatchAxis, Rule
+from shardhet.fsdp.microbatch.batching import BatchAxis, Rule, memory_order
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.records.layout import Span
 
@@ -304,8 +304,7 @@ class InputsOnHost:
 def _place(piece: Tensor, slab: Slab) -> Tensor:
     """Memory of the slab for ``piece``, in the order in which the device has it."""
     taken = slab.take(piece.numel() * piece.dtype.itemsize).view(piece.dtype)
-    strides = piece.stride()
-    order = sorted(range(piece.dim()), key=lambda dim: -strides[dim])
+    order = memory_order(piece.stride())
     shape = [piece.shape[dim] for dim in order]
     return taken.view(shape).permute([order.index(dim) for dim in range(piece.dim())])
 

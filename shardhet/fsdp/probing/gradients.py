@@ -64,7 +64,9 @@ def gradients_of(
 
 
 class Attached(torch.autograd.Function):
-    """A copy of a unit's result: it requires a gradient, and discards it."""
+    """A copy of a unit's result: it requires a gradient, and discards it.  So gradients can be
+    traced back to the result, by its key.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor, key: Any) -> Tensor:
@@ -76,11 +78,6 @@ class Attached(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         """Discard it."""
         return None, None, None
-
-
-def attached(anchor: Tensor, result: Tensor, key: Any) -> Tensor:
-    """A unit's result, attached to ``anchor`` so that gradients can be traced back to it."""
-    return Attached.apply(anchor, result, key)  # type: ignore[no-untyped-call]
 
 
 def gradients_outside(tensor: Tensor, scale: float = 1.0) -> dict[Any, Tensor]:

@@ -52,8 +52,8 @@ from shardhet.fsdp.probing.examine import Examiner
 from shardhet.fsdp.probing.gradients import (
     BENT,
     OUTSIDE,
+    Attached,
     Gradients,
-    attached,
     gradients_outside,
     has_own_backward,
     is_linear,
@@ -395,7 +395,9 @@ class Probe:
         """The output given to the model: it counts as made outside of units, with gradients."""
         outputs, spec = flatten(output)
         given = [
-            attached(self._model.anchor, t, (key, i)) if flag and self._has_gradients else t
+            Attached.apply(self._model.anchor, t, (key, i))  # type: ignore[no-untyped-call]
+            if flag and self._has_gradients
+            else t
             for i, (t, flag) in enumerate(zip(tensors, flags, strict=True))
         ]
         self.watcher.give(given)
