@@ -10,7 +10,7 @@ Where it is refused that
     the model draws random numbers       watch: Watcher.run; attempt: _check_draws
     a tensor leaves or enters a unit     watch
     in other ways
-    a call changes arguments, or counts  probed_call: CallRunner.run, look, counting_once
+    a call changes arguments, or counts  probed_call: CallRunner.run, look
     a forward replaces parameters,       comparing: check_params; module_state: Writes.check;
     writes buffers, or keeps values      attempt: _check_kept
     arguments cannot be cut              known_calls: _check_can_be_probed, before any run

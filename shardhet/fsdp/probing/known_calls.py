@@ -66,7 +66,7 @@ class KnownCalls:
 
         # Of the forward in progress
         self._index = UNKNOWN
-        self._calls: list[ModelCall] = []  # that one
+        self._call: ModelCall | None = None
         self._num_calls: Counter[str] = Counter()  # by module
 
     @property
@@ -131,7 +131,7 @@ class KnownCalls:
         self._index = index
         if call.cut_from is not None:
             call.cut_from.check_cut(self.current.are_batched)
-        self._calls = [call]
+        self._call = call
         self._num_calls.clear()
         return self.current
 
@@ -148,7 +148,7 @@ class KnownCalls:
         self._by_forward |= found
         if self._edits.end_forward():
             self._look_anew()
-        self._calls = []  # whose arguments may be large
+        self._call = None  # whose arguments may be large
 
     def look(self) -> None:
         """Note what the program has written between forwards."""
@@ -204,14 +204,21 @@ class KnownCalls:
             )
         key = CallKey(module.fqn, self._num_calls[module.fqn])
         self._num_calls[module.fqn] += 1
-        rules = self._rules_for(module, key, leaves, Layout.of(leaves, spec))
+        assert self._call is not None
+        rules = self._rules_for(module, key, leaves, Layout.of(leaves, spec), of=self._call)
         for tensor, rule in zip(tensors, rules.inputs, strict=True):
             what = f"unit {module.fqn!r}: an argument"
-            check_fits(what, tensor, rule, self._calls[0].num_samples)
+            check_fits(what, tensor, rule, self._call.num_samples)
         return leaves, rules
 
     def _rules_for(
-        self, module: UnitModule, key: CallKey, leaves: list[Any], arguments: Layout
+        self,
+        module: UnitModule,
+        key: CallKey,
+        leaves: list[Any],
+        arguments: Layout,
+        *,
+        of: ModelCall,
     ) -> VisitRules:
         variants = self.current.rules.get(key)
         if not variants:
@@ -219,14 +226,14 @@ class KnownCalls:
             raise Law.ALIKE.error(what, RuntimeError)
         for rules in variants:
             if rules.arguments == arguments and (
-                self._calls[0].num_samples == 1 or not rules.is_for_one_sample
+                of.num_samples == 1 or not rules.is_for_one_sample
             ):
                 return rules
         inferred = self._prober.infer(
             module,
             leaves,
             arguments,
-            self._calls[0],
+            of,
             variants[0],
             splits=self.current.splits,
         )
