@@ -36,7 +36,7 @@ class Joined:
 
     def __init__(self, unit_fqn: str, spans: Sequence[Span], rules: VisitRules) -> None:
         self.tensors: list[Tensor] = []
-        self._unit_fqn, self._what = unit_fqn, f"unit {unit_fqn!r}: an output"
+        self._unit_fqn = unit_fqn
         self._spans = spans
         self._num_samples = spans[-1].stop
         self._rules = rules
@@ -75,7 +75,7 @@ class Joined:
     def _put(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
         span = self._spans[microbatch]
         for i, (tensor, rule) in enumerate(zip(tensors, self._rules.outputs, strict=True)):
-            check_fits(self._what, tensor, rule, span.numel)
+            check_fits(tensor, rule, span.numel, self._unit_fqn, "an output")
             if isinstance(rule, BatchAxis):
                 rule.put(self.tensors[i], tensor, span, self._num_samples)
             elif rule is not Join.SHARED:
@@ -87,8 +87,9 @@ class Joined:
         is_same = torch.allclose if first.is_floating_point() else torch.equal
         if first.data_ptr() != other.data_ptr() and not is_same(first, other):
             raise Law.ALIKE.error(
-                f"{self._what} of shape {tuple(first.shape)} without a dimension for the "
-                "samples differs between microbatches (a largest length, perhaps)"
+                f"unit {self._unit_fqn!r}: an output of shape {tuple(first.shape)} without a "
+                "dimension for the samples differs between microbatches (a largest length, "
+                "perhaps)"
             )
 
     def _begin(
@@ -107,7 +108,7 @@ class Joined:
         span = self._spans[0]
         if len(self._spans) == 1:
             return tensor.detach()
-        check_fits(self._what, tensor, rule, span.numel)
+        check_fits(tensor, rule, span.numel, self._unit_fqn, "an output")
         if isinstance(rule, BatchAxis):
             joined = rule.new_whole(tensor, self._num_samples)
             rule.put(joined, tensor, span, self._num_samples)
@@ -150,14 +151,14 @@ class Joined:
         return unflatten(leaves, self._layout.spec)
 
 
-def check_fits(what: str, tensor: Tensor, rule: Rule, num_samples: int) -> None:
+def check_fits(tensor: Tensor, rule: Rule, num_samples: int, unit_fqn: str, what: str) -> None:
     """Raise ``ValueError`` if the tensor does not have so many samples as the rule says."""
     if not rule.fits(tensor, num_samples):
         assert isinstance(rule, BatchAxis)
         raise Law.ALIKE.error(
-            f"{what} has shape {tuple(tensor.shape)} for {num_samples} samples and not "
-            f"{rule.length(num_samples)} rows{' that are alike' * rule.is_alike} in "
-            f"dimension {rule.dim}"
+            f"unit {unit_fqn!r}: {what} has shape {tuple(tensor.shape)} for {num_samples} "
+            f"samples and not {rule.length(num_samples)} rows"
+            f"{' that are alike' * rule.is_alike} in dimension {rule.dim}"
         )
 
 

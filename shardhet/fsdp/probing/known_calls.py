@@ -66,7 +66,7 @@ class KnownCalls:
 
         # Of the forward in progress
         self._index = UNKNOWN
-        self._call: ModelCall | None = None
+        self._call: Any = None  # that one
         self._num_calls: Counter[str] = Counter()  # by module
 
     @property
@@ -204,36 +204,29 @@ class KnownCalls:
             )
         key = CallKey(module.fqn, self._num_calls[module.fqn])
         self._num_calls[module.fqn] += 1
-        assert self._call is not None
-        rules = self._rules_for(module, key, leaves, Layout.of(leaves, spec), of=self._call)
+        rules = self._rules_for(module, key, leaves, Layout.of(leaves, spec))
         for tensor, rule in zip(tensors, rules.inputs, strict=True):
-            what = f"unit {module.fqn!r}: an argument"
-            check_fits(what, tensor, rule, self._call.num_samples)
+            check_fits(tensor, rule, self._call.num_samples, module.fqn, "an argument")
         return leaves, rules
 
     def _rules_for(
-        self,
-        module: UnitModule,
-        key: CallKey,
-        leaves: list[Any],
-        arguments: Layout,
-        *,
-        of: ModelCall,
+        self, module: UnitModule, key: CallKey, leaves: list[Any], arguments: Layout
     ) -> VisitRules:
+        call = self._call
         variants = self.current.rules.get(key)
         if not variants:
             what = f"model(...): {module.fqn!r} is called {key.call + 1} times"
             raise Law.ALIKE.error(what, RuntimeError)
         for rules in variants:
             if rules.arguments == arguments and (
-                of.num_samples == 1 or not rules.is_for_one_sample
+                call.num_samples == 1 or not rules.is_for_one_sample
             ):
                 return rules
         inferred = self._prober.infer(
             module,
             leaves,
             arguments,
-            of,
+            call,
             variants[0],
             splits=self.current.splits,
         )

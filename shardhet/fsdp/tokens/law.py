@@ -32,7 +32,6 @@ from shardhet.fsdp.microbatch.batching import (
     VisitRules,
     find_axis,
     flatten,
-    unflatten,
 )
 from shardhet.fsdp.microbatch.layered import autocast_as, tensors_in
 from shardhet.fsdp.microbatch.modes import storage_of
@@ -41,11 +40,11 @@ from shardhet.fsdp.probing.comparing import Cut, are_close, fingerprint
 from shardhet.fsdp.probing.gradients import GradientCut
 from shardhet.fsdp.probing.law import Refusal
 from shardhet.fsdp.probing.module_state import attributes_of, restored_modules
+from shardhet.fsdp.probing.probed_call import CallRunner, ProbedCall
 from shardhet.fsdp.probing.watch import OUTSIDE, Place, Watcher
 from shardhet.fsdp.sharding.seeds import restored_random_state, seed_generators
 from shardhet.fsdp.sharding.unit import Casts
 from shardhet.fsdp.tokens.attention import attending_by, attention
-from shardhet.fsdp.tokens.drawn import random_params
 from shardhet.records.layout import Span
 
 Made = dict[tuple[str, int], list[Tensor]]  # results, by name and call of a module inside
@@ -85,9 +84,9 @@ def by_tokens(
     ``NotByTokensError``.  The module, what it holds and random generators are left as they
     were.
     """
-    leaves, spec = flatten(arguments)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    kept = [leaf for leaf in leaves if not isinstance(leaf, Tensor) and not is_plain(leaf)]
+    call = ProbedCall.of(fqn, function, arguments)
+    tensors = call.tensors
+    kept = [x for x in call.leaves if not isinstance(x, Tensor) and not is_plain(x)]
     if kept:  # a KV cache, perhaps, which a try would fill
         raise NotByTokensError(f"{fqn}: it is passed a {type(kept[0]).__name__}")
     total, axes = axes_of(fqn, tensors)
@@ -102,7 +101,7 @@ def by_tokens(
         stack.enter_context(restored_modules(module))
         stack.enter_context(Casts.off())
         seed_generators(device, SEED)
-        params = random_params(module, device)
+        params = _random_params(module, device)
         given = [
             _few(t, axis, number, total, device=device, as_given=together)
             for t, axis in zip(tensors, axes, strict=True)
@@ -110,10 +109,8 @@ def by_tokens(
         stack.enter_context(_reparametrize_module(module, params))
         try_out = _Try(
             fqn=fqn,
+            call=call,
             module=module,
-            function=function,
-            leaves=leaves,
-            spec=spec,
             inputs=(axes, given),
             params=[each for each in dict.fromkeys(params.values()) if each.requires_grad],
             spans=spans,
@@ -121,7 +118,7 @@ def by_tokens(
             together=together,
         )
         try:
-            return try_out.outcome(Layout.of(leaves, spec))
+            return try_out.outcome()
         except (Refusal, Exception) as error:
             if isinstance(error, NotByTokensError):
                 raise
@@ -136,10 +133,8 @@ class _Try:
     """One module, run whole and in pieces."""
 
     fqn: str
+    call: ProbedCall
     module: nn.Module
-    function: Callable[..., Any]
-    leaves: list[Any]
-    spec: Any
     inputs: tuple[Sequence[Rule], list[Tensor]]  # of all tokens
     params: list[Tensor]
     spans: tuple[Span, Span]
@@ -153,7 +148,7 @@ class _Try:
     attended: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     are_alike: bool = True  # to those of pieces
 
-    def outcome(self, arguments: Layout) -> ByTokens:
+    def outcome(self) -> ByTokens:
         """What has been found of the module; raises ``NotByTokensError``."""
         held = self._held()
         with self._recording():
@@ -183,7 +178,7 @@ class _Try:
         )
         return ByTokens(
             rules=VisitRules(
-                arguments=arguments,
+                arguments=self.call.arguments,
                 inputs=tuple(self.inputs[0]),
                 results=layout,
                 outputs=rules,
@@ -211,18 +206,13 @@ class _Try:
     def _run(
         self, tensors: Sequence[Tensor], attend: Callable[..., Tensor]
     ) -> tuple[Made, Layout]:
-        self.made, given = {}, iter(tensors)
-        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        args, kwargs = unflatten(leaves, self.spec)
+        self.made, device = {}, self.order.device
         watcher = _DropsNothing(is_cut=False, refuses_random=False)
-        with (
-            torch.enable_grad(),
-            autocast_as(self.order.device.type, None),
-            watcher,
-            watcher.call(self.fqn, tensors),
-            attending_by(attend),
-        ):
-            output = self.function(*args, **kwargs)
+        runner = CallRunner(
+            module=self.module, watcher=watcher, device=device, has_gradients=True
+        )
+        with autocast_as(device.type, None), watcher, attending_by(attend):
+            output = runner.run(self.call, with_graph=True, leaves=tensors)
         if watcher.is_unpredictable:
             raise NotByTokensError(f"{self.fqn}: it draws random numbers")
         self.draws |= watcher.draws
@@ -419,3 +409,31 @@ def _few(
         return few
     values = tensor.unique()
     return values[torch.randint(len(values), few.shape, device=tensor.device)]
+
+
+def _random_params(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """Random parameters, and copies of buffers.  Layers that are alike have the same ones."""
+    by_id: dict[int, Tensor] = {}
+    by_kind: dict[Any, Tensor] = {}
+    for name, held in module.named_parameters():
+        kind = name.split(".")[-2:], held.shape, held.dtype, held.requires_grad
+        if str(kind) not in by_kind:
+            by_kind[str(kind)] = _random_like(held, device)
+        by_id[id(held)] = by_kind[str(kind)]
+    names = module.named_parameters(remove_duplicate=False)
+    copies = {name: _random_like(each, device) for name, each in module.named_buffers()}
+    return {name: by_id[id(each)] for name, each in names} | copies
+
+
+def _random_like(held: Tensor, device: torch.device) -> Tensor:
+    """A random parameter of its shape, in float32 or wider; a copy of a buffer."""
+    if isinstance(held, FakeTensor) and not isinstance(held, nn.Parameter):
+        return torch.zeros(held.shape, dtype=held.dtype, device=device)
+    if not held.is_floating_point():
+        return held.detach().clone()
+    dtype = torch.promote_types(held.dtype, torch.float32)
+    if not isinstance(held, nn.Parameter):
+        return held.detach().to(dtype, copy=True)
+    made = torch.randn(held.shape, dtype=dtype, device=device)
+    made = made * held.shape[-1] ** -0.5 if held.dim() > 1 else 1 + 0.3 * made
+    return made.requires_grad_(held.requires_grad)
