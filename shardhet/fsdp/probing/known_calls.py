@@ -21,6 +21,7 @@ from shardhet.fsdp.probing.module_state import (
     digest_of,
 )
 from shardhet.fsdp.probing.probe import CallKey
+from shardhet.fsdp.probing.probed_call import ProbedCall
 from shardhet.fsdp.probing.prober import Findings, Prober
 from shardhet.fsdp.sharding.unit import UnitModule
 
@@ -222,14 +223,8 @@ class KnownCalls:
                 call.num_samples == 1 or not rules.is_for_one_sample
             ):
                 return rules
-        inferred = self._prober.infer(
-            module,
-            leaves,
-            arguments,
-            call,
-            variants[0],
-            splits=self.current.splits,
-        )
+        unseen = ProbedCall(module.fqn, module.forward, leaves, arguments)
+        inferred = self._prober.infer(unseen, variants[0], of=call, splits=self.current.splits)
         variants.append(inferred)
         return inferred
 

@@ -36,14 +36,12 @@ from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.batching import (
     BatchAxis,
-    Rule,
     VisitRules,
     flatten,
     named_leaves,
     unflatten,
 )
 from shardhet.fsdp.microbatch.caches import CacheSwitch
-from shardhet.fsdp.microbatch.chosen import Fewer
 from shardhet.fsdp.microbatch.layered import tensors_in
 from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.microbatch.modes import storage_of
@@ -205,7 +203,7 @@ class Probe:
         if name == "whole":
             self.inputs, self._refs = [], []
         self.gradients = {}
-        with _isolated(self._model):
+        with isolated(self._model):
             set_numbers(self._model.module, self.begins_with)
             writes, before = Writes(self._model.module), numbers(self._model.module)
             given = [tensor for tensor, _ in inputs]
@@ -279,17 +277,6 @@ class Probe:
         elif flow is not None:
             flow.give(output, self.rules[key])
         return output
-
-    def infer(
-        self,
-        call: ProbedCall,
-        num_samples: int,
-        known: Mapping[str, Rule],
-        fewer: Fewer | None,
-    ) -> VisitRules:
-        """The rules of a call of a kind that no probe has seen, given some of them by name."""
-        with _isolated(self._model), self.watcher, self.watcher.paused():
-            return self.examiner.infer(call, num_samples, known, fewer)[0]
 
     # One call in each run
 
@@ -405,7 +392,8 @@ class Probe:
 
 
 @contextmanager
-def _isolated(model: ProbedModel) -> Iterator[None]:
+def isolated(model: ProbedModel) -> Iterator[None]:
+    """A context for calls of units that leave the model as it was."""
     with restored_modules(model.module), model.norms.frozen(), ExitStack() as stack:
         # If it is not imported, nothing is compiled; importing it takes seconds.
         if "torch._dynamo" in sys.modules:

@@ -20,7 +20,6 @@ from torch import Tensor
 from shardhet.comm.failure import LostPeerError
 from shardhet.fsdp.microbatch.batching import (
     Join,
-    Layout,
     VisitRules,
     flatten,
     known_rules,
@@ -40,12 +39,12 @@ from shardhet.fsdp.probing.order import (
     OrderFinder,
     PeerFailed,
 )
-from shardhet.fsdp.probing.probe import CallKey, Probe, ProbedModel, SeenInput
+from shardhet.fsdp.probing.probe import CallKey, Probe, ProbedModel, SeenInput, isolated
 from shardhet.fsdp.probing.probed_call import ProbedCall
 from shardhet.fsdp.probing.rules import LARGE, ArgumentsSeen, Axes, possible_axes
 from shardhet.fsdp.probing.watch import StaysUnsharded
 from shardhet.fsdp.sharding.seeds import restored_random_state
-from shardhet.fsdp.sharding.unit import UnitModule, UnitState
+from shardhet.fsdp.sharding.unit import UnitState
 from shardhet.fsdp.stages.flow import Result, Returned
 from shardhet.records.schedule import Schedule, StepForm, make_schedule
 
@@ -263,14 +262,7 @@ class Prober:
                     )
 
     def infer(
-        self,
-        module: UnitModule,
-        leaves: list[Any],
-        arguments: Layout,
-        of: ModelCall,
-        known: VisitRules,
-        *,
-        splits: bool,
+        self, call: ProbedCall, known: VisitRules, *, of: ModelCall, splits: bool
     ) -> VisitRules:
         """The rules of a unit's call that differs from the probed one.  Not collective.
 
@@ -278,11 +270,11 @@ class Prober:
         """
         model = self._model.with_gathered({}, {})
         probe = Probe(model, has_gradients=torch.is_grad_enabled(), splits=splits)
+        fewer, random = few_tokens(of, model.rank_plan), restored_random_state(model.device)
         try:
-            with restored_random_state(self._model.device):
-                call = ProbedCall(module.fqn, module.forward, leaves, arguments)
-                fewer = few_tokens(of, self._model.rank_plan)
-                return probe.infer(call, of.num_samples, known_rules(known), fewer)
+            with random, isolated(model), probe.watcher, probe.watcher.paused():
+                number, rules = of.num_samples, known_rules(known)
+                return probe.examiner.infer(call, number, rules, fewer)[0]
         except Refusal as refusal:
             raise refusal.error from None
 
