@@ -161,7 +161,7 @@ def _edit(what: str, model: HetFSDP) -> tuple[Any, ...]:
 
 
 REFUSED = {
-    "a new parameter": "neither a parameter of the model",
+    "a new parameter": "of module 'side.base.adapter' was added after HetFSDP",
     "another unit": "unit 'layers.1' was taken out of the model",
     "another parameter": "layers.1.weight: a module holds another parameter",
     "a hook that mixes": "depends for one sample on the other samples",

@@ -88,7 +88,6 @@ class KnownCalls:
     def _key_of(self, call: ModelCall, *, is_training: bool, splits: bool) -> Hashable:
         """What calls have in common that the same findings are for."""
         if self._edits.are_new():
-            _check_places(self._prober)
             self._look_anew()
             self._choices = choosing_attributes(self._prober.module)
         values = [held.get(name) for held, name in self._choices]
@@ -106,6 +105,7 @@ class KnownCalls:
         self.look()
         # Before the model may change it.
         key = self._key_of(call, is_training=is_training, splits=splits)
+        _check_places(self._prober)
         _check_can_be_probed(call)
         rows = self._control.exchange([float(splits)])
         findings = self._prober.find(
@@ -230,7 +230,9 @@ class KnownCalls:
 
 
 def _check_places(prober: Prober) -> None:
-    """Raise ``RuntimeError`` unless the modules of all units are where they were."""
+    """Raise ``RuntimeError`` unless the modules of all units, and parameters, are those that
+    there were.
+    """
     module_by_fqn = dict(prober.module.named_modules(remove_duplicate=False))
     for each in (each for unit in prober.units for each in unit.modules):
         if module_by_fqn.get(each.fqn) is not each.module:
@@ -238,6 +240,16 @@ def _check_places(prober: Prober) -> None:
                 f"model(...): unit {each.fqn!r} was taken out of the model, or replaced, after "
                 "HetFSDP was built. Change the model before wrapping it."
             )
+    slots = [slot for unit in (*prober.units, prober.root) for slot in unit.slots]
+    owned = {(id(module), name) for slot in slots for module, name in slot.owners}
+    for fqn, module in prober.module.named_modules():
+        for name, param in module._parameters.items():
+            if param is not None and (id(module), name) not in owned:
+                raise RuntimeError(
+                    f"model(...): the parameter {name!r} of module {fqn!r} was added after "
+                    "HetFSDP was built, so that nothing trains it. Add parameters, layers and "
+                    "adapters (LoRA) before wrapping the model."
+                )
 
 
 def _check_can_be_probed(call: ModelCall) -> None:

@@ -99,7 +99,7 @@ class Prober:
         # Units that the model needs unsharded throughout.
         self.staying: frozenset[int] = frozenset()
         self._model = model
-        self.units = model.units
+        self.units, self.root = model.units, model.root
         self._control = model.control
         self._form = form
         self.probe: Probe | None = None  # while it runs
