@@ -178,14 +178,20 @@ def check_same_on_all_ranks(value: Any, *, what: str, channel: Channel) -> None:
     odd = [i for i, each in enumerate(values) if each != usual]
     if odd:
         ranks = [channel.rank_by_position[i] for i in odd]
-        shown = _first_difference(usual, values[odd[0]])
+        shown = _first_difference(json.loads(usual), json.loads(values[odd[0]]))
         raise ValueError(
             f"{what}: not the same on all ranks. Ranks {ranks} have {shown[1]} where the "
             f"others have {shown[0]}. Give every rank the same {what}."
         )
 
 
-def _first_difference(a: str, b: str, context: int = 60) -> tuple[str, str]:
+def _first_difference(a: Any, b: Any, context: int = 60) -> tuple[str, str]:
+    """Where two values of JSON differ: the innermost names there, and a part of the texts."""
+    name = ""
+    while isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+        key = next(key for key in a if a[key] != b[key])
+        name, a, b = f"{key}: ", a[key], b[key]
+    a, b = (each if isinstance(each, str) else json.dumps(each) for each in (a, b))
     start = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0)
     start = max(0, start - context // 2)
-    return a[start : start + context], b[start : start + context]
+    return name + a[start : start + context], name + b[start : start + context]

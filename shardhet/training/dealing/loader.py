@@ -93,7 +93,7 @@ class PlanSampler(PlanBatchSampler):
         }
         given = [name for name, is_given in orders.items() if is_given]
         with guard:
-            told = [self._facts, given, plan.digest]
+            told = {**self._facts, "orders": given, "plan": plan.digest}
             check_same_on_all_ranks(told, what="arguments of the loader", channel=channel)
             _check(plan, channel, self._facts["global_batch_size"], given)
         if is_read:
