@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 
 from shardhet.comm import devices
 from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME, Channel
@@ -111,6 +112,11 @@ class Rows:
     def refuse(self, what: str) -> NoReturn:
         """Raise ``RuntimeError`` here and on the other ranks at their next collective."""
         with self.group.peers.guard("a call on rows"):
+            if TracingContext.try_get() is not None:
+                raise RuntimeError(
+                    f"{self.fqn}: torch.compile cannot trace rows of parameters. Call what "
+                    "uses them, optimizer.step() as well, outside of what you compile."
+                )
             raise RuntimeError(
                 f"{what} of {self.fqn} or its gradient, of which this rank has only some rows. "
                 "Work element by element, also with tensors of the whole shape (p.mul_(mask)), "
