@@ -14,7 +14,7 @@ from shardhet.fsdp.sharding.unit import UnitState
 from shardhet.models.decoder import Decoder, DecoderConfig
 from tests.beside import Beside, is_exact
 from tests.parity import compare_grads
-from tests.worlds import on_ranks
+from tests.worlds import ends_all_ranks, on_ranks
 
 MODEL = DecoderConfig(
     vocab_size=16, width=8, num_layers=2, num_heads=2, num_kv_heads=1, hidden_width=8, seq_len=4
@@ -242,6 +242,18 @@ def test_rounds_are_dropped_on_demand_and_by_a_whole_step(rank: int) -> None:
     for _ in range(2):
         both.step(*batch)
         run_round(model, 0, *batch)  # the next forward_backward drops it
+
+
+@ends_all_ranks(2, "are those of the step before, and the next one has 1 rounds to go")
+def test_an_optimizer_does_not_step_in_the_middle_of_a_step(rank: int) -> None:
+    plan = plan_of(2, 2)
+    both, batch = small(plan), tokens(plan.global_batch_size)
+    optimizer = torch.optim.SGD(both.model.parameters(), lr=0.0)
+    for _ in range(2):
+        both.step(*batch)
+        optimizer.step()
+    run_round(both.model, 0, *batch)
+    optimizer.step()
 
 
 def test_a_round_that_was_dropped_has_no_backward_and_holds_nothing() -> None:

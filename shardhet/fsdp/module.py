@@ -1,5 +1,6 @@
 """HetFSDP: the module that users wrap around theirs."""
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -140,7 +141,7 @@ class HetFSDP(ModuleInRounds):
             )
         self.plan = replace(plan, units=planned_units([*built, root]))
         self._flats = [flat for unit in (*built, root) for flat in unit.flats]
-        self._rows = RowGroup(self._comm, members.control, self._peers)
+        self._rows = RowGroup(self._comm, members.control, self._peers, weakref.ref(self))
         _know_params(self, hooks, before)
         self.module, self._ragged = module, known_ragged(module, ragged)
         self._caches = CacheSwitch(module)

@@ -40,7 +40,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardhet.comm.peers import Peers
 from shardhet.fsdp.microbatch.modes import FunctionTensor
-from shardhet.fsdp.params.row_group import Rows
+from shardhet.fsdp.params.row_group import RowGroup, Rows
 from shardhet.fsdp.sharding.seeds import restored_random_state
 
 ELEMENT_WISE = frozenset(
@@ -96,6 +96,7 @@ _given_up = WeakIdKeyDictionary()  # parameters from before wrapping: their fqn 
 _memories: dict[int, StorageWeakRef] = {}  # of such that were trainable, by address
 # How many, and whether the step got a closure.
 _params_seen: "WeakKeyDictionary[optim.Optimizer, tuple[int, bool]]" = WeakKeyDictionary()
+_groups: "WeakKeyDictionary[optim.Optimizer, list[RowGroup]]" = WeakKeyDictionary()
 _on_whole: "WeakSet[optim.Optimizer]" = WeakSet()
 
 
@@ -179,10 +180,10 @@ def are_rows(tensor: Tensor) -> bool:
     return tensor in _rows_by_param
 
 
-def peers_of(optimizer: optim.Optimizer) -> list[Peers]:
+def groups_of(optimizer: optim.Optimizer) -> list[RowGroup]:
     """Those of the models whose rows it holds."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    return list(dict.fromkeys(rows.group.peers for rows in rows_among(params)))
+    return list({id(rows.group): rows.group for rows in rows_among(params)}.values())
 
 
 def is_in_memory_given_up(tensor: Tensor) -> bool:
@@ -195,10 +196,14 @@ def look_at(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raise on every rank if ``optimizer`` cannot train the HetFSDP whose rows it holds."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     has_closure = any(map(callable, (*args[1:], *kwargs.values())))
-    if _params_seen.get(optimizer) == (len(params), has_closure):
+    is_seen = _params_seen.get(optimizer) == (len(params), has_closure)
+    groups = _groups[optimizer] if is_seen else groups_of(optimizer)
+    for group in groups:
+        group.check_is_between_steps(params)
+    if is_seen:
         return
-    if known := peers_of(optimizer):
-        with known[0].guard("optimizer.step"):
+    if groups:
+        with groups[0].peers.guard("optimizer.step"):
             _check_rows(optimizer)
             _check(optimizer, has_closure=has_closure)
         if optimizer not in _params_seen:
@@ -206,7 +211,7 @@ def look_at(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
                 optim.Optimizer.__setstate__(optimizer, {})  # without `__init__` of torch
             optimizer.register_state_dict_post_hook(_mark_rows)
             optimizer.register_load_state_dict_post_hook(_check_loaded)
-    _params_seen[optimizer] = len(params), has_closure
+    _params_seen[optimizer], _groups[optimizer] = (len(params), has_closure), groups
 
 
 register_optimizer_step_pre_hook(look_at)
@@ -285,7 +290,7 @@ def _mark_rows(optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def _check_loaded(optimizer: optim.Optimizer) -> None:
-    with peers_of(optimizer)[0].guard("optimizer.load_state_dict"):
+    with groups_of(optimizer)[0].peers.guard("optimizer.load_state_dict"):
         _check_rows(optimizer)
 
 

@@ -4,7 +4,8 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor
@@ -25,11 +26,27 @@ class RowGroup:
     comm: CommContext
     control: Channel
     peers: Peers
+    model: ReferenceType[Any]  # the HetFSDP that they are of
 
     @property
     def is_alone(self) -> bool:
         """Whether a single rank stores all rows."""
         return self.control.group is None
+
+    def check_is_between_steps(self, params: Sequence[Tensor]) -> None:
+        """Raise ``RuntimeError`` on every rank if an optimizer would step ``params`` by the
+        gradients of the step before the one that is in progress.
+        """
+        model = self.model()
+        if model is None or model.is_between_steps:
+            return
+        if any(param.grad is not None for param in params):
+            with self.peers.guard("optimizer.step"):
+                raise RuntimeError(
+                    "optimizer.step: the gradients are those of the step before, and the next "
+                    f"one has {model.rounds_left} rounds to go. Step, and clear gradients, "
+                    "when model.is_between_steps."
+                )
 
     def norm(
         self, local_norms: Sequence[Tensor], order: float, *, num_grads: int, call: str
