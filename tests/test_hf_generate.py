@@ -1,6 +1,7 @@
 """A sharded model writes what the plain one writes."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -90,6 +91,21 @@ def write_on_one_rank(rank: int) -> bool:
         assert torch.equal(found_in_step[:, : expected.shape[1]], expected)
     model.train()
     return found is None
+
+
+@on_ranks(PLAN.world_size, timeout_s=FIRST_CASE_S)
+def test_the_models_own_method_writes_too(rank: int) -> None:
+    """Of the HetFSDP, of the model that callbacks of a Trainer get, and around either."""
+    from shardhet.hf import generate
+
+    plain = decoder()
+    model = HetFSDP(copy.deepcopy(plain), PLAN).eval()
+    length = {"max_new_tokens": 3 + rank, "do_sample": False}
+    expected = plain.generate(prompts(rank), **length)
+    for write in (model.generate, model.module.generate, partial(generate, model.module)):
+        assert torch.equal(write(prompts(rank), **length), expected)
+    with pytest.raises(TypeError, match="given a LlamaForCausalLM, which no HetFSDP is around"):
+        generate(plain, prompts(rank))
 
 
 def test_ranks_without_prompts_lend_their_rows() -> None:

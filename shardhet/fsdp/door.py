@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from types import MappingProxyType
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 from zlib import crc32
 
 import torch
@@ -52,10 +53,6 @@ REFUSED = {
         "from shardhet.hf import save_pretrained; save_pretrained(model, path)"
     ),
     "push_to_hub": "Save the model with shardhet.hf.save_pretrained first, and push the folder",
-    "generate": (
-        "It calls units outside of model(...). Instead call on every rank: "
-        "from shardhet.hf import generate; generate(model, **inputs)"
-    ),
 }
 # What torch.distributed.checkpoint.state_dict asks every module for, to read or write states.
 _ASKED_FOR_STATES = "_fqn_modifiers"
@@ -67,7 +64,24 @@ _OF_ROWS = (
 )
 # Of PEFT and transformers: they count elements of parameters.
 COUNTS_INSIDE = ("get_nb_trainable_parameters", "num_parameters")
+# They call the model as often as they like, with gradients disabled.
+UNIT_BY_UNIT = ("generate",)
 REFUSED_INSIDE = ("merge_adapter", "merge_and_unload", "save_pretrained", "push_to_hub")
+
+
+_rows_by_module: "WeakKeyDictionary[nn.Module, RowGroup]" = WeakKeyDictionary()
+
+
+def around(module: nn.Module, call: str) -> Any:
+    """The HetFSDP around a module that was given to ``call``, as Trainers give theirs to their
+    callbacks.  Raises ``TypeError`` if there is none.
+    """
+    if (rows := _rows_by_module.get(module)) is None:
+        raise TypeError(
+            f"{call}: it was given a {type(module).__name__}, which no HetFSDP is around. "
+            "Wrap the model first, or call the model's own method."
+        )
+    return rows.model()
 
 
 class WrongDoorError(RuntimeError):
@@ -133,6 +147,7 @@ def watch_inside(root: nn.Module, flats: Sequence[FlatTensor], rows: RowGroup) -
         with rows.peers.guard("the program around HetFSDP"):
             refuse(name, why)
 
+    _rows_by_module[root] = rows
     for fqn, module in root.named_modules():
         module.__dict__[_ASKED_FOR_STATES] = partial(refuse_on_all, _ASKED_FOR_STATES, _OF_ROWS)
         for name in REFUSED_INSIDE:
@@ -142,6 +157,9 @@ def watch_inside(root: nn.Module, flats: Sequence[FlatTensor], rows: RowGroup) -
             method = getattr(module, name, None)
             if callable(method):
                 module.__dict__[name] = partial(_counted, method, name, flats)
+        for name in UNIT_BY_UNIT:
+            if callable(method := getattr(module, name, None)):
+                module.__dict__[name] = partial(_unit_by_unit, method, rows)
         for name in ("state_dict", "load_state_dict"):
             method = getattr(module, name)
             module.__dict__[name] = partial(_with_whole, method, name, fqn, flats, rows)
@@ -152,6 +170,14 @@ def _counted(
 ) -> Any:
     """The result of ``count`` for whole parameters, whose values it does not need."""
     return with_stand_ins(name, lambda: count(*args, **kwargs), flats)
+
+
+def _unit_by_unit(method: Callable[..., Any], rows: RowGroup, *args: Any, **kwargs: Any) -> Any:
+    """The result of ``method``, which calls units outside of model(...).  Collective, unless it
+    is called by the model itself, or by another such method.
+    """
+    with rows.model().unit_by_unit(if_outside=True):  # type: ignore[union-attr]
+        return method(*args, **kwargs)
 
 
 def _with_whole(

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -269,7 +269,7 @@ class HetFSDP(ModuleInRounds):
         """Fqns of the units in module order; "" is the root, which has all other parameters."""
         return tuple(unit.fqn for unit in self.plan.units)
 
-    def unit_by_unit(self) -> AbstractContextManager[None]:
+    def unit_by_unit(self, *, if_outside: bool = False) -> AbstractContextManager[None]:
         """A context in which the wrapped module, or any part of it, can be called directly.
 
             with model.unit_by_unit():
@@ -278,8 +278,14 @@ class HetFSDP(ModuleInRounds):
         Every call of a unit gathers its parameters, runs the module's own forward on the
         unsplit inputs, and frees the parameters again.  Gradients are disabled.  Entering and
         leaving are collective; inside, ranks may call different units, or none.
+
+        ``if_outside``: do nothing within the context, and within the model's forward.
         """
-        return unit_by_unit(self._runtime, control=self._control, peers=self._peers)
+        runtime = self._runtime
+        is_inside = runtime.calls.outside_of_steps is not None or runtime.step.is_in_forward
+        if if_outside and is_inside:
+            return nullcontext()
+        return unit_by_unit(runtime, control=self._control, peers=self._peers)
 
     def add_observer(
         self, observer: Observer, *, counts_cpu: bool = False, times_device: bool = False

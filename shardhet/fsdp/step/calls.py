@@ -27,8 +27,8 @@ from shardhet.fsdp.step.rounds import Moment, Rounds, StepInProgress
 from shardhet.fsdp.step.turn_walk import TurnWalk
 
 CALL_THE_MODEL = (
-    "Call the HetFSDP model (trainer.het), not the module inside it; to generate, or to call "
-    "that module without gradients, enter model.unit_by_unit() on all ranks."
+    "Call the HetFSDP model (trainer.het), not the module inside it; to call that module "
+    "without gradients, enter unit_by_unit() of the HetFSDP model on all ranks."
 )
 # The index of a unit, one of its modules, args and kwargs of the call; returns its output.
 CallUnit = Callable[[int, UnitModule, tuple[Any, ...], dict[str, Any]], Any]

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Transpose, revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from shardhet.comm.progress import phase
 from shardhet.fsdp import HetFSDP
-from shardhet.fsdp.door import stand_ins
+from shardhet.fsdp.door import around, stand_ins
 from shardhet.fsdp.params.state import persistent_buffers
 from shardhet.hf.folders.adapters import adapter_fqns, adapter_state, is_adapted
 from shardhet.hf.folders.reading import INDEX
@@ -26,15 +26,18 @@ LEAST_FILE_BYTES = 2**25
 
 @phase("save_pretrained")
 def save_pretrained(
-    model: HetFSDP, save_directory: str | Path, *, least_file_bytes: int = LEAST_FILE_BYTES
+    model: nn.Module, save_directory: str | Path, *, least_file_bytes: int = LEAST_FILE_BYTES
 ) -> None:
     """Write the same folder as ``save_pretrained`` of the plain model.  Collective.
+
+    ``model`` is a HetFSDP, or what one is around, as callbacks of a HetTrainer get it.
 
     Rank zero writes, and holds one unit at a time, or several of together less than
     ``least_file_bytes``.  For a PeftModel, only the adapters are written.  The folder appears
     when it is complete; files of an earlier model in it are removed, other files stay.
     """
     folder = Path(save_directory)
+    model = model if isinstance(model, HetFSDP) else around(model, "save_pretrained")
     with model.guard("save_pretrained"):
         if is_adapted(model.module):
             _save_adapters(model, folder)
