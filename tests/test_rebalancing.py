@@ -29,8 +29,11 @@ from shardhet import (
 from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.run.model_to_measure import random_batch
+from shardhet.apps.run.prediction import Prediction
+from shardhet.apps.run.run_log import RunLog
 from shardhet.apps.run.task import make_module
 from shardhet.apps.run.worker import Run
+from shardhet.comm.progress import progress
 from shardhet.config.checks import ConfigError
 from shardhet.models.decoder import Block
 from shardhet.planner.problem.demands import Demands
@@ -242,6 +245,16 @@ def test_a_profile_that_is_off_for_all_alike_is_no_alarm() -> None:
 def test_noise_makes_no_kinds_of_devices() -> None:
     assert rounded(1.02) == rounded(0.98) == 1.0
     assert rounded(2.0) == pytest.approx(2.0, rel=0.025)
+
+
+def test_a_plan_is_compared_with_its_own_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "predicted_bytes", 0)
+    prediction = Prediction.in_setting(Plan.even(3, microbatch_size=4), setting_of(3))
+    log = RunLog(prediction, 0)
+    for step_time_s in (9.0, 1.0):
+        log.expect(prediction)
+        log.outcome.step_times_s += 8 * [step_time_s]
+    assert "took 1000 ms (median of 8)" in log.outcome.beside(prediction)
 
 
 def test_a_setting_at_other_speeds_predicts_by_them() -> None:

@@ -17,15 +17,15 @@ class RunLog:
         """``position`` is that of this rank's device in the plan."""
         self.prediction: Prediction | None = None  # of the plan that is followed
         self._position = position
+        self.outcome = Outcome()  # under it
         if prediction is not None:
             self.expect(prediction)
-        self.outcome = Outcome()
         self.pending: StepMetrics | None = None  # a step whose norm has not been read
         self.loggers: Sequence[MetricsLogger] = ()  # on rank zero
 
     def expect(self, prediction: Prediction) -> None:
         """From now on, a plan is followed of which this was predicted."""
-        self.prediction = prediction
+        self.prediction, self.outcome = prediction, Outcome()
         progress.predicted_bytes = prediction.memory[self._position].total_bytes
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:

@@ -156,6 +156,7 @@ class Run(Hook):
     def train(self) -> None:
         """Run all steps, reports of device use and evaluations."""
         console = RankConsole(quiet=not self.is_rank_zero)
+        done = self._model.step
         with self.in_training(console):
             while self._model.step < self._conf.num_steps and not self._hooks.is_over:
                 self.take_step()
@@ -170,7 +171,7 @@ class Run(Hook):
                 step=self._model.step, num_steps=self._conf.num_steps, asked_by=end.asked_by
             )
         if is_complete:
-            self._finish(console)
+            self._finish(console, is_idle=self._model.step == done)
             return
         text = (
             f"the run ends after step {self._model.step} of {self._conf.num_steps}, as it was "
@@ -181,18 +182,19 @@ class Run(Hook):
             text += f"\ngo on with: {self._folder.how_to_go_on}"
             say(console, text)
 
-    def _finish(self, console: Console) -> None:
-        """What comes after the last step of a run."""
+    def _finish(self, console: Console, *, is_idle: bool) -> None:
+        """What comes after the last step of a run, or instead of one if it ``is_idle``."""
         save_whole(self._model, self._conf, self._folder)
-        if not self._log.outcome.step_times_s:
+        prediction, outcome = self._log.prediction, self._log.outcome
+        if is_idle:
             text = (
                 f"nothing to do: {self._model.step} steps are taken, and num_steps is "
                 f"{self._conf.num_steps}. Increase num_steps to continue."
             )
             console.print(text, soft_wrap=True)
-        elif self._log.prediction is not None:
-            console.print(self._log.outcome.beside(self._log.prediction), soft_wrap=True)
-            console.print(self._log.outcome.table(self._model.plan, self._log.prediction))
+        elif prediction is not None and outcome.step_times_s:
+            console.print(outcome.beside(prediction), soft_wrap=True)
+            console.print(outcome.table(self._model.plan, prediction))
         console.print(f"written to {self._folder.path}", soft_wrap=True)
 
     @contextmanager
@@ -279,6 +281,7 @@ class Run(Hook):
         """Keep and predict the plan that the model follows after this step."""
         if self.is_rank_zero:
             plan.save(self._folder.new_plan_path(step))
+        self._record()  # a step of the plan before
         self._log.expect(Prediction.in_setting(rebalancer.in_setting(plan), rebalancer.setting))
 
     def _evaluate(self, step: int) -> None:
