@@ -16,11 +16,12 @@ from shardhet import HetFSDP, Plan, Stage, gather_features
 from shardhet.fsdp.stages.absent import Absent
 from shardhet.models.decoder import Decoder
 from shardhet.training.dealing.batches import Share
-from tests.beside import Beside
+from tests.beside import Beside, is_exact
 from tests.misdeeds import Trap
+from tests.parity import compare_grads
 from tests.selection import one_in
 from tests.small_models import small_decoder
-from tests.worlds import ends_all_ranks, on_ranks, run_ranks, run_ranks_expecting_failure
+from tests.worlds import on_ranks, run_ranks, run_ranks_expecting_failure
 
 WORDS, SEQ_LEN, WIDTH = 16, 4, 6
 CUTS = {
@@ -76,13 +77,16 @@ def test_the_first_batch_of_a_step_of_several_is_dropped(rank: int) -> None:
     assert (model.rounds_left, model.is_between_steps) == (4, True)
 
 
-@ends_all_ranks(2, "gradients are disabled")
-def test_a_step_of_several_batches_is_not_evaluated_in_between(rank: int) -> None:
+@on_ranks(2)
+def test_a_step_of_several_batches_may_be_evaluated_in_between(rank: int) -> None:
     both = _two_batches_a_step()
-    batch = both.part(*batch_of(4))
-    assert both.model.forward_backward(*batch) is None
-    with torch.no_grad():
-        both.model(*batch)
+    batches = [batch_of(4, seed) for seed in range(2)]
+    for batch in batches:
+        mean = both.model.forward_backward(*both.part(*batch))
+        with torch.no_grad():
+            both.model(*both.part(*batch))
+    is_exact(mean, both.step_of_one(*(torch.cat(each) for each in zip(*batches, strict=True))))
+    compare_grads(both.model, both.plain)
 
 
 @pytest.mark.sampled(1)

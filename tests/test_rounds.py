@@ -100,19 +100,41 @@ def test_a_call_first_met_in_a_later_round_is_probed_and_keeps_the_sums(
 def step_in_ways(
     both: Beside, x: Tensor, ways: Sequence[str], loss: Callable[..., Any]
 ) -> None:
-    """A step whose rounds call the model in other ways; each sample has as many tokens."""
+    """A step whose rounds call the model in other ways; each sample has as many tokens.
+
+    After the first step the model is called without gradients after each round.
+    """
     plan, model = both.plan, both.model
+    has_asides = bool(model.step)
     both.zero_grad()
     total = torch.zeros((), dtype=torch.float64)
     for i, way in enumerate(ways):
         mine = plan.round_samples(model.position, i)
         own = x[mine.start : mine.stop]
         mean = model.backward(loss(model, own, way), own.numel())
+        if has_asides:
+            look_aside(both, x[: 1 + rank_of(model, i)], way, loss)
         part = x[i * plan.round_size : (i + 1) * plan.round_size]
         total = total + loss(both.plain, part, way) / x.numel()
     total.backward()
     is_exact(mean, total.item())
     compare_grads(model, both.plain)
+
+
+def rank_of(model: HetFSDP, i: int) -> int:
+    """A number that differs between ranks, and 0 on each in turn."""
+    return (model.position + i) % model.plan.world_size
+
+
+def look_aside(both: Beside, x: Tensor, way: str, loss: Callable[..., Any]) -> None:
+    """Call the model without gradients, in the same way and unit by unit."""
+    model = both.model
+    with torch.no_grad():
+        expected = loss(both.plain, x, way)
+        torch.testing.assert_close(loss(model, x, way), expected, rtol=1e-12, atol=0)
+        with model.unit_by_unit():
+            found = model.module(x, way)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
 class Product(nn.Module):
@@ -225,7 +247,7 @@ def test_a_step_may_have_several_batches_of_the_plan(rank: int) -> None:
 
 
 @on_ranks(3)
-def test_rounds_are_dropped_on_demand_and_by_a_whole_step(rank: int) -> None:
+def test_rounds_are_dropped_on_demand(rank: int) -> None:
     plan = plan_of(3, 3, 2)
     both, batch = small(plan), tokens(plan.global_batch_size)
     model = both.model
@@ -239,9 +261,60 @@ def test_rounds_are_dropped_on_demand_and_by_a_whole_step(rank: int) -> None:
     assert model.is_between_steps
     with torch.no_grad():
         model(*tokens(1))
+    both.step(*batch)
+
+
+@ends_all_ranks(2, "round 2 of 2 of a step comes next")
+def test_a_whole_step_does_not_drop_rounds(rank: int) -> None:
+    plan = plan_of(2, 2)
+    model, batch = small(plan).model, tokens(plan.global_batch_size)
+    run_round(model, 0, *batch)
+    model.forward_backward(*batch)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("gathers", [0, 1, 2])
+@pytest.mark.parametrize("each", [True, False])
+@on_ranks(3)
+def test_parameters_may_be_read_and_written_between_rounds(
+    rank: int, gathers: int, each: bool
+) -> None:
+    plan = plan_of(3, 3, gathers, reduce_each_round=each)
+    both = small(plan)
+    inputs, targets = tokens(plan.global_batch_size)
     for _ in range(2):
-        both.step(*batch)
-        run_round(model, 0, *batch)  # the next forward_backward drops it
+        both.zero_grad()
+        for i in range(3):
+            run_round(both.model, i, inputs, targets)
+            part = slice(i * plan.round_size, (i + 1) * plan.round_size)
+            (both.plain(inputs[part], targets[part])[0] / targets.numel()).backward()
+            whole = both.model.module.state_dict()
+            for fqn, expected in both.plain.state_dict().items():
+                torch.testing.assert_close(whole[fqn], expected, rtol=0, atol=1e-12)
+            for model in (both.model, both.plain):
+                with torch.no_grad():
+                    dict(model.named_parameters())["hidden.weight"].mul_(0.8)
+        compare_grads(both.model, both.plain)
+
+
+@ends_all_ranks(2, "hidden.weight, or a parameter beside it, was written between rounds of")
+def test_what_is_gathered_is_not_written_between_rounds(rank: int) -> None:
+    plan = plan_of(2, 2, gathers=2)
+    model, batch = small(plan).model, tokens(plan.global_batch_size)
+    run_round(model, 0, *batch)
+    with torch.no_grad():
+        model.module.hidden.weight.mul_(0.8)
+    run_round(model, 1, *batch)
+
+
+@ends_all_ranks(2, "embedding.weight, or a parameter beside it, was written after model(...)")
+def test_parameters_are_not_written_between_forward_and_backward(rank: int) -> None:
+    model = small(plan_of(2, 1)).model
+    mine = model.plan.round_samples(model.position, 0)
+    loss = model(*(each[mine.start : mine.stop] for each in tokens(3)))
+    with torch.no_grad():
+        next(model.parameters()).mul_(0.8)
+    model.backward(*loss)
 
 
 @ends_all_ranks(2, "are those of the step before, and the next one has 1 rounds to go")
@@ -289,14 +362,15 @@ def test_a_step_is_not_left_in_its_middle() -> None:
     model = small(plan_of(1, 2)).model
     inputs, targets = tokens(2)
     model.backward(*model(inputs, targets))
-    with torch.no_grad(), pytest.raises(RuntimeError, match="gradients are disabled"):
+    for gradients in (True, False):
         model(inputs, targets)
-    with torch.no_grad():  # the step was dropped
-        model(inputs, targets)
-    model.backward(*model(inputs, targets))
-    model(inputs, targets)
-    with pytest.raises(RuntimeError, match=r"round 2 of 2 .* model.backward did not follow"):
-        model(inputs, targets)
+        with (
+            torch.set_grad_enabled(gradients),
+            pytest.raises(RuntimeError, match=r"round 2 of 2 .* model.backward did not follow"),
+        ):
+            model(inputs, targets)
+        model.backward(*model(inputs, targets))  # the step was dropped
+    model.drop_rounds()
     with pytest.raises(ValueError, match="got 5 samples but has 2 in each of 2 rounds"):
         model.forward_backward(*tokens(5))
 

@@ -194,8 +194,11 @@ def _with_whole(
     there = [
         flat
         for flat in flats
-        for slot, param in zip(flat.slots, flat.sharded_params, strict=True)
-        if slot.current is param and any(owner in inside for owner, _ in slot.owners)
+        for slot, *held in zip(
+            flat.slots, flat.sharded_params, flat.unsharded_params, strict=True
+        )
+        if any(slot.current is each for each in held)
+        and any(owner in inside for owner, _ in slot.owners)
     ]
     if not there:  # the method of a module around it has gathered them
         return method(*args, **kwargs)

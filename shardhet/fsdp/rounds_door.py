@@ -79,10 +79,9 @@ class ModuleInRounds(ModuleWithState):
 
         Under stages every rank passes all arguments of its samples, and all ranks get the mean.
         """
-        if self._runtime.rounds.moment.round % self.plan.num_rounds:
-            self.drop_rounds()
         mean = None
         with self._peers.guard("forward_backward"):
+            self._runtime.rounds.check_begins_batch(self.plan.num_rounds)
             self._check_can_run()
             call = self._call_of_batch(args, kwargs, loss_inputs)
             parts = self._parts(call, self.plan.num_rounds, caller="forward_backward")
@@ -161,14 +160,13 @@ class ModuleInRounds(ModuleWithState):
                     "Call model.forward_backward; to evaluate, call this in torch.no_grad()."
                 )
             self._check_can_run()
-            if (rounds := self._runtime.rounds).have_begun:
-                rounds.check_goes_on(has_gradients=False, awaits_backward=False)
             call = self._call_of_batch(args, kwargs, loss_inputs)
             own = self.plan.ranks[self.position].rank_batch_size or 1
             number = max(self.plan.num_rounds, -(-call.num_samples // own))
             parts = self._parts(call, number, caller="model(...)")
             calls = [self._call_of_round(part, call) for part in parts]
-        return pipeline.evaluate(call, calls, is_training=self.module.training)
+        with self._runtime.aside():
+            return pipeline.evaluate(call, calls, is_training=self.module.training)
 
     def _call_of_batch(self, args: Any, kwargs: Any, loss_inputs: Any) -> ModelCall:
         """A call with this rank's samples of all rounds of a batch."""

@@ -235,6 +235,11 @@ class FlatTensor:
         """The current storage of unsharded parameters, as ``storage_of`` has it."""
         return storage_of(self._unsharded)
 
+    @property
+    def versions(self) -> tuple[int, int]:
+        """How often the program has written the rows, and the whole parameters."""
+        return self.flat_shard._version, self.unsharded_params[0]._version
+
     def unshard(self) -> None:
         """Start the gather, unless who computes holds it; others only send."""
         comm, residence, on_host = self.comm, self.residence, self.on_host

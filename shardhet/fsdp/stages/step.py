@@ -99,7 +99,8 @@ class Pipeline:
             calls = self._agree("forward_backward", calls, divisors)
             if not self._rounds:
                 raise ValueError(f"forward_backward: no rank has samples. {DEAL}")
-            self._begin_step()
+            runtime.begin_step()
+            self._unshard_root()
             runtime.norms.begin()
             self._kinds.know(self._rounds, is_training=is_training)
             kinds = map(self._kinds.of, self._rounds)
@@ -171,7 +172,7 @@ class Pipeline:
             calls = self._agree("model(...)", calls)
             if not self._rounds:
                 return None
-            self._begin_step()
+            self._unshard_root()
             checksums = _checksums(calls, self._comm.device)
             self._exchange.begin(self._rounds, {Phase.FORWARD: 1, Phase.BACKWARD: 0})
             sizes = [sum(each) for each in zip(*(r.sizes for r in self._rounds), strict=True)]
@@ -188,7 +189,6 @@ class Pipeline:
                     self._hand_on(each, output)
             self._exchange.flush()
             runtime.end_rounds()
-            runtime.rounds.forget()  # which are no rounds of a step
             self._share([], checksums, "model(...)")
         if self._is_last:
             return output
@@ -247,10 +247,9 @@ class Pipeline:
         self._rounds = rounds_of(self._plan, rounds, calls, self._told, caller=caller)
         return calls
 
-    def _begin_step(self) -> None:
-        """Unshard the root on all ranks, before any stage waits for another.  Collective."""
+    def _unshard_root(self) -> None:
+        """On all ranks, before any stage waits for another.  Collective."""
         runtime = self._runtime
-        runtime.begin_step()
         runtime.enter_forward()
         runtime.unshard_root(self._comm.computing, runtime.computing_here)
 

@@ -55,14 +55,18 @@ class RoundByRound:
         Returns None if no rank has samples, unless earlier rounds of the step had some.
         """
         runtime = self._runtime
-        rounds, known, walk = runtime.rounds, runtime.known, runtime.walk
-        if rounds.have_begun:
-            rounds.check_goes_on(
-                has_gradients=torch.is_grad_enabled(),
-                awaits_backward=runtime.step.awaits_backward,
-            )
-        else:
+        awaits_backward = runtime.step.awaits_backward
+        runtime.rounds.check_goes_on("model(...)", awaits_backward=awaits_backward)
+        if not torch.is_grad_enabled():
+            with runtime.aside():
+                return self._forward(call, is_training=is_training)
+        if not runtime.rounds.have_begun:
             runtime.begin_step()
+        return self._forward(call, is_training=is_training)
+
+    def _forward(self, call: ModelCall, *, is_training: bool) -> Any:
+        runtime = self._runtime
+        rounds, known, walk = runtime.rounds, runtime.known, runtime.walk
         runtime.enter_forward()
         is_ragged = False
         if call.is_ragged:
@@ -76,6 +80,7 @@ class RoundByRound:
                 call,
                 index=known.index_of(call, is_training=is_training, splits=splits),
                 of_frozen=runtime.of_frozen,
+                is_written=rounds.have_begun and runtime.check_written(),
                 checksum=0.0 if tokens is None else tokens.cutter.checksum,
             )
         first = each.first_sample - each.moment.num_samples_before
@@ -86,6 +91,8 @@ class RoundByRound:
                 runtime.step.is_in_forward = False
                 return None
             each.index = known.latest  # its turns are taken all the same
+        if each.gathers_anew and rounds.have_begun:
+            runtime.gather_anew()
         receivers = runtime.root_comm.receivers_for(each.computing)
         if rounds.receivers is not None and runtime.step.has_gradients:
             receivers = rounds.receivers
@@ -106,6 +113,7 @@ class RoundByRound:
         runtime.step.awaits_backward = torch.is_grad_enabled()
         if runtime.step.awaits_backward:
             walk.go_on()  # while the loss is computed and shared
+            runtime.note_versions()
         else:
             runtime.end_rounds()
             runtime.is_at_rest = True
@@ -119,6 +127,8 @@ class RoundByRound:
         with self._peers.guard("model.backward"):
             if not self._runtime.step.awaits_backward:
                 raise RuntimeError(_NO_FORWARD if self._had_samples else _NO_SAMPLES)
+            if written := self._runtime.written():
+                raise RuntimeError(_WRITTEN.format(written[0].slots[0].fqn))
             check_is_number(loss_sum)
             if mean.is_float16:
                 check_scaled(loss_sum, [*self._returned.leaves.values()])
@@ -250,6 +260,11 @@ _NO_FORWARD = (
     "model.backward: there was no model(...) with gradients enabled since the last one, or it "
     "was called again without them. Call the model, then this once, with the sum of all losses "
     "of what it has returned."
+)
+_WRITTEN = (
+    "model.backward: {}, or a parameter beside it, was written after model(...), and backward "
+    "computes with it. Write parameters, and step optimizers, before model(...) or after "
+    "model.backward."
 )
 _NO_SAMPLES = (
     "model.backward: no rank has given the model samples. Pass the batch as tensors with one "

@@ -43,6 +43,7 @@ class Round:
     member: int  # of those that compute these samples together
     index: int = UNKNOWN  # of the findings for its call
     divisor: float | None = None  # of its loss, if that is known
+    gathers_anew: bool = False  # what earlier rounds of the step have left unsharded
 
     @property
     def num_samples(self) -> int:
@@ -63,6 +64,7 @@ class StepInProgress:
     is_in_forward: bool = False  # of the model
     has_gradients: bool = False  # at the call of forward; the model may disable them inside
     awaits_backward: bool = False
+    versions: list[tuple[int, int]] = field(default_factory=list)  # after the last forward
     is_in_autograd: bool = False
     num_visits: Counter[str] = field(default_factory=Counter)  # of this forward, by unit
 
@@ -121,24 +123,26 @@ class Rounds:
         *,
         index: int,
         of_frozen: Sequence[Residence],
+        is_written: bool = False,
         checksum: float = 0.0,
     ) -> Round:
         """The round of this ``call`` on all ranks, and of the findings to use.  Collective.
 
         ``index`` is that of this rank's findings; the round's is UNKNOWN unless all computing
         ranks have the same.  What was written of frozen parameters does not stay unsharded any
-        longer.  ``checksum`` is of samples that others compute, too.  Raises ``ValueError`` on
-        all ranks if they call the model in different ways, or with more samples than the plan
-        gives them.
+        longer; ``is_written``: rows were, since the round before.  ``checksum`` is of samples
+        that others compute, too.  Raises ``ValueError`` on all ranks if they call the model in
+        different ways, or with more samples than the plan gives them.
         """
         with_gradients, moment = torch.is_grad_enabled(), self.moment
         finished = moment.step * self.number + moment.round
         has_changed = any(each.has_changed() for each in of_frozen)
-        mine = 4 * index + 2 * has_changed + with_gradients
+        mine = 4 * index + 2 * (has_changed or is_written) + with_gradients
         rows = control.enter("model(...)", [call.num_samples, mine, finished, checksum])
         if len({(row[1] % 2, row[2]) for row in rows}) > 1:
             self._refuse_unlike(rows)
-        if any(row[1] % 4 > 1 for row in rows):
+        gathers_anew = any(row[1] % 4 > 1 for row in rows)
+        if gathers_anew:
             forget_changed(of_frozen, control)
         sizes = [int(row[0]) for row in rows]
         if with_gradients and sizes != self._planned:
@@ -148,6 +152,7 @@ class Rounds:
             if len({(rows[i][0], rows[i][3]) for i in group}) > 1:
                 raise ValueError(_UNLIKE_MEMBERS.format(list(group)))
         found = self.of(call, sizes, moment)
+        found.gathers_anew = gathers_anew
         known = {int(row[1]) // 4 for row in rows if row[0]}
         found.index = known.pop() if len(known) == 1 else UNKNOWN
         return found
@@ -199,20 +204,25 @@ class Rounds:
         """Let the next forward begin the step anew, and drop what its rounds have summed up."""
         self.moment = Moment(self.step)
 
-    def check_goes_on(self, *, has_gradients: bool, awaits_backward: bool) -> None:
-        """Raise unless a forward with gradients may begin the next round of the step."""
-        if has_gradients and not awaits_backward:
-            return
-        raise RuntimeError(
-            f"model(...): round {self.moment.round + 1} of {self.number} of a step "
-            + (
-                "was computed, but model.backward did not follow. "
-                if awaits_backward
-                else "comes next, but gradients are disabled. "
+    def check_begins_batch(self, number: int) -> None:
+        """Raise in the middle of the ``number`` rounds of a batch."""
+        if self.moment.round % number:
+            raise RuntimeError(
+                f"forward_backward: round {self.moment.round + 1} of {self.number} of a step "
+                "comes next, and it computes all rounds of a batch. Call model(...) and "
+                "model.backward for the rounds that are left, or drop_rounds() to begin the "
+                "step anew."
             )
-            + "Call model(...) and model.backward once for each round, or drop_rounds() to "
-            "begin the step anew; its gradients are dropped now."
-        )
+
+    def check_goes_on(self, call: str, *, awaits_backward: bool) -> None:
+        """Raise if rounds have begun and a backward has to follow before ``call``."""
+        if self.have_begun and awaits_backward:
+            raise RuntimeError(
+                f"{call}: round {self.moment.round + 1} of {self.number} of a step was "
+                "computed, but model.backward did not follow. Call model(...) and "
+                "model.backward once for each round, or drop_rounds() to begin the step anew; "
+                "its gradients are dropped now."
+            )
 
 
 def beside_others(call: ModelCall, control: Channel) -> tuple[ModelCall, bool]:

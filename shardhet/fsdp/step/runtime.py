@@ -3,8 +3,8 @@
 ``RoundByRound`` and ``Pipeline`` say which comes when.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import ref
 
@@ -26,6 +26,7 @@ from shardhet.fsdp.probing.module_state import take_over
 from shardhet.fsdp.probing.probe import ProbedModel
 from shardhet.fsdp.probing.prober import Findings, Prober
 from shardhet.fsdp.sharding.comm import CommContext
+from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.seeds import RandomStates
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.stages.calls import StageCalls
@@ -67,8 +68,9 @@ class Runtime:
         self.units = tuple(units)
         self.root = root  # parameters that no unit owns; unsharded for the whole step
         self.all_units = (*self.units, root)
-        flats = [flat for unit in self.all_units for flat in unit.flats]
-        self.of_frozen = [flat.residence for flat in flats if flat.residence is not None]
+        self.flats = [flat for unit in self.all_units for flat in unit.flats]
+        of_all = (flat.residence for flat in self.flats)
+        self.of_frozen = [each for each in of_all if each is not None]
         marks_time = None if devices.is_on_host(comm.device) else comm.mark_device_time
         self.observers = observers or Observers(marks_time)
         self.rounds = Rounds(plan, control.position)
@@ -162,6 +164,49 @@ class Runtime:
         if not self.is_at_rest:
             self.abandon()
         self.is_at_rest = False
+        self._begin_to_gather()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """A context for calls without gradients, beside the steps: one that is between two of
+        its rounds goes on after it.
+        """
+        is_between = not self.rounds.have_begun
+        if is_between and not self.is_at_rest:
+            self.abandon()
+        self.is_at_rest = False
+        moment, had_gradients = self.rounds.moment, self.step.has_gradients
+        self.rounds.forget()
+        with self.walk.aside():
+            self._begin_to_gather()
+            yield
+        self.rounds.moment, self.step.has_gradients = moment, had_gradients
+        self.is_at_rest = self.is_at_rest and is_between
+
+    def gather_anew(self) -> None:
+        """Let the round that comes next read rows that were written between rounds."""
+        self.walk.gather_anew()
+        for comm in self.comms:
+            comm.mark_rows_changed()
+
+    def note_versions(self) -> None:
+        """Let ``written`` say what the program writes from now on."""
+        self.step.versions = [flat.versions for flat in self.flats]
+
+    def written(self) -> list[FlatTensor]:
+        """Those that the program has written since the last forward with gradients."""
+        pairs = zip(self.flats, self.step.versions, strict=True)
+        return [flat for flat, before in pairs if flat.versions != before]
+
+    def check_written(self) -> bool:
+        """Whether rows were written between rounds; raises for what would be lost."""
+        pairs = zip(self.flats, self.step.versions, strict=True)
+        for flat, (_, gathered) in pairs:
+            if flat.versions[1] != gathered and self.control.group is not None:
+                raise RuntimeError(_WRITTEN_WHOLE.format(flat.slots[0].fqn))
+        return bool(self.written())
+
+    def _begin_to_gather(self) -> None:
         self.step.has_gradients = torch.is_grad_enabled()
         for comm in self.comms:
             comm.mark_rows_changed()
@@ -284,6 +329,13 @@ class Runtime:
         if self._inputs is not None:
             self._inputs.drop()
         self.step.round, self.step.awaits_backward = None, False
+
+
+_WRITTEN_WHOLE = (
+    "model(...): {}, or a parameter beside it, was written between rounds of a step, while it "
+    "was gathered for them, so that its rows would not change. Write what model.parameters() "
+    "gives, or between steps."
+)
 
 
 def _count_everywhere(

@@ -11,7 +11,8 @@ of a unit that autograd skipped because none of the unit's outputs were used, an
 units for ragged arguments of which it has no rows.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from shardhet.comm.progress import progress
@@ -278,6 +279,21 @@ class TurnWalk:
         del self.staying[1:]
         self._launched.clear()
         self._comm.wait_all_sent()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """A context for other turns than those of the step, which goes on after it."""
+        self.gather_anew()
+        schedule, cursor, staying = self.schedule, self._cursor, [*self.staying]
+        yield
+        self.schedule, self._cursor, self.staying[:] = schedule, cursor, staying
+        self._base = None
+
+    def gather_anew(self) -> None:
+        """Let the round that comes next gather what earlier ones have left unsharded."""
+        self.finish()
+        self._reshard((*self._units, self._root))
+        self._base = None
 
     def _reshard(self, units: Sequence[FSDPUnit]) -> None:
         for unit in units:

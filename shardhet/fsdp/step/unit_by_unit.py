@@ -34,13 +34,9 @@ def unit_by_unit(runtime: Runtime, *, control: Channel, peers: Peers) -> Iterato
     """A context in which units are gathered as they are called.  Collective."""
     if runtime.calls.outside_of_steps is not None:
         raise RuntimeError("unit_by_unit: entered twice. Leave one context before the next.")
-    if runtime.rounds.have_begun:
-        raise RuntimeError(
-            "unit_by_unit: entered between two rounds of a step. Enter it between steps, or "
-            "call model.drop_rounds() first."
-        )
-    with peers.guard("unit_by_unit"), torch.no_grad():
-        runtime.abandon()
+    awaits_backward = runtime.step.awaits_backward
+    runtime.rounds.check_goes_on("unit_by_unit", awaits_backward=awaits_backward)
+    with peers.guard("unit_by_unit"), torch.no_grad(), runtime.aside():
         rounds = UnitByUnit(runtime, control)
         rounds.open()
         runtime.calls.outside_of_steps = rounds.visit
@@ -100,8 +96,6 @@ class UnitByUnit:
             forget_changed(of_frozen, self._control)
         if len(self._comms) > 1 and self._comms[0].resident_units:
             share_holders(of_frozen, self._control)
-        for comm in self._comms:
-            comm.mark_rows_changed()
         for unit in self._staying():
             self._gather(unit, everyone)
 
