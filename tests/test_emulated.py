@@ -855,6 +855,43 @@ def test_what_surrounds_a_step_is_in_order_too(
         torch.testing.assert_close(there, here)
 
 
+@on_ranks(2)
+def test_the_middle_of_a_step_is_in_order_too(rank: int) -> None:
+    """Evaluation, calls one by one, written parameters and whole state dicts between rounds."""
+    plan = Plan.by_hand(
+        microbatch_sizes=[2, 1],
+        num_rounds=2,
+        reshard_after_forward=False,
+        reshard_after_backward=False,
+        reduce_each_round=False,
+    )
+    accelerator = Accelerator()
+    found: list[list[Any]] = []
+    for device in (accelerator.device, torch.device("cpu")):
+        torch.manual_seed(5)
+        module = _WithBuffers()
+        generator = torch.Generator().manual_seed(7)
+        batch = torch.randint(0, 7, (6, 3), generator=generator)
+        with accelerator.installed() if device.index is not None else nullcontext():
+            model = HetFSDP(module, plan, device=device)
+            seen: list[Any] = []
+            for i in (0, 1, 0, 1):
+                mine = plan.round_samples(model.position, i)
+                tokens = batch[mine.start : mine.stop].to(device)
+                seen.append(model.backward(*model(tokens)))
+                with torch.no_grad():
+                    seen.append(model(tokens)[0])
+                    with model.unit_by_unit():
+                        seen.append(model.module(tokens)[0])
+                    for param in model.parameters():
+                        param.mul_(0.9)
+                seen += [each.clone() for each in model.module.state_dict().values()]
+            seen += [param.grad.clone() for param in model.parameters()]
+        found.append([e.as_subclass(Tensor) if isinstance(e, Tensor) else e for e in seen])
+    for there, here in zip(*found, strict=True):
+        torch.testing.assert_close(there, here)
+
+
 def _fill(module: nn.Module) -> None:
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         tensor.data.uniform_(-1, 1)
