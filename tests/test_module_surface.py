@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import shardhet.fsdp.params.state
 import shardhet.fsdp.state_door
+import shardhet.fsdp.step.unit_by_unit
 from shardhet import HetFSDP, Plan
 from shardhet.comm.channel import Channel
 from tests.checkpoint_cases import Odd
@@ -159,7 +160,12 @@ def test_states_that_cannot_be_loaded_are_refused(rank: int, fault: str, says: s
 
 
 def alone_on_rank_zero(rank: int, call: str, over_gloo: bool) -> None:
-    for module in (shardhet.fsdp.state_door, shardhet.fsdp.params.state):
+    doors = (
+        shardhet.fsdp.state_door,
+        shardhet.fsdp.params.state,
+        shardhet.fsdp.step.unit_by_unit,
+    )
+    for module in doors:
         module.SECONDS_FOR_ALL_TO_COME = 1.0  # type: ignore[attr-defined]
     pair = Pair(UNEVEN)
     if over_gloo:
@@ -168,6 +174,9 @@ def alone_on_rank_zero(rank: int, call: str, over_gloo: bool) -> None:
     if rank == 0:
         if call == "state_dict":
             pair.model.state_dict()
+        elif call == "unit_by_unit":
+            with pair.model.unit_by_unit():
+                pass
         else:
             pair.model.load_state_dict(pair.plain.state_dict())
     dist.barrier()
@@ -179,8 +188,8 @@ def _without_transport(channel: Channel) -> Channel:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("over_gloo", [False, True])
-@pytest.mark.parametrize("call", ["state_dict", "load_state_dict"])
-def test_state_dicts_on_rank_zero_alone_end_all_ranks(call: str, over_gloo: bool) -> None:
+@pytest.mark.parametrize("call", ["state_dict", "load_state_dict", "unit_by_unit"])
+def test_calls_on_rank_zero_alone_end_all_ranks(call: str, over_gloo: bool) -> None:
     outcomes = run_ranks_expecting_failure(alone_on_rank_zero, 2, call, over_gloo)
     says(outcomes[:1], f"{call}: not all ranks have called it", "outside of `if rank == 0`")
     assert outcomes[1].is_within(WITHIN_S)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from shardhet.comm.channel import Channel
+from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME, Channel
 from shardhet.comm.peers import Peers
 from shardhet.fsdp.microbatch.modes import OperationMode, tensors_among
 from shardhet.fsdp.sharding.comm import CommContext
@@ -91,7 +91,11 @@ class UnitByUnit:
         everyone = tuple(range(self._control.world_size))
         of_frozen = self._runtime.of_frozen
         has_changed = any(each.has_changed() for each in of_frozen)
-        rows = self._control.enter("unit_by_unit", [WANTS_NOTHING, 1 + has_changed])
+        rows = self._control.enter(
+            "unit_by_unit",
+            [WANTS_NOTHING, 1 + has_changed],
+            within_s=SECONDS_FOR_ALL_TO_COME,
+        )
         if any(row[1] > 1 for row in rows):
             forget_changed(of_frozen, self._control)
         if len(self._comms) > 1 and self._comms[0].resident_units:
