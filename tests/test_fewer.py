@@ -27,7 +27,6 @@ from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.part import MeasuredGroups, part_of
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
-from shardhet.records.plan import Plan
 from shardhet.records.profiles import (
     CollectivePoint,
     GroupCollectives,
@@ -208,36 +207,6 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.campaign  # five seconds of searches
-def test_a_slow_bus_is_told_and_planned_without(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    job = ("cluster=rtx4090_2x3090", "model=gpt_125m", "global_batch_size=8")
-    text = said(capsys, *job)
-    assert "Unused devices: 1-2. They compute and store nothing" in text
-    out = (f"out={tmp_path}/plan.json", f"setting_out={tmp_path}/one")
-    text = said(capsys, *job, "leave_out=auto", *out)
-    assert "This plan leaves them out." in text
-    assert "on desktop: CUDA_VISIBLE_DEVICES=0 torchrun --nproc-per-node=1" in text
-    assert Plan.load(tmp_path / "plan.json").world_size == 1
-    assert Setting.load(tmp_path / "one").cluster.world_size == 1
-    again = said(capsys, f"measured={tmp_path}/one", "global_batch_size=8")
-    assert "1 device of 1 kind" in again
-
-
-@pytest.mark.campaign  # single devices stay
-def test_whole_hosts_are_left_out_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(
-        capsys,
-        "cluster=two_regions_128",
-        "global_batch_size=1024",
-        "what_if_s=0",
-        "leave_out=auto",
-    )
-    assert "To launch without them: start ranks on hosts" in text
-    assert "describes them)" in text
-
-
 def test_measured_profiles_are_asked_as_well(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -350,18 +319,6 @@ nodes:
      link: {latency_s: 2.0e-5, bandwidth_bytes_per_s: 12.0e+9, source: made up}}
 between_nodes: {latency_s: 5.0e-5, bandwidth_bytes_per_s: 3.125e+9, source: made up}
 """
-
-
-def test_what_all_devices_reach_in_float16_is_said_beside_those_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "cards.yaml").write_text(DESCRIBED)
-    plan_main([f"cluster={tmp_path / 'cards.yaml'}", "model=llama_1b", "global_batch_size=128"])
-    text = capsys.readouterr().out
-    assert "leave_out=auto: without the 16 Tesla T4 (devices 8-23)" in text
-    assert re.search(r"leave_out=auto +. +24\.", text)
-    assert re.search(r"precision=FP16 +. +31\.", text)
-    assert "precision=FP16: it trains with a scaled loss." in text
 
 
 def test_of_many_devices_the_best_kinds_of_the_best_region_are_kept(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from shardhet.apps.plan import main
 from shardhet.planner import Demands, PlanError, solve
 from shardhet.planner.candidates import candidates
 from shardhet.planner.candidates.candidates import TableBuilder
@@ -97,24 +96,6 @@ def test_a_batch_that_is_too_large_is_refused_before_anything_is_listed(
     monkeypatch.setattr(TableBuilder, "table", listed)
     with pytest.raises(PlanError, match="plans are searched up to 131,072 on one device"):
         solve(roomy(2), global_batch_size=10**7, demands=Demands(max_rounds=1))
-
-
-@pytest.mark.campaign  # ten seconds of searches
-def test_a_batch_that_is_merely_huge_is_told_the_largest_that_fits(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit):
-        main(
-            [
-                "cluster=rtx4090_2x3090",
-                "model=llama_1b",
-                "global_batch_size=1000000",
-                "max_rounds=1",
-            ]
-        )
-    text = capsys.readouterr().err
-    assert "a global batch of 1,000,000 does not fit beside the state. Lower" in text
-    assert "no single sample" not in text
 
 
 def test_microbatches_are_as_large_as_memory_allows() -> None:

@@ -5,7 +5,6 @@ from collections import defaultdict
 import pytest
 
 from experiments.sentences.run import judged
-from shardhet.apps.plan import main
 from shardhet.planner import Demands, DeviceLimits, PlanError, PlanSolution, solve
 from shardhet.planner.forms import rounds_of
 from shardhet.planner.idle import active_positions
@@ -98,19 +97,6 @@ def test_no_plan_refutes_what_is_said_of_the_chosen_one(seed: int) -> None:
 def test_all_numbers_of_rounds_that_divide_the_batch_are_looked_at() -> None:
     numbers = {each.number for each in rounds_of(720)}
     assert {number for number in range(1, 721) if 720 % number == 0} <= numbers
-
-
-def test_three_cards_are_filled_to_one_level(capsys: pytest.CaptureFixture[str]) -> None:
-    """In one round the fastest, for 0.2 % of its step, leaves nothing of a budget."""
-    keys = ["cluster=rtx4090_2x3090", "model=llama_1b", "what_if_s=0", "explain=true"]
-    keys = [*keys, "max_rounds=1"]
-    main(keys)
-    shown = capsys.readouterr()
-    assert "1-2 NVIDIA GeForce RTX 3090" in shown.out
-    assert shown.out.count("20.5 of 21.6 (24 on the card)") == 2
-    assert "The fastest plan takes 0.17% less." in shown.out
-    main([*keys, "tolerance=0"])
-    assert "21.6 of 21.6 (24 on the card)" in capsys.readouterr().out
 
 
 def test_an_exact_share_and_a_device_that_stores_nothing_are_kept() -> None:

@@ -37,7 +37,7 @@ from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.hosts import part_of_hosts
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Link, Node, built_in_kinds
-from shardhet.records.plan import Plan, RankPlan
+from shardhet.records.plan import Plan
 from shardhet.records.schedule import LaunchKind
 from shardhet.records.workload import Workload
 from shardhet.simulator.pipeline import (
@@ -175,16 +175,6 @@ def test_what_has_no_gradient_is_priced_one_way() -> None:
     assert hop_of(link, setting.workload, first, 3).back_s == 0  # tokens
 
 
-def test_more_in_flight_hide_a_slow_link() -> None:
-    stages, hops_s = [StageTimes(1.0, 2.0)] * 2, [2.0]
-
-    def step_s(first: int) -> float:
-        return pipeline_s(stages, hops_s, in_flight=[first, 1], num_rounds=16)
-
-    assert step_s(2) > step_s(3) > step_s(4) - 1e-9
-    assert step_s(4) == pytest.approx(16 * 3 + 3 + 4)
-
-
 def test_a_pipeline_that_does_not_end_is_refused() -> None:
     with pytest.raises(ValueError, match="grow along it"):
         pipeline_s([StageTimes(1.0, 1.0)] * 2, [0.0], in_flight=[1, 2], num_rounds=4)
@@ -202,36 +192,6 @@ def test_messages_take_all_of_the_slowest_link_and_nodes_have_cables_of_their_ow
 
 
 # Memory
-
-
-def test_activations_of_all_rounds_in_flight_are_held() -> None:
-    setting = derived(cluster_of(("Tesla T4",) * 2))
-    rank = RankPlan(microbatch_sizes=(2,), state_share=0.5, device=setting.cluster.devices[0])
-    one, three = (CostModel(setting, in_flight=n).memory(rank, 10**6) for n in (1, 3))
-    model = CostModel(setting)
-    inputs_and_graphs = 2 * model.kept_bytes_per_sample(rank).sum()
-    assert three.total_bytes - one.total_bytes == 2 * inputs_and_graphs
-
-
-def test_inputs_on_hosts_are_those_of_all_rounds_in_flight() -> None:
-    setting = derived(cluster_of(("Tesla T4",) * 2))
-    rank = RankPlan(
-        microbatch_sizes=(2,),
-        state_share=0.5,
-        recomputed_units=("*",),
-        inputs_on_host=("*",),
-        device=setting.cluster.devices[0],
-    )
-    for receives in (False, True):
-        one, three, four = (
-            CostModel(setting, in_flight=n, receives=receives).memory(rank, 10**6)
-            for n in (1, 3, 4)
-        )
-        assert one.host_bytes > 0
-        assert three.host_bytes == 3 * one.host_bytes
-        first = setting.workload.kind_of(setting.workload.units[0]).input_bytes
-        # What arrives leaves, too: the device holds no more with more rounds in flight.
-        assert four.total_bytes - three.total_bytes == (0 if receives else 2 * first)
 
 
 def test_stages_share_the_memory_of_a_host() -> None:
@@ -577,42 +537,6 @@ def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
     assert least_s <= best_s * (1 + 1e-9)
 
 
-@pytest.mark.campaign  # ten seconds of searches
-def test_all_stages_compute_in_one_precision(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without its V100 the cluster would have bfloat16: four times as fast, and no bound."""
-    path = tmp_path / "cluster.yaml"
-    path.write_text(
-        """
-version: 1
-nodes:
-- {host: a, link: {latency_s: 2.0e-05, bandwidth_bytes_per_s: 12.0e+9},
-   devices: [{kind: NVIDIA A100-SXM4-40GB}, {kind: NVIDIA GeForce RTX 3090}]}
-- {host: b, link: {latency_s: 2.0e-05, bandwidth_bytes_per_s: 12.0e+9},
-   devices: [{kind: Tesla V100-SXM2-16GB}]}
-between_nodes: {latency_s: 1.0e-04, bandwidth_bytes_per_s: 0.2e+9}
-""",
-        encoding="utf-8",
-    )
-    keys = ("model=gpt_125m", "global_batch_size=16", "max_stages=2")
-    plan_main([f"cluster={path}", *keys])
-    text = capsys.readouterr().out
-    assert "float32; 3 devices of 3 kinds; a step is 16 samples" in text
-    assert "A pipeline of 2 stages:" in text
-    assert "Better without " in text
-    assert "the Tesla V100-SXM2-16GB (device 2): " in text
-    assert "bfloat16 instead of float32" in text
-    plan_main([f"cluster={path}", *keys, "explain=true", "leave_out=never"])
-    text = capsys.readouterr().out
-    assert "float32; 3 devices of 3 kinds; a step is 16 samples" in text
-    assert "A pipeline of 2 stages:" in text
-    gap = re.search(r"more than (\d+)% faster: the compute alone takes .* (\S+) (m?s)\.", text)
-    assert gap is not None
-    assert int(gap[1]) > 0
-    assert "Only " in text
-
-
 @pytest.mark.parametrize(
     ("stages", "said"),
     [
@@ -757,37 +681,6 @@ between_nodes: {{latency_s: 1.0e-04, bandwidth_bytes_per_s: {gbit_per_s / 8 * 1e
     return f"cluster={path}"
 
 
-def test_a_slow_cable_asks_for_stages(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "plan.json"
-    keys = (described(tmp_path, 3), "max_stages=2", f"out={out}")
-    plan_main([*keys, "global_batch_size=16", "explain=true"])
-    text = capsys.readouterr().out
-    for line in (
-        "A pipeline of 2 stages:",
-        "over 3 Gbit/s",
-        "Without stages: ",
-        "more than",
-        f"written to {out}",
-    ):
-        assert line in text
-    picture = tmp_path / "step.png"
-    simulate_main([str(out), keys[0], f"picture={picture}"])
-    simulated = capsys.readouterr().out
-    step = re.search(r"predicted step (\S+ \w+): ", text)
-    assert step is not None
-    assert step[1] == "1.5 s"
-    # Gathers of the first round and reductions of the last are not hidden by those between.
-    assert "a step of 16 samples takes 1.7 s, " in simulated
-    assert "of it for other stages" in simulated
-    assert "device, in the order of stages" in simulated
-    assert picture.stat().st_size
-    plan = Plan.load(out)
-    assert plan.stages is not None
-    assert len(plan.stages) == 2
-
-
 def test_what_is_told_beside_stages_is_of_their_memory_and_of_plans_without_them(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -816,39 +709,3 @@ def test_what_is_told_beside_stages_is_of_their_memory_and_of_plans_without_them
     both = [alone for positions, alone, _ in rivals.alone if positions == (0, 1)]
     for alone in both:
         assert alone.predicted.ranks[0].memory_budget_bytes > 35 * 2**30
-
-
-@pytest.mark.campaign  # its slow counterpart stays
-def test_a_fast_cable_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Between NVLink hosts; GeForce cards would lose more inside of theirs than over it."""
-    path = tmp_path / "cluster.yaml"
-    path.write_text(
-        """
-version: 1
-nodes:
-- {host: a, count: 2, link: {latency_s: 1.0e-05, bandwidth_bytes_per_s: 300.0e+9},
-   devices: [{kind: NVIDIA A100-SXM4-40GB, count: 2}]}
-between_nodes: {latency_s: 1.0e-05, bandwidth_bytes_per_s: 50.0e+9}
-""",
-        encoding="utf-8",
-    )
-    keys = (f"cluster={path}", "max_stages=2", "global_batch_size=256")
-    plan_main([*keys, "what_if_s=0", "model=gpt_125m"])
-    text = capsys.readouterr().out
-    assert "No faster pipeline of up to 2 stages was found." in text
-    assert "predicted step" in text
-
-
-@pytest.mark.parametrize("key", ["leave_out=auto", "equal=[[0,1]]"])
-def test_what_is_not_planned_together_with_stages_is_refused(
-    key: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        plan_main(["max_stages=2", key])
-    assert "together with" in capsys.readouterr().err
-
-
-def test_more_stages_than_are_planned_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        plan_main(["max_stages=9"])
-    assert "planned with up to 4 stages" in capsys.readouterr().err
