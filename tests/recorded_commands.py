@@ -14,12 +14,51 @@ from io import StringIO
 from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest import mock
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 from shardhet.apps.plan import main as plan
 from shardhet.apps.simulate import main as simulate
+from shardhet.apps.train import checked_world_size
+from shardhet.config.checks import ConfigError
+from shardhet.config.compose import (
+    CONFIG_NAME,
+    VERSION_BASE,
+    check_choices,
+    conf_dir,
+    hints,
+    register_schemas,
+    to_conf,
+)
+from shardhet.config.reasons import reasons_of
+
+
+def train(arguments: list[str]) -> int:
+    """What is said of a configuration that cannot be run, before anything starts."""
+    OmegaConf.register_new_resolver("run_stamp", lambda: "stamp", replace=True)
+    register_schemas()
+    # wandb as where it is not installed
+    with (
+        mock.patch.dict(sys.modules, wandb=None),
+        initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE),
+    ):
+        try:
+            check_choices(arguments)
+            checked_world_size(to_conf(compose(CONFIG_NAME, arguments)), num_launched=None)
+        except ConfigError as error:
+            sys.stderr.write(f"{error}\n")
+        except HydraException as error:
+            sys.stderr.write("\n".join([*reasons_of(error), *hints(arguments)]))
+        else:
+            return 0
+    return 2
+
 
 FOLDER = Path(__file__).parent / "recorded" / "commands"
-PROGRAMS = {"plan": plan, "simulate": simulate}
+PROGRAMS = {"plan": plan, "simulate": simulate, "train": train}
 
 
 def sessions(path: Path) -> dict[str, str]:

@@ -8,7 +8,7 @@ import pytest
 from shardhet.apps.plan import DOOR
 from shardhet.apps.plan import main as plan_main
 from shardhet.apps.planning.inputs import load, read_request
-from shardhet.apps.planning.report import limit_lines, pace_line
+from shardhet.apps.planning.report import limit_lines
 from shardhet.apps.planning.what_if import part_like
 from shardhet.config.planning import PlannerConf
 from shardhet.planner import Demands, DeviceLimits, PlanError, PlanSolution, solve
@@ -92,43 +92,6 @@ def limits(of: Situation, gains: list[Gain]) -> list[str]:
     return [*limit_lines(solved(of), gains)]
 
 
-def test_where_devices_compute_all_the_time_compute_limits() -> None:
-    of = situation()
-    gains = gains_of(of)
-    [compute] = [gain.relative for gain in gains if gain.variant.of == "all compute"]
-    assert compute == pytest.approx(0.1, rel=0.05)
-    assert limits(of, gains) == ["What limits it: compute, which takes longest on fast."]
-    memory = [gain for gain in gains if gain.variant.resource is Resource.MEMORY]
-    assert all(gain.relative < 1e-3 for gain in memory)
-    assert pace_line(solved(of)).startswith("Compute sets the pace for 100% of the step")
-
-
-def test_where_links_are_slow_links_limit() -> None:
-    # None of them can be left idle.
-    of = situation(bytes_per_s=1e5, capacity=0.9)
-    gains = gains_of(of)
-    [links] = [gain.relative for gain in gains if gain.variant.resource is Resource.LINKS]
-    assert links == pytest.approx(0.1, rel=0.1)
-    # With less recomputed, or in fewer rounds, there may be no room for it.
-    said = limits(of, gains)[0]
-    assert said.startswith("What limits it: links; ")
-    assert said.endswith("a larger global batch would cost little if memory has room for it.")
-
-
-def test_where_the_fast_devices_are_full_their_memory_limits() -> None:
-    capped = Demands(
-        limits={i: DeviceLimits(memory_budget_bytes=int(1.9 * STATE_BYTES)) for i in (0, 1)},
-        max_rounds=1,
-    )
-    whole, tight = situation(), situation(demands=capped)
-    assert solved(tight).samples_per_s < 0.99 * solved(whole).samples_per_s
-    gains = gains_of(tight)
-    [endless] = [gain.relative for gain in gains if gain.variant.is_endless]
-    assert endless > 0.1
-    gain = {(g.variant.resource, g.variant.device_kind): g.relative for g in gains}
-    assert gain[Resource.MEMORY, "fast"] > 10 * gain[Resource.MEMORY, "slow"]
-
-
 def test_what_is_no_better_than_the_best_is_not_asked_how_much_it_gives() -> None:
     of = situation()
     value, asked = solved(of).samples_per_s, list[float]()
@@ -195,17 +158,6 @@ def test_more_memory_is_for_devices_of_the_kind_alone() -> None:
                 (after.memory_capacity_bytes or 0) > (before.memory_capacity_bytes or 0)
                 for before, after in devices
             ] == [kind in (None, each.kind) for each in of.cluster.devices]
-
-
-def test_another_device_helps_by_what_it_can_do() -> None:
-    gain = {
-        g.variant.device_kind: g.relative
-        for g in gains_of(situation())
-        if g.variant.resource is Resource.DEVICES
-    }
-    # The three devices are as fast as two and a half.
-    assert gain["fast"] == pytest.approx(1 / 2.5, abs=0.1)
-    assert gain["slow"] == pytest.approx(0.5 / 2.5, abs=0.1)
 
 
 def test_demands_move_with_their_devices_when_one_is_added() -> None:
