@@ -29,7 +29,6 @@ from shardhet.config.compose import (
     VERSION_BASE,
     check_choices,
     conf_dir,
-    hints,
     register_schemas,
     to_conf,
 )
@@ -51,7 +50,7 @@ def train(arguments: list[str]) -> int:
         except ConfigError as error:
             sys.stderr.write(f"{error}\n")
         except HydraException as error:
-            sys.stderr.write("\n".join([*reasons_of(error), *hints(arguments)]))
+            sys.stderr.write("\n".join(reasons_of(error)))
         else:
             return 0
     return 2
