@@ -402,7 +402,7 @@ def test_means_are_not_added_up(tmp_path: Path) -> None:
         return outputs.logits[labels != -100].square().mean()
 
     one_step(tmp_path, mean)
-    with pytest.raises(ValueError, match=r"Plan.by_hand\(..., num_rounds=2\), or"):
+    with pytest.raises(ValueError, match=r"a plan 2 times its num_rounds, or"):
         one_step(tmp_path, mean, gradient_accumulation_steps=2)
 
 

@@ -111,7 +111,7 @@ def recorded(model: HetFSDP, found: Recording) -> Iterator[None]:
 
     def turn(walk: TurnWalk) -> None:
         found.schedule = walk.schedule
-        now = walk.schedule.turns[walk._cursor]
+        now = walk.schedule.turns[walk.cursor]
         found.add(now.phase, walk._units[now.unit].fqn)
 
     def message(exchange: StageExchange, op: Op) -> None:

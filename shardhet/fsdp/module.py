@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -277,15 +277,11 @@ class HetFSDP(ModuleInRounds):
 
         Every call of a unit gathers its parameters, runs the module's own forward on the
         unsplit inputs, and frees the parameters again.  Gradients are disabled.  Entering and
-        leaving are collective; inside, ranks may call different units, or none.
-
-        ``if_outside``: do nothing within the context, and within the model's forward.
+        leaving are collective; inside, ranks may call different units, or none.  With
+        ``if_outside``, nothing is done within the context, or within the model's forward.
         """
-        runtime = self._runtime
-        is_inside = runtime.calls.outside_of_steps is not None or runtime.step.is_in_forward
-        if if_outside and is_inside:
-            return nullcontext()
-        return unit_by_unit(runtime, control=self._control, peers=self._peers)
+        call = partial(unit_by_unit, control=self._control, peers=self._peers)
+        return call(self._runtime, if_outside=if_outside)
 
     def add_observer(
         self, observer: Observer, *, counts_cpu: bool = False, times_device: bool = False

@@ -19,7 +19,7 @@ from shardhet.fsdp.stages.step import Pipeline
 from shardhet.fsdp.state_door import ModuleWithState
 from shardhet.fsdp.step.mean_loss import MeanLoss
 from shardhet.fsdp.step.round_by_round import RoundByRound
-from shardhet.fsdp.step.runtime import Runtime
+from shardhet.fsdp.step.runtime import Runtime, aside
 from shardhet.fsdp.tokens.skeleton import Skeleton
 from shardhet.records.plan import Plan
 
@@ -165,7 +165,7 @@ class ModuleInRounds(ModuleWithState):
             number = max(self.plan.num_rounds, -(-call.num_samples // own))
             parts = self._parts(call, number, caller="model(...)")
             calls = [self._call_of_round(part, call) for part in parts]
-        with self._runtime.aside():
+        with aside(self._runtime):
             return pipeline.evaluate(call, calls, is_training=self.module.training)
 
     def _call_of_batch(self, args: Any, kwargs: Any, loss_inputs: Any) -> ModelCall:

@@ -207,13 +207,10 @@ class RankLoss:
         is_counted = num_items_in_batch is not None
         if is_counted and self.kind is not LossKind.SUM and num_batches > 1:
             raise ValueError(
-                f"TrainingArguments: gradient_accumulation_steps={num_batches}, but the "
-                "model's loss is a mean that ignores num_items_in_batch: a plain Trainer adds "
-                f"up {num_batches} of them, so that loss and gradients are {num_batches} times "
-                "those of all samples. Leave it out, and let a batch have as many samples: "
-                f"Plan.by_hand(..., num_rounds={num_batches * trainer.plan.num_rounds}), or, "
-                'with plan="auto", per_device_train_batch_size='
-                f"{num_batches * trainer.args.per_device_train_batch_size}."
+                f"TrainingArguments: gradient_accumulation_steps={num_batches}, but the loss "
+                "is a mean without num_items_in_batch: a plain Trainer adds up means. Leave it "
+                f"out; for as many samples, give a plan {num_batches} times its num_rounds, or "
+                'plan="auto" so many times per_device_train_batch_size.'
             )
         self._mean_before = 0.0 if trainer.het.is_between_steps else self.mean_so_far
         self._divisor = None

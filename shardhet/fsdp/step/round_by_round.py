@@ -31,7 +31,7 @@ from shardhet.fsdp.step.mean_loss import (
 from shardhet.fsdp.step.observer import Activity
 from shardhet.fsdp.step.output import CREATES_GRAPH, Output, arrived_late
 from shardhet.fsdp.step.rounds import beside_others
-from shardhet.fsdp.step.runtime import Runtime
+from shardhet.fsdp.step.runtime import Runtime, aside
 
 
 class RoundByRound:
@@ -58,7 +58,7 @@ class RoundByRound:
         awaits_backward = runtime.step.awaits_backward
         runtime.rounds.check_goes_on("model(...)", awaits_backward=awaits_backward)
         if not torch.is_grad_enabled():
-            with runtime.aside():
+            with aside(runtime):
                 return self._forward(call, is_training=is_training)
         if not runtime.rounds.have_begun:
             runtime.begin_step()
@@ -80,7 +80,7 @@ class RoundByRound:
                 call,
                 index=known.index_of(call, is_training=is_training, splits=splits),
                 of_frozen=runtime.of_frozen,
-                is_written=rounds.have_begun and runtime.check_written(),
+                is_written=rounds.have_begun and runtime.written.has_rows(),
                 checksum=0.0 if tokens is None else tokens.cutter.checksum,
             )
         first = each.first_sample - each.moment.num_samples_before
@@ -113,7 +113,7 @@ class RoundByRound:
         runtime.step.awaits_backward = torch.is_grad_enabled()
         if runtime.step.awaits_backward:
             walk.go_on()  # while the loss is computed and shared
-            runtime.note_versions()
+            runtime.written.forget()
         else:
             runtime.end_rounds()
             runtime.is_at_rest = True
@@ -127,7 +127,7 @@ class RoundByRound:
         with self._peers.guard("model.backward"):
             if not self._runtime.step.awaits_backward:
                 raise RuntimeError(_NO_FORWARD if self._had_samples else _NO_SAMPLES)
-            if written := self._runtime.written():
+            if written := self._runtime.written.flats:
                 raise RuntimeError(_WRITTEN.format(written[0].slots[0].fqn))
             check_is_number(loss_sum)
             if mean.is_float16:

@@ -13,6 +13,7 @@ from torch import Tensor
 from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.known_calls import UNKNOWN
+from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.residence import Residence, forget_changed
 from shardhet.records.plan import Plan
 from shardhet.records.schedule import StepForm
@@ -64,9 +65,33 @@ class StepInProgress:
     is_in_forward: bool = False  # of the model
     has_gradients: bool = False  # at the call of forward; the model may disable them inside
     awaits_backward: bool = False
-    versions: list[tuple[int, int]] = field(default_factory=list)  # after the last forward
     is_in_autograd: bool = False
     num_visits: Counter[str] = field(default_factory=Counter)  # of this forward, by unit
+
+
+class Written:
+    """What the program writes of parameters between the forwards of a step."""
+
+    def __init__(self, flats: Sequence[FlatTensor], *, is_alone: bool) -> None:
+        self._flats, self._is_alone = flats, is_alone
+        self._versions: list[tuple[int, int]] = []
+
+    def forget(self) -> None:
+        """Count from now on, the end of a forward with gradients."""
+        self._versions = [flat.versions for flat in self._flats]
+
+    @property
+    def flats(self) -> list[FlatTensor]:
+        """Those that were written."""
+        pairs = zip(self._flats, self._versions, strict=True)
+        return [flat for flat, before in pairs if flat.versions != before]
+
+    def has_rows(self) -> bool:
+        """Whether rows were written; raises for what would be lost."""
+        for flat, (_, gathered) in zip(self._flats, self._versions, strict=True):
+            if flat.versions[1] != gathered and not self._is_alone:
+                raise RuntimeError(_WRITTEN_WHOLE.format(flat.slots[0].fqn))
+        return bool(self.flats)
 
 
 class Rounds:
@@ -254,6 +279,11 @@ def _how_to_mend(planned: Sequence[int], sizes: Sequence[int]) -> str:
     return _JOINED.format(int(*factors)) if is_joined else _DEAL
 
 
+_WRITTEN_WHOLE = (
+    "model(...): {}, or a parameter beside it, was written between rounds of a step, while it "
+    "was gathered for them, so that its rows would not change. Write what model.parameters() "
+    "gives, or between steps."
+)
 _UNLIKE_MEMBERS = (
     "model(...): positions {} of the plan are a context group, but got unlike samples. Pass "
     "all of them the same whole samples, those of plan.sample_indices: tokens are cut for you."

@@ -26,7 +26,6 @@ from shardhet.fsdp.probing.module_state import take_over
 from shardhet.fsdp.probing.probe import ProbedModel
 from shardhet.fsdp.probing.prober import Findings, Prober
 from shardhet.fsdp.sharding.comm import CommContext
-from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.seeds import RandomStates
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.stages.calls import StageCalls
@@ -35,8 +34,8 @@ from shardhet.fsdp.step.calls import UnitCalls
 from shardhet.fsdp.step.features import FeatureGathers
 from shardhet.fsdp.step.host_slabs import HostSlabs
 from shardhet.fsdp.step.observer import Observers
-from shardhet.fsdp.step.rounds import Round, Rounds, StepInProgress
-from shardhet.fsdp.step.turn_walk import TurnWalk
+from shardhet.fsdp.step.rounds import Round, Rounds, StepInProgress, Written
+from shardhet.fsdp.step.turn_walk import TurnWalk, other_turns
 from shardhet.fsdp.tokens.attention import ContextGroup
 from shardhet.fsdp.tokens.tiles import Tiles
 from shardhet.records.layout import Span
@@ -69,8 +68,7 @@ class Runtime:
         self.root = root  # parameters that no unit owns; unsharded for the whole step
         self.all_units = (*self.units, root)
         self.flats = [flat for unit in self.all_units for flat in unit.flats]
-        of_all = (flat.residence for flat in self.flats)
-        self.of_frozen = [each for each in of_all if each is not None]
+        self.of_frozen = [each.residence for each in self.flats if each.residence is not None]
         marks_time = None if devices.is_on_host(comm.device) else comm.mark_device_time
         self.observers = observers or Observers(marks_time)
         self.rounds = Rounds(plan, control.position)
@@ -87,6 +85,7 @@ class Runtime:
         self.walk = TurnWalk(units, root, comm=comm, observers=self.observers)
         self._inputs: InputsOnHost | None = None
         self.step = StepInProgress()
+        self.written = Written(self.flats, is_alone=control.group is None)
         self.features = FeatureGathers(root_comm, control, peers, self.step)
         self._of_features = ref(self.features)
         self.calls = (UnitCalls if plan.stages is None else StageCalls)(
@@ -164,24 +163,7 @@ class Runtime:
         if not self.is_at_rest:
             self.abandon()
         self.is_at_rest = False
-        self._begin_to_gather()
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """A context for calls without gradients, beside the steps: one that is between two of
-        its rounds goes on after it.
-        """
-        is_between = not self.rounds.have_begun
-        if is_between and not self.is_at_rest:
-            self.abandon()
-        self.is_at_rest = False
-        moment, had_gradients = self.rounds.moment, self.step.has_gradients
-        self.rounds.forget()
-        with self.walk.aside():
-            self._begin_to_gather()
-            yield
-        self.rounds.moment, self.step.has_gradients = moment, had_gradients
-        self.is_at_rest = self.is_at_rest and is_between
+        self.begin_to_gather()
 
     def gather_anew(self) -> None:
         """Let the round that comes next read rows that were written between rounds."""
@@ -189,24 +171,7 @@ class Runtime:
         for comm in self.comms:
             comm.mark_rows_changed()
 
-    def note_versions(self) -> None:
-        """Let ``written`` say what the program writes from now on."""
-        self.step.versions = [flat.versions for flat in self.flats]
-
-    def written(self) -> list[FlatTensor]:
-        """Those that the program has written since the last forward with gradients."""
-        pairs = zip(self.flats, self.step.versions, strict=True)
-        return [flat for flat, before in pairs if flat.versions != before]
-
-    def check_written(self) -> bool:
-        """Whether rows were written between rounds; raises for what would be lost."""
-        pairs = zip(self.flats, self.step.versions, strict=True)
-        for flat, (_, gathered) in pairs:
-            if flat.versions[1] != gathered and self.control.group is not None:
-                raise RuntimeError(_WRITTEN_WHOLE.format(flat.slots[0].fqn))
-        return bool(self.written())
-
-    def _begin_to_gather(self) -> None:
+    def begin_to_gather(self) -> None:
         self.step.has_gradients = torch.is_grad_enabled()
         for comm in self.comms:
             comm.mark_rows_changed()
@@ -331,11 +296,23 @@ class Runtime:
         self.step.round, self.step.awaits_backward = None, False
 
 
-_WRITTEN_WHOLE = (
-    "model(...): {}, or a parameter beside it, was written between rounds of a step, while it "
-    "was gathered for them, so that its rows would not change. Write what model.parameters() "
-    "gives, or between steps."
-)
+@contextmanager
+def aside(runtime: Runtime) -> Iterator[None]:
+    """A context for calls without gradients, beside the steps: one that is between two of its
+    rounds goes on after it.
+    """
+    rounds, step = runtime.rounds, runtime.step
+    is_between = not rounds.have_begun
+    if is_between and not runtime.is_at_rest:
+        runtime.abandon()
+    runtime.is_at_rest = False
+    moment, had_gradients = rounds.moment, step.has_gradients
+    rounds.forget()
+    with other_turns(runtime.walk):
+        runtime.begin_to_gather()
+        yield
+    rounds.moment, step.has_gradients = moment, had_gradients
+    runtime.is_at_rest = runtime.is_at_rest and is_between
 
 
 def _count_everywhere(

@@ -55,10 +55,10 @@ class TurnWalk:
         self._comm = comm
         self._observers = observers
         self.schedule = make_schedule((), trainable_units=frozenset())
-        self._base: Schedule | None = None  # that the round in progress follows
+        self.base: Schedule | None = None  # that the round in progress follows
         self._ops: tuple[Op, ...] = ()
         self._at = 0  # the next op
-        self._cursor = 0  # the turn in progress, or the next one
+        self.cursor = 0  # the turn in progress, or the next one
         self._first = 0  # the first turn of the round
         self._end = 0  # where the backward in progress ends
         self.is_behind = False  # it passes over turns of forward in which it calls nothing
@@ -76,18 +76,19 @@ class TurnWalk:
 
         If the rounds before followed another one, the rest of the step is laid out anew.
         """
-        rest, staying = schedule, frozenset(staying) | self._staying_units
-        if round_index and schedule is not self._base:
-            owed = self.schedule.owed_at(self._cursor) - staying
+        before = (i for i, unit in enumerate(self._units) if unit in self.staying)
+        rest, staying = schedule, frozenset((*staying, *before))
+        if round_index and schedule is not self.base:
+            owed = self.schedule.owed_at(self.cursor) - staying
             rest = rest_of_step(schedule, round_index, owed, staying)
             self._reshard(self._units)
         for index in sorted(staying):
             self.take_in(self._units[index])
             if self._units[index] not in self.staying:
                 self.staying.append(self._units[index])
-        if not round_index or schedule is not self._base:
+        if not round_index or schedule is not self.base:
             self.lay_out(rest)
-            self._base = schedule
+            self.base = schedule
 
     def lay_out(self, schedule: Schedule, *place: Any, in_one_order: bool = False) -> None:
         """Begin a step, or what is left of one, and do what comes before its first turn.
@@ -95,22 +96,18 @@ class TurnWalk:
         ``place`` is the stage and what is in flight, as of ``ops_of``.
         """
         self.finish()  # of the rounds before
-        self.schedule = self._base = schedule
+        self.schedule = self.base = schedule
         self._ops = ops_of(schedule, *place, in_one_order=in_one_order)
-        self._at = self._cursor = 0
+        self._at = self.cursor = 0
         self.go_on()
 
     def begin_round(self) -> None:
         """Begin the forward of the next round, and its first gathers, on all ranks together."""
-        self._first = self._cursor
+        self._first = self.cursor
         self.go_on()
         while self._ops[self._at].kind is OpKind.AGREE:
             self._at += 1
         self.go_on()
-
-    @property
-    def _staying_units(self) -> frozenset[int]:
-        return frozenset(i for i, unit in enumerate(self._units) if unit in self.staying)
 
     def expect(self, unit_index: int, needs_backward: bool) -> tuple[int, bool]:
         """The segment of a visit of the unit now, and whether the visit needs a backward.
@@ -120,10 +117,10 @@ class TurnWalk:
         """
         turns, segments = self.schedule.turns, self.schedule.segments
         stop = self._first + len(segments)
-        while self.is_behind and self._cursor < stop and turns[self._cursor].unit != unit_index:
-            self._pass_until(self._cursor + 1)
-        segment, has_backward, expected = self._cursor - self._first, False, END_OF_FORWARD
-        if self._cursor < stop:
+        while self.is_behind and self.cursor < stop and turns[self.cursor].unit != unit_index:
+            self._pass_until(self.cursor + 1)
+        segment, has_backward, expected = self.cursor - self._first, False, END_OF_FORWARD
+        if self.cursor < stop:
             expected, has_backward = segments[segment].unit, segments[segment].needs_backward
         if unit_index != expected:
             pair = self._name(unit_index), self._name(expected)
@@ -139,7 +136,7 @@ class TurnWalk:
         """Raise ``RuntimeError`` if a computing rank has left out visits."""
         if self.is_behind:
             self.pass_forward()
-        segment = self._cursor - self._first
+        segment = self.cursor - self._first
         if segment < len(self.schedule.segments):
             missing = self.schedule.segments[segment].unit
             raise RuntimeError(_ENDS_EARLY.format(self._name(missing)))
@@ -167,7 +164,7 @@ class TurnWalk:
 
     def begin_turn(self) -> None:
         """Do what comes before this turn, and wait for what it needs."""
-        turn = self.schedule.turns[self._cursor]
+        turn = self.schedule.turns[self.cursor]
         unit = self._units[turn.unit]
         progress.mark(f"{turn.phase.value} of unit {unit.fqn!r}")
         self.go_on()
@@ -186,17 +183,17 @@ class TurnWalk:
 
     def end_turn(self) -> None:
         """Reshard and launch what the turn says, and advance to the next one."""
-        turn = self.schedule.turns[self._cursor]
+        turn = self.schedule.turns[self.cursor]
         if turn.reshards:
             self._units[turn.unit].reshard()
         for _ in turn.after:
             self._do(self._ops[self._at])
         progress.mark(f"{turn.phase.value} outside of units")
-        self._cursor += 1
+        self.cursor += 1
 
     def _pass_until(self, cursor: int) -> None:
         """See [Note: Turns without compute]."""
-        while self._cursor < cursor:
+        while self.cursor < cursor:
             self.begin_turn()
             self.end_turn()
 
@@ -205,7 +202,7 @@ class TurnWalk:
     def begin_backward(self) -> None:
         """Let the units that stay accumulate gradients from now on."""
         segments = self.schedule.segments
-        self._end = self._cursor + sum(segment.needs_backward for segment in segments)
+        self._end = self.cursor + sum(segment.needs_backward for segment in segments)
         if self._ops[self._at].kind is OpKind.AGREE:
             self._at += 1
         for unit in self.staying:
@@ -213,8 +210,8 @@ class TurnWalk:
 
     def reach(self, segment: int) -> None:
         """Begin the backward turn of a segment; take the turns that autograd skipped."""
-        while self.schedule.turns[self._cursor].segment != segment:
-            self._pass_until(self._cursor + 1)
+        while self.schedule.turns[self.cursor].segment != segment:
+            self._pass_until(self.cursor + 1)
         self.begin_turn()
 
     def end_backward(self) -> None:
@@ -280,25 +277,26 @@ class TurnWalk:
         self._launched.clear()
         self._comm.wait_all_sent()
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """A context for other turns than those of the step, which goes on after it."""
-        self.gather_anew()
-        schedule, cursor, staying = self.schedule, self._cursor, [*self.staying]
-        yield
-        self.schedule, self._cursor, self.staying[:] = schedule, cursor, staying
-        self._base = None
-
     def gather_anew(self) -> None:
         """Let the round that comes next gather what earlier ones have left unsharded."""
         self.finish()
         self._reshard((*self._units, self._root))
-        self._base = None
+        self.base = None
 
     def _reshard(self, units: Sequence[FSDPUnit]) -> None:
         for unit in units:
             if unit.state is not UnitState.SHARDED:
                 unit.reshard()
+
+
+@contextmanager
+def other_turns(walk: TurnWalk) -> Iterator[None]:
+    """A context for other turns than those of the step, which goes on after it."""
+    walk.gather_anew()
+    schedule, cursor, staying = walk.schedule, walk.cursor, [*walk.staying]
+    yield
+    walk.schedule, walk.cursor, walk.staying[:] = schedule, cursor, staying
+    walk.base = None
 
 
 _OTHER_ORDER = (

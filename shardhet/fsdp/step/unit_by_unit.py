@@ -24,19 +24,28 @@ from shardhet.fsdp.microbatch.modes import OperationMode, tensors_among
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.residence import forget_changed, share_holders
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
-from shardhet.fsdp.step.runtime import Runtime
+from shardhet.fsdp.step.runtime import Runtime, aside
 
 WANTS_NOTHING = -1
 
 
 @contextmanager
-def unit_by_unit(runtime: Runtime, *, control: Channel, peers: Peers) -> Iterator[None]:
-    """A context in which units are gathered as they are called.  Collective."""
+def unit_by_unit(
+    runtime: Runtime, *, control: Channel, peers: Peers, if_outside: bool = False
+) -> Iterator[None]:
+    """A context in which units are gathered as they are called.  Collective.
+
+    ``if_outside``: nothing within such a context, and within the model's forward.
+    """
+    is_inside = runtime.calls.outside_of_steps is not None or runtime.step.is_in_forward
+    if if_outside and is_inside:
+        yield
+        return
     if runtime.calls.outside_of_steps is not None:
         raise RuntimeError("unit_by_unit: entered twice. Leave one context before the next.")
     awaits_backward = runtime.step.awaits_backward
     runtime.rounds.check_goes_on("unit_by_unit", awaits_backward=awaits_backward)
-    with peers.guard("unit_by_unit"), torch.no_grad(), runtime.aside():
+    with peers.guard("unit_by_unit"), torch.no_grad(), aside(runtime):
         rounds = UnitByUnit(runtime, control)
         rounds.open()
         runtime.calls.outside_of_steps = rounds.visit
