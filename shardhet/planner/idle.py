@@ -41,7 +41,7 @@ from shardhet.records.plan import RankPlan
 
 NO_GAIN = 1e-6  # of the step: devices are not left idle for it
 MAX_SEARCHES, MAX_SEARCHES_IF_UNLIKE = 16, 3  # those with the least bounds
-MAX_SEARCHES_IF_NEAR = 3  # and one if the kind that changed is in that part
+MAX_SEARCHES_IF_NEAR = 3
 FAR = 2.0
 FINE = 1 / 64  # of all devices: sets of fewer come after larger ones
 MAX_KINDS = 16  # of which each is left out alone; of more, only the slowest
@@ -143,8 +143,7 @@ class PartSearch:
     @property
     def _max_searches(self) -> int:
         if self.near:
-            is_near = self.with_kind is not None and self._meets_demands(self.near)
-            return 1 if is_near else MAX_SEARCHES_IF_NEAR
+            return MAX_SEARCHES_IF_NEAR
         num_kinds = len({device.kind for device in self.setting.cluster.devices})
         return MAX_SEARCHES_IF_UNLIKE if num_kinds > MAX_KINDS else MAX_SEARCHES
 
