@@ -25,6 +25,7 @@ from shardhet.apps.planning.stages import pipeline_below, rival_lines, rivals_of
 from shardhet.apps.planning.what_if import (
     MAX_SHOWN,
     Asked,
+    could_be_float16,
     forms,
     show_best,
     show_gains,
@@ -199,6 +200,8 @@ def _show_faster_pipeline(
     if better is not None and better.part.solution.samples_per_s > LEAST_GAIN * reached:
         better = replace(better, samples_per_s_with_all=reached)
         say(console, better.gain_line)
+    if could_be_float16(conf, inputs.setting):
+        say(console, "A device has no bfloat16, so this is float32: try precision=FP16.")
     keep_plan(inputs.setting, found.plan, conf.out, console)
     return True
 
