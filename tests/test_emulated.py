@@ -137,7 +137,8 @@ def planned_bytes(model: HetFSDP) -> int:
     for kind, unit in units:
         for flat in unit.flats:
             own = flat.layout.shard_numels[model.position]
-            if kind == "gather" and comm.is_receiver:
+            stays = flat.residence is not None and flat.residence.is_held
+            if kind == "gather" and comm.is_receiver and not stays:
                 total += (flat.layout.numel - own) * flat.param_dtype.itemsize
             elif kind == "reduce" and flat.is_trainable and not flat.grad.is_private:
                 total += received_sums(model, flat) * flat.reduce_dtype.itemsize

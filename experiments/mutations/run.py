@@ -54,11 +54,11 @@ class Chosen:
 NEAR = {
     "shardhet/fsdp/probing": "probe ordinary_calls odd_units as_written fuzz_models "
     "order parity",
-    "shardhet/fsdp": "parity autograd_edges order module_surface ordinary_calls samples splits "
-    "observer checkpoint redistribution parity_foreign odd_units fuzz_models",
-    "shardhet/planner": "planner planner_search planner_highs planner_receivers planner_bound "
-    "planner_large_batch demands fewer explain steady plan_app",
-    "shardhet/pricing": "cost architectures derive recompute reserved planner "
+    "shardhet/fsdp": "parity autograd_edges order module_surface ordinary_calls splits "
+    "observer checkpoint redistribution odd_units fuzz_models",
+    "shardhet/planner": "planner planner_search planner_receivers planner_bound "
+    "planner_large_batch demands fewer explain recorded_commands plan_app",
+    "shardhet/pricing": "recorded_prices cost derive recompute reserved planner "
     "workload schedule plan_app demo",
     "shardhet/extras": "shared_host distributed parity",
     "shardhet/comm": "comm collectives liveness shared_host distributed parity emulated "
