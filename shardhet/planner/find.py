@@ -80,7 +80,7 @@ def solve(
     (``shardhet.planner.preference``).  Unless ``is_bounded``, the bound holds only for plans
     that meet demanded shares to the element, which takes a search less.  Plans of the form
     ``near`` are looked at first, as probably the best.  With ``near_part``, only few sets of
-    devices are searched: this one and some near it; ``with_kind`` leaves those with one of the
+    devices are searched: this one and few near it; ``with_kind`` leaves those with one of the
     kind.  Raises ``PlanError`` with the nearest miss if nothing fits, or if no step is as
     short as ``at_most_s``, which is seen sooner.
     """
@@ -284,7 +284,7 @@ class _Asked:
     near: StepForm | None = None  # of several rounds, looked at first
     at_most_s: float = inf  # slower plans are not asked for
     with_kind: str | None = None
-    near_part: Positions = ()  # devices that are looked at first, as a part
+    near_part: Positions = ()  # if not empty, only this part and few near it
 
     @property
     def setting(self) -> Setting:

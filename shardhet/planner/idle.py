@@ -41,7 +41,7 @@ from shardhet.records.plan import RankPlan
 
 NO_GAIN = 1e-6  # of the step: devices are not left idle for it
 MAX_SEARCHES, MAX_SEARCHES_IF_UNLIKE = 16, 3  # those with the least bounds
-MAX_SEARCHES_IF_NEAR = 3
+MAX_SEARCHES_IF_NEAR = 3  # of which the first is the part itself
 FAR = 2.0
 FINE = 1 / 64  # of all devices: sets of fewer come after larger ones
 MAX_KINDS = 16  # of which each is left out alone; of more, only the slowest
