@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from experiments.common.unlike import USABLE_FRACTION
 from experiments.mixed_cluster.clusters import Case
-from experiments.mixed_cluster.least_memory import least_memory
 from shardhet import Plan
 from shardhet.planner import Demands, DeviceLimits, PlanError, PlanSolution, baselines, solve
 from shardhet.profiler.batch import ExampleBatch, TrainedModel
@@ -22,8 +21,7 @@ from shardhet.training.emulation import EmulatedDevice
 
 PLANNED, EVEN = "HetFSDP, planned", "HetFSDP, even"
 COMPUTE_ONLY, MEMORY_ONLY = "HetFSDP, compute only", "HetFSDP, memory only"
-SPARED = "HetFSDP, slowest spared"
-SPARED_THROUGHPUT = 0.97  # of the planned's, as predicted
+SPARED = "HetFSDP, slowest spared"  # rows of an objective that is gone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +47,7 @@ def measured(case: Case, device: EmulatedDevice, effort: MeasuringEffort) -> Mea
 
 
 def make_plans(case: Case, measurement: Measurement) -> list[Planned]:
-    """The planner's plan and those of simpler planners, nothing recomputed; and the planner's
-    with the least memory on the slowest devices, which may recompute.
-    """
+    """The planner's plan and simpler planners' ones; recomputing only with capped memory."""
     cluster = replace(measurement.setting.cluster, usable_memory_fraction=USABLE_FRACTION)
     setting = replace(measurement.setting, cluster=cluster)
     demands = demands_of(case, recomputes=None if case.cluster.is_capped else False)
@@ -62,22 +58,10 @@ def make_plans(case: Case, measurement: Measurement) -> list[Planned]:
         MEMORY_ONLY: baselines.memory_only,
     }
     batch = case.work.global_batch_size
-    plans = [
+    return [
         _attempt(name, partial(make, setting, global_batch_size=batch, demands=demands))
         for name, make in makers.items()
     ]
-    planned_s = plans[0].predicted_step_time_s
-    if not case.cluster.is_capped and planned_s is not None:
-        spare = partial(
-            least_memory,
-            setting,
-            global_batch_size=batch,
-            min_samples_per_s=SPARED_THROUGHPUT * batch / planned_s,
-            devices=case.cluster.slowest_ranks,
-            demands=demands_of(case, recomputes=None),
-        )
-        plans.append(_attempt(SPARED, lambda: spare().solution))
-    return plans
 
 
 def demands_of(case: Case, recomputes: bool | None) -> Demands:
