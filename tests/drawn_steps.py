@@ -34,8 +34,8 @@ from tests.worlds import run_ranks
 
 PRECISIONS = ("float64",) * 5 + ("float32", "bf16", "fp16")
 MAX_RANKS = 5  # of stages
-READ = "comm/host_copy.py read: event"
-OF_ROWS = "comm/on_host/lanes.py wait: event"  # the optimizer's, on the host
+READ = "comm/calls.py read: event"
+OF_ROWS = "comm/lanes.py wait: event"  # the optimizer's, on the host
 OF_KEPT_GRADIENTS = (  # to which a step adds for the first time
     "fsdp/sharding/placement.py make: copy_",
     "fsdp/sharding/placement.py make: aten._to_copy.default",

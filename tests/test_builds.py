@@ -14,8 +14,8 @@ from shardhet.apps.launch.builds import (
     known_troubles,
     processor,
 )
+from shardhet.comm.calls import SWITCH
 from shardhet.comm.channel import Channel
-from shardhet.comm.transport import SWITCH
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
 NEW = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]

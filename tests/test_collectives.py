@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardhet.comm import collectives
-from shardhet.comm.buffers import BufferPool
 from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import Pending, all_gather_uneven, reduce_scatter_uneven
+from shardhet.comm.devices import BufferPool
 from tests.worlds import on_ranks, run_ranks
 
 CASES_PER_WORLD = 60

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardhet.comm import devices, groups, transport
+from shardhet.comm import calls, devices, groups
 from shardhet.comm.calls import Pending, wait_all
 from shardhet.comm.channel import Channel
 from shardhet.comm.failure import LostPeerError, end_waits
@@ -180,5 +180,5 @@ def test_torch_keeps_no_record_that_grows_for_thousands_of_steps() -> None:
 @on_ranks(2)
 def test_without_the_folder_of_extras_ranks_of_a_host_talk_over_gloo(rank: int) -> None:
     assert dist.group.WORLD is not None
-    with mock.patch.dict(sys.modules, {transport.SHARED_HOST: None}):
-        assert transport.meet(dist.group.WORLD, 1) is None
+    with mock.patch.dict(sys.modules, {calls.SHARED_HOST: None}):
+        assert calls.meet(dist.group.WORLD, 1) is None

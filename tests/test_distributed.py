@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardhet.comm import devices, peers
-from shardhet.comm.channel import Channel, check_same_on_all_ranks
+from shardhet.comm.channel import Channel, check_same_on_all_ranks, progress
 from shardhet.comm.failure import LostPeerError, failing_as_peers
 from shardhet.comm.groups import (
     Communicators,
@@ -26,7 +26,6 @@ from shardhet.comm.groups import (
 )
 from shardhet.comm.members import local_device_spec, match_devices
 from shardhet.comm.peers import Peers
-from shardhet.comm.progress import progress
 from shardhet.records.cluster import DeviceSpec
 from tests.selection import one_in
 from tests.worlds import Outcome, run_ranks, run_ranks_expecting_failure

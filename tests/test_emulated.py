@@ -24,11 +24,10 @@ from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.run.worker import Run
 from shardhet.comm import devices
-from shardhet.comm.channel import Channel
+from shardhet.comm.calls import SWITCH
+from shardhet.comm.channel import Channel, progress
 from shardhet.comm.collectives import all_gather_uneven
 from shardhet.comm.groups import GROUPS_FOR_ONE, Communicators, default_group
-from shardhet.comm.progress import progress
-from shardhet.comm.transport import SWITCH
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.step.launches import RUNS, Handling
@@ -96,9 +95,9 @@ def take(
         # The host reads the losses when backward is queued, and nothing else but gradients
         # that are to be on the host, and by which factor a loss has what the model returns;
         # in several rounds also by what losses were multiplied.
-        syncs, losses = accelerator.syncs, "comm/host_copy.py read: event"
+        syncs, losses = accelerator.syncs, "comm/calls.py read: event"
         if plan.ranks[model.position].optimizer_on_host:
-            gradients = {"comm/on_host/lanes.py wait: event"}
+            gradients = {"comm/lanes.py wait: event"}
             if course.steps_between_zero_grad > 1:  # to memory that is not pinned
                 gradients.add("fsdp/sharding/placement.py make: copy_")
             assert set(syncs) <= {losses, *gradients}, syncs
@@ -370,7 +369,7 @@ def test_without_a_device_a_rank_takes_its_own_and_copies_what_is_on_the_host(
             accelerator.syncs.clear()
             mean = model.forward_backward(x[mine].pin_memory(), y[mine])
         # That of the losses, once a round: copies of inputs let nobody wait.
-        assert accelerator.syncs == ["comm/host_copy.py read: event"] * 2
+        assert accelerator.syncs == ["comm/calls.py read: event"] * 2
         found = {fqn: param.grad.clone() for fqn, param in model.named_parameters()}
         rows = {fqn: box.rows for fqn, box in model.sharded_state_dict().items()}
     assert mean == pytest.approx(float(loss_sum / num_samples), rel=1e-12)
@@ -513,7 +512,7 @@ def _reads(rank: int, on_bad_step: OnBadStep) -> list[str]:
 
 
 def test_the_host_waits_for_the_loss_and_for_the_norm_only_where_it_decides() -> None:
-    read = "comm/host_copy.py read: event"
+    read = "comm/calls.py read: event"
     for syncs in run_ranks(_reads, 2, OnBadStep.STOP):
         assert syncs == [read]  # by then the norm of the step before is there
     for syncs in run_ranks(_reads, 2, OnBadStep.SKIP):
@@ -530,7 +529,7 @@ def test_the_host_waits_once_for_the_statistics_of_all_batch_norms() -> None:
         for _ in range(2):
             accelerator.syncs.clear()
             model.backward(model(batch).square().sum(), 6)
-        assert accelerator.syncs == ["comm/host_copy.py read: event"] * 2  # and for the loss
+        assert accelerator.syncs == ["comm/calls.py read: event"] * 2  # and for the loss
 
 
 def _reads_of_worker(rank: int, path: str) -> list[tuple[list[str], int]]:
@@ -553,7 +552,7 @@ def test_a_training_rank_reads_once_a_step_and_times_what_is_reported(tmp_path: 
     """Step 4 is reported, and step 6 is the last: the norm is read in the step itself."""
     quick = ("debug=quick", "num_steps=6", "log_every=4", "data.num_judged_samples=2")
     path = configure(tmp_path, *SMALL_MODEL, *quick, "cluster.num_ranks=2")
-    read = "comm/host_copy.py read: event"
+    read = "comm/calls.py read: event"
     for seen in run_ranks(_reads_of_worker, 2, path):
         reads, num_timed = zip(*seen, strict=True)
         assert reads[1:3] == ([read],) * 2

@@ -216,4 +216,4 @@ def test_the_host_waits_for_the_loss_and_for_the_norm() -> None:
         for _ in range(3):
             accelerator.syncs.clear()
             trainer.train_step()
-        assert accelerator.syncs == ["comm/host_copy.py read: event"] * 2
+        assert accelerator.syncs == ["comm/calls.py read: event"] * 2

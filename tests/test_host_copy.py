@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
-from shardhet.comm.host_copy import HostCopy
+from shardhet.comm.calls import HostCopy
 from shardhet.fsdp.step import mean_loss, output
 from shardhet.fsdp.step.observer import Activity
 

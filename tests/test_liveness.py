@@ -18,14 +18,9 @@ import torch
 
 import shardhet
 from shardhet.comm import devices
+from shardhet.comm.channel import progress
 from shardhet.comm.failure import Failure, Kind, ProcessState
 from shardhet.comm.liveness import ending, watch
-from shardhet.comm.liveness.connections import (
-    GREETING_WITHIN_S,
-    MOST_GREETING,
-    Connections,
-    interface_towards,
-)
 from shardhet.comm.liveness.diagnosis import (
     LONG_FACTOR,
     MUTUAL_FACTOR,
@@ -39,18 +34,16 @@ from shardhet.comm.liveness.diagnosis import (
 )
 from shardhet.comm.liveness.ending import (
     EXIT_STATUS,
+    GREETING_WITHIN_S,
+    MOST_GREETING,
     OF_THIS_RANK,
+    Connections,
     Ending,
     end_with_launcher,
+    interface_towards,
     launcher_of,
 )
-from shardhet.comm.liveness.heartbeat import (
-    Heartbeat,
-    OwnRank,
-    activity_of,
-    stack_of,
-)
-from shardhet.comm.progress import progress
+from shardhet.comm.liveness.heartbeat import Heartbeat, OwnRank, activity_of, stack_of
 from tests.test_experiment_common import wait_until
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 

@@ -22,7 +22,7 @@ from torch.utils.data import (
 import shardhet
 from shardhet import HetFSDP, Plan, PlanSampler
 from shardhet.checkpoint import redistribute
-from shardhet.comm.progress import progress
+from shardhet.comm.channel import progress
 from shardhet.models.decoder import Decoder
 from shardhet.training.dealing.rows import without_rows
 from tests.beside import mean_of

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardhet import Cluster, DeviceSpec, HetFSDP, Plan, Profile, RankPlan, redistribute
 from shardhet.checkpoint import load, save
-from shardhet.comm.on_host.lanes import CopyLane
+from shardhet.comm.lanes import CopyLane
 from shardhet.fsdp.params import host_step
 from shardhet.fsdp.params.row_group import RowGroup
 from shardhet.fsdp.sharding import comm, host_room

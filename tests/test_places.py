@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 from shardhet import Plan
-from shardhet.comm.on_host.lanes import Copy, CopyLane
+from shardhet.comm.lanes import Copy, CopyLane
 from shardhet.fsdp.microbatch.host_inputs import HostInput
 from shardhet.fsdp.sharding.placement import GradientOnHost, RowsOnHost
 from tests.emulated.clocks import Event

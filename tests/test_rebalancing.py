@@ -33,7 +33,7 @@ from shardhet.apps.run.prediction import Prediction
 from shardhet.apps.run.run_log import RunLog
 from shardhet.apps.run.task import make_module
 from shardhet.apps.run.worker import Run
-from shardhet.comm.progress import progress
+from shardhet.comm.channel import progress
 from shardhet.config.checks import ConfigError
 from shardhet.models.decoder import Block
 from shardhet.planner.problem.demands import Demands

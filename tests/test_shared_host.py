@@ -15,13 +15,12 @@ import torch
 import torch.distributed as dist
 
 from shardhet import HetFSDP, Plan
-from shardhet.comm import transport
-from shardhet.comm.buffers import BufferPool
-from shardhet.comm.calls import Gathering, Reduction
+from shardhet.comm import calls
+from shardhet.comm.calls import SWITCH, Gathering, Reduction
 from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import all_gather_uneven
+from shardhet.comm.devices import BufferPool
 from shardhet.comm.failure import LostPeerError
-from shardhet.comm.transport import SWITCH
 from shardhet.extras.shared_host.arena import Arena, PeerArena, own_arena
 from shardhet.extras.shared_host.neighbours import (
     BOARD_WORDS,
@@ -200,7 +199,7 @@ def test_alone_or_on_an_accelerator_nothing_is_read() -> None:
 def meet_with(rank: int, switches: tuple[str, ...]) -> bool:
     assert dist.group.WORLD is not None
     with mock.patch.dict(os.environ, {SWITCH: switches[rank]}):
-        return transport.meet(dist.group.WORLD, 1) is None
+        return calls.meet(dist.group.WORLD, 1) is None
 
 
 def test_it_can_be_switched_off_and_one_rank_is_enough() -> None:
@@ -214,7 +213,7 @@ def test_a_transport_that_there_is_not_is_named() -> None:
         mock.patch.dict(os.environ, {SWITCH: "smoke"}),
         pytest.raises(ValueError, match="SHARDHET_TRANSPORT='smoke': it is one of auto, gloo"),
     ):
-        transport.meet(mock.MagicMock(), 1)
+        calls.meet(mock.MagicMock(), 1)
 
 
 def test_a_killed_process_leaves_no_shared_memory() -> None:

@@ -500,7 +500,7 @@ def _serve(
 
     from torch.distributed import distributed_c10d
 
-    from shardhet.comm.progress import progress
+    from shardhet.comm.channel import progress
 
     # A rank that is stopped cannot see that pytest is gone; the fork server, its parent, does,
     # unless a rank keeps it alive.

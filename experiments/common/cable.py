@@ -11,7 +11,7 @@ from torch.distributed import TCPStore
 
 from experiments.common.emulated_link import LATENCY, EmulatedLink, emulated_link
 from experiments.common.launch import FORKED, start_ranks
-from shardhet.comm.transport import SWITCH
+from shardhet.comm.calls import SWITCH
 
 Result = TypeVar("Result")
 TIMEOUT_S = 900.0

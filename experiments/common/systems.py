@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW, Optimizer
 
 from shardhet import DeviceSpec, HetFSDP, Plan
-from shardhet.comm.transport import SWITCH
+from shardhet.comm.calls import SWITCH
 from shardhet.training.emulation import EmulatedDevice
 
 HET, FSDP2, PLAIN = "HetFSDP", "FSDP2", "plain PyTorch"

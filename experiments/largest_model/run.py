@@ -19,7 +19,7 @@ from experiments.common.live_bytes import LiveBytes
 from experiments.common.results import Bar, Page, console, parser_of
 from experiments.common.systems import fsdp2
 from shardhet import Cluster, DeviceSpec, HetFSDP, Plan, Setting
-from shardhet.comm.transport import SWITCH
+from shardhet.comm.calls import SWITCH
 from shardhet.models.decoder import Decoder, DecoderConfig
 from shardhet.planner import Demands, PlanError, find_plan
 from shardhet.profiler.batch import ExampleBatch

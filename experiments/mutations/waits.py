@@ -33,9 +33,9 @@ FOLDERS = (
 BESIDE_WAITS = (
     ("shardhet/records/schedule/ops.py", "while kind.max_in_flight is not None", "while False"),
     ("shardhet/fsdp/sharding/flat.py", "if comm.host_runs_ahead:", "if False:"),
-    ("shardhet/comm/host_copy.py", "tensor.pin_memory().to(", "tensor.to("),
+    ("shardhet/comm/calls.py", "tensor.pin_memory().to(", "tensor.to("),
     (
-        "shardhet/comm/host_copy.py",
+        "shardhet/comm/calls.py",
         'tensor.detach().to("cpu", non_blocking=True)',
         "tensor.cpu()",
     ),
@@ -73,7 +73,7 @@ TESTS = {
     ],
 }
 # Where the same call orders work of the host, and the device has nothing to do with it.
-ON_THE_HOST = ("shardhet/comm/channel.py", "shardhet/comm/transport.py")
+ON_THE_HOST = ("shardhet/comm/channel.py",)
 SECONDS = 900.0
 
 

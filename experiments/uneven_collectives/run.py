@@ -18,11 +18,10 @@ from torch import Tensor
 from experiments.common.launch import run_ranks
 from experiments.common.results import Bar, Page, Spread, parser_of
 from experiments.common.systems import slowest_rank_seconds
-from shardhet.comm.buffers import BufferPool
-from shardhet.comm.calls import Transport
+from shardhet.comm.calls import Transport, meet
 from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
-from shardhet.comm.transport import meet
+from shardhet.comm.devices import BufferPool
 
 HERE = Path(__file__).parent
 UNEVEN_SHARES = (0.5, 0.25, 0.15, 0.1)

@@ -48,7 +48,7 @@ from shardhet.checkpoint.state.parts import ModelPart, parts_of
 from shardhet.checkpoint.state.pieces import is_inner
 from shardhet.checkpoint.state.ranks import Ranks, check_order
 from shardhet.checkpoint.state.sources import CheckpointSource, FolderSource
-from shardhet.comm.progress import phase
+from shardhet.comm.channel import phase
 from shardhet.fsdp import HetFSDP
 from shardhet.records.layout import Span
 

@@ -30,8 +30,8 @@ from shardhet.checkpoint.state.optimizer_state import (
 from shardhet.checkpoint.state.parts import parts_of
 from shardhet.checkpoint.state.pieces import flattened, nested
 from shardhet.checkpoint.state.ranks import Ranks
+from shardhet.comm.channel import phase, progress
 from shardhet.comm.collectives import whole_of
-from shardhet.comm.progress import phase, progress
 from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.params.optimizer_gate import forget_states
 from shardhet.fsdp.redistribution import FlatMove, follow, moves, room_under, why_not

@@ -26,7 +26,7 @@ from shardhet.checkpoint.state.held import Held
 from shardhet.checkpoint.state.job import CALL, Job
 from shardhet.checkpoint.state.optimizer_state import Optimizers
 from shardhet.checkpoint.state.ranks import Ranks, check_order
-from shardhet.comm.progress import phase
+from shardhet.comm.channel import phase
 
 
 @phase(CALL)

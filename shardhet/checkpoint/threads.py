@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from shardhet.comm.progress import progress
+from shardhet.comm.channel import progress
 
 SECONDS_TO_FINISH = 10.0  # what was begun, if the program has not failed
 SECONDS_TO_STOP = 5.0

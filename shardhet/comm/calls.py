@@ -1,19 +1,31 @@
-"""What uneven collectives are made of: records of calls, messages, operations in flight."""
+"""What uneven collectives are made of: records of calls, messages, operations in flight.
 
+[Note: Transports]
+Everything works over torch's process groups alone.  If the ranks of a group share a host,
+a ``Transport`` carries their agreements and their uneven collectives without sockets.  The
+only implementation is ``extras.shared_host``, without which all goes on over gloo.
+
+``SHARDHET_TRANSPORT=gloo`` disables it, and lets gloo carry the tensors of accelerators too, in
+place of NCCL: the libraries of two vendors do not understand each other.
+"""
+
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from importlib import import_module
 from itertools import accumulate
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardhet.comm import devices
-from shardhet.comm.buffers import BufferPool
-from shardhet.comm.channel import Channel
-from shardhet.comm.failure import failing_as_peers, raise_as_peers
+from shardhet.comm.channel import Channel, progress
+from shardhet.comm.devices import BufferPool
+from shardhet.comm.failure import LostPeerError, failing_as_peers, raise_as_peers
 
 T = TypeVar("T")
 
@@ -284,3 +296,76 @@ def _check_splits(
             f"position {seats.position}: the whole tensor has {full.numel()} elements but "
             f"the splits sum to {sum(split_numels)}."
         )
+
+
+SWITCH = "SHARDHET_TRANSPORT"
+CHOICES = ("auto", "gloo")
+SHARED_HOST = "shardhet.extras.shared_host.transport"
+
+
+def wants_gloo() -> bool:
+    """Whether everything travels over gloo, by the environment of this process."""
+    wanted = os.environ.get(SWITCH, "auto")
+    if wanted not in CHOICES:
+        raise ValueError(f"{SWITCH}={wanted!r}: it is one of {', '.join(CHOICES)}.")
+    return wanted == "gloo"
+
+
+def meet(group: dist.ProcessGroup, number: int) -> tuple[Transport, ...] | None:
+    """Return ``number`` transports among the ranks of ``group``; None on all if unavailable.
+
+    Collective over ``group``.
+    """
+    is_wanted = not wants_gloo()
+    try:
+        shared_host: Any = import_module(SHARED_HOST)
+    except ModuleNotFoundError:
+        return None
+    met: tuple[Transport, ...] | None = shared_host.meet(group, number, is_wanted)
+    return met
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """Return the timeout that ``group`` was made with."""
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
+
+
+class HostCopy:
+    """An asynchronous host copy of a device tensor, ready once the device has computed it.
+
+    norm = HostCopy(model.clip_grad_norm_(1.0))
+    optimizer.step()                    # the device works on this ...
+    print(norm.read())                  # ... while the host waits only for what came before
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Copy the value that ``tensor`` has at this point of the current stream."""
+        # The copy goes to pinned memory; otherwise the host would wait here.
+        self._copy = tensor.detach().to("cpu", non_blocking=True)
+        self._copied_event = devices.module_of(tensor.device).Event()
+        self._copied_event.record()
+        self.value: Tensor | None = None  # once it was read
+
+    def read(self) -> Tensor:
+        """Return the values.  The host waits until the device has made the copy, no longer.
+
+        Raises ``LostPeerError`` if the run has ended meanwhile: a communicator that is aborted
+        lets the device go on, with whatever is in its buffers.
+        """
+        self._copied_event.synchronize()
+        if progress.failure is not None:
+            raise LostPeerError(progress.failure.message)
+        self.value = self._copy
+        return self._copy
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy the host tensor ``tensor`` to ``device``, in the order of its current stream.
+
+    The copy is made from pinned memory: with pageable memory, the host would wait until the
+    device has finished all queued work.
+    """
+    if devices.is_on_host(device):
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

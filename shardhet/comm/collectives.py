@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardhet.comm import devices, nccl
-from shardhet.comm.buffers import BufferPool
 from shardhet.comm.calls import (
     Gathering,
     Messages,
@@ -33,6 +32,7 @@ from shardhet.comm.calls import (
     sum_into,
 )
 from shardhet.comm.channel import Channel
+from shardhet.comm.devices import BufferPool
 
 
 def all_gather_uneven(

@@ -1,13 +1,19 @@
-"""Where a tensor lives, and the streams, events and memory counters of its device.
+"""Where a tensor lives: its device, with streams, events and memory counters, and the host.
 
 Everything that treats an accelerator differently from the host asks here, so that tests can
-put an emulated accelerator in its place (see ``tests/emulation``).
+put an emulated accelerator in its place (see ``tests/emulation``).  Memory of the host is
+pinned for copies to and from a device, and lent out again where collectives receive into it.
 """
 
+import mmap
 import os
-from collections.abc import Callable
+import re
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -128,3 +134,130 @@ def backends_for(device: torch.device) -> str:
     if is_on_host(device):
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
+
+
+CGROUPS = (  # most memory, and memory in use, of the container
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+    ),
+)
+
+
+class HostAllocator:
+    """Allocates memory of the host for copies to and from one device.
+
+    It is mapped and pinned as it is: torch's own pinned memory is rounded up to powers of two.
+    Where pinning is refused (a small limit of locked memory, WSL2), it stays pageable, and the
+    host waits for each copy; a warning says so once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pins = not is_on_host(device)
+
+    @property
+    def lets_copies_wait(self) -> bool:
+        """Whether the host goes on while copies to and from this memory wait their turn."""
+        return self._pins or is_on_host(self._device)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor, [numel]."""
+        nbytes = numel * dtype.itemsize
+        if not nbytes or not self._pins:
+            return torch.empty(numel, dtype=dtype)
+        block = mmap.mmap(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        tensor = torch.frombuffer(block, dtype=dtype, count=numel)
+        unpin = pin(tensor, len(block), self._device)
+        if unpin is None:
+            self._pins = False
+            warnings.warn(
+                f"{self._device}: the system refuses to pin {nbytes / 2**20:.0f} MiB of the "
+                "host's memory, so copies to and from the device are slower and the host waits "
+                "for them. Raise the limit of locked memory (ulimit -l).",
+                stacklevel=2,
+            )
+        else:
+            finalize(tensor.untyped_storage(), _give_back, block, unpin).atexit = False
+        return tensor
+
+
+def _give_back(block: mmap.mmap, unpin: Callable[[], None]) -> None:
+    """Unpin memory that no tensor uses any more; ``block`` is unmapped after that."""
+    unpin()
+    del block
+
+
+def available_bytes() -> int | None:
+    """Bytes that this host, or this container, still has; None if it does not say so."""
+    found = []
+    facts = Path("/proc/meminfo")
+    if facts.exists():
+        said = re.search(r"MemAvailable:\s+(\d+) kB", facts.read_text("ascii"))
+        found += [int(said[1]) * 1024] if said else []
+    for most, used in CGROUPS:
+        try:
+            limit, current = (Path(each).read_text("ascii").strip() for each in (most, used))
+        except OSError:
+            continue
+        found += [int(limit) - int(current)] if limit.isdigit() else []
+    return min(found, default=None)
+
+
+def processors() -> list[int]:
+    """The numbers of the processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def share_of_processors(mine: Sequence[int], others: Sequence[Sequence[int]]) -> int:
+    """How many threads to use, beside the other ranks of this host that work at that time."""
+    sharers = sum(not set(mine).isdisjoint(each) for each in others)
+    return max(1, len(mine) // (1 + sharers))
+
+
+Allocate = Callable[[int, torch.dtype], Tensor]
+
+
+def host_empty(numel: int, dtype: torch.dtype) -> Tensor:
+    """Allocate an uninitialized tensor [numel] on the host."""
+    return torch.empty(numel, dtype=dtype)
+
+
+class BufferPool:
+    """A pool of flat host tensors that are lent out, returned and reused.
+
+    Touching fresh host memory costs as much as receiving into it (reducing 128 MiB took 110 ms
+    with reused buffers and 234 ms with fresh ones).  On an accelerator the caching allocator
+    does the same job, so the pool keeps nothing.
+    """
+
+    def __init__(self, allocate: Allocate = host_empty) -> None:
+        self._allocate = allocate
+        self._free: list[Tensor] = []
+        self._lent: dict[int, Tensor] = {}  # by address
+
+    def lend(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialized tensor of ``numel`` elements."""
+        if not is_on_host(device) or numel == 0:
+            return torch.empty(numel, dtype=dtype, device=device)
+        fitting = [
+            (buffer.numel(), i)
+            for i, buffer in enumerate(self._free)
+            if buffer.dtype == dtype and numel <= buffer.numel() <= numel + numel // 4 + 1024
+        ]
+        buffer = self._free.pop(min(fitting)[1]) if fitting else self._allocate(numel, dtype)
+        self._lent[buffer.data_ptr()] = buffer
+        return buffer[:numel]
+
+    def take_back(self, tensor: Tensor) -> None:
+        """Return ``tensor``, exactly as ``lend`` returned it, to the pool."""
+        buffer = self._lent.pop(tensor.data_ptr(), None)
+        if buffer is not None:
+            self._free.append(buffer)
+
+    def release(self) -> None:
+        """Return the memory of the free buffers to the system."""
+        self._free.clear()

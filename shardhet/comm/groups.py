@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 
 from shardhet.comm import devices
-from shardhet.comm.buffers import BufferPool
-from shardhet.comm.calls import Transport
+from shardhet.comm.calls import SWITCH, Transport, meet, timeout_of, wants_gloo
 from shardhet.comm.channel import Channel, ComputingRanks, Levels, holders
 from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
+from shardhet.comm.devices import BufferPool
 from shardhet.comm.failure import end_waits
-from shardhet.comm.transport import SWITCH, meet, timeout_of, wants_gloo
 from shardhet.records.nodes import TwoLevels
 
 GROUPS_FOR_ONE = "SHARDHET_GROUPS_FOR_ONE"

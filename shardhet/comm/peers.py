@@ -46,10 +46,9 @@ import torch
 import torch.distributed as dist
 
 from shardhet.comm import devices
-from shardhet.comm.channel import Channel
+from shardhet.comm.channel import Channel, progress
 from shardhet.comm.failure import Failure, Kind, LostPeerError, birth, holder_of
 from shardhet.comm.groups import Communicators
-from shardhet.comm.progress import progress
 
 SECONDS_TO_HEAR_THE_CAUSE = 3.0
 SECONDS_BETWEEN_LOOKS = 0.05

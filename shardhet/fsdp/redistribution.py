@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from shardhet.comm.collectives import whole_of
-from shardhet.comm.on_host.memory import available_bytes
+from shardhet.comm.devices import available_bytes
 from shardhet.fsdp.module import HetFSDP
 from shardhet.fsdp.sharding.build import ROOT_FQN, cut_by_plan
 from shardhet.fsdp.sharding.comm import CommContext

@@ -17,8 +17,8 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput
 
+from shardhet.comm.channel import phase
 from shardhet.comm.liveness import HANG_TIMEOUT_S, watch_ranks
-from shardhet.comm.progress import phase
 from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.params.host_step import check_room, fused_on_host
 from shardhet.fsdp.params.optimizer_gate import look_at

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from shardhet.comm.channel import Channel
+from shardhet.comm.devices import available_bytes
 from shardhet.comm.members import local_device_spec
-from shardhet.comm.on_host.memory import available_bytes
 from shardhet.profiler.host import HostPartReport, room_of
 from shardhet.records.cluster import Cluster, DeviceSpec
 from shardhet.records.kinds import built_in_kinds, kind_of_memory

@@ -6,7 +6,7 @@ from statistics import median
 
 import torch
 
-from shardhet.comm.on_host.memory import processors, share_of_processors
+from shardhet.comm.devices import processors, share_of_processors
 from shardhet.pricing.hosts import UPDATE_BYTES
 from shardhet.profiler.stopwatch import Stopwatch
 from shardhet.records.cluster import USABLE_MEMORY_FRACTION

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from shardhet.comm import devices
+from shardhet.comm.devices import available_bytes, processors
 from shardhet.comm.groups import default_group
 from shardhet.comm.members import local_device_spec
-from shardhet.comm.on_host.memory import available_bytes, processors
 from shardhet.pricing.setting import Setting
 from shardhet.profiler.assemble import RankReport, TrafficReport, make_cluster, make_profile
 from shardhet.profiler.batch import TrainedModel

@@ -14,7 +14,7 @@ from math import inf, isfinite
 from statistics import median
 from typing import Any, NamedTuple
 
-from shardhet.comm.host_copy import HostCopy
+from shardhet.comm.calls import HostCopy
 from shardhet.training.hooks.bad_steps import OnBadStep
 from shardhet.training.hooks.checkpoints import SaveCheckpoints
 from shardhet.training.hooks.hooks import After, Hook, Hooks

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardhet.comm.host_copy import HostCopy
+from shardhet.comm.calls import HostCopy
 
 FIRST_SCALE = 2.0**16
 # Float16's smallest normal number: with less, the loss itself leaves the format.

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from shardhet.checkpoint import redistribute
-from shardhet.comm.progress import phase
+from shardhet.comm.channel import phase
 from shardhet.fsdp.step.observer import Activity, Observed
 from shardhet.planner import Demands, PlanError, solve
 from shardhet.planner.problem.demands import TOLERANCE

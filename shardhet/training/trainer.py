@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from shardhet.checkpoint.state.optimizer_state import listed
-from shardhet.comm.host_copy import HostCopy, to_device
-from shardhet.comm.progress import phase, progress
+from shardhet.comm.calls import HostCopy, to_device
+from shardhet.comm.channel import phase, progress
 from shardhet.fsdp import HetFSDP
 from shardhet.records.layout import Span
 from shardhet.training.data import GlobalBatches, TokenBatch

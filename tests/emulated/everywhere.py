@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardhet.apps.launch import joining
 from shardhet.comm import devices
-from shardhet.comm.transport import wants_gloo
+from shardhet.comm.calls import wants_gloo
 from shardhet.profiler import describe
 from shardhet.records.cluster import Cluster
 from tests.emulated.accelerator import Accelerator

@@ -29,7 +29,7 @@ from experiments.common.systems import (
 from experiments.pipelines.over_links.model import Model, batch_of
 from experiments.pipelines.over_links.stock import schedules_1f1b
 from shardhet import DeviceSpec, Plan, Stage, find_plan
-from shardhet.comm.transport import SWITCH
+from shardhet.comm.calls import SWITCH
 from shardhet.planner.stages.find import find_pipeline
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.part import part_of

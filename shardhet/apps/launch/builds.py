@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from shardhet.comm.calls import wants_gloo
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
-from shardhet.comm.transport import wants_gloo
 
 
 def check_serves(device: torch.device, *, needs_bfloat16: bool) -> None:

@@ -25,15 +25,14 @@ from shardhet.apps.launch.memory_limits import PlansAgainError
 from shardhet.apps.launch.rank_env import RankEnv, is_task_of_srun
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.comm import devices
-from shardhet.comm.channel import Channel
+from shardhet.comm.calls import SWITCH, wants_gloo
+from shardhet.comm.channel import Channel, progress
 from shardhet.comm.failure import Failure
 from shardhet.comm.liveness import HANG_TIMEOUT_S, end_with_launcher, watch_ranks
 from shardhet.comm.liveness.diagnosis import LONG_FACTOR
 from shardhet.comm.liveness.ending import end_if_launcher_is_gone, end_now
 from shardhet.comm.members import local_device_spec
 from shardhet.comm.peers import failure_of
-from shardhet.comm.progress import progress
-from shardhet.comm.transport import SWITCH, wants_gloo
 from shardhet.config.training import ClusterConf, DeviceType
 from shardhet.training.emulation import cores_for, stay_on
 

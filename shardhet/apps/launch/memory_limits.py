@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardhet.apps.launch.run_folder import RunFolder, write_whole
+from shardhet.comm.channel import progress
 from shardhet.comm.peers import Shortage, is_out_of_memory
-from shardhet.comm.progress import progress
 from shardhet.records.cluster import DeviceSpec
 from shardhet.training.emulation import HostMemory
 from shardhet.training.hooks.hooks import Hook

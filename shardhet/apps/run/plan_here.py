@@ -17,8 +17,7 @@ from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.run.model_to_measure import measured_here
 from shardhet.apps.run.prediction import Prediction
-from shardhet.comm.channel import Channel
-from shardhet.comm.progress import phase
+from shardhet.comm.channel import Channel, phase
 from shardhet.config.train import OnOom, TrainConf
 from shardhet.config.training import FilePlanConf, MeasuredPlanConf
 from shardhet.planner.present import part_for, plan_for

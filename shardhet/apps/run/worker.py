@@ -36,7 +36,7 @@ from shardhet.apps.run.run_log import RunLog
 from shardhet.apps.run.task import Task
 from shardhet.checkpoint import Resumed
 from shardhet.comm import devices
-from shardhet.comm.progress import phase
+from shardhet.comm.channel import phase
 from shardhet.config.checks import fields_of
 from shardhet.config.pretrained import HfConf
 from shardhet.config.train import OnOom, Precision, TrainConf

@@ -48,8 +48,8 @@ from shardhet.checkpoint.state.held import Held
 from shardhet.checkpoint.state.job import CALL as SAVES
 from shardhet.checkpoint.state.optimizer_state import Optimizers
 from shardhet.checkpoint.state.ranks import Ranks, step_of
-from shardhet.comm.on_host.memory import available_bytes
-from shardhet.comm.progress import phase
+from shardhet.comm.channel import phase
+from shardhet.comm.devices import available_bytes
 from shardhet.records.nodes import Nodes, keepers
 
 _HALF_DONE = re.compile(r"\.step_\d{8,}\.(unfinished|replaced)")

@@ -4,6 +4,7 @@ HetFSDP starts it; ``watch_ranks`` changes it or switches it off.  Code that tak
 rank while others wait for it, and in which nothing is wrong, goes into ``with phase("...")``.
 """
 
+from shardhet.comm.channel import phase
 from shardhet.comm.liveness.ending import EXIT_STATUS, end_with_launcher
 from shardhet.comm.liveness.watch import (
     HANG_TIMEOUT_S,
@@ -11,7 +12,6 @@ from shardhet.comm.liveness.watch import (
     watch_ranks,
     watch_unless_decided,
 )
-from shardhet.comm.progress import phase
 
 __all__ = [
     "EXIT_STATUS",

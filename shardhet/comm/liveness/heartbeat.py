@@ -23,8 +23,8 @@ from torch.distributed import distributed_c10d
 
 import shardhet.comm
 from shardhet.comm import devices
+from shardhet.comm.channel import progress
 from shardhet.comm.members import local_device_spec
-from shardhet.comm.progress import progress
 
 READ_AFTER_S = 1.0  # of waiting; before that nobody needs the others' heartbeats
 STEP_FACTOR = 5.0

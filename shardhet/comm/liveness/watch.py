@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from shardhet.comm import devices
+from shardhet.comm.channel import progress
 from shardhet.comm.failure import Failure, Kind, ProcessState, holder_of, host_of
-from shardhet.comm.liveness.connections import Connections, interface_towards
 from shardhet.comm.liveness.diagnosis import (
     SECONDS_FOR_THE_GONE,
     SECONDS_FOR_THE_GONE_OF_NCCL,
@@ -36,10 +36,15 @@ from shardhet.comm.liveness.diagnosis import (
     panel,
     standstill,
 )
-from shardhet.comm.liveness.ending import GRACE_S, Ending, end_with_launcher
+from shardhet.comm.liveness.ending import (
+    GRACE_S,
+    Connections,
+    Ending,
+    end_with_launcher,
+    interface_towards,
+)
 from shardhet.comm.liveness.heartbeat import READ_AFTER_S, Heartbeat, OwnRank
 from shardhet.comm.peers import failure_of, report, reported
-from shardhet.comm.progress import progress
 
 logger = logging.getLogger(__name__)
 

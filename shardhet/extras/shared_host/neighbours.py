@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from shardhet.comm.calls import timeout_of
+from shardhet.comm.channel import progress
 from shardhet.comm.failure import LostPeerError, birth
-from shardhet.comm.progress import progress
-from shardhet.comm.transport import timeout_of
 from shardhet.extras.shared_host.arena import Arena, PeerArena, Whereabouts, own_arena
 
 SYS_FUTEX = 202  # on x86-64

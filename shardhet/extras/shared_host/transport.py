@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardhet.comm.buffers import BufferPool
 from shardhet.comm.calls import Gathering, Pending, Reduction, pieces_of, sum_into
 from shardhet.comm.channel import Channel
+from shardhet.comm.devices import BufferPool
 from shardhet.comm.failure import LostPeerError
 from shardhet.extras.shared_host.arena import PeerArena, own_arena
 from shardhet.extras.shared_host.neighbours import Neighbours

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shardhet.comm.calls import HostCopy, to_device
 from shardhet.comm.channel import Channel
-from shardhet.comm.host_copy import HostCopy, to_device
 from shardhet.records.plan import Plan
 
 # Of one call: the index of its norm, and its statistics, mean and unbiased variance.

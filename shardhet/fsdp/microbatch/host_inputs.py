@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from shardhet.comm import devices
-from shardhet.comm.on_host.lanes import Copy, CopyLane
-from shardhet.comm.on_host.memory import HostAllocator
+from shardhet.comm.devices import HostAllocator
+from shardhet.comm.lanes import Copy, CopyLane
 from shardhet.fsdp.microbatch.batching import BatchAxis, Rule, memory_order
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.records.layout import Span

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
 from shardhet.comm import devices
-from shardhet.comm.host_copy import to_device
+from shardhet.comm.calls import to_device
 from shardhet.fsdp.microbatch.batching import flatten, unflatten
 from shardhet.fsdp.microbatch.ragged import CountRows, Rows, rows_by_leaf
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardhet.comm.progress import progress
+from shardhet.comm.channel import progress
 from shardhet.fsdp.microbatch.batching import (
     BatchAxis,
     Join,

@@ -11,12 +11,17 @@ import torch
 from torch import Tensor
 
 from shardhet.comm import devices
-from shardhet.comm.buffers import BufferPool, host_empty
 from shardhet.comm.calls import Pending, let_go
 from shardhet.comm.channel import Channel
+from shardhet.comm.devices import (
+    BufferPool,
+    HostAllocator,
+    host_empty,
+    processors,
+    share_of_processors,
+)
 from shardhet.comm.groups import among_computing, in_two_levels
-from shardhet.comm.on_host.lanes import CopyLane
-from shardhet.comm.on_host.memory import HostAllocator, processors, share_of_processors
+from shardhet.comm.lanes import CopyLane
 from shardhet.fsdp.sharding.host_room import HostRoom
 from shardhet.records.nodes import Nodes, TwoLevels, carriers
 from shardhet.records.plan import HoldsFor, Plan, is_matched, pipeline_of

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 
 from shardhet.comm.channel import Channel
-from shardhet.comm.on_host.memory import available_bytes
+from shardhet.comm.devices import available_bytes
 from shardhet.records.layout import FlatLayout
 from shardhet.records.nodes import Nodes
 from shardhet.records.plan import Plan

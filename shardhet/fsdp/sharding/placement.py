@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardhet.comm.on_host.lanes import Copy
+from shardhet.comm.lanes import Copy
 from shardhet.fsdp.sharding.comm import CommContext
 
 MAX_PLACES = 2  # for a gradient on the host: one that is kept, and one to add to it

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from shardhet.comm import devices
-from shardhet.comm.progress import progress
+from shardhet.comm.channel import progress
 from shardhet.fsdp.stages.channels import StageChannels
 from shardhet.fsdp.stages.handover import Arriving, Carried, Departures, Peer, Route
 from shardhet.fsdp.stages.kinds import CallKinds

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.autograd.graph import GradientEdge
 
-from shardhet.comm.host_copy import HostCopy
-from shardhet.comm.progress import progress
+from shardhet.comm.calls import HostCopy
+from shardhet.comm.channel import progress
 from shardhet.fsdp.microbatch.batching import named_leaves
 from shardhet.fsdp.microbatch.layered import run_backward
 from shardhet.fsdp.microbatch.loss import loss_pair

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 
+from shardhet.comm.channel import progress
 from shardhet.comm.peers import Peers
-from shardhet.comm.progress import progress
 from shardhet.fsdp.microbatch.layered import run_visit
 from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.microbatch.root_dropout import (

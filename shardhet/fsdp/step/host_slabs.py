@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from shardhet.comm.channel import Channel
-from shardhet.comm.on_host.memory import available_bytes
+from shardhet.comm.devices import available_bytes
 from shardhet.fsdp.microbatch.host_inputs import ALIGNMENT, InputsOnHost
 from shardhet.fsdp.probing.probe import SeenInput
 from shardhet.fsdp.sharding.comm import CommContext

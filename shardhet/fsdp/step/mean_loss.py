@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from shardhet.comm import devices
-from shardhet.comm.host_copy import HostCopy
-from shardhet.comm.progress import progress
+from shardhet.comm.calls import HostCopy
+from shardhet.comm.channel import progress
 from shardhet.fsdp.microbatch.layered import leaves_of
 from shardhet.fsdp.params.param_hooks import (
     ParamHooks,

@@ -18,7 +18,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from shardhet.comm.host_copy import HostCopy
+from shardhet.comm.calls import HostCopy
 from shardhet.fsdp.microbatch.batching import Join, flatten, named_leaves, unflatten
 
 LARGE_OUTPUT_BYTES = 256 * 2**20  # warn if a model's output is larger: logits, not a loss

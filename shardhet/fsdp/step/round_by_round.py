@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardhet.comm.host_copy import HostCopy
+from shardhet.comm.calls import HostCopy
 from shardhet.fsdp.microbatch.layered import run_backward
 from shardhet.fsdp.microbatch.loss import check_no_tokens
 from shardhet.fsdp.microbatch.signature import ModelCall

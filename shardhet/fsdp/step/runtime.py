@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from shardhet.comm import devices
-from shardhet.comm.channel import Channel
+from shardhet.comm.channel import Channel, progress
 from shardhet.comm.peers import Peers
-from shardhet.comm.progress import progress
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.caches import CacheSwitch
 from shardhet.fsdp.microbatch.host_inputs import InputsOnHost

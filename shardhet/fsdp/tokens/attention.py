@@ -22,9 +22,9 @@ from torch.backends import mha
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from shardhet.comm.buffers import BufferPool
 from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
+from shardhet.comm.devices import BufferPool
 from shardhet.comm.groups import part_of
 from shardhet.fsdp.microbatch.surroundings import Surrounding
 from shardhet.fsdp.sharding.comm import CommContext

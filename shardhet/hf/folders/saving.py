@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import Transpose, revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from shardhet.comm.progress import phase
+from shardhet.comm.channel import phase
 from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.door import around, stand_ins
 from shardhet.fsdp.params.state import persistent_buffers

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Sampler, default_collate
 
-from shardhet.comm.channel import Channel, check_same_on_all_ranks
-from shardhet.comm.progress import phase
+from shardhet.comm.channel import Channel, check_same_on_all_ranks, phase
 from shardhet.fsdp import HetFSDP
 from shardhet.records.plan import Plan
 from shardhet.training.dealing.batches import (

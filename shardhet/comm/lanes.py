@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from shardhet.comm import devices
+from shardhet.comm.channel import progress
 from shardhet.comm.failure import LostPeerError
-from shardhet.comm.progress import progress
 
 MAX_HELD = 2  # tensors that are kept alive for a copy that reads them
 
