@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardhet import HetFSDP, Plan
 from shardhet.fsdp.sharding.flat import FlatTensor
-from shardhet.records.schedule import messages_between
+from shardhet.records.ops import messages_between
 from tests.hosts import on_different_hosts
 from tests.selection import only
 from tests.test_order import around_collectives

@@ -32,7 +32,8 @@ from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.step.launches import RUNS, Handling
 from shardhet.fsdp.step.observer import Activity
-from shardhet.records.schedule import GATHER, LaunchKind, ops_of
+from shardhet.records.ops import ops_of
+from shardhet.records.schedule import GATHER, LaunchKind
 from shardhet.training.guard import Guard
 from shardhet.training.hooks.bad_steps import OnBadStep
 from tests.emulated.accelerator import Accelerator

@@ -17,16 +17,8 @@ from shardhet.fsdp.stages.exchange import StageExchange
 from shardhet.fsdp.step.launches import RUNS
 from shardhet.fsdp.step.turn_walk import TurnWalk
 from shardhet.models.decoder import Decoder
-from shardhet.records.schedule import (
-    Handover,
-    LaunchKind,
-    Op,
-    OpKind,
-    Phase,
-    RoundPhase,
-    Schedule,
-    ops_of,
-)
+from shardhet.records.ops import Handover, Op, OpKind, ops_of
+from shardhet.records.schedule import LaunchKind, Phase, RoundPhase, Schedule
 from tests.emulated.accelerator import Accelerator
 from tests.small_models import small_decoder
 from tests.test_pipelines import CUTS, SEQ_LEN, WORDS, batch_of

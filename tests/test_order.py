@@ -24,7 +24,8 @@ from shardhet.fsdp.probing.prober import Prober
 from shardhet.fsdp.sharding import flat as flat_module
 from shardhet.fsdp.sharding import flat_grad
 from shardhet.fsdp.sharding.flat import FlatTensor
-from shardhet.records.schedule import LaunchKind, Segment, StepForm, make_schedule, ops_of
+from shardhet.records.ops import ops_of
+from shardhet.records.schedule import LaunchKind, Segment, StepForm, make_schedule
 from tests.parity import Batch, Course, Problem, check_parity, part_of, take_rounds
 from tests.patchwork import Case, draw_case
 from tests.selection import one_in

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from shardhet import HetFSDP, Plan
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
+from shardhet.records.ops import Op, ops_of
 from shardhet.records.profiles import Profile
-from shardhet.records.schedule import GATHER, LaunchKind, Op, Phase, ops_of
+from shardhet.records.schedule import GATHER, LaunchKind, Phase
 from shardhet.records.workload import Unit, UnitKind, Workload
 from shardhet.simulator.simulation import simulate
 from tests.emulated.accelerator import Accelerator

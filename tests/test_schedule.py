@@ -7,17 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardhet.records.ops import Op, ops_of
 from shardhet.records.schedule import (
     GATHER,
     REDUCE,
     LaunchKind,
-    Op,
     Phase,
     Schedule,
     Segment,
     StepForm,
     make_schedule,
-    ops_of,
     rest_of_step,
 )
 

@@ -9,7 +9,7 @@ from shardhet.fsdp.step.around import Visits
 from shardhet.fsdp.step.launches import RUNS
 from shardhet.pricing.launches import PRICES
 from shardhet.pricing.setting import Setting
-from shardhet.records.schedule.passes import PASSES
+from shardhet.records.schedule import PASSES
 from shardhet.simulator.simulation import simulate
 from tests.test_cost import CLUSTER, WORKLOAD, plan, profile
 from tests.toys import counting, parking
@@ -30,7 +30,7 @@ def train_step(recomputes: tuple[str, ...] = ()) -> list[torch.Tensor]:
 
 def test_a_kind_of_launch_is_planned_simulated_and_run(monkeypatch: pytest.MonkeyPatch) -> None:
     before, expected = simulate(plan(), Setting(CLUSTER, WORKLOAD, profile())), train_step()
-    monkeypatch.setattr("shardhet.records.schedule.passes.PASSES", [*PASSES, parking.mark])
+    monkeypatch.setattr("shardhet.records.schedule.PASSES", [*PASSES, parking.mark])
     monkeypatch.setitem(PRICES, parking.PARK, parking.price)
     monkeypatch.setitem(RUNS, parking.PARK, parking.HANDLING)
     parking.calls.clear()

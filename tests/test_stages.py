@@ -13,16 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardhet.pricing.cost import CostModel
+from shardhet.records.ops import Handover, intervals, messages_between, phases_of
 from shardhet.records.plan import Plan, PlannedUnit
-from shardhet.records.schedule import (
-    Handover,
-    Phase,
-    RoundPhase,
-    intervals,
-    messages_between,
-    one_forward_one_backward,
-    phases_of,
-)
+from shardhet.records.schedule import Phase, RoundPhase, one_forward_one_backward
 from shardhet.records.stages import Stage, rounds_in_flight, stage_by_unit
 from tests.test_overlap import _setting_of
 

@@ -31,7 +31,7 @@ FOLDERS = (
 )
 # What makes nothing wrong but slower or larger: bounds, early events, pinned copies.
 BESIDE_WAITS = (
-    ("shardhet/records/schedule/ops.py", "while kind.max_in_flight is not None", "while False"),
+    ("shardhet/records/ops.py", "while kind.max_in_flight is not None", "while False"),
     ("shardhet/fsdp/sharding/flat.py", "if comm.host_runs_ahead:", "if False:"),
     ("shardhet/comm/calls.py", "tensor.pin_memory().to(", "tensor.to("),
     (

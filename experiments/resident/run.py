@@ -26,7 +26,8 @@ from experiments.common.systems import (
 from experiments.decoders import decoder_config, make_decoder, random_batches
 from shardhet import DeviceSpec, Plan
 from shardhet.models.decoder import Block, Decoder
-from shardhet.records.schedule import GATHER, LaunchKind, ops_of, straight_schedule
+from shardhet.records.ops import ops_of
+from shardhet.records.schedule import GATHER, LaunchKind, straight_schedule
 from shardhet.training.emulation import EmulatedDevice
 
 HERE = Path(__file__).parent

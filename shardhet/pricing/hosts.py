@@ -32,9 +32,9 @@ from shardhet.pricing.priced import Priced
 from shardhet.pricing.setting import Setting
 from shardhet.pricing.step_cost import Moments, RankCost
 from shardhet.records.cluster import Cluster, Node
+from shardhet.records.ops import HeldUnits, held_units
 from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.schedule import Phase, Schedule
-from shardhet.records.schedule.held import HeldUnits, held_units
 from shardhet.records.workload import Unit
 
 # Of a node that does not state its own: torch's fused AdamW on two threads took 1.49e9 elements

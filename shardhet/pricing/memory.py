@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from shardhet.pricing.hosts import COPIES_HELD, HostInputPrices
 from shardhet.pricing.priced import UnitRun, at_sizes
 from shardhet.pricing.step_cost import MemoryParts, Moments
+from shardhet.records.ops import MAX_ROUNDS
 from shardhet.records.plan import RankPlan
-from shardhet.records.schedule.held import MAX_ROUNDS
 from shardhet.records.workload import Unit, Workload
 
 STORED_DTYPES = ("float32", "float64")  # in which parameters are kept, too

@@ -17,14 +17,9 @@ from shardhet.pricing.launches import PRICES
 from shardhet.pricing.matrices import OwnedState, stored_whole
 from shardhet.pricing.priced import FewRounds, Floats, Priced
 from shardhet.records.layout import stored_numels
+from shardhet.records.ops import ops_of
 from shardhet.records.plan import Plan, RankPlan
-from shardhet.records.schedule import (
-    LaunchKind,
-    Phase,
-    StepForm,
-    ops_of,
-    straight_schedule,
-)
+from shardhet.records.schedule import LaunchKind, Phase, StepForm, straight_schedule
 from shardhet.records.workload import UnitKind
 
 PHASES = tuple(Phase)

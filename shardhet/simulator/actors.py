@@ -7,9 +7,9 @@ import numpy as np
 
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.turns import taking_part
+from shardhet.records.ops import MAX_ROUNDS, Op, OpKind
 from shardhet.records.plan import Plan, RankPlan
-from shardhet.records.schedule import LaunchKind, Op, OpKind, Phase, Schedule
-from shardhet.records.schedule.held import MAX_ROUNDS
+from shardhet.records.schedule import LaunchKind, Phase, Schedule
 from shardhet.simulator.timeline import Event, MemoryPoint, RankTimeline, Work, merged
 
 WORK_OF: dict[Phase | LaunchKind | OpKind, Work] = {

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardhet.records.schedule import LaunchKind, OpKind, Phase
+from shardhet.records.ops import OpKind
+from shardhet.records.schedule import LaunchKind, Phase
 from shardhet.simulator.actors import Actor, StageOps
 from shardhet.simulator.timeline import Event, Work
 

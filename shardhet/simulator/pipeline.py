@@ -1,6 +1,6 @@
 """The time of a step of a pipeline, from the times of its stages and of the links between them.
 
-Every stage takes rounds one forward, one backward (``shardhet.records.schedule.pipeline``).
+Every stage takes rounds one forward, one backward (``shardhet.records.ops``).
 What a stage hands over goes through a queue per boundary and direction; a transfer overlaps
 compute, and begins when the one before it has ended.
 """
@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 from shardhet.pricing.step_cost import StepCost
 from shardhet.records.cluster import Cluster, Link
-from shardhet.records.schedule import Phase
-from shardhet.records.schedule.pipeline import RoundPhase, one_forward_one_backward
+from shardhet.records.schedule import Phase, RoundPhase, one_forward_one_backward
 from shardhet.records.workload import Unit, Workload
 
 Seconds = TypeVar("Seconds", float, Any)  # a number, or an array of those of many pipelines

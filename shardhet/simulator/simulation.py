@@ -6,8 +6,9 @@ are simulated once (``simulator.actors``).
 """
 
 from shardhet.pricing.setting import Setting
+from shardhet.records.ops import ops_of
 from shardhet.records.plan import Plan
-from shardhet.records.schedule import ops_of, straight_schedule
+from shardhet.records.schedule import straight_schedule
 from shardhet.simulator.actors import StageOps, make_actors
 from shardhet.simulator.loop import Loop
 from shardhet.simulator.stages import PartOf, PipelinePrice, PricedStage, price_of

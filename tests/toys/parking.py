@@ -6,8 +6,7 @@ from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.step.launches import Handling
 from shardhet.fsdp.step.observer import Activity
 from shardhet.pricing.priced import Priced
-from shardhet.records.schedule import LaunchKind, Phase
-from shardhet.records.schedule.passes import Shape, Turns
+from shardhet.records.schedule import LaunchKind, Phase, Shape, Turns
 from shardhet.records.workload import UnitKind
 
 PARK = LaunchKind("park", "host link", max_in_flight=2)

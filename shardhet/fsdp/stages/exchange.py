@@ -13,15 +13,8 @@ from shardhet.fsdp.step.observer import Activity
 from shardhet.fsdp.step.rounds import Round
 from shardhet.fsdp.step.runtime import Runtime
 from shardhet.records.layout import Span
-from shardhet.records.schedule import (
-    Handover,
-    Op,
-    OpKind,
-    Phase,
-    RoundPhase,
-    intervals,
-    messages_between,
-)
+from shardhet.records.ops import Handover, Op, OpKind, intervals, messages_between
+from shardhet.records.schedule import Phase, RoundPhase
 
 
 class StageExchange:

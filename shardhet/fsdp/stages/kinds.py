@@ -19,7 +19,8 @@ from shardhet.fsdp.stages.parts import carried_of, check_dropouts, parts_of
 from shardhet.fsdp.stages.refusals import check_hooks, refuse
 from shardhet.fsdp.step.rounds import Round
 from shardhet.fsdp.step.runtime import Runtime
-from shardhet.records.schedule import Op, Schedule, make_schedule
+from shardhet.records.ops import Op
+from shardhet.records.schedule import Schedule, make_schedule
 
 
 class CallKinds:

@@ -4,7 +4,7 @@
 Before the first round all ranks agree on the samples of every round, and gather the root.  From
 then on a rank waits for its own stage (gathers and reductions of its units) and for what it
 receives from the stages beside it, in one order that is the same for all ranks of the stage
-(``records.schedule.pipeline``).  What it receives next is launched ahead, so that it arrives
+(``records.ops``).  What it receives next is launched ahead, so that it arrives
 meanwhile; ``handover`` says which stream waits for which.  When a stage has taken all its turns
 it waits for the others, to reduce the root's gradients.  On an accelerator the host reads once
 a step, when all is queued: checksums of the samples, and in the last stage the losses.

@@ -1,6 +1,6 @@
 """The position of a rank in the list of a step, and what it does for each op.
 
-The list (``records.schedule.ops``) says what is launched, waited for and freed.  Compute is the
+The list (``records.ops``) says what is launched, waited for and freed.  Compute is the
 model's: calls of units, and autograd, *reach* their turns, which have to be the next of the
 list.
 
@@ -20,16 +20,14 @@ from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitState
 from shardhet.fsdp.step.launches import RUNS
 from shardhet.fsdp.step.observer import Observers
+from shardhet.records.ops import Op, OpKind, ops_of
 from shardhet.records.schedule import (
     GATHER,
     REDUCE,
     LaunchKind,
-    Op,
-    OpKind,
     Phase,
     Schedule,
     make_schedule,
-    ops_of,
     rest_of_step,
 )
 

@@ -2,10 +2,10 @@
 
 The execution order is a list of segments: the visits of forward, one after the other.  A
 unit may be visited several times (tied embedding and head, shared blocks).  The segments
-determine one list of turns for the whole step, the same on every rank, and passes
-(``schedule.passes``) mark on each turn what is launched for it and after it.  What is launched
-ahead of a turn or of the next one is launched by the time the turn begins, so that the next
-turn's overlaps the turn's compute.  What is launched after a turn is launched when it ends.
+determine one list of turns for the whole step, the same on every rank, and passes mark on each
+turn what is launched for it and after it.  What is launched ahead of a turn or of the next one
+is launched by the time the turn begins, so that the next turn's overlaps the turn's compute.
+What is launched after a turn is launched when it ends.
 For units a, b, c that are resharded after forward:
 
            forward                       backward
@@ -16,12 +16,17 @@ For units a, b, c that are resharded after forward:
 G(a) and G(b) are launched before the first turn, G(c) when b begins, G(b) when forward ends
 (the loss is computed meanwhile), G(a) when b begins in backward; each reduction when its
 unit's turn ends.  c stays unsharded from forward to backward, so it is gathered once.
-``schedule.ops`` makes of turns and marks the list that ranks follow.
+``records.ops`` makes of turns and marks the list that ranks follow.
 
 A step of several rounds is one list too.  Nothing is launched ahead of a later round, which
 ranks begin together.  What was launched after the last turn of a round goes on beside the next.
+
+A pass maps the turns of a step to turns with more marks.  A new kind of launch is a pass of its
+own: append it to ``PASSES``, and add the kind's price and what a rank does (``LaunchKind``).
+Units that stay unsharded lose all marks in the end.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple, Self
@@ -169,3 +174,166 @@ class Schedule:
             elif turn.phase is Phase.BACKWARD and turn.unit in self.trainable_units:
                 owed.add(turn.unit)
         return frozenset(owed)
+
+
+class RoundPhase(NamedTuple):
+    """The forward or the backward of one round."""
+
+    round: int
+    phase: Phase
+
+
+def one_forward_one_backward(num_rounds: int, in_flight: int) -> tuple[RoundPhase, ...]:
+    """What a stage takes one after the other in a step."""
+    order: list[RoundPhase] = []
+    for number in range(num_rounds + in_flight):
+        if number >= in_flight:
+            order.append(RoundPhase(number - in_flight, Phase.BACKWARD))
+        if number < num_rounds:
+            order.append(RoundPhase(number, Phase.FORWARD))
+    return tuple(each for each in order if each.round < num_rounds)
+
+
+ONE_ROUND = StepForm()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What passes know of the plan and the model."""
+
+    trainable_units: frozenset[int]
+    form: StepForm
+    staying_units: frozenset[int] = frozenset()  # gathered and reduced with the root
+
+
+Turns = tuple[Turn, ...]
+Pass = Callable[[Turns, Shape], Turns]
+
+
+def bare_turns(segments: Sequence[Segment], order: Sequence[RoundPhase]) -> Turns:
+    """The turns of each round's forward, and of its backward, which returns in reverse."""
+    visits = list(enumerate(segments))
+    turns: list[Turn] = []
+    for number, phase in order:
+        if phase is Phase.FORWARD:
+            turns += [Turn(i, each.unit, phase, round=number) for i, each in visits]
+        else:
+            turns += [
+                Turn(i, each.unit, phase, round=number)
+                for i, each in reversed(visits)
+                if each.needs_backward
+            ]
+    return tuple(turns)
+
+
+def mark_gathers(turns: Turns, shape: Shape) -> Turns:
+    """Gather a sharded unit ahead of its turn, and free it unless it stays.
+
+    Only the units of the current turn and of the next ``AHEAD`` turns are unsharded, unless the
+    form of the step keeps units until their last turn of the round, or of the step.
+    """
+    form = shape.form
+    last = {turn.unit: i for i, turn in enumerate(turns)}
+    last_of_round = {(turn.round, turn.unit): i for i, turn in enumerate(turns)}
+    unsharded: set[int] = set()
+    marked = []
+    for i, turn in enumerate(turns):
+        unit = turn.unit
+        stays = i + 1 < len(turns) and turns[i + 1].unit == unit
+        stays |= not form.reshard_after_forward and last_of_round[turn.round, unit] > i
+        stays |= not form.reshard_after_backward and last[unit] > i
+        ahead = turn.ahead if unit in unsharded else (*turn.ahead, GATHER)
+        marked.append(replace(turn, ahead=ahead, reshards=not stays))
+        unsharded = unsharded | {unit} if stays else unsharded - {unit}
+    return tuple(marked)
+
+
+def mark_reductions(turns: Turns, shape: Shape) -> Turns:
+    """Reduce the gradients of a trainable unit after its last backward turn, of every round or
+    of the step.
+    """
+
+    def gradients(turn: Turn) -> tuple[int, int]:
+        return (turn.round if shape.form.reduce_each_round else 0), turn.unit
+
+    last = {gradients(turn): i for i, turn in enumerate(turns) if turn.phase is Phase.BACKWARD}
+    return tuple(
+        replace(turn, after=(*turn.after, REDUCE))
+        if last.get(gradients(turn)) == i and turn.unit in shape.trainable_units
+        else turn
+        for i, turn in enumerate(turns)
+    )
+
+
+def clear_staying(turns: Turns, shape: Shape) -> Turns:
+    """Launch nothing for units that stay unsharded for the whole step, like the root."""
+    return tuple(
+        replace(turn, ahead=(), reshards=False, after=())
+        if turn.unit in shape.staying_units
+        else turn
+        for turn in turns
+    )
+
+
+PASSES: list[Pass] = [mark_gathers, mark_reductions]
+
+
+def make_schedule(
+    segments: Sequence[Segment],
+    *,
+    trainable_units: frozenset[int],
+    form: StepForm = ONE_ROUND,
+    first_round: int = 0,
+    owed: frozenset[int] = frozenset(),
+    staying_units: frozenset[int] = frozenset(),
+    in_flight: int = 1,
+) -> Schedule:
+    """The schedule of a step that visits ``segments`` in forward and returns in reverse.
+
+    A stage of a pipeline may have several rounds ``in_flight``, begun and not finished.
+    If ``first_round`` is not 0, it is that of the rest of a step whose earlier rounds visited
+    other units and have left the gradients of the units in ``owed``.
+    """
+    shape = Shape(trainable_units=trainable_units, form=form, staying_units=staying_units)
+    order = one_forward_one_backward(form.num_rounds, in_flight)
+    turns = bare_turns(segments, [each for each in order if each.round >= first_round])
+    for each in PASSES:
+        turns = each(turns, shape)
+    return Schedule(
+        turns=clear_staying(turns, shape),
+        segments=tuple(segments),
+        trainable_units=trainable_units,
+        form=form,
+        owed=owed,
+    )
+
+
+def rest_of_step(
+    schedule: Schedule,
+    first_round: int,
+    owed: frozenset[int],
+    staying_units: frozenset[int] = frozenset(),
+) -> Schedule:
+    """The schedule of the same visits from ``first_round`` on, where all other units than
+    those that stay are sharded.
+    """
+    return make_schedule(
+        schedule.segments,
+        trainable_units=schedule.trainable_units,
+        form=schedule.form,
+        first_round=first_round,
+        owed=owed,
+        staying_units=staying_units,
+    )
+
+
+def straight_schedule(
+    num_units: int, form: StepForm = ONE_ROUND, in_flight: int = 1
+) -> Schedule:
+    """The schedule of a model that visits each of its units once, all of them trainable."""
+    return make_schedule(
+        [Segment(i, needs_backward=True) for i in range(num_units)],
+        trainable_units=frozenset(range(num_units)),
+        form=form,
+        in_flight=in_flight,
+    )
