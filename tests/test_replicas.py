@@ -18,7 +18,7 @@ from shardhet.checkpoint.replicas import replicas as replicas_module
 from shardhet.checkpoint.replicas.copying import Copying
 from shardhet.checkpoint.replicas.source import Version, choose, versions_in
 from shardhet.comm.liveness import watch_ranks
-from shardhet.records.nodes import Nodes, carriers, keepers
+from shardhet.records.stages import Nodes, carriers, keepers
 from tests.checkpoint_cases import (
     OPTIMIZERS,
     State,

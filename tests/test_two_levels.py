@@ -13,8 +13,7 @@ from shardhet.planner import Demands, DeviceLimits
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
-from shardhet.records.nodes import Nodes, TwoLevels
-from shardhet.records.stages import Stage
+from shardhet.records.stages import Nodes, Stage, TwoLevels
 from shardhet.simulator.simulation import simulate
 from tests.emulated.accelerator import Accelerator
 from tests.worlds import run_ranks

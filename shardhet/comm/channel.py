@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from shardhet.comm import devices
 from shardhet.comm.failure import Failure, failing_as_peers
-from shardhet.records.nodes import TwoLevels
+from shardhet.records.stages import TwoLevels
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from shardhet.comm.channel import Channel, ComputingRanks, Levels, holders
 from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
 from shardhet.comm.devices import BufferPool
 from shardhet.comm.failure import end_waits
-from shardhet.records.nodes import TwoLevels
+from shardhet.records.stages import TwoLevels
 
 GROUPS_FOR_ONE = "SHARDHET_GROUPS_FOR_ONE"
 # Read by torch when a communicator is made: messages run on a stream of its own, and would

@@ -15,8 +15,8 @@ from shardhet.comm.failure import failing_as_peers
 from shardhet.comm.groups import Communicators
 from shardhet.comm.peers import Peers
 from shardhet.records.cluster import DeviceSpec
-from shardhet.records.nodes import Nodes
 from shardhet.records.plan import Plan
+from shardhet.records.stages import Nodes
 
 # Of `shardhet rehearse`, for the programs that it starts: its plan's file, its cards, or just 1
 REHEARSE = "SHARDHET_REHEARSE"

@@ -26,8 +26,8 @@ from shardhet.profiler.stopwatch import typical_mean
 from shardhet.profiler.unit_runner import UnitRunner
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.layout import FlatLayout
-from shardhet.records.nodes import TwoLevels
 from shardhet.records.plan import Plan
+from shardhet.records.stages import TwoLevels
 from shardhet.records.workload import Workload
 
 SMALLEST_NBYTES = 2**14

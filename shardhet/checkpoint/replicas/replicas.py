@@ -50,7 +50,7 @@ from shardhet.checkpoint.state.optimizer_state import Optimizers
 from shardhet.checkpoint.state.ranks import Ranks, step_of
 from shardhet.comm.channel import phase
 from shardhet.comm.devices import available_bytes
-from shardhet.records.nodes import Nodes, keepers
+from shardhet.records.stages import Nodes, keepers
 
 _HALF_DONE = re.compile(r"\.step_\d{8,}\.(unfinished|replaced)")
 _IN_MEMORY = Path("/dev/shm")  # a file system that systems of Linux have

@@ -19,7 +19,7 @@ from shardhet.checkpoint.replicas.nodes import node_name
 from shardhet.checkpoint.replicas.transfer import Stream, all_to_all_bytes, of_files
 from shardhet.checkpoint.state.ranks import Ranks
 from shardhet.comm.channel import Channel
-from shardhet.records.nodes import Nodes
+from shardhet.records.stages import Nodes
 
 DamagedFile = tuple[int, str, str]  # position, digest of the manifest, name
 

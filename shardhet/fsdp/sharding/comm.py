@@ -23,9 +23,8 @@ from shardhet.comm.devices import (
 from shardhet.comm.groups import among_computing, in_two_levels
 from shardhet.comm.lanes import CopyLane
 from shardhet.fsdp.sharding.host_room import HostRoom
-from shardhet.records.nodes import Nodes, TwoLevels, carriers
 from shardhet.records.plan import HoldsFor, Plan, is_matched, pipeline_of
-from shardhet.records.stages import Stage
+from shardhet.records.stages import Nodes, Stage, TwoLevels, carriers
 
 MAX_UNSENT_GATHERS = 4
 

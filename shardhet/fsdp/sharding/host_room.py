@@ -9,8 +9,8 @@ import torch
 from shardhet.comm.channel import Channel
 from shardhet.comm.devices import available_bytes
 from shardhet.records.layout import FlatLayout
-from shardhet.records.nodes import Nodes
 from shardhet.records.plan import Plan
+from shardhet.records.stages import Nodes
 
 MIB = 2**20
 

@@ -17,8 +17,8 @@ from shardhet.comm.channel import Channel
 from shardhet.comm.groups import among_computing, part_of
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.stages.refusals import refuse
-from shardhet.records.nodes import Nodes, carriers
 from shardhet.records.plan import Plan
+from shardhet.records.stages import Nodes, carriers
 
 
 def comm_of_units(plan: Plan, comm: CommContext, control: Channel) -> CommContext:
