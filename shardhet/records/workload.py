@@ -11,9 +11,8 @@ from typing import Annotated, ClassVar, Self
 
 from shardhet.records.codec import OMITTABLE, Bounds, Count, Document, PositiveInt, repeated
 from shardhet.records.layout import FlatLayout
-from shardhet.records.model.transformer import FLOAT32_BYTES, DecoderShape
-from shardhet.records.model.unit_kind import UnitKind
 from shardhet.records.plan import HoldsFor, PlannedUnit
+from shardhet.records.units import FLOAT32_BYTES, DecoderShape, UnitKind
 
 __all__ = ["FLOAT32_BYTES", "ITEMSIZE_BY_DTYPE", "Unit", "UnitKind", "Workload"]
 

@@ -24,7 +24,7 @@ from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
 from shardhet.planner.task import TOO_SLOW
 from shardhet.pricing.derive import meets_over_gloo, slowest_of
 from shardhet.pricing.setting import Setting
-from shardhet.records.model.unit_kind import MOST_UNTILED
+from shardhet.records.units import MOST_UNTILED
 
 MUCH_OF_SPEEDS = 0.8  # of what devices compute together: with more, stages have little to gain
 MAX_STAGES = 4  # that are tried

@@ -1,1 +1,0 @@
-"""What the units of a model hold and cost."""
