@@ -11,6 +11,7 @@ from shardhet.planner import Demands, find_plan, solve
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
 from shardhet.profiler.describe import describe
+from shardhet.records.kinds import described_cluster
 from shardhet.records.profiles import (
     CollectivePoint,
     Collectives,
@@ -22,7 +23,6 @@ from shardhet.records.profiles import (
     UnitProfile,
 )
 from shardhet.records.workload import Unit, UnitKind, Workload
-from shardhet.records.written import described_cluster
 from shardhet.simulator.simulation import simulate
 from shardhet.training.slow_devices import of_any_device
 from tests.context_cases import VOCAB_SIZE, Case

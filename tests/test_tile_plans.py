@@ -11,8 +11,8 @@ from shardhet.planner import PlanError, find_plan
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
 from shardhet.profiler.describe import describe
+from shardhet.records.kinds import described_cluster
 from shardhet.records.workload import Workload
-from shardhet.records.written import described_cluster
 from shardhet.simulator.simulation import simulate
 from tests.small_models import small_decoder
 

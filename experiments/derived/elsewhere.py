@@ -14,10 +14,9 @@ from shardhet.pricing.efficiency import efficiency_of
 from shardhet.pricing.roofline import Roofline
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Link, Node
-from shardhet.records.kinds import built_in_kinds
+from shardhet.records.kinds import built_in_kinds, link_named
 from shardhet.records.plan import Plan
 from shardhet.records.workload import Workload
-from shardhet.records.written import link_named
 from shardhet.simulator.simulation import simulate
 
 GPT_2 = {

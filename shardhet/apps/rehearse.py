@@ -17,8 +17,8 @@ from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.comm.members import REHEARSE
 from shardhet.comm.peers import failure_of
 from shardhet.records.cluster import Cluster
+from shardhet.records.kinds import described_cluster
 from shardhet.records.plan import Plan
-from shardhet.records.written import described_cluster
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -45,7 +45,7 @@ from shardhet.config.training import (
     OptimConf,
     PlanKind,
 )
-from shardhet.records.written import conf_dir as conf_dir
+from shardhet.records.kinds import conf_dir as conf_dir
 
 C = TypeVar("C")  # a schema
 

@@ -28,11 +28,11 @@ from shardhet.profiler.counting import Counts, count_loss_outside, count_unit, s
 from shardhet.profiler.here import cluster_here, said_of
 from shardhet.profiler.sketch import CPU, ModelSketch, UnitSketch, pass_on, sketch_model
 from shardhet.records.cluster import Cluster
+from shardhet.records.kinds import described_cluster
 from shardhet.records.plan import EVERY_UNIT, Plan, RankPlan
 from shardhet.records.profiles import Profile
 from shardhet.records.units import MOST_UNTILED, TokenWise
 from shardhet.records.workload import Unit, UnitKind, Workload
-from shardhet.records.written import described_cluster
 
 Example = ExampleBatch | Mapping[str, Any] | Sequence[Any] | Tensor
 ADAM_MOMENTS = 2

@@ -19,8 +19,7 @@ from shardhet.comm.devices import available_bytes
 from shardhet.comm.members import local_device_spec
 from shardhet.profiler.host import HostPartReport, room_of
 from shardhet.records.cluster import Cluster, DeviceSpec
-from shardhet.records.kinds import built_in_kinds, kind_of_memory
-from shardhet.records.written import link_named
+from shardhet.records.kinds import built_in_kinds, kind_of_memory, link_named
 
 SYSTEM = Path("/")
 GIB = 2**30

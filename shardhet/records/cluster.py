@@ -18,19 +18,17 @@ from shardhet.records.codec import (
     repeated,
 )
 from shardhet.records.kinds import (
-    DeviceKind,
-    built_in_kinds,
-    check_supported,
-    name_by_driver,
-    named_kind,
-    unknown_kind,
-)
-from shardhet.records.written import (
     ASSUMED,
     DEFAULT_LINKS,
+    DeviceKind,
+    built_in_kinds,
     cards_document,
+    check_supported,
     link_named,
+    name_by_driver,
+    named_kind,
     spelled_out,
+    unknown_kind,
 )
 
 MAX_COUNT = 100_000  # nodes or devices in one entry of a description
