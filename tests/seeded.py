@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 from shardhet.fsdp.microbatch.modes import FunctionMode
-from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
-from shardhet.fsdp.sharding.seeds import microbatch_seed
+from shardhet.fsdp.microbatch.surroundings import DROPOUT_CALLS, microbatch_seed
 from shardhet.fsdp.sharding.wrapping import UnitModules
 
 RANDOM = ("Dropout", "DropPath", "StochasticDepth")  # in the names of what draws

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardhet import HetFSDP, Plan
-from shardhet.fsdp.microbatch.caches import tell_of_caches
+from shardhet.fsdp.microbatch.surroundings import tell_of_caches
 from tests.beside import Beside, check, refuses, squared, summed
 from tests.edge_plans import both_ways, plan_for
 from tests.selection import one_in

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardhet import HetFSDP, Plan
-from shardhet.fsdp.sharding.host_draws import HIGH, LOW, MIDDLE, HostGenerators
+from shardhet.fsdp.microbatch.surroundings import HIGH, LOW, MIDDLE, HostGenerators
 from tests.edge_plans import plan_for
 from tests.small_models import NUM_SAMPLES, WIDTH, Mixer, Net, draw
 from tests.worlds import run_ranks

@@ -9,8 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from shardhet import HetFSDP, Plan
-from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
-from shardhet.fsdp.sharding.seeds import microbatch_seed
+from shardhet.fsdp.microbatch.surroundings import DROPOUT_CALLS, microbatch_seed
 from tests.edge_plans import every_plan
 from tests.ordinary import WIDTH, Block
 from tests.parity import compare_grads, part_of

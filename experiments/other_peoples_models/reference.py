@@ -25,7 +25,7 @@ from experiments.other_peoples_models.comparison import (
 from experiments.other_peoples_models.plans import BY_TOKENS, microbatches_of
 from experiments.other_peoples_models.records import Family, Named, Way
 from experiments.other_peoples_models.tasks import Batch
-from shardhet.fsdp.microbatch.caches import CacheSwitch
+from shardhet.fsdp.microbatch.surroundings import CacheSwitch
 from tests.seeded import seeded, unit_by_param
 
 

@@ -12,8 +12,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardhet.fsdp.microbatch.caches import CacheSwitch
 from shardhet.fsdp.microbatch.modes import OperationMode, tensors_among
+from shardhet.fsdp.microbatch.surroundings import CacheSwitch
 from shardhet.fsdp.sharding.build import cast_arguments
 from shardhet.fsdp.sharding.unit import UnitModule
 from shardhet.fsdp.tokens.attention import attending_by, attention

@@ -20,10 +20,9 @@ from torch.utils._pytree import tree_leaves
 from shardhet.comm import devices
 from shardhet.fsdp.microbatch.batching import flatten
 from shardhet.fsdp.microbatch.layered import Visit, run_visit
-from shardhet.fsdp.microbatch.surroundings import Seeded, Surrounding
+from shardhet.fsdp.microbatch.surroundings import RandomStates, Seeded, Surrounding
 from shardhet.fsdp.sharding.build import UnitDraft, draft_units
 from shardhet.fsdp.sharding.materialize import materialize, move_buffers
-from shardhet.fsdp.sharding.seeds import RandomStates
 from shardhet.fsdp.sharding.wrapping import find_units
 from shardhet.profiler.batch import TrainedModel
 from shardhet.profiler.describe import trained_dtype

@@ -40,8 +40,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardhet.comm.peers import Peers
 from shardhet.fsdp.microbatch.modes import FunctionTensor
+from shardhet.fsdp.microbatch.surroundings import restored_random_state
 from shardhet.fsdp.params.row_group import RowGroup, Rows
-from shardhet.fsdp.sharding.seeds import restored_random_state
 
 ELEMENT_WISE = frozenset(
     {

@@ -12,11 +12,19 @@ from torch import Tensor
 from shardhet.comm import devices
 from shardhet.comm.failure import LostPeerError
 from shardhet.fsdp.microbatch.batching import BatchAxis, Join, Rule, named_leaves
-from shardhet.fsdp.microbatch.caches import tell_of_caches
 from shardhet.fsdp.microbatch.chosen import rows_in, with_samples
 from shardhet.fsdp.microbatch.loss import LossUsedError
-from shardhet.fsdp.microbatch.root_dropout import CheckpointedError
 from shardhet.fsdp.microbatch.signature import ModelCall, lists_of_entries
+from shardhet.fsdp.microbatch.surroundings import (
+    HIGH,
+    LOW,
+    MIDDLE,
+    NUMBERS,
+    CheckpointedError,
+    HostGenerators,
+    restored_random_state,
+    tell_of_caches,
+)
 from shardhet.fsdp.probing.comparing import Cut, are_close
 from shardhet.fsdp.probing.gradients import MIXED, OUTSIDE, GradientCut, Gradients, go_together
 from shardhet.fsdp.probing.law import CACHED, DRAWS, KEPT, UNFORESEEN, Law, Refusal
@@ -35,8 +43,6 @@ from shardhet.fsdp.probing.rules import (
     without_samples,
 )
 from shardhet.fsdp.probing.watch import StaysUnsharded
-from shardhet.fsdp.sharding.host_draws import HIGH, LOW, MIDDLE, NUMBERS, HostGenerators
-from shardhet.fsdp.sharding.seeds import restored_random_state
 from shardhet.records.layout import Span
 
 # Further runs on samples of the large one, and runs that others are the parts of.

@@ -2,7 +2,7 @@
 
 At the first call of every kind all ranks run the model on a few of its real samples, without
 a backward.  Attributes, buffers and random states are restored afterwards.
-Generators of the host draw what ``host_draws`` says.
+Generators of the host draw what ``surroundings`` says.
 
     run    samples    what is found
     small  a b        how units are called, what needs gradients, what leaks out of units
@@ -41,10 +41,10 @@ from shardhet.fsdp.microbatch.batching import (
     named_leaves,
     unflatten,
 )
-from shardhet.fsdp.microbatch.caches import CacheSwitch
 from shardhet.fsdp.microbatch.layered import tensors_in
 from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.microbatch.modes import storage_of
+from shardhet.fsdp.microbatch.surroundings import CacheSwitch
 from shardhet.fsdp.probing.comparing import check_params
 from shardhet.fsdp.probing.examine import Examiner
 from shardhet.fsdp.probing.gradients import (

@@ -30,8 +30,8 @@ from shardhet.fsdp.microbatch.layered import (
     tensors_in,
     writes_on_input,
 )
-from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
 from shardhet.fsdp.microbatch.signature import is_plain
+from shardhet.fsdp.microbatch.surroundings import DROPOUT_CALLS
 from shardhet.fsdp.probing.comparing import are_close, fingerprint, nodes_in
 from shardhet.fsdp.probing.gradients import has_own_backward
 from shardhet.fsdp.probing.law import Law, Refusal

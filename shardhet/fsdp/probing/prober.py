@@ -27,8 +27,8 @@ from shardhet.fsdp.microbatch.batching import (
 )
 from shardhet.fsdp.microbatch.chosen import few_tokens, has_unlike_samples, with_few_tokens
 from shardhet.fsdp.microbatch.loss import LossUsedError
-from shardhet.fsdp.microbatch.root_dropout import DROPOUT_CALLS
 from shardhet.fsdp.microbatch.signature import ModelCall, lists_of_entries
+from shardhet.fsdp.microbatch.surroundings import DROPOUT_CALLS, restored_random_state
 from shardhet.fsdp.probing.attempt import Attempt, RunModule, empty_output
 from shardhet.fsdp.probing.law import Refusal
 from shardhet.fsdp.probing.module_state import Filled, Number
@@ -43,7 +43,6 @@ from shardhet.fsdp.probing.probe import CallKey, Probe, ProbedModel, SeenInput, 
 from shardhet.fsdp.probing.probed_call import ProbedCall
 from shardhet.fsdp.probing.rules import LARGE, ArgumentsSeen, Axes, possible_axes
 from shardhet.fsdp.probing.watch import StaysUnsharded
-from shardhet.fsdp.sharding.seeds import restored_random_state
 from shardhet.fsdp.sharding.unit import UnitState
 from shardhet.fsdp.stages.flow import Result, Returned
 from shardhet.records.schedule import Schedule, StepForm, make_schedule

@@ -15,8 +15,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from shardhet.fsdp.microbatch.surroundings import (
+    microbatch_seed,
+    restored_random_state,
+    seed_generators,
+)
 from shardhet.fsdp.sharding.flat import ParamSlot
-from shardhet.fsdp.sharding.seeds import microbatch_seed, restored_random_state, seed_generators
 from shardhet.records.layout import Span
 
 HOST = torch.device("cpu")

@@ -10,9 +10,8 @@ from shardhet.fsdp.microbatch.batching import VisitRules
 from shardhet.fsdp.microbatch.host_inputs import InputsOnHost
 from shardhet.fsdp.microbatch.joining import spans_of
 from shardhet.fsdp.microbatch.layered import Visit
-from shardhet.fsdp.microbatch.surroundings import Context, Seeded, Surrounding
+from shardhet.fsdp.microbatch.surroundings import Context, RandomStates, Seeded, Surrounding
 from shardhet.fsdp.probing.module_state import AsItWas
-from shardhet.fsdp.sharding.seeds import RandomStates
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
 from shardhet.fsdp.step.observer import Activity, Observers
 from shardhet.fsdp.step.rounds import Moment, Round

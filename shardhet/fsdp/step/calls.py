@@ -12,7 +12,7 @@ from shardhet.comm.channel import progress
 from shardhet.comm.peers import Peers
 from shardhet.fsdp.microbatch.layered import run_visit
 from shardhet.fsdp.microbatch.loss import FusedLoss
-from shardhet.fsdp.microbatch.root_dropout import (
+from shardhet.fsdp.microbatch.surroundings import (
     DROPOUT_CALLS,
     CheckpointedError,
     RootDropout,

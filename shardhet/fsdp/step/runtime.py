@@ -15,17 +15,16 @@ from shardhet.comm import devices
 from shardhet.comm.channel import Channel, progress
 from shardhet.comm.peers import Peers
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
-from shardhet.fsdp.microbatch.caches import CacheSwitch
 from shardhet.fsdp.microbatch.host_inputs import InputsOnHost
 from shardhet.fsdp.microbatch.layered import autocast_as
 from shardhet.fsdp.microbatch.loss import FusedLoss
+from shardhet.fsdp.microbatch.surroundings import CacheSwitch, RandomStates
 from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.probing.known_calls import KnownCalls
 from shardhet.fsdp.probing.module_state import take_over
 from shardhet.fsdp.probing.probe import ProbedModel
 from shardhet.fsdp.probing.prober import Findings, Prober
 from shardhet.fsdp.sharding.comm import CommContext
-from shardhet.fsdp.sharding.seeds import RandomStates
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.stages.calls import StageCalls
 from shardhet.fsdp.step.around import Visits

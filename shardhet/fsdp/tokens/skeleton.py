@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardhet.fsdp.microbatch.batching import flatten
-from shardhet.fsdp.microbatch.caches import CacheSwitch
 from shardhet.fsdp.microbatch.layered import tensors_in
 from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.microbatch.signature import Arguments, BatchDims
+from shardhet.fsdp.microbatch.surroundings import CacheSwitch
 from shardhet.fsdp.probing.comparing import are_close
 from shardhet.fsdp.tokens import law
 from shardhet.fsdp.tokens.attention import attending_by, attention
