@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan, Stage, redistribute
 from shardhet.checkpoint import CheckpointError, load, save
-from shardhet.fsdp.microbatch.modes import storage_of
+from shardhet.fsdp.microbatch.batching import storage_of
 from tests.beside import mean_of, squared
 from tests.emulated.accelerator import Accelerator
 from tests.parity import OnHost, compare_grads

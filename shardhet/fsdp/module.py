@@ -16,9 +16,9 @@ from shardhet.comm.groups import default_group
 from shardhet.comm.liveness import watch_unless_decided
 from shardhet.comm.members import Members, is_rehearsal, planned_device
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
+from shardhet.fsdp.microbatch.batching import CountRows, known_ragged
 from shardhet.fsdp.microbatch.layered import autocast_as, autocast_dtype_now
 from shardhet.fsdp.microbatch.loss import FusedLoss
-from shardhet.fsdp.microbatch.ragged import CountRows, known_ragged
 from shardhet.fsdp.microbatch.signature import BatchDims
 from shardhet.fsdp.microbatch.surroundings import CacheSwitch
 from shardhet.fsdp.options import batch_dims, checked, device_for

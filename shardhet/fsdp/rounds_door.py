@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardhet.fsdp.microbatch.batching import CountRows
 from shardhet.fsdp.microbatch.loss import FusedLoss, loss_pair
-from shardhet.fsdp.microbatch.ragged import CountRows
 from shardhet.fsdp.microbatch.signature import Arguments, BatchDims, ModelCall, tokens_of
 from shardhet.fsdp.probing.module_state import choices_of
 from shardhet.fsdp.sharding.build import MixedPrecision

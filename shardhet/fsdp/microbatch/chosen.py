@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardhet.fsdp.microbatch.batching import BatchAxis, flatten
-from shardhet.fsdp.microbatch.ragged import Rows
+from shardhet.fsdp.microbatch.batching import BatchAxis, Rows, flatten
 from shardhet.fsdp.microbatch.signature import Arguments, ModelCall
 from shardhet.records.plan import RankPlan
 

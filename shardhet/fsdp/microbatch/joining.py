@@ -14,9 +14,9 @@ from shardhet.fsdp.microbatch.batching import (
     Rule,
     VisitRules,
     flatten,
+    storage_of,
     unflatten,
 )
-from shardhet.fsdp.microbatch.modes import storage_of
 from shardhet.fsdp.probing.law import Law
 from shardhet.records.layout import Span
 

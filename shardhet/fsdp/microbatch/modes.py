@@ -27,14 +27,6 @@ def tensors_among(values: Any) -> Iterator[Tensor]:
             yield from tensors_among(value)
 
 
-def storage_of(tensor: Tensor) -> int:
-    """What tells its memory apart from that of others, while it lives."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except NotImplementedError:  # sparse and other layouts have none
-        return id(tensor)
-
-
 class _Receiver:
     def run(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

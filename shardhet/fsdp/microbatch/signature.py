@@ -16,8 +16,7 @@ from torch.utils._pytree import TreeSpec
 
 from shardhet.comm import devices
 from shardhet.comm.calls import to_device
-from shardhet.fsdp.microbatch.batching import flatten, unflatten
-from shardhet.fsdp.microbatch.ragged import CountRows, Rows, rows_by_leaf
+from shardhet.fsdp.microbatch.batching import CountRows, Rows, flatten, rows_by_leaf, unflatten
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
 BatchDims = int | Mapping[str, int | None]

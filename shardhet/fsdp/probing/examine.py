@@ -19,11 +19,11 @@ from shardhet.fsdp.microbatch.batching import (
     Rule,
     VisitRules,
     flatten,
+    storage_of,
     unflatten,
 )
 from shardhet.fsdp.microbatch.chosen import Fewer
 from shardhet.fsdp.microbatch.layered import cut, tensors_in, writes_on_input
-from shardhet.fsdp.microbatch.modes import storage_of
 from shardhet.fsdp.probing.comparing import Cut, are_same
 from shardhet.fsdp.probing.gradients import (
     BENT,

@@ -39,11 +39,11 @@ from shardhet.fsdp.microbatch.batching import (
     VisitRules,
     flatten,
     named_leaves,
+    storage_of,
     unflatten,
 )
 from shardhet.fsdp.microbatch.layered import tensors_in
 from shardhet.fsdp.microbatch.loss import FusedLoss
-from shardhet.fsdp.microbatch.modes import storage_of
 from shardhet.fsdp.microbatch.surroundings import CacheSwitch
 from shardhet.fsdp.probing.comparing import check_params
 from shardhet.fsdp.probing.examine import Examiner

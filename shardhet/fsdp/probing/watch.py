@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardhet.fsdp.microbatch.modes import EagerMode, storage_of, tensors_among
+from shardhet.fsdp.microbatch.batching import storage_of
+from shardhet.fsdp.microbatch.modes import EagerMode, tensors_among
 from shardhet.fsdp.params.optimizer_gate import is_in_memory_given_up
 from shardhet.fsdp.probing.law import Law
 from shardhet.fsdp.stages.flow import Flow

@@ -44,7 +44,7 @@ from torch import Tensor, nn
 
 from shardhet.comm.calls import Pending
 from shardhet.comm.collectives import all_gather_uneven
-from shardhet.fsdp.microbatch.modes import storage_of
+from shardhet.fsdp.microbatch.batching import storage_of
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.flat_grad import FlatGradient
 from shardhet.fsdp.sharding.placement import RowsOnHost

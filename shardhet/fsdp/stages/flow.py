@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
-from shardhet.fsdp.microbatch.batching import BatchAxis, Rule, VisitRules, flatten
-from shardhet.fsdp.microbatch.modes import FunctionMode, storage_of, tensors_among
+from shardhet.fsdp.microbatch.batching import BatchAxis, Rule, VisitRules, flatten, storage_of
+from shardhet.fsdp.microbatch.modes import FunctionMode, tensors_among
 
 # What they return, or its shape, lets the program decide by values of their tensors.
 _READING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)

@@ -32,9 +32,9 @@ from shardhet.fsdp.microbatch.batching import (
     VisitRules,
     find_axis,
     flatten,
+    storage_of,
 )
 from shardhet.fsdp.microbatch.layered import autocast_as, tensors_in
-from shardhet.fsdp.microbatch.modes import storage_of
 from shardhet.fsdp.microbatch.signature import is_plain
 from shardhet.fsdp.microbatch.surroundings import restored_random_state, seed_generators
 from shardhet.fsdp.probing.comparing import Cut, are_close, fingerprint
