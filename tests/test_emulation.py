@@ -19,7 +19,7 @@ from shardhet.config.compose import (
     to_conf,
 )
 from shardhet.config.training import ClusterConf, DeviceType
-from shardhet.fsdp.step.observer import Activity, Observed
+from shardhet.fsdp.step.around import Activity, Observed
 from shardhet.training.emulation import (
     HOST_BYTES,
     MAX_CREDIT_S,

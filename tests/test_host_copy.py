@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardhet import HetFSDP, Plan
 from shardhet.comm.calls import HostCopy
 from shardhet.fsdp.step import mean_loss, output
-from shardhet.fsdp.step.observer import Activity
+from shardhet.fsdp.step.around import Activity
 
 
 def test_losses_set_out_before_backward_and_are_read_after_it(

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shardhet import HetFSDP, Plan
-from shardhet.fsdp.step.observer import Activity, Observed, Observers
+from shardhet.fsdp.step.around import Activity, Observed, Observers
 
 
 class Device:

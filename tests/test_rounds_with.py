@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan, Stage
-from shardhet.fsdp.step.observer import Activity, Observed
+from shardhet.fsdp.step.around import Activity, Observed
 from shardhet.training.compiling import compile_units
 from tests.beside import Beside, is_exact
 from tests.parity import compare_grads, rows_of

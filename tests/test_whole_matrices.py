@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from shardhet import HetFSDP, Plan
-from shardhet.fsdp.step.observer import Activity, Observed
+from shardhet.fsdp.step.around import Activity, Observed
 from tests import checkpoint_cases
 from tests.checkpoint_cases import draw_pipeline, with_gradients
 from tests.hosts import on_different_hosts

@@ -44,7 +44,7 @@ from experiments.gpu.scale import MLP_RATIO, PARAM_DTYPE, REDUCE_DTYPE, Job
 from shardhet import HetFSDP, Plan
 from shardhet.apps.cli.quantities import counted
 from shardhet.comm.lanes import Copy, CopyLane
-from shardhet.fsdp.step.observer import Activity, Observed
+from shardhet.fsdp.step.around import Activity, Observed
 from shardhet.models.decoder import DecoderConfig
 
 NAME = "streams"

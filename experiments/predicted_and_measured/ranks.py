@@ -13,7 +13,7 @@ from experiments.common.unlike import Slowness
 from experiments.decoders import make_decoder
 from experiments.predicted_and_measured.cases import Case, plans_of
 from shardhet import HetFSDP, Plan, simulate
-from shardhet.fsdp.step.observer import Activity, Observed
+from shardhet.fsdp.step.around import Activity, Observed
 from shardhet.profiler.batch import ExampleBatch, TrainedModel
 from shardhet.profiler.measure import Measurement, MeasuringEffort, measure
 from shardhet.training.emulation import EmulatedDevice

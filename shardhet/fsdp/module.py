@@ -35,9 +35,9 @@ from shardhet.fsdp.sharding.materialize import RowSource
 from shardhet.fsdp.stages.channels import comm_of_units
 from shardhet.fsdp.stages.refusals import beyond_stages, find_units_by
 from shardhet.fsdp.stages.step import Pipeline
+from shardhet.fsdp.step.around import Activity, Observer
 from shardhet.fsdp.step.calls import intercept
 from shardhet.fsdp.step.mean_loss import MeanLoss
-from shardhet.fsdp.step.observer import Activity, Observer
 from shardhet.fsdp.step.round_by_round import RoundByRound
 from shardhet.fsdp.step.runtime import Runtime
 from shardhet.fsdp.step.unit_by_unit import unit_by_unit

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from shardhet.comm import devices
-from shardhet.fsdp.step.observer import Activity, Observed
+from shardhet.fsdp.step.around import Activity, Observed
 from shardhet.records.profiles import Timing
 from shardhet.training.emulation import EmulatedDevice
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardhet.comm import devices
 from shardhet.fsdp import HetFSDP
-from shardhet.fsdp.step.observer import Observed
+from shardhet.fsdp.step.around import Observed
 from shardhet.records.plan import Plan
 from shardhet.records.schedule import Phase
 

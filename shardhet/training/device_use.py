@@ -9,7 +9,7 @@ import torch
 
 from shardhet.comm import devices
 from shardhet.fsdp import HetFSDP
-from shardhet.fsdp.step.observer import Activity, Observed
+from shardhet.fsdp.step.around import Activity, Observed
 from shardhet.training.peak_memory import KeptBytes
 
 COMPUTE = (Activity.FORWARD, Activity.BACKWARD)

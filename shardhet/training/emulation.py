@@ -30,7 +30,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardhet.fsdp import HetFSDP
-from shardhet.fsdp.step.observer import Activity, Observed, Observer
+from shardhet.fsdp.step.around import Activity, Observed, Observer
 from shardhet.training.peak_memory import AllocatedMemory, PeakMemory, memory_of_process
 
 # What a process that trains needs beside its tensors, and a device would not hold: objects of

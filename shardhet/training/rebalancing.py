@@ -5,7 +5,7 @@ exchange their medians; all reach the same verdict from the same numbers.  If an
 worth it, rank zero makes it, and all ranks move their rows (``redistribute``).  Stages keep
 their devices and units: samples and rows move inside of them.
 
-Computing is timed as ``shardhet.fsdp.step.observer`` says: on an accelerator between two
+Computing is timed as ``shardhet.fsdp.step.around`` says: on an accelerator between two
 events, which are read once the device has passed them, so that the host waits for nothing.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from shardhet.checkpoint import redistribute
 from shardhet.comm.channel import phase
-from shardhet.fsdp.step.observer import Activity, Observed
+from shardhet.fsdp.step.around import Activity, Observed
 from shardhet.planner import Demands, PlanError, solve
 from shardhet.planner.problem.demands import TOLERANCE
 from shardhet.planner.stages.again import planned_again

@@ -21,7 +21,7 @@ from shardhet import HetFSDP, Plan, watch_ranks
 from shardhet.checkpoint import Checkpoints, Replicas
 from shardhet.checkpoint.format import files
 from shardhet.checkpoint.format.reading import Reader
-from shardhet.fsdp.step.observer import Activity, Observed
+from shardhet.fsdp.step.around import Activity, Observed
 
 BATCH = 12
 NUM_STEPS = 12

@@ -9,7 +9,7 @@ from shardhet.comm.channel import progress
 from shardhet.fsdp.stages.channels import StageChannels
 from shardhet.fsdp.stages.handover import Arriving, Carried, Departures, Peer, Route
 from shardhet.fsdp.stages.kinds import CallKinds
-from shardhet.fsdp.step.observer import Activity
+from shardhet.fsdp.step.around import Activity
 from shardhet.fsdp.step.rounds import Round
 from shardhet.fsdp.step.runtime import Runtime
 from shardhet.records.layout import Span

@@ -40,6 +40,7 @@ from shardhet.fsdp.stages.graph import Arrived, differentiable, edges_of
 from shardhet.fsdp.stages.kinds import CallKinds
 from shardhet.fsdp.stages.refusals import refuse
 from shardhet.fsdp.stages.rounds import DEAL, Passed, check_samples, rounds_of
+from shardhet.fsdp.step.around import Activity
 from shardhet.fsdp.step.mean_loss import (
     MeanLoss,
     check_graph,
@@ -48,7 +49,6 @@ from shardhet.fsdp.step.mean_loss import (
     check_scaler,
     wants_gradient,
 )
-from shardhet.fsdp.step.observer import Activity
 from shardhet.fsdp.step.output import Laws, Output
 from shardhet.fsdp.step.rounds import Moment, Round
 from shardhet.fsdp.step.runtime import Runtime

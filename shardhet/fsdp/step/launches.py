@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardhet.fsdp.sharding.unit import FSDPUnit
-from shardhet.fsdp.step.observer import Activity
+from shardhet.fsdp.step.around import Activity
 from shardhet.records.schedule import GATHER, REDUCE, LaunchKind
 
 

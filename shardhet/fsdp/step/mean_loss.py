@@ -29,7 +29,7 @@ from shardhet.fsdp.params.param_hooks import (
 from shardhet.fsdp.params.row_group import RowGroup
 from shardhet.fsdp.params.step_settings import check_settings_agree, with_settings
 from shardhet.fsdp.sharding.flat import FlatTensor
-from shardhet.fsdp.step.observer import Activity
+from shardhet.fsdp.step.around import Activity
 from shardhet.fsdp.step.output import Laws, check_factors
 from shardhet.fsdp.step.runtime import Runtime
 

@@ -27,11 +27,10 @@ from shardhet.fsdp.probing.prober import Findings, Prober
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.stages.calls import StageCalls
-from shardhet.fsdp.step.around import Visits
+from shardhet.fsdp.step.around import Observers, Visits
 from shardhet.fsdp.step.calls import UnitCalls
 from shardhet.fsdp.step.features import FeatureGathers
 from shardhet.fsdp.step.host_slabs import HostSlabs
-from shardhet.fsdp.step.observer import Observers
 from shardhet.fsdp.step.rounds import Round, Rounds, StepInProgress, Written
 from shardhet.fsdp.step.turn_walk import TurnWalk, other_turns
 from shardhet.fsdp.tokens.attention import ContextGroup

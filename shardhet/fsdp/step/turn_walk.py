@@ -18,8 +18,8 @@ from typing import Any
 from shardhet.comm.channel import progress
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitState
+from shardhet.fsdp.step.around import Observers
 from shardhet.fsdp.step.launches import RUNS
-from shardhet.fsdp.step.observer import Observers
 from shardhet.records.ops import Op, OpKind, ops_of
 from shardhet.records.schedule import (
     GATHER,
