@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shardhet.comm.liveness import phase, watch_ranks
     from shardhet.fsdp import HetFSDP
     from shardhet.fsdp.microbatch.loss import mean_of_samples
-    from shardhet.fsdp.step.features import gather_features
+    from shardhet.fsdp.step.calls import gather_features
     from shardhet.planner import PlanError, find_plan
     from shardhet.pricing.setting import Setting
     from shardhet.profiler.batch import ExampleBatch
@@ -58,7 +58,7 @@ _MODULE_BY_NAME = {
     "Workload": "shardhet.records.workload",
     "describe": "shardhet.profiler.describe",
     "find_plan": "shardhet.planner",
-    "gather_features": "shardhet.fsdp.step.features",
+    "gather_features": "shardhet.fsdp.step.calls",
     "loader": "shardhet.training.dealing.loader",
     "mean_of_samples": "shardhet.fsdp.microbatch.loss",
     "phase": "shardhet.comm.liveness",

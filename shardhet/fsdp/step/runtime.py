@@ -28,8 +28,7 @@ from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.stages.calls import StageCalls
 from shardhet.fsdp.step.around import Observers, Visits
-from shardhet.fsdp.step.calls import UnitCalls
-from shardhet.fsdp.step.features import FeatureGathers
+from shardhet.fsdp.step.calls import FeatureGathers, UnitCalls
 from shardhet.fsdp.step.host_slabs import HostSlabs
 from shardhet.fsdp.step.rounds import Round, Rounds, StepInProgress, Written
 from shardhet.fsdp.step.turn_walk import TurnWalk, other_turns
