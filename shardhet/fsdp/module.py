@@ -24,9 +24,8 @@ from shardhet.fsdp.microbatch.surroundings import CacheSwitch
 from shardhet.fsdp.options import batch_dims, checked, device_for
 from shardhet.fsdp.params import host_step
 from shardhet.fsdp.params.optimizer_gate import ParamsBefore
-from shardhet.fsdp.params.param_hooks import ParamHooks
 from shardhet.fsdp.params.row_group import RowGroup, Rows
-from shardhet.fsdp.params.row_params import guard
+from shardhet.fsdp.params.row_params import ParamHooks, guard
 from shardhet.fsdp.rounds_door import ModuleInRounds, in_tuple
 from shardhet.fsdp.sharding.build import build_units, find_pieces, planned_units
 from shardhet.fsdp.sharding.comm import CommContext

@@ -19,7 +19,7 @@ from shardhet.comm import devices
 from shardhet.comm.collectives import all_gather_uneven
 from shardhet.comm.groups import count_alike, in_two_levels, new_group
 from shardhet.comm.members import Members
-from shardhet.fsdp.params.param_hooks import set_sharded_grads
+from shardhet.fsdp.params.row_params import set_sharded_grads
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.flat import FlatTensor, ParamSlot
 from shardhet.profiler.stopwatch import typical_mean

@@ -1,14 +1,24 @@
-"""Parameters as users see them: rows, of which a norm or a sum is over the whole parameter.
+"""Parameters as users see them, and the hooks on them.
 
-While an optimizer steps, its rows and their gradients are plain, which torch's fast kernels
-take and which costs no call in Python: it needs no more than rows, as optimizer_gate.py has
-found.  If it needs whole parameters, its groups have those that are here.
+They are rows, of which a norm or a sum is over the whole parameter.  While an optimizer steps,
+its rows and their gradients are plain, which torch's fast kernels take and which costs no call
+in Python: it needs no more than rows, as optimizer_gate.py has found.  If it needs whole
+parameters, its groups have those that are here.
+
+[Note: Hooks]
+Autograd never reaches the rows that users hold, so their hooks are called here, after the
+gradient of a step has been summed and before it is added to ``.grad``: once per backward, on
+all ranks.  A hook of ``register_hook`` gets the whole gathered gradient on every rank and may
+return another; a hook of ``register_post_accumulate_grad_hook`` gets the parameter that users
+see: this rank's rows.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn, optim
@@ -16,8 +26,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardhet.fsdp.params.optimizer_gate import know, put_in_front, rows_of, takes_whole
-from shardhet.fsdp.params.row_group import Rows
+from shardhet.fsdp.params.row_group import RowGroup, Rows
 from shardhet.fsdp.params.rows import RowTensor, marked, rows_in
+from shardhet.fsdp.sharding.flat import WAS_FROZEN, FlatTensor
+from shardhet.fsdp.sharding.flat_grad import GradState
+from shardhet.fsdp.step.turn_walk import TurnWalk
 
 _plainly = torch._C.DisableTorchFunctionSubclass
 
@@ -135,3 +148,175 @@ def _make_guarded(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 register_optimizer_step_pre_hook(_prepare)
+
+
+Hooks = dict[int, Callable[..., Any]]
+# ``.grad`` of any parameter, past properties of its class: no call in Python.
+grad_of, set_grad = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[union-attr]
+
+
+class ParamHooks:
+    """The hooks on all parameters of a model, registered before and after wrapping."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Keep the hooks that are registered on the parameters of a plain module."""
+        # The same dicts, not copies: torch's handles remove hooks from them.
+        self._grad_hooks: dict[str, Hooks] = {}
+        self._done_hooks: dict[str, Hooks] = {}
+        for fqn, param in module.named_parameters():
+            if param._backward_hooks:
+                self._grad_hooks[fqn] = param._backward_hooks
+            if done := _done_hooks_of(param):
+                self._done_hooks[fqn] = done
+        self._own = frozenset[int]()
+        # By fqn, of parameters that have any: of gradients, and of what is done with one.
+        self.found: dict[str, tuple[list[Callable[..., Any]], list[Callable[..., Any]]]] = {}
+
+    def leave_out_present(self, params: Mapping[str, nn.Parameter]) -> None:
+        """Ignore the hooks that are on the rows now: they are HetFSDP's own."""
+        self._own = frozenset(
+            id(hook) for param in params.values() for hook in _done_hooks_of(param).values()
+        )
+
+    def find(self, params: Mapping[str, nn.Parameter]) -> int:
+        """Note the hooks that there are now.
+
+        Returns a number that is equal on ranks with as many hooks on the same parameters.
+        """
+        self.found = {}
+        none: Hooks = {}
+        with _plainly():
+            for fqn, param in params.items():
+                before, now = self._grad_hooks.get(fqn, none), param._backward_hooks or none
+                on_grad = [*before.values(), *now.values()]
+                before, now = (
+                    self._done_hooks.get(fqn, none),
+                    param._post_accumulate_grad_hooks or none,
+                )
+                done = [*before.values(), *now.values()]
+                if on_grad or not self._own.issuperset(map(id, done)):
+                    done = [hook for hook in done if id(hook) not in self._own]
+                    self.found[fqn] = on_grad, done
+        counts = (f"{fqn} {len(a)} {len(b)}/" for fqn, (a, b) in self.found.items())
+        return crc32("".join(counts).encode())
+
+
+def check_hooks_agree(rows: Sequence[Sequence[float]]) -> None:
+    """Raise ``ValueError`` unless all ranks have the same fingerprint."""
+    if len({row[0] for row in rows}) > 1:
+        raise ValueError(
+            "model.backward: hooks on parameters (register_hook, "
+            "register_post_accumulate_grad_hook) differ between ranks. Register the same ones "
+            "on every rank."
+        )
+
+
+def may_be_late(flats: Sequence[FlatTensor], hooks: ParamHooks) -> bool:
+    """Whether gradients that are being reduced may be set when one of them is first read.
+
+    Not where the reduction needs this process (a transport), or a hook is called on all ranks.
+    """
+    return all(
+        flat.comm.reduce_channel.transport is None
+        and isinstance(param, RowParameter)
+        and slot.fqn not in hooks.found
+        for flat in flats
+        if flat.grad.state is GradState.REDUCING
+        for slot, param in zip(flat.slots, flat.sharded_params, strict=True)
+    )
+
+
+@torch.no_grad()
+def set_sharded_grads(flat: FlatTensor, has_grad: Sequence[bool]) -> None:
+    """Set or add to the gradients of its rows; None stays where no rank has a gradient."""
+    reduced, sums = flat.grad.take()
+    if reduced is None and not sums:
+        return  # the unit is never visited
+    flat_grad = None if reduced is None else reduced.to(flat.orig_dtype)
+    for i, param in enumerate(flat.sharded_params):
+        if param.requires_grad != flat.is_trainable:
+            raise RuntimeError(flat.slots[i].fqn + WAS_FROZEN)
+        if not has_grad[i]:
+            continue
+        if flat_grad is None:
+            grad = sums[i].to(flat.orig_dtype).view_as(param)
+        else:
+            part, shape = flat._boxes[i]
+            grad = flat_grad[part.start : part.stop].view(shape)
+        if (before := grad_of(param)) is None:
+            set_grad(param, grad)
+        else:
+            before += grad
+
+
+def set_grads_with_hooks(
+    flat: FlatTensor,
+    has_grad: Sequence[bool],
+    factor: float | None,
+    hooks: ParamHooks,
+    rows: RowGroup,
+    walk: TurnWalk,
+) -> None:
+    """``set_sharded_grads``, of the flat tensor's sum times ``factor``, with the users' hooks.
+
+    Collective if there are any.  While the sum is being reduced it is put off.
+    """
+    if flat.grad.state is GradState.REDUCING:
+        put_off(flat.sharded_params, walk.finish)
+        again = flat, has_grad, factor, hooks, rows, walk
+        walk.when_finished(partial(set_grads_with_hooks, *again))
+        return
+    if factor is not None:
+        flat.grad.multiply(factor)
+    params, found = flat.sharded_params, hooks.found
+    slots = enumerate(flat.slots if found else ())
+    hooked = [i for i, slot in slots if has_grad[i] and slot.fqn in found]
+    kept = {i: params[i].grad for i in hooked if found[flat.slots[i].fqn][0]}
+    for i in kept:
+        params[i].grad = None
+    with _plainly():
+        set_sharded_grads(flat, has_grad)
+    for i, before in kept.items():
+        for hook in found[flat.slots[i].fqn][0]:
+            _call(hook, flat, i, rows)
+        if before is not None:
+            grad = params[i].grad
+            assert grad is not None
+            before += grad
+            params[i].grad = before
+    if rows.control.group is not None:  # a lone rank has whole gradients
+        with _plainly():
+            for slot, param, cut in zip(flat.slots, params, flat.cuts, strict=True):
+                if (grad := grad_of(param)) is not None:
+                    set_grad(param, marked(grad, Rows(rows, slot.fqn, (cut,))))
+    for i in hooked:
+        if params[i].grad is not None:
+            for hook in found[flat.slots[i].fqn][1]:
+                hook(params[i])
+
+
+@torch.no_grad()
+def _call(hook: Callable[..., Any], flat: FlatTensor, index: int, group: RowGroup) -> None:
+    """Call ``hook`` on the whole gradient of a parameter; store the result.  Collective."""
+    param, slot = flat.sharded_params[index], flat.slots[index]
+    assert param.grad is not None
+    whole = Rows(group, slot.fqn, (flat.cuts[index],)).gather(param.grad).view(slot.shape)
+    with torch.enable_grad():
+        changed = hook(whole)
+    if changed is None:
+        changed = whole  # the hook may have changed it in place
+    if not isinstance(changed, Tensor) or changed.shape != slot.shape:
+        found = tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
+        raise ValueError(
+            f"{slot.fqn}: a hook on it returns {found} but its gradient is "
+            f"{tuple(slot.shape)}. Return a gradient of the whole parameter's shape, or None."
+        )
+    rows = flat.rows[index]
+    mine = changed.detach().reshape(max(1, len(slot.shape) and slot.shape[0]), *slot.shape[1:])
+    param.grad.copy_(mine[rows.start : rows.stop])
+
+
+def _done_hooks_of(param: nn.Parameter) -> Hooks:
+    with _plainly():
+        hooks: Hooks | None = param._post_accumulate_grad_hooks
+    return {} if hooks is None else hooks

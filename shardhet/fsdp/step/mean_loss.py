@@ -32,13 +32,13 @@ from shardhet.comm.channel import progress
 from shardhet.comm.peers import Peers
 from shardhet.fsdp.microbatch.layered import leaves_of
 from shardhet.fsdp.params.optimizer_gate import rows_among
-from shardhet.fsdp.params.param_hooks import (
+from shardhet.fsdp.params.row_group import RowGroup
+from shardhet.fsdp.params.row_params import (
     ParamHooks,
     check_hooks_agree,
     may_be_late,
     set_grads_with_hooks,
 )
-from shardhet.fsdp.params.row_group import RowGroup
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.step.around import Activity
 from shardhet.fsdp.step.output import Laws, check_factors
