@@ -44,8 +44,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from shardhet.fsdp.microbatch.modes import FunctionTensor, OperationMode
 from shardhet.fsdp.params.host_step import host_threads
-from shardhet.fsdp.params.row_group import Rows, local_norm, vector_norm
-from shardhet.fsdp.params.row_norm import RowNorm, order_and_dims
+from shardhet.fsdp.params.row_group import (
+    RowNorm,
+    Rows,
+    local_norm,
+    order_and_dims,
+    vector_norm,
+)
 
 Kwargs = dict[str, Any]
 _plainly = torch._C.DisableTorchFunctionSubclass
