@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardhet import HetFSDP, Plan, redistribute
 from shardhet.comm import devices
 from shardhet.fsdp.microbatch.host_inputs import HostInput
-from shardhet.fsdp.step import host_slabs
+from shardhet.fsdp.step import runtime
 from shardhet.models.decoder import Decoder, DecoderConfig
 from tests.beside import Beside
 from tests.emulated.accelerator import Accelerator
@@ -230,7 +230,7 @@ def _with_little_memory(rank: int, available: list[int]) -> None:
         recompute=[False, True],
         inputs_on_host=[False, True],
     )
-    with mock.patch.object(host_slabs, "available_bytes", return_value=available[rank]):
+    with mock.patch.object(runtime, "available_bytes", return_value=available[rank]):
         model = HetFSDP(Decoder(MODEL).double(), plan)
         mine = [1, 100][model.position]
         model.backward(*model(tokens(mine), tokens(mine)))

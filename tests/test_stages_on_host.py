@@ -8,7 +8,7 @@ import torch
 
 from shardhet import HetFSDP, Plan, Stage
 from shardhet.fsdp.microbatch.host_inputs import InputsOnHost
-from shardhet.fsdp.step import host_slabs
+from shardhet.fsdp.step import runtime
 from shardhet.models.decoder import Decoder
 from tests.drawn_steps import check, draw_stages
 from tests.patchwork import Case
@@ -88,7 +88,7 @@ def test_each_round_in_flight_has_a_place_on_the_host() -> None:
 
 
 def _with_little_memory(rank: int) -> None:
-    with mock.patch.object(host_slabs, "available_bytes", return_value=9 * INPUT_BYTES):
+    with mock.patch.object(runtime, "available_bytes", return_value=9 * INPUT_BYTES):
         _held(rank)
 
 
