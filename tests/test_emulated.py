@@ -31,7 +31,7 @@ from shardhet.comm.groups import GROUPS_FOR_ONE, Communicators, default_group
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.step.around import Activity
-from shardhet.fsdp.step.launches import RUNS, Handling
+from shardhet.fsdp.step.turn_walk import RUNS, Handling
 from shardhet.records.ops import ops_of
 from shardhet.records.schedule import GATHER, LaunchKind
 from shardhet.training.guard import Guard

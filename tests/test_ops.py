@@ -14,8 +14,7 @@ from shardhet import HetFSDP, Plan, Stage
 from shardhet.comm.channel import Channel
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.stages.exchange import StageExchange
-from shardhet.fsdp.step.launches import RUNS
-from shardhet.fsdp.step.turn_walk import TurnWalk
+from shardhet.fsdp.step.turn_walk import RUNS, TurnWalk
 from shardhet.models.decoder import Decoder
 from shardhet.records.ops import Handover, Op, OpKind, ops_of
 from shardhet.records.schedule import LaunchKind, Phase, RoundPhase, Schedule

@@ -46,7 +46,7 @@ class LaunchKind:
     """A kind of transfer that a step launches.
 
     Its price is in ``pricing.launches.PRICES``, what a rank does in
-    ``fsdp.step.launches.RUNS``.
+    ``fsdp.step.turn_walk.RUNS``.
     """
 
     value: str  # its name in traces and figures

@@ -1,4 +1,4 @@
-"""The ranks that store the rows of a model's parameters, and what they find out together: norms."""
+"""The ranks that store the rows of a model, and what they find out together: norms of rows."""
 
 import math
 import zlib

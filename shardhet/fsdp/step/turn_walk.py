@@ -2,7 +2,8 @@
 
 The list (``records.ops``) says what is launched, waited for and freed.  Compute is the
 model's: calls of units, and autograd, *reach* their turns, which have to be the next of the
-list.
+list.  A new kind of launch adds a ``Handling`` here, or in a file of its own, and a line to
+``RUNS``.
 
 [Note: Turns without compute]
 Every rank takes every turn of the schedule and launches the same collectives.  A rank without
@@ -13,13 +14,13 @@ units for ragged arguments of which it has no rows.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from shardhet.comm.channel import progress
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitState
-from shardhet.fsdp.step.around import Observers
-from shardhet.fsdp.step.launches import RUNS
+from shardhet.fsdp.step.around import Activity, Observers
 from shardhet.records.ops import Op, OpKind, ops_of
 from shardhet.records.schedule import (
     GATHER,
@@ -30,6 +31,22 @@ from shardhet.records.schedule import (
     make_schedule,
     rest_of_step,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Handling:
+    """What a rank does for one kind of launch."""
+
+    launch: Callable[[FSDPUnit], None]
+    wait: Callable[[FSDPUnit], None]  # until its result may be used
+    waiting: Activity  # what observers are told of the wait
+
+
+RUNS: dict[LaunchKind, Handling] = {
+    GATHER: Handling(FSDPUnit.unshard, FSDPUnit.wait_for_unshard, Activity.WAIT_GATHER),
+    REDUCE: Handling(FSDPUnit.reduce, FSDPUnit.finish_reduce, Activity.WAIT_REDUCE),
+}
+
 
 END_OF_FORWARD = -1  # in place of a unit
 BEGUN_BY_OTHERS = (*Phase, OpKind.AGREE, OpKind.STEP)
