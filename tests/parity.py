@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardhet import DeviceSpec, HetFSDP, Plan
-from shardhet.fsdp.sharding.wrapping import find_units
+from shardhet.fsdp.sharding.unit import find_units
 from shardhet.records.layout import Span
 from tests.seeded import seeded, unit_by_param
 

@@ -10,7 +10,7 @@ from torch.nn.functional import dropout
 
 from shardhet.fsdp.microbatch.modes import FunctionMode
 from shardhet.fsdp.microbatch.surroundings import DROPOUT_CALLS, microbatch_seed
-from shardhet.fsdp.sharding.wrapping import UnitModules
+from shardhet.fsdp.sharding.unit import UnitModules
 
 RANDOM = ("Dropout", "DropPath", "StochasticDepth")  # in the names of what draws
 

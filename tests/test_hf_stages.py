@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from shardhet import HetFSDP, Plan, Stage
-from shardhet.fsdp.sharding.wrapping import find_units
+from shardhet.fsdp.sharding.unit import find_units
 from tests.parity import compare_grads
 from tests.selection import only
 from tests.test_hf_folder import MODELS, keys, logits

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
-from shardhet.fsdp.sharding.wrapping import find_units
+from shardhet.fsdp.sharding.unit import find_units
 from tests.worlds import run_ranks
 
 WIDTH = 16

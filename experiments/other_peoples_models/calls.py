@@ -20,7 +20,7 @@ from experiments.other_peoples_models.tasks import (
     Batch,
 )
 from shardhet import HetFSDP
-from shardhet.fsdp.sharding.wrapping import UnitModules, find_units
+from shardhet.fsdp.sharding.unit import UnitModules, find_units
 
 MODEL_SEED = 11
 BATCH_SEED = 5

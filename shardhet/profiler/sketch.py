@@ -34,7 +34,7 @@ from shardhet.fsdp.microbatch.batching import (
 from shardhet.fsdp.microbatch.loss import loss_pair
 from shardhet.fsdp.microbatch.surroundings import CacheSwitch
 from shardhet.fsdp.sharding.build import UnitDraft, cast_arguments, casting, draft_units
-from shardhet.fsdp.sharding.wrapping import UnitModules, find_units
+from shardhet.fsdp.sharding.unit import UnitModules, find_units
 from shardhet.profiler.batch import ExampleBatch, LossFn, TrainedModel
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from shardhet.fsdp.microbatch.layered import Visit, run_visit
 from shardhet.fsdp.microbatch.surroundings import RandomStates, Seeded, Surrounding
 from shardhet.fsdp.sharding.build import UnitDraft, draft_units
 from shardhet.fsdp.sharding.materialize import materialize, move_buffers
-from shardhet.fsdp.sharding.wrapping import find_units
+from shardhet.fsdp.sharding.unit import find_units
 from shardhet.profiler.batch import TrainedModel
 from shardhet.profiler.describe import trained_dtype
 from shardhet.profiler.sketch import TensorInput, UnitCall, UnitSketch, copy_with

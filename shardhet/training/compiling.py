@@ -20,7 +20,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._inductor import config as inductor_config
 from torch.utils._pytree import tree_leaves
 
-from shardhet.fsdp.sharding.wrapping import find_units
+from shardhet.fsdp.sharding.unit import find_units
 
 Backend = str | Callable[..., Any]  # of torch.compile
 

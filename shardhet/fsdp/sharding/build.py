@@ -22,8 +22,7 @@ from shardhet.fsdp.sharding.flat import FlatTensor, ParamSlot
 from shardhet.fsdp.sharding.host_room import FlatKind, meet_room
 from shardhet.fsdp.sharding.materialize import RowSource, is_on_meta, materialize, move_buffers
 from shardhet.fsdp.sharding.residence import check_resident_units
-from shardhet.fsdp.sharding.unit import Casts, FSDPUnit, UnitModule
-from shardhet.fsdp.sharding.wrapping import UnitModules
+from shardhet.fsdp.sharding.unit import Casts, FSDPUnit, UnitModule, UnitModules
 from shardhet.records.layout import FlatLayout, cut_by_shares
 from shardhet.records.plan import EVERY_UNIT, Plan, PlannedUnit, is_matched
 from shardhet.records.stages import stage_by_unit

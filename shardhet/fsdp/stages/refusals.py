@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shardhet.fsdp.sharding.wrapping import UnitModules, find_units
+from shardhet.fsdp.sharding.unit import UnitModules, find_units
 from shardhet.records.plan import Plan
 from shardhet.records.stages import Stage
 
