@@ -19,7 +19,7 @@ from shardhet.checkpoint import load, save
 from shardhet.comm.lanes import CopyLane
 from shardhet.fsdp.params import host_step
 from shardhet.fsdp.params.row_group import RowGroup
-from shardhet.fsdp.sharding import comm, host_room
+from shardhet.fsdp.sharding import comm
 from shardhet.models.decoder import Decoder, DecoderConfig
 from shardhet.planner import Demands, PlanError, solve
 from shardhet.planner.candidates.candidates import TableBuilder
@@ -291,7 +291,7 @@ def test_each_rank_goes_on_in_its_own_way_of_computing_a_step(
 
 
 def _too_small(rank: int, has_bytes: int, when: str) -> None:
-    with mock.patch.object(host_room, "available_bytes", return_value=has_bytes):
+    with mock.patch.object(comm, "available_bytes", return_value=has_bytes):
         model, optimizer = make([True, True])
     trained(model, optimizer, range(1))
 

@@ -35,7 +35,7 @@ from shardhet.comm.collectives import whole_of
 from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.params.optimizer_gate import forget_states
 from shardhet.fsdp.redistribution import FlatMove, follow, moves, room_under, why_not
-from shardhet.fsdp.sharding.host_room import HostRoom
+from shardhet.fsdp.sharding.comm import HostRoom
 from shardhet.fsdp.stages.channels import comm_of_units
 from shardhet.records.plan import Plan
 

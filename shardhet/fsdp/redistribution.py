@@ -9,9 +9,8 @@ from shardhet.comm.collectives import whole_of
 from shardhet.comm.devices import available_bytes
 from shardhet.fsdp.module import HetFSDP
 from shardhet.fsdp.sharding.build import ROOT_FQN, cut_by_plan
-from shardhet.fsdp.sharding.comm import CommContext
+from shardhet.fsdp.sharding.comm import CommContext, FlatKind, HostRoom
 from shardhet.fsdp.sharding.flat import FlatTensor
-from shardhet.fsdp.sharding.host_room import FlatKind, HostRoom
 from shardhet.fsdp.sharding.residence import check_resident_units
 from shardhet.fsdp.stages.refusals import check_names
 from shardhet.records.cluster import DeviceSpec

@@ -17,9 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardhet.comm.channel import Channel, check_same_on_all_ranks
 from shardhet.fsdp.microbatch.signature import hash_of
-from shardhet.fsdp.sharding.comm import CommContext
+from shardhet.fsdp.sharding.comm import CommContext, FlatKind, meet_room
 from shardhet.fsdp.sharding.flat import FlatTensor, ParamSlot
-from shardhet.fsdp.sharding.host_room import FlatKind, meet_room
 from shardhet.fsdp.sharding.materialize import RowSource, is_on_meta, materialize, move_buffers
 from shardhet.fsdp.sharding.residence import check_resident_units
 from shardhet.fsdp.sharding.unit import Casts, FSDPUnit, UnitModule, UnitModules
