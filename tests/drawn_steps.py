@@ -37,8 +37,8 @@ MAX_RANKS = 5  # of stages
 READ = "comm/calls.py read: event"
 OF_ROWS = "comm/lanes.py wait: event"  # the optimizer's, on the host
 OF_KEPT_GRADIENTS = (  # to which a step adds for the first time
-    "fsdp/sharding/placement.py make: copy_",
-    "fsdp/sharding/placement.py make: aten._to_copy.default",
+    "fsdp/sharding/residence.py make: copy_",
+    "fsdp/sharding/residence.py make: aten._to_copy.default",
 )
 
 

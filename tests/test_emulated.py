@@ -100,7 +100,7 @@ def take(
         if plan.ranks[model.position].optimizer_on_host:
             gradients = {"comm/lanes.py wait: event"}
             if course.steps_between_zero_grad > 1:  # to memory that is not pinned
-                gradients.add("fsdp/sharding/placement.py make: copy_")
+                gradients.add("fsdp/sharding/residence.py make: copy_")
             assert set(syncs) <= {losses, *gradients}, syncs
         else:
             assert set(syncs) == {losses}, syncs

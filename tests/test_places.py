@@ -15,7 +15,7 @@ from torch import Tensor
 from shardhet import Plan
 from shardhet.comm.lanes import Copy, CopyLane
 from shardhet.fsdp.microbatch.host_inputs import HostInput
-from shardhet.fsdp.sharding.placement import GradientOnHost, RowsOnHost
+from shardhet.fsdp.sharding.residence import GradientOnHost, RowsOnHost
 from tests.emulated.clocks import Event
 from tests.parity import check_parity
 from tests.patchwork import Case, draw_case, draw_rounds

@@ -47,8 +47,7 @@ from shardhet.comm.collectives import all_gather_uneven
 from shardhet.fsdp.microbatch.batching import storage_of
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.flat_grad import FlatGradient
-from shardhet.fsdp.sharding.placement import RowsOnHost
-from shardhet.fsdp.sharding.residence import FrozenRows, Residence
+from shardhet.fsdp.sharding.residence import FrozenRows, Residence, RowsOnHost
 from shardhet.records.layout import FlatLayout, Span
 
 WAS_FROZEN = (

@@ -12,7 +12,7 @@ from shardhet.comm.calls import Pending
 from shardhet.comm.collectives import reduce_scatter_uneven
 from shardhet.comm.failure import LostPeerError
 from shardhet.fsdp.sharding.comm import CommContext
-from shardhet.fsdp.sharding.placement import GradientOnHost
+from shardhet.fsdp.sharding.residence import GradientOnHost
 from shardhet.records.layout import FlatLayout
 
 
