@@ -29,9 +29,9 @@ alive, who writes and reads it, and who waits for whom:
 The parameters are views of the unsharded storage, so tensors that autograd saved stay valid
 when the storage is freed and later refilled.  A rank that stores a whole tensor needs no second
 copy: its shard *is* the unsharded tensor; where a frozen one stays unsharded over steps, the
-shard becomes a part of it.  ``flat_grad`` has the states of the gradient, and
-``placement`` what is different where the plan says ``optimizer_on_host``, and ``residence``
-which tensors stay unsharded over steps.
+shard becomes a part of it.  ``flat_grad`` has the states of the gradient, and ``residence``
+what is different where the plan says ``optimizer_on_host``, and which tensors stay unsharded
+over steps.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Where the rows of a flat tensor are kept, if not as usual: on the host, or unsharded for good.
+"""Where rows of a flat tensor are kept, if not as usual: on the host, or unsharded for good.
 
 [Note: Rows on the host]
 Those of ``RankPlan.optimizer_on_host``:

@@ -1,4 +1,4 @@
-"""Units: the modules that become one, and the parameters that are gathered and reduced together.
+"""Units: modules that become one, and the parameters that are gathered and reduced together.
 
 Modules are chosen by the model's structure, or as given by the user.
 """
