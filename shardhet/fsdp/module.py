@@ -31,8 +31,7 @@ from shardhet.fsdp.sharding.build import build_units, find_pieces, planned_units
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.materialize import RowSource
-from shardhet.fsdp.stages.channels import comm_of_units
-from shardhet.fsdp.stages.refusals import beyond_stages, find_units_by
+from shardhet.fsdp.stages.channels import beyond_stages, comm_of_units, find_units_by
 from shardhet.fsdp.stages.step import Pipeline
 from shardhet.fsdp.step.around import Activity, Observer
 from shardhet.fsdp.step.calls import intercept

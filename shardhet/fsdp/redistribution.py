@@ -12,7 +12,7 @@ from shardhet.fsdp.sharding.build import ROOT_FQN, cut_by_plan
 from shardhet.fsdp.sharding.comm import CommContext, FlatKind, HostRoom
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.residence import check_resident_units
-from shardhet.fsdp.stages.refusals import check_names
+from shardhet.fsdp.stages.channels import check_names
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.layout import FlatLayout
 from shardhet.records.plan import Plan

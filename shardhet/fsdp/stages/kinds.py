@@ -15,8 +15,8 @@ from shardhet.fsdp.probing.known_calls import UNKNOWN
 from shardhet.fsdp.probing.prober import Findings
 from shardhet.fsdp.sharding.residence import share_holders
 from shardhet.fsdp.stages.calls import CallKind, StageCalls
+from shardhet.fsdp.stages.channels import check_hooks, refuse
 from shardhet.fsdp.stages.parts import carried_of, check_dropouts, parts_of
-from shardhet.fsdp.stages.refusals import check_hooks, refuse
 from shardhet.fsdp.step.rounds import Round
 from shardhet.fsdp.step.runtime import Runtime
 from shardhet.records.ops import Op
