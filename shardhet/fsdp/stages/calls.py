@@ -29,8 +29,7 @@ from shardhet.fsdp.probing.prober import Findings
 from shardhet.fsdp.sharding.unit import UnitModule
 from shardhet.fsdp.stages.absent import MEND, Absent
 from shardhet.fsdp.stages.flow import Result, Returned
-from shardhet.fsdp.stages.handover import Carried
-from shardhet.fsdp.stages.parts import StagePart
+from shardhet.fsdp.stages.handover import Carried, StagePart
 from shardhet.fsdp.step.calls import UnitCalls
 
 

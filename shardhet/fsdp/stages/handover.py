@@ -1,5 +1,9 @@
 """What neighbouring stages send each other: rows of the results of units, and gradients.
 
+``parts_of`` says which part of a forward each stage computes, and what it receives and hands
+over.  In the graph of a part neither end keeps a tensor alive: what has arrived may leave for
+the memory of the host like any other input of a unit, and what was made is free once sent.
+
 The samples of a round are cut at other places in one stage than in the next.  A rank sends each
 rank of the next stage the samples that both have; gradients return the same way:
 
@@ -28,18 +32,21 @@ Received tensors are of the compute stream's memory, and so may be freed at any 
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardhet.comm.calls import Messages, Pending, let_go
 from shardhet.comm.channel import Channel
-from shardhet.fsdp.microbatch.batching import BatchAxis
+from shardhet.fsdp.microbatch.batching import BatchAxis, Join
+from shardhet.fsdp.probing.prober import Findings
 from shardhet.fsdp.sharding.comm import CommContext
-from shardhet.fsdp.stages.flow import Returned
+from shardhet.fsdp.stages.flow import DROPPED, Returned
 from shardhet.records.layout import Span
 
 
@@ -216,3 +223,143 @@ class Departures:
         """Wait until everything has been received."""
         let_go(self._unsent, 0)
         let_go(self._told, 0)
+
+
+class Arrived:
+    """What a stage has received for a round, and its gradients after the round's backward."""
+
+    def __init__(self) -> None:
+        self.grads: list[Tensor | None] = []  # of those that are differentiable
+
+    def with_grad(
+        self, tensors: Sequence[Tensor], carried: Sequence[Carried], anchor: Tensor
+    ) -> list[Tensor]:
+        """The tensors, of which the differentiable ones require a gradient from now on.
+
+        ``anchor`` is any tensor that does.
+        """
+        begun = differentiable(tensors, carried)
+        self.grads = [None for _ in begun]
+        made = iter(_Begin.apply(anchor, self, begun))  # type: ignore[no-untyped-call]
+        return [
+            next(made) if each.is_differentiable else t
+            for t, each in zip(tensors, carried, strict=True)
+        ]
+
+
+class _Begin(torch.autograd.Function):
+    """The first node of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, arrived: Arrived, tensors: list[Tensor]) -> Any:
+        ctx.arrived = arrived
+        ctx.set_materialize_grads(False)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        ctx.arrived.grads = list(grads)
+        return None, None, None
+
+
+def differentiable(tensors: Sequence[Tensor], carried: Sequence[Carried]) -> list[Tensor]:
+    """Those that get a gradient."""
+    return [t for t, each in zip(tensors, carried, strict=True) if each.is_differentiable]
+
+
+def edges_of(tensors: Sequence[Tensor]) -> list[GradientEdge | None]:
+    """Where backward begins, for each; None for those that need no gradient."""
+    return [get_gradient_edge(t) if t.requires_grad else None for t in tensors]
+
+
+@dataclass(frozen=True, slots=True)
+class StagePart:
+    """Calls of units from ``start`` to before ``stop``, by their place in forward."""
+
+    start: int
+    stop: int
+    received: tuple[Returned, ...]  # of earlier calls, that reach ``start`` or a later one
+    sent: tuple[Returned, ...]  # of calls before ``stop``, that reach it or a later one
+
+
+def parts_of(
+    findings: Findings, unit_fqns: Sequence[str], stage_by_fqn: Mapping[str, int], number: int
+) -> list[StagePart]:
+    """The parts of all stages, of which there are ``number``.
+
+    Raises ``ValueError`` if a stage's units are not called one after the other.
+    """
+    called = [unit_fqns[each.unit] for each in findings.schedule.segments]
+    stages = [stage_by_fqn[fqn] for fqn in called]
+    for (one, other), pair in zip(pairwise(called), pairwise(stages), strict=True):
+        if pair[0] > pair[1]:
+            raise ValueError(
+                f"stages: unit {other!r} of stage {pair[1]} is called after unit {one!r} of "
+                f"stage {pair[0]}, but each stage computes its units and hands on. Give both "
+                "to one stage."
+            )
+    idle = [i for i in range(number) if i not in stages]
+    if idle:
+        raise ValueError(
+            f"stages: forward calls no unit of stage {idle[0]}. Give it units that are called."
+        )
+    borders = [0, *(stages.index(i) for i in range(1, number)), len(stages)]
+
+    def reaching(border: int) -> tuple[Returned, ...]:
+        found = frozenset[Returned]().union(*findings.reached[border:])
+        return tuple(sorted(value for value in found if 0 <= value.place < border))
+
+    return [
+        StagePart(start, stop, reaching(start), reaching(stop) if stop < len(stages) else ())
+        for start, stop in pairwise(borders)
+    ]
+
+
+def check_dropouts(findings: Findings, stages: Sequence[int]) -> None:
+    """Raise ``ValueError`` if two stages use one dropout; ``stages`` are those of calls."""
+    users: dict[Returned, set[int]] = {}
+    for reached, stage in zip(findings.reached, [*stages, stages[-1]], strict=True):
+        for mark in (each for each in reached if each.place == DROPPED):
+            users.setdefault(mark, set()).add(stage)
+    for using in users.values():
+        if len(using) > 1:
+            raise ValueError(
+                f"stages: the result of dropout outside of units is used in stages "
+                f"{sorted(using)}, where its microbatches may be others. Let one unit contain "
+                "the dropout, or give all that use it to one stage."
+            )
+
+
+def carried_of(
+    values: Sequence[Returned], findings: Findings, called: Sequence[str]
+) -> list[Carried]:
+    """The tensors of ``values``, given what a probe has found and of which unit calls are.
+
+    Raises ``ValueError`` for one without a row for each sample that may differ between ranks,
+    and for one that code outside of units changes.
+    """
+    carried = []
+    for value in values:
+        result = findings.results[value.place]
+        if value in findings.altered:
+            raise ValueError(
+                f"stages: code outside of units writes to what unit {called[value.place]!r} "
+                "has returned (x += y), or gives it a hook, and a later stage uses it, so two "
+                "stages would do it. Make a new tensor there (x = x + y), do it inside a unit, "
+                "or give both units to one stage."
+            )
+        axis = result.rules[value.number]
+        if not isinstance(axis, BatchAxis) and not (
+            axis is Join.SHARED and result.is_same_on_all
+        ):
+            raise ValueError(
+                f"stages: unit {called[value.place]!r} returns a tensor without a row for each "
+                "sample, which a later stage uses and which may differ between ranks. Give "
+                "both units to one stage."
+            )
+        example = result.examples[value.number]
+        is_used = result.is_differentiable[value.number]
+        carried.append(
+            Carried(value, example, axis if isinstance(axis, BatchAxis) else None, is_used)
+        )
+    return carried

@@ -16,7 +16,7 @@ from shardhet.fsdp.probing.prober import Findings
 from shardhet.fsdp.sharding.residence import share_holders
 from shardhet.fsdp.stages.calls import CallKind, StageCalls
 from shardhet.fsdp.stages.channels import check_hooks, refuse
-from shardhet.fsdp.stages.parts import carried_of, check_dropouts, parts_of
+from shardhet.fsdp.stages.handover import carried_of, check_dropouts, parts_of
 from shardhet.fsdp.step.rounds import Round
 from shardhet.fsdp.step.runtime import Runtime
 from shardhet.records.ops import Op

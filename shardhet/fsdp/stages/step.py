@@ -37,7 +37,7 @@ from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.sharding.residence import forget_changed
 from shardhet.fsdp.stages.channels import refuse
 from shardhet.fsdp.stages.exchange import StageExchange
-from shardhet.fsdp.stages.graph import Arrived, differentiable, edges_of
+from shardhet.fsdp.stages.handover import Arrived, differentiable, edges_of
 from shardhet.fsdp.stages.kinds import CallKinds
 from shardhet.fsdp.stages.rounds import DEAL, Passed, check_samples, rounds_of
 from shardhet.fsdp.step.around import Activity
