@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardhet import HetFSDP, Plan, Stage, gather_features
-from shardhet.fsdp.stages.absent import Absent
+from shardhet.fsdp.stages.calls import Absent
 from shardhet.models.decoder import Decoder
 from shardhet.training.dealing.batches import Share
 from tests.beside import Beside, is_exact

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardhet.comm import devices
 from shardhet.fsdp.microbatch.modes import tensors_among
-from shardhet.fsdp.stages.absent import Absent
+from shardhet.fsdp.stages.calls import Absent
 from tests.emulated.clocks import Clock, Event, Host, Stream
 from tests.emulated.device_thread import backward_elsewhere
 from tests.emulated.memory import Access, Held, Memory, RaceError
