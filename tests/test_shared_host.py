@@ -21,16 +21,17 @@ from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import all_gather_uneven
 from shardhet.comm.devices import BufferPool
 from shardhet.comm.failure import LostPeerError
-from shardhet.extras.shared_host.arena import Arena, PeerArena, own_arena
-from shardhet.extras.shared_host.neighbours import (
+from shardhet.extras.shared_host.arena import (
     BOARD_WORDS,
     NUM_PLACES,
     READ,
     ROW_WORDS,
+    Arena,
     Board,
-    Neighbours,
+    PeerArena,
+    own_arena,
 )
-from shardhet.extras.shared_host.transport import CHUNK_BYTES, SharedHost, meet
+from shardhet.extras.shared_host.transport import CHUNK_BYTES, Neighbours, SharedHost, meet
 from tests import test_collectives, test_deaths
 from tests.drawn_steps import on_rank
 from tests.hosts import on_different_hosts
@@ -171,8 +172,8 @@ def ask_where_one_may_not(rank: int) -> bool:
     if rank != 1:
         return Neighbours.meet(dist.group.WORLD) is None
     with (
-        mock.patch("shardhet.extras.shared_host.neighbours._peers", {}),
-        mock.patch("shardhet.extras.shared_host.neighbours.PeerArena", refuse),
+        mock.patch("shardhet.extras.shared_host.arena._peers", {}),
+        mock.patch("shardhet.extras.shared_host.arena.PeerArena", refuse),
     ):
         return Neighbours.meet(dist.group.WORLD) is None
 
@@ -276,7 +277,7 @@ def test_a_peer_that_says_its_last_word_and_ends_is_not_lost() -> None:
         words[READ] = 5
         return False
 
-    with mock.patch("shardhet.extras.shared_host.neighbours._futex", say_it):
+    with mock.patch("shardhet.extras.shared_host.arena._futex", say_it):
         board.wait_for(READ, 5)
         words[READ] = 0
         with pytest.raises(LostPeerError, match="is gone"):

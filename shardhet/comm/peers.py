@@ -3,7 +3,7 @@
 A death is first noticed, on
 
     one host, without            by who waits for the dead rank's rows, within 50 ms
-    accelerators                 (extras.shared_host.neighbours: Board.wait_for)
+    accelerators                 (extras.shared_host.arena: Board.wait_for)
     several hosts, gloo          by the broken connection, at once (calls: wait_all)
     accelerators, NCCL           by what hosts agree on three times a step, as above; where the
                                  host waits for its device, by the watch, within 2 s: a process

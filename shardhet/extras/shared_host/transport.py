@@ -1,4 +1,4 @@
-"""Uneven collectives among processes on one host that map each other's memory.
+"""Exchanges and uneven collectives among processes on one host that map each other's memory.
 
 The process that needs a peer's tensor reads it in place: there is no socket, no copy on the
 sender's side, and none through the kernel.  Over loopback, the same bytes pass through the
@@ -11,24 +11,180 @@ One thread per channel does the reading in launch order, so that the caller can 
 meantime.  A tensor that is not in an arena is copied into one first.
 """
 
+import os
+import platform
 import queue
 import threading
 from bisect import bisect
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from typing import Any, Self
 from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardhet.comm.calls import Gathering, Pending, Reduction, pieces_of, sum_into
-from shardhet.comm.channel import Channel
+from shardhet.comm.calls import Gathering, Pending, Reduction, pieces_of, sum_into, timeout_of
+from shardhet.comm.channel import Channel, progress
 from shardhet.comm.devices import BufferPool
 from shardhet.comm.failure import LostPeerError
-from shardhet.extras.shared_host.arena import PeerArena, own_arena
-from shardhet.extras.shared_host.neighbours import Neighbours
+from shardhet.extras.shared_host.arena import (
+    BOARD_WORDS,
+    BROKEN,
+    EXCHANGED,
+    NUM_PLACES,
+    PLACED,
+    READ,
+    ROW_WORDS,
+    Arena,
+    Board,
+    PeerArena,
+    Whereabouts,
+    own_arena,
+    peer_of,
+)
+
+
+class Neighbours:
+    """The processes of one group, all on one host; positions are ranks in the group.
+
+    Collectives and exchanges are numbered: all processes make them in the same order.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        boards: Sequence[Board],
+        arena: Arena,
+        peers: Sequence[PeerArena | None],
+    ) -> None:
+        self.rank = rank
+        self.arena = arena
+        self.peers = tuple(peers)  # None at this process's own rank
+        self._boards = tuple(boards)
+        self._own = self._boards[rank]
+        self._num_collectives = 0
+        self._num_exchanges = 0
+        self._offered: dict[int, tuple[int, Sequence[int]]] = {}  # collective, readers
+        # The same in order, with the tensors being read, which must live until then.
+        self._lent: deque[tuple[int, Sequence[int], torch.Tensor]] = deque()
+
+    @classmethod
+    def meet(
+        cls, group: dist.ProcessGroup, number: int = 1, is_wanted: bool = True
+    ) -> tuple[Self, ...] | None:
+        """Return ``number`` sets of neighbours over the same processes, each with own boards.
+
+        Returns None if some process cannot or should not read the memory of others.
+        Collective over the group; either all ranks get neighbours, or all get None.
+        """
+        is_possible = is_wanted and platform.machine() == "x86_64"
+        arena = own_arena() if is_possible else None
+        own: list[torch.Tensor] = []
+        told: tuple[Whereabouts, list[int]] | None = None
+        if arena is not None:
+            with suppress(OSError, MemoryError):  # then nobody shares memory
+                own = [arena.empty(BOARD_WORDS, torch.int64).zero_() for _ in range(number)]
+                _never_freed.extend(own)  # a slow peer may read them after we have finished
+                told = Whereabouts.of(arena), [each.data_ptr() - arena.base for each in own]
+        heard: list[Any] = [None] * group.size()
+        dist.all_gather_object(heard, told, group=group)
+        try:
+            peers = [peer_of(each, told) for each in heard]
+        except OSError:
+            peers = []
+        answers = [False] * group.size()
+        dist.all_gather_object(answers, bool(peers), group=group)
+        if arena is None or not all(answers):
+            return None
+        patience_s = timeout_of(group, torch.device("cpu")).total_seconds()
+        boards = [
+            [
+                Board(
+                    peer.view(places[i], BOARD_WORDS, torch.int64) if peer else own[i],
+                    pid=whereabouts.pid,
+                    patience_s=patience_s,
+                )
+                for peer, (whereabouts, places) in zip(peers, heard, strict=True)
+            ]
+            for i in range(number)
+        ]
+        return tuple(cls(group.rank(), each, arena, peers) for each in boards)
+
+    # Collectives #
+
+    def next_collective(self) -> int:
+        """Return the number of the collective that begins."""
+        self._num_collectives += 1
+        progress.num_collectives += 1
+        return self._num_collectives
+
+    def offer(
+        self, collective: int, place: int, readers: Sequence[int], tensor: torch.Tensor
+    ) -> None:
+        """Announce that this process's ``tensor`` is at ``place`` in its arena."""
+        # Wait for the readers of the entry that this call overwrites.
+        self.wait_for_readers(*self._offered.get(collective % NUM_PLACES, (0, ())))
+        self._offered[collective % NUM_PLACES] = collective, readers
+        self._lent.append((collective, readers, tensor))
+        self._own.write_place(collective, place)
+        self._own.put(PLACED, collective)
+
+    def wait_for_place(self, collective: int, owner: int) -> int:
+        """Wait for the owner's tensor and return its place in the owner's arena."""
+        self._boards[owner].wait_for(PLACED, collective)
+        return self._boards[owner].place(collective)
+
+    def say_read(self, collective: int) -> None:
+        """Announce that this process has finished reading in the collective."""
+        self._own.put(READ, collective)
+
+    def wait_for_readers(self, collective: int, readers: Sequence[int]) -> None:
+        """Wait until all of ``readers`` have finished reading."""
+        for reader in readers:
+            self._boards[reader].wait_for(READ, collective)
+        while self._lent and self.have_read(*self._lent[0][:2]):
+            self._lent.popleft()
+
+    def have_read(self, collective: int, readers: Sequence[int]) -> bool:
+        """Whether ``wait_for_readers`` would return at once."""
+        return all(self._boards[reader].has(READ, collective) for reader in readers)
+
+    # Exchanges #
+
+    def exchange(
+        self, row: Sequence[float], within_s: float | None = None
+    ) -> list[list[float]]:
+        """Return every process's row, by rank.  All rows have the same length."""
+        rows: list[list[float]] = [[] for _ in self._boards]
+        for start in range(0, len(row), ROW_WORDS):
+            piece = row[start : start + ROW_WORDS]
+            self._num_exchanges += 1
+            progress.num_collectives += 1
+            # No process reads the row before last any more: all have begun the last exchange.
+            self._own.write_row(self._num_exchanges, piece)
+            self._own.put(EXCHANGED, self._num_exchanges)
+            for board, whole in zip(self._boards, rows, strict=True):
+                board.wait_for(EXCHANGED, self._num_exchanges, within_s)
+                whole += board.row(self._num_exchanges, len(piece))
+        return rows
+
+    # Failures #
+
+    def give_up(self) -> None:
+        """Make every process that waits for this one, now or later, fail with an error."""
+        if os.getpid() != self.arena.pid:
+            return  # in a process forked from this one
+        self._own.put(BROKEN, 1)
+        for counter in (PLACED, READ, EXCHANGED):
+            self._own.wake(counter)
+
+
+_never_freed: list[torch.Tensor] = []
+
 
 CHUNK_BYTES = 512 * 1024  # stays in a core's cache while several parts are added to it
 
