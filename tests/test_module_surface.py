@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import shardhet.fsdp.params.state
-import shardhet.fsdp.state_door
 import shardhet.fsdp.step.unit_by_unit
+import shardhet.fsdp.surface
 from shardhet import HetFSDP, Plan
 from shardhet.comm.channel import Channel
 from tests.checkpoint_cases import Odd
@@ -161,7 +161,7 @@ def test_states_that_cannot_be_loaded_are_refused(rank: int, fault: str, says: s
 
 def alone_on_rank_zero(rank: int, call: str, over_gloo: bool) -> None:
     doors = (
-        shardhet.fsdp.state_door,
+        shardhet.fsdp.surface,
         shardhet.fsdp.params.state,
         shardhet.fsdp.step.unit_by_unit,
     )

@@ -16,7 +16,7 @@ from shardhet.comm import devices
 from shardhet.fsdp.microbatch.signature import BatchDims
 from shardhet.fsdp.params.optimizer_gate import are_rows
 from shardhet.fsdp.sharding.build import MixedPrecision
-from shardhet.fsdp.state_door import ModuleWithState
+from shardhet.fsdp.surface import ModuleWithState
 from shardhet.records.codec import meant
 from shardhet.records.plan import Plan, plan_of
 

@@ -16,10 +16,10 @@ from shardhet.fsdp.probing.module_state import choices_of
 from shardhet.fsdp.sharding.build import MixedPrecision
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.stages.step import Pipeline
-from shardhet.fsdp.state_door import ModuleWithState
 from shardhet.fsdp.step.mean_loss import MeanLoss
 from shardhet.fsdp.step.round_by_round import RoundByRound
 from shardhet.fsdp.step.runtime import Runtime, aside
+from shardhet.fsdp.surface import ModuleWithState
 from shardhet.fsdp.tokens.skeleton import Skeleton
 from shardhet.records.plan import Plan
 

@@ -365,3 +365,29 @@ def _refuse_grad(fqn: str, sharded_param: Tensor) -> None:
         f"{fqn} is used outside of the forward of its unit, where this rank sees only its own "
         f"rows. Use it inside, or make the module that uses it a unit: HetFSDP(units=[...])."
     )
+
+
+def check_intact(flat: FlatTensor) -> None:
+    """Raise if its parameters or rows were replaced by others, or were frozen or unfrozen."""
+    storage = flat.flat_shard.untyped_storage().data_ptr()
+    pairs = zip(flat.slots, flat.sharded_params, flat.unsharded_params, strict=True)
+    for slot, param, unsharded in pairs:
+        for module, attribute in slot.owners:
+            held = module._parameters.get(attribute)
+            if held is not param and held is not unsharded:
+                raise RuntimeError(
+                    f"{slot.fqn}: a module holds another parameter in its place, or none, "
+                    "since HetFSDP was built, which would not be used. Write into the one "
+                    "that is there (with torch.no_grad(): param.copy_(...)), or change the "
+                    "model before wrapping it."
+                )
+        is_there = not param.numel() or (param.untyped_storage().data_ptr() == storage)
+        if not is_there:
+            raise RuntimeError(
+                f"{slot.fqn}: its data were replaced (param.data = ..., "
+                "vector_to_parameters), which HetFSDP does not see. Write into it: "
+                "with torch.no_grad(): param.copy_(...)."
+            )
+        # Without gradients it does not matter: peft's disable_adapter() freezes.
+        if torch.is_grad_enabled() and param.requires_grad != flat.is_trainable:
+            raise RuntimeError(slot.fqn + WAS_FROZEN)
