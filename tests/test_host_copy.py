@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
 from shardhet.comm.calls import HostCopy
-from shardhet.fsdp.step import mean_loss, output
+from shardhet.fsdp.microbatch.loss import warn_of_large_output
+from shardhet.fsdp.step import mean_loss
 from shardhet.fsdp.step.around import Activity
 
 
@@ -49,4 +50,4 @@ def test_logits_of_a_whole_batch_are_warned_of(mib: int) -> None:
     expected = pytest.warns(UserWarning, match="300 MiB") if mib > 256 else nullcontext()
     with warnings.catch_warnings(), expected:
         warnings.simplefilter("error" if mib < 256 else "always")
-        output.warn_of_large_output([logits])
+        warn_of_large_output([logits])

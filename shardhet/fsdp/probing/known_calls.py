@@ -1,25 +1,21 @@
 """Rules of a model's calls: found once for each kind of call, then looked up."""
 
+import zlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence, Set
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.batching import Layout, VisitRules, flatten
 from shardhet.fsdp.microbatch.joining import check_fits
-from shardhet.fsdp.microbatch.signature import CHOOSING, ModelCall, choice_of
+from shardhet.fsdp.microbatch.signature import CHOOSING, ModelCall, as_real, choice_of
 from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.probing.law import Law
-from shardhet.fsdp.probing.module_state import (
-    Edits,
-    Writes,
-    choosing_attributes,
-    digest_of,
-)
+from shardhet.fsdp.probing.module_state import Edits, Writes, choosing_attributes
 from shardhet.fsdp.probing.probe import CallKey
 from shardhet.fsdp.probing.probed_call import ProbedCall
 from shardhet.fsdp.probing.prober import Findings, Prober
@@ -38,6 +34,20 @@ _KEEPS = (
 )
 
 UNKNOWN = -1  # the index of findings that do not exist yet
+
+
+def digest_of(module: nn.Module, fqns: Set[str]) -> float:
+    """A number for the values of these buffers and numbers; 0 for none."""
+    digest = 0
+    for fqn in sorted(fqns):
+        inside, _, name = fqn.rpartition(".")
+        content, value = b"", getattr(module.get_submodule(inside), name, None)
+        if isinstance(value, Tensor):
+            values = as_real(value.detach()).to("cpu").reshape(-1)
+            content = values.view(torch.uint8).numpy().tobytes()
+            value = (value.shape, value.dtype)
+        digest = zlib.crc32(f"{fqn} {value}".encode() + content, digest)
+    return float(digest)
 
 
 class KnownCalls:

@@ -1,6 +1,5 @@
 """Finds and undoes what a forward writes to its model: buffers, attributes, containers."""
 
-import zlib
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.named import named_by
-from shardhet.fsdp.microbatch.signature import CHOOSING, as_real, choice_of
+from shardhet.fsdp.microbatch.signature import CHOOSING, choice_of
 from shardhet.fsdp.microbatch.surroundings import Surrounding
 from shardhet.fsdp.params.state import persistent_buffers
 from shardhet.fsdp.probing.comparing import are_close
@@ -200,20 +199,6 @@ def _is_longer(tensor: Tensor, before: Tensor) -> bool:
     if tensor.dim() != before.dim() or not before.numel():
         return False
     return torch.equal(tensor[tuple(map(slice, before.shape))], before)
-
-
-def digest_of(module: nn.Module, fqns: Set[str]) -> float:
-    """A number for the values of these buffers and numbers; 0 for none."""
-    digest = 0
-    for fqn in sorted(fqns):
-        inside, _, name = fqn.rpartition(".")
-        content, value = b"", getattr(module.get_submodule(inside), name, None)
-        if isinstance(value, Tensor):
-            values = as_real(value.detach()).to("cpu").reshape(-1)
-            content = values.view(torch.uint8).numpy().tobytes()
-            value = (value.shape, value.dtype)
-        digest = zlib.crc32(f"{fqn} {value}".encode() + content, digest)
-    return float(digest)
 
 
 def marks_of(module: nn.Module) -> list[Any]:

@@ -21,7 +21,6 @@ from shardhet.fsdp.microbatch.batching import (
     flatten,
     unflatten,
 )
-from shardhet.fsdp.microbatch.loss import Unmade
 from shardhet.fsdp.microbatch.signature import ModelCall, is_plain
 from shardhet.fsdp.probing.comparing import Cut, are_close
 from shardhet.fsdp.probing.law import Law
@@ -97,6 +96,27 @@ def possible_axes(seen: Sequence[ArgumentsSeen]) -> list[Axes]:
         tuple(dict(change).get(i, axis) for i, axis in enumerate(likely))
         for change in ((), *changes)
     ]
+
+
+class Unmade:
+    """In place of a result that a rank without samples cannot make: to look into it raises."""
+
+    _kind = ""  # the name of its class
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"model(...): this rank has no samples, and the model returns a {self._kind}, "
+            f"which cannot be made without (its {name!r} is asked for). Return tensors, in "
+            "tuples, dicts or dataclasses of a module, and make the object after model(...)."
+        )
+
+    def _refuse(self, *_args: Any) -> Any:
+        return self.entries
+
+    __iter__ = __len__ = __getitem__ = __call__ = _refuse
 
 
 class RuleFinder:

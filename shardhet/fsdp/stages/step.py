@@ -31,7 +31,7 @@ from shardhet.comm.calls import HostCopy
 from shardhet.comm.channel import progress
 from shardhet.fsdp.microbatch.batching import named_leaves
 from shardhet.fsdp.microbatch.layered import run_backward
-from shardhet.fsdp.microbatch.loss import loss_pair
+from shardhet.fsdp.microbatch.loss import Laws, Output, loss_pair
 from shardhet.fsdp.microbatch.signature import CHECKSUM_END, ModelCall
 from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.sharding.residence import forget_changed
@@ -48,7 +48,6 @@ from shardhet.fsdp.step.mean_loss import (
     check_scaler,
     wants_gradient,
 )
-from shardhet.fsdp.step.output import Laws, Output
 from shardhet.fsdp.step.rounds import Moment, Round, Rounds, check_fits_plan
 from shardhet.fsdp.step.runtime import Runtime
 from shardhet.records.layout import Span

@@ -31,6 +31,7 @@ from shardhet.comm.calls import HostCopy
 from shardhet.comm.channel import progress
 from shardhet.comm.peers import Peers
 from shardhet.fsdp.microbatch.layered import leaves_of
+from shardhet.fsdp.microbatch.loss import Laws, check_factors
 from shardhet.fsdp.params.optimizer_gate import rows_among
 from shardhet.fsdp.params.row_group import RowGroup
 from shardhet.fsdp.params.row_params import (
@@ -41,7 +42,6 @@ from shardhet.fsdp.params.row_params import (
 )
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.step.around import Activity
-from shardhet.fsdp.step.output import Laws, check_factors
 from shardhet.fsdp.step.runtime import Runtime
 
 NO_STEP = 0  # a rank without rows need not step

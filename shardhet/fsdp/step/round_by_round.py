@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardhet.comm.calls import HostCopy
 from shardhet.fsdp.microbatch.layered import run_backward
-from shardhet.fsdp.microbatch.loss import check_no_tokens
+from shardhet.fsdp.microbatch.loss import CREATES_GRAPH, Output, arrived_late, check_no_tokens
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.probing.known_calls import UNKNOWN
@@ -29,7 +29,6 @@ from shardhet.fsdp.step.mean_loss import (
     check_scaled,
     warn_of_bounded,
 )
-from shardhet.fsdp.step.output import CREATES_GRAPH, Output, arrived_late
 from shardhet.fsdp.step.rounds import beside_others
 from shardhet.fsdp.step.runtime import Runtime, aside
 
