@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardhet.checkpoint.format.description import Description
 from shardhet.checkpoint.format.entries import (
     EXTRA,
     MODEL,
@@ -19,6 +18,7 @@ from shardhet.checkpoint.format.entries import (
 )
 from shardhet.checkpoint.format.metadata import DTYPES
 from shardhet.checkpoint.format.values import encode
+from shardhet.checkpoint.format.writing import Description
 from shardhet.checkpoint.state.optimizer_state import (
     Optimizers,
     class_of_groups,

@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardhet.checkpoint.format import files
-from shardhet.checkpoint.format.description import Description
 from shardhet.checkpoint.format.errors import CheckpointError, in_words
-from shardhet.checkpoint.format.writing import Report, write_rank_file
+from shardhet.checkpoint.format.writing import Description, Report, write_rank_file
 from shardhet.checkpoint.state.held import Held
 from shardhet.checkpoint.state.ranks import Ranks
 from shardhet.checkpoint.threads import Thread
