@@ -37,6 +37,7 @@ from shardhet.checkpoint.state.optimizer_state import (
     Optimizers,
     StoredState,
     check_classes,
+    is_inner,
     listed,
     options_for,
     part_by_param,
@@ -45,7 +46,6 @@ from shardhet.checkpoint.state.optimizer_state import (
     trained_params,
 )
 from shardhet.checkpoint.state.parts import ModelPart, parts_of
-from shardhet.checkpoint.state.pieces import is_inner
 from shardhet.checkpoint.state.ranks import Ranks, check_order
 from shardhet.checkpoint.state.sources import CheckpointSource, FolderSource
 from shardhet.comm.channel import phase

@@ -23,12 +23,13 @@ from shardhet.checkpoint.format.metadata import DTYPES
 from shardhet.checkpoint.saving import wait_for_pending
 from shardhet.checkpoint.state.optimizer_state import (
     Optimizers,
+    flattened,
     groups_of,
     listed,
+    nested,
     states_of,
 )
 from shardhet.checkpoint.state.parts import parts_of
-from shardhet.checkpoint.state.pieces import flattened, nested
 from shardhet.checkpoint.state.ranks import Ranks
 from shardhet.comm.channel import phase, progress
 from shardhet.comm.collectives import whole_of

@@ -5,6 +5,7 @@ a number (a scalar, as ``step``), or anything of tensors and plain values where 
 whole parameter.  None counts as absent.  Anything else is refused.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
@@ -16,9 +17,46 @@ from torch import Tensor, nn, optim
 
 from shardhet.checkpoint.format.entries import STATE, HeldState
 from shardhet.checkpoint.format.errors import CheckpointError
+from shardhet.checkpoint.format.values import decode, encode
 from shardhet.checkpoint.state.parts import ModelPart, as_rows
-from shardhet.checkpoint.state.pieces import flattened, nested
 from shardhet.fsdp.params.optimizer_gate import ROWS
+
+
+def flattened(states: Mapping[Any, Any], what: str) -> dict[str, Any]:
+    """``states`` with texts for lists, tuples and dicts, and their tensors.
+
+    Raises ``CheckpointError`` for what is in them beside plain values and tensors.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in states.items():
+        if type(value) not in (list, tuple, dict, str):
+            flat[str(name)] = value
+            continue
+        number = len(flat)
+
+        def keep(tensor: Tensor, name: str = str(name), number: int = number) -> str:
+            key = f"{name}/{len(flat) - number}"
+            flat[key] = tensor
+            return key
+
+        document = encode(value, f"{what}: state {name!r}", keep)
+        flat[str(name)] = json.dumps(document)
+    return flat
+
+
+def is_inner(name: str, states: Mapping[str, Any]) -> bool:
+    """Whether it is a tensor of a list, tuple or dict among these states."""
+    return name.rpartition("/")[0] in states
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of ``flattened``."""
+    return {
+        name: decode(json.loads(value), flat.__getitem__) if isinstance(value, str) else value
+        for name, value in flat.items()
+        if not isinstance(flat.get(name.rpartition("/")[0]), str)
+    }
+
 
 # Options that torch's schedulers add to groups: an optimizer may be made before they are.
 OF_SCHEDULERS = frozenset(
