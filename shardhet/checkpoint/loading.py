@@ -14,9 +14,10 @@ Model and optimizer are untouched if 1 or 2 raises.  A failure in 3 (a disk that
 answering) leaves them half loaded.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -47,10 +48,48 @@ from shardhet.checkpoint.state.optimizer_state import (
 )
 from shardhet.checkpoint.state.parts import ModelPart, parts_of
 from shardhet.checkpoint.state.ranks import Ranks, check_order
-from shardhet.checkpoint.state.sources import CheckpointSource, FolderSource
 from shardhet.comm.channel import phase
 from shardhet.fsdp import HetFSDP
 from shardhet.records.layout import Span
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointSource(Protocol):
+    """A checkpoint that all ranks read, each the rows that it holds."""
+
+    is_one_folder: bool  # that all ranks see under one path
+
+    def open(self, ranks: Ranks) -> SavedCheckpoint:
+        """Open and verify it.  Raises ``CheckpointError`` naming what is damaged or missing."""
+        ...
+
+    def fetch(self, saved: SavedCheckpoint, places: Sequence[BytesPlace], ranks: Ranks) -> None:
+        """Bring ``places``, which this rank will read, to where it can.  Collective."""
+        ...
+
+
+class FolderSource:
+    """A folder that all ranks see."""
+
+    is_one_folder = True
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def open(self, ranks: Ranks) -> SavedCheckpoint:
+        """Open it, and verify this rank's share of its files."""
+        if ranks.is_writer:
+            files.recover(self._path)
+        saved = SavedCheckpoint.open(self._path)
+        saved.verify(ranks.position, ranks.world_size)
+        if saved.manifest is None and ranks.is_writer:
+            logger.warning("%s has no manifest: its files cannot be verified", self._path)
+        return saved
+
+    def fetch(self, saved: SavedCheckpoint, places: Sequence[BytesPlace], ranks: Ranks) -> None:
+        """Nothing: every rank reads what it needs itself."""
+
 
 CALL = "checkpoint.load"
 ONE_ROW = Span(0, 1)  # of a scalar
