@@ -10,7 +10,11 @@ Order of collectives, over a channel of their own if a thread makes them:
 What fails on any rank is raised on all of them, and unfinished folders are removed.
 """
 
-from collections.abc import Mapping, Sequence
+import atexit
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shardhet.checkpoint.format import files
@@ -18,9 +22,56 @@ from shardhet.checkpoint.format.errors import CheckpointError, in_words
 from shardhet.checkpoint.format.writing import Description, Report, write_rank_file
 from shardhet.checkpoint.state.held import Held
 from shardhet.checkpoint.state.ranks import Ranks
-from shardhet.checkpoint.threads import Thread
-from shardhet.comm.channel import Channel, join
+from shardhet.comm.channel import Channel, join, progress
 from shardhet.comm.groups import break_connections
+
+SECONDS_TO_FINISH = 10.0  # what was begun, if the program has not failed
+SECONDS_TO_STOP = 5.0
+
+
+class Thread(threading.Thread):
+    """A thread that may finish at the end of the program, and is then stopped."""
+
+    def __init__(
+        self, target: Callable[[], None], *, name: str, stop: Callable[[], None]
+    ) -> None:
+        """``stop`` makes ``target`` return soon; called only if the program ends."""
+        super().__init__(target=target, name=name, daemon=True)
+        self.make_stop = stop
+
+    def start(self) -> None:
+        """Begin."""
+        _started[:] = [each for each in _started if each.is_alive()]
+        _started.append(self)
+        super().start()
+
+
+_started: list[Thread] = []
+
+
+# Registered when it is imported, so that the watch over ranks, which starts later and ends
+# earlier, has told the others that this rank ends before anything waits here.
+@atexit.register
+def _end() -> None:
+    patience_s = 0.0 if _has_failed() else SECONDS_TO_FINISH
+    _join(_started, patience_s)
+    left = [thread for thread in _started if thread.is_alive()]
+    for thread in left:
+        thread.make_stop()
+    _join(left, SECONDS_TO_STOP)
+
+
+def _has_failed() -> bool:
+    """Whether the program ends with an error: peers will not go on with what was begun."""
+    has_raised = getattr(sys, "last_value", None) is not None
+    return has_raised or progress.failure is not None
+
+
+def _join(threads: Sequence[Thread], patience_s: float) -> None:
+    until_s = time.monotonic() + patience_s
+    for thread in threads:
+        thread.join(max(0.0, until_s - time.monotonic()))
+
 
 CALL = "checkpoint.save"
 
