@@ -15,8 +15,8 @@ from shardhet.checkpoint import CheckpointError, Checkpoints, Replicas
 from shardhet.checkpoint.format import files as checkpoint_files
 from shardhet.checkpoint.format.writing import Report
 from shardhet.checkpoint.replicas import replicas as replicas_module
-from shardhet.checkpoint.replicas.copying import Copying
 from shardhet.checkpoint.replicas.source import Version, choose, versions_in
+from shardhet.checkpoint.replicas.transfer import Copying
 from shardhet.comm.liveness import watch_ranks
 from shardhet.records.stages import Nodes, carriers, keepers
 from tests.checkpoint_cases import (
