@@ -27,17 +27,15 @@ if TYPE_CHECKING:
     from shardhet.training.guard import Guard
     from shardhet.training.hooks.bad_steps import OnBadStep
     from shardhet.training.hooks.checkpoints import SaveCheckpoints
-    from shardhet.training.hooks.end_notice import EndNotice
-    from shardhet.training.hooks.hooks import After, Hook, Hooks
+    from shardhet.training.hooks.hooks import After, EndNotice, Hook, Hooks, Trace
     from shardhet.training.hooks.predicted import Predicted
-    from shardhet.training.hooks.trace import Trace
     from shardhet.training.rebalancing import Rebalancer
 
 _MODULE_BY_NAME = {
     "After": "shardhet.training.hooks.hooks",
     "Cluster": "shardhet.records.cluster",
     "DeviceSpec": "shardhet.records.cluster",
-    "EndNotice": "shardhet.training.hooks.end_notice",
+    "EndNotice": "shardhet.training.hooks.hooks",
     "ExampleBatch": "shardhet.profiler.batch",
     "HetFSDP": "shardhet.fsdp",
     "Guard": "shardhet.training.guard",
@@ -54,7 +52,7 @@ _MODULE_BY_NAME = {
     "SaveCheckpoints": "shardhet.training.hooks.checkpoints",
     "Setting": "shardhet.pricing.setting",
     "Stage": "shardhet.records.stages",
-    "Trace": "shardhet.training.hooks.trace",
+    "Trace": "shardhet.training.hooks.hooks",
     "Workload": "shardhet.records.workload",
     "describe": "shardhet.profiler.describe",
     "find_plan": "shardhet.planner",

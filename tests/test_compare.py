@@ -12,7 +12,7 @@ from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import DeviceSpec
 from shardhet.simulator.simulation import simulate
 from shardhet.simulator.timeline import Timeline
-from shardhet.training.hooks.trace import NUM_STEPS, POSITION
+from shardhet.training.hooks.hooks import NUM_STEPS, POSITION
 from tests.test_cost import CLUSTER, WORKLOAD, plan, profile
 
 SLOWER = ("backward", "blocks.2")  # on the second device, twice as slow as predicted

@@ -20,7 +20,7 @@ from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.run.worker import Run
 from shardhet.comm.failure import Failure, Kind
 from shardhet.planner.present import positions_of
-from shardhet.training.hooks.end_notice import EndNotice
+from shardhet.training.hooks.hooks import EndNotice
 from tests.programs import TORCHRUN, run
 from tests.selection import for_campaign
 from tests.test_elastic import there

@@ -19,7 +19,7 @@ from shardhet.apps.cli.quantities import duration
 from shardhet.apps.cli.streamed import WideConsole, figures_table
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.config.checks import ConfigError
-from shardhet.training.hooks.trace import NUM_STEPS, POSITION
+from shardhet.training.hooks.hooks import NUM_STEPS, POSITION
 
 COMPUTING = {"forward": "forward", "backward": "backward", "optimizer": "optimizer step"}
 WAITING = {

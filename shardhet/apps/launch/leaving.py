@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from shardhet import HetFSDP
 from shardhet.apps.launch.rank_env import RankEnv
-from shardhet.training.hooks.end_notice import EndNotice
+from shardhet.training.hooks.hooks import EndNotice
 
 FROM_AGENTS = (signal.SIGTERM.name, signal.SIGINT.name)  # which they pass on and end
 STARTS_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: an agent that may restarts this rank

@@ -12,15 +12,24 @@ everywhere, or has the ranks agree.
 """
 
 import logging
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from enum import Enum
 from functools import partial
+from pathlib import Path
+from types import FrameType
 from typing import Any, Self, TypeVar
 
+import torch
 from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile
 
 from shardhet.fsdp import HetFSDP
+from shardhet.training.emulation import HostMemory
 
 Values = Mapping[str, float | None]
 logger = logging.getLogger("shardhet.hooks")
@@ -167,3 +176,134 @@ class Hooks:
 
 def _end(hook: Hook, kind: Any, error: BaseException | None, at: Any) -> None:
     hook.end(error)
+
+
+POSITION, NUM_STEPS = "shardhet_position", "shardhet_num_steps"  # keys of a trace file
+
+
+class Trace(Hook):
+    """Records steps into ``folder``/rank0.json, rank1.json, ..."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        first_step: int = 10,
+        num_steps: int = 3,
+        host_memory: HostMemory | None = None,
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``then`` is called once the file is there.
+
+        ``host_memory`` is that of an emulated device, which is not charged for the events.
+
+        Steps count from 1 over the whole training, as ``model.step`` does.
+        """
+        self._folder = Path(folder)
+        self._first_step = first_step
+        self._last_step = first_step + num_steps - 1
+        self._memory, self._then = host_memory, then
+        self._profile: Any = None
+
+    def begin(self, run: Hooks) -> None:
+        self._run = run
+
+    def before_step(self, step: int) -> None:
+        if step != self._first_step or self._profile is not None:
+            return
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        if self._memory is not None:
+            self._memory.begin()
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it says where it starts and stops
+        self._profile = profile(activities=activities)
+        self._profile.start()
+        num_steps = self._last_step - self._first_step + 1
+        self._profile.add_metadata_json(POSITION, str(self._run.model.position))
+        self._profile.add_metadata_json(NUM_STEPS, str(num_steps))
+        self._run.model.name_in_trace(is_traced=True)
+
+    def after_step(self, step: int, loss: float | None) -> None:
+        if step >= self._last_step and self._profile is not None:
+            self._write()
+
+    def end(self, error: BaseException | None) -> None:
+        if error is None and self._profile is not None:  # fewer steps than were asked for
+            self._write()
+
+    def _write(self) -> None:
+        self._run.model.name_in_trace(is_traced=False)
+        self._profile.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"rank{self._run.model.rank}.json"
+        self._profile.export_chrome_trace(str(path))
+        self._profile = None
+        if self._memory is not None:
+            self._memory.end()
+        self._then()
+        self._run.forget_peak_memory()
+
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SECONDS_BETWEEN_LOOKS = 1.0
+
+
+class EndNotice(Hook):
+    """Ends the run on all ranks, after a whole step, if any one rank is given notice.
+
+    That is SIGTERM, SIGUSR1 or Ctrl-C, of which a second one ends the program at once, or a
+    file.  ``SaveCheckpoints`` then writes a checkpoint.
+    """
+
+    def __init__(
+        self, of_run: str | Path | None = None, *, of_node: str | Path | None = None
+    ) -> None:
+        """The file ``of_run`` tells the whole run to end, and may say why.
+
+        Signals and the file ``of_node`` tell this node, without which others may go on.
+        """
+        self.reason: str | None = None
+        self._of_run = None if of_run is None else Path(of_run)
+        self._of_node = None if of_node is None else Path(of_node)
+        self._looked_at_s = 0.0
+        self._handlers_before: dict[signal.Signals, Any] = {}
+
+    def begin(self, run: Hooks) -> None:
+        self._model = run.model
+        if threading.current_thread() is threading.main_thread():
+            for each in SIGNALS:
+                self._handlers_before[each] = signal.signal(each, self._on_signal)
+
+    def end(self, error: BaseException | None) -> None:
+        for each, handler in self._handlers_before.items():
+            signal.signal(each, handler)
+
+    def before_step(self, step: int) -> None:
+        """Look for the files, at most once a second."""
+        now_s = time.monotonic()
+        if self.reason is not None or now_s < self._looked_at_s + SECONDS_BETWEEN_LOOKS:
+            return
+        self._looked_at_s = now_s
+        for path in (self._of_run, self._of_node):
+            if path is not None and path.exists():
+                told = path.read_text(encoding="utf-8") if path == self._of_run else ""
+                self._receive(told or f"{path} exists")
+
+    def ends_run(self) -> bool:
+        """Whether the whole run is told to end, as this rank sees it now."""
+        return self._of_run is not None and self._of_run.exists()
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT:  # the next one, or what an agent makes of it, ends at once
+            for each in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(each, signal.SIG_DFL)
+        self._receive(signal.Signals(number).name)
+
+    def _receive(self, reason: str) -> None:
+        if self.reason is None:
+            self.reason = reason
+            logger.info("notice that the run has to end: %s", reason)
+            self._model.ask_to_end()
