@@ -20,7 +20,7 @@ from statistics import median
 
 from rich.console import Console
 
-from shardhet.training.hooks.predicted import NUM_WARM_UP_STEPS
+from shardhet.training.rebalancing import NUM_WARM_UP_STEPS
 
 # Of emulated_unlike the fastest device has the least memory; the state of the model does not
 # fit there, cut evenly.  Steps are traced once their times are steady.

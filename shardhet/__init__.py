@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from shardhet.training.hooks.bad_steps import OnBadStep
     from shardhet.training.hooks.checkpoints import SaveCheckpoints
     from shardhet.training.hooks.hooks import After, EndNotice, Hook, Hooks, Trace
-    from shardhet.training.hooks.predicted import Predicted
-    from shardhet.training.rebalancing import Rebalancer
+    from shardhet.training.rebalancing import Predicted, Rebalancer
 
 _MODULE_BY_NAME = {
     "After": "shardhet.training.hooks.hooks",
@@ -45,7 +44,7 @@ _MODULE_BY_NAME = {
     "Plan": "shardhet.records.plan",
     "PlanError": "shardhet.planner",
     "PlanSampler": "shardhet.training.dealing.loader",
-    "Predicted": "shardhet.training.hooks.predicted",
+    "Predicted": "shardhet.training.rebalancing",
     "Profile": "shardhet.records.profiles",
     "RankPlan": "shardhet.records.plan",
     "Rebalancer": "shardhet.training.rebalancing",

@@ -15,7 +15,7 @@ from shardhet.simulator.simulation import timeline_of
 from shardhet.simulator.stages import price_of
 from shardhet.simulator.timeline import Timeline
 from shardhet.training.device_use import DeviceUse
-from shardhet.training.hooks.predicted import beside
+from shardhet.training.rebalancing import beside
 
 MIB = 2**20
 
