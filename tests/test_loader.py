@@ -24,7 +24,7 @@ from shardhet import HetFSDP, Plan, PlanSampler
 from shardhet.checkpoint import redistribute
 from shardhet.comm.channel import progress
 from shardhet.models.decoder import Decoder
-from shardhet.training.dealing.rows import without_rows
+from shardhet.training.dealing.batches import without_rows
 from tests.beside import mean_of
 from tests.parity import compare_grads
 from tests.small_models import small_decoder

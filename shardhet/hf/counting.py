@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from shardhet.fsdp import HetFSDP
 from shardhet.records.layout import Span
-from shardhet.training.dealing.rows import rows_of
+from shardhet.training.dealing.batches import rows_of
 
 
 class InputCounts:

@@ -17,8 +17,7 @@ from shardhet.fsdp.probing.module_state import restored_names
 from shardhet.hf.predictions import joined, mixes, predictions_in
 from shardhet.hf.rank_loss import RankLoss
 from shardhet.hf.view import TrainerView
-from shardhet.training.dealing.batches import Share
-from shardhet.training.dealing.rows import num_rows
+from shardhet.training.dealing.batches import Share, num_rows
 
 
 class EvaluationPass:

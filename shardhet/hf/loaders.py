@@ -24,9 +24,10 @@ from shardhet.training.dealing.batches import (
     PlanBatchSampler,
     PlanLoader,
     Share,
+    num_rows,
+    rows_of,
 )
 from shardhet.training.dealing.order import EpochOrder
-from shardhet.training.dealing.rows import num_rows, rows_of
 from shardhet.training.resuming import random_states, restore_random_states
 
 NUM_LOOKED_AT = 8  # samples whose widths are compared

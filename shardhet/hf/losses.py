@@ -18,7 +18,7 @@ from torch import Tensor
 from shardhet.fsdp import HetFSDP
 from shardhet.records.layout import Span
 from shardhet.records.plan import Plan
-from shardhet.training.dealing.rows import num_rows, rows_at, rows_of
+from shardhet.training.dealing.batches import num_rows, rows_at, rows_of
 
 IGNORED = -100  # transformers' label for positions without a label
 

@@ -31,7 +31,7 @@ from shardhet.hf.losses import (
 )
 from shardhet.hf.view import TrainerView
 from shardhet.records.layout import Span
-from shardhet.training.dealing.rows import num_rows, rounds_of, rows_of
+from shardhet.training.dealing.batches import num_rows, rounds_of, rows_of
 from shardhet.training.loss_scaling import check_scale
 
 STEPS_BEFORE_TRIED_AGAIN = 100  # at least, or as many as there were, so that it costs little
