@@ -7,8 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from shardhet.training.data import Corpus, mapped
-from shardhet.training.tokenizing import ModelTokenizer
+from shardhet.training.data import Corpus, ModelTokenizer, mapped
 
 pytest.importorskip("tokenizers", reason="needs the package tokenizers, of the extra hf")
 

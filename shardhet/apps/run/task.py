@@ -22,11 +22,11 @@ from shardhet.training.data import (
     DIGEST_LENGTH_IN_NAMES,
     Corpus,
     GlobalBatches,
+    ModelTokenizer,
     TokenBatch,
     held_out_windows,
     mapped,
 )
-from shardhet.training.tokenizing import ModelTokenizer
 from shardhet.training.trainer import Run, run_plainly
 
 BYTES = "bytes"  # in place of a tokenizer's digest where each byte is a token
