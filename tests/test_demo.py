@@ -15,7 +15,7 @@ from shardhet.extras.compare import main as compare
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import PlannedUnit
-from shardhet.training.device_use import DeviceUse
+from shardhet.training.peak_memory import DeviceUse
 from tests.programs import run
 from tests.warm import ROOT
 

@@ -11,7 +11,7 @@ from shardhet.apps.launch.crash import RankConsole
 from shardhet.apps.run.measure_report import BUSY, disturbances, warnings_of
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan
-from shardhet.training.device_use import DeviceUse
+from shardhet.training.peak_memory import DeviceUse
 from shardhet.training.trainer import StepMetrics
 from tests.made_up import device_profile
 

@@ -17,12 +17,17 @@ from shardhet.comm.channel import phase, progress
 from shardhet.fsdp import HetFSDP
 from shardhet.records.layout import Span
 from shardhet.training.data import GlobalBatches, TokenBatch
-from shardhet.training.device_use import DeviceTimes, DeviceUse
 from shardhet.training.guard import Guard
 from shardhet.training.hooks.bad_steps import OnBadStep
 from shardhet.training.loss_scaling import LossScaler
 from shardhet.training.optim import Schedule
-from shardhet.training.peak_memory import KeptBytes, PeakMemory, kept_bytes
+from shardhet.training.peak_memory import (
+    DeviceTimes,
+    DeviceUse,
+    KeptBytes,
+    PeakMemory,
+    kept_bytes,
+)
 
 # Calls the model with this rank's samples; returns (loss_sum, num_targets).  Under stages it
 # trains by ``model.forward_backward``, called in the same way, which returns the mean.

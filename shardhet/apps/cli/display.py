@@ -9,7 +9,7 @@ from rich.console import Console
 from shardhet.apps.cli.streamed import say
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan
-from shardhet.training.device_use import DeviceUse
+from shardhet.training.peak_memory import DeviceUse
 from shardhet.training.trainer import StepMetrics
 
 NUM_STEPS_IN_MEAN = 20  # for the mean step time, which gives throughput and remaining time

@@ -14,7 +14,7 @@ from shardhet.records.plan import Plan
 from shardhet.simulator.simulation import timeline_of
 from shardhet.simulator.stages import price_of
 from shardhet.simulator.timeline import Timeline
-from shardhet.training.device_use import DeviceUse
+from shardhet.training.peak_memory import DeviceUse
 from shardhet.training.rebalancing import beside
 
 MIB = 2**20

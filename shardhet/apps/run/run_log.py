@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from shardhet.apps.run.loggers import MetricsLogger
 from shardhet.apps.run.prediction import Outcome, Prediction
 from shardhet.comm.channel import progress
-from shardhet.training.device_use import DeviceUse
+from shardhet.training.peak_memory import DeviceUse
 from shardhet.training.trainer import StepMetrics
 
 
