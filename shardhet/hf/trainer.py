@@ -8,6 +8,7 @@ saving).
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,14 @@ from shardhet.hf.loaders import (
     plan_loader,
     training_loader,
 )
-from shardhet.hf.planned import planned_for
 from shardhet.hf.rank_loss import RankLoss, counting_batches, smoothed
 from shardhet.hf.resuming import WholeState, chosen, inner
 from shardhet.hf.view import TrainerView
+from shardhet.profiler.describe import plan_for
 from shardhet.records.plan import Plan, plan_of
 from shardhet.training.hooks.hooks import Hook
 from shardhet.training.loss_scaling import LossScaler
+from shardhet.training.resuming import random_states, restore_random_states
 
 
 class HetTrainer(TrainerView):
@@ -365,3 +367,24 @@ def _check_fits(trainer: Trainer, wrapped: HetFSDP) -> None:
             "HetTrainer: the plan has context groups, whose ranks have logits of their own "
             "tokens but labels of all. Leave compute_loss_func and label smoothing out."
         )
+
+
+def planned_for(trainer: TrainerView, options: Mapping[str, Any]) -> Plan:
+    """The plan for ``trainer``'s model; rank 0 makes it.  Collective.
+
+    What the dataset and the collator draw for the example is put back.
+    Raises ``ValueError`` without a dataset or cards, and ``PlanError`` if nothing fits.
+    """
+    assert trainer.model is not None
+    if trainer.train_dataset is None:
+        raise ValueError(
+            'HetTrainer: plan="auto" takes samples of train_dataset for an example, but there '
+            "is none. Pass it, or a plan."
+        )
+    collate = trainer._get_collator_with_removed_columns(trainer.data_collator, "training")
+    states = random_states(trainer.args.device)
+    batch = collate(list(islice(iter(trainer.train_dataset), 2)))
+    restore_random_states(states, trainer.args.device)
+    same = {name: options[name] for name in ("units", "param_dtype") if name in options}
+    size = trainer.args.per_device_train_batch_size  # of all ranks: see ``checked``
+    return plan_for(trainer.model, dict(batch), global_batch_size=size, **same)
