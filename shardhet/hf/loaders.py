@@ -13,8 +13,8 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from transformers.trainer_utils import seed_worker
 
 from shardhet.comm import devices
+from shardhet.hf.evaluation import mixes
 from shardhet.hf.losses import LOW_PRECISION_TOLERANCE, TOLERANCE
-from shardhet.hf.predictions import mixes
 from shardhet.hf.rank_loss import untrained
 from shardhet.hf.view import TrainerView
 from shardhet.records.layout import Span
