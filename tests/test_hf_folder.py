@@ -331,7 +331,7 @@ def test_a_folder_that_does_not_hold_what_its_index_lists_is_refused(
 def test_what_is_written_is_what_was_expected(
     tensors: list[Tensor], words: str, tmp_path: Path
 ) -> None:
-    from shardhet.hf.folders.writing import WeightFiles
+    from shardhet.hf.folders.saving import WeightFiles
 
     listed = {"a": torch.ones(2, 3), "b": torch.ones(1)}
     files = WeightFiles(tmp_path, listed, least_file_bytes=MIB)
