@@ -23,7 +23,7 @@ from shardhet.profiler.assemble import (
 )
 from shardhet.profiler.batch import ExampleBatch, TrainedModel
 from shardhet.profiler.compute import ComputeMeasurement, UnitSamples, candidate_sizes
-from shardhet.profiler.host import HostPartReport, room_of
+from shardhet.profiler.here import HostPartReport, room_of
 from shardhet.profiler.measure import MeasuringEffort, measure
 from shardhet.profiler.stopwatch import Stopwatch, timing_of, typical_mean
 from shardhet.profiler.traffic import (

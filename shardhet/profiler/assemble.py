@@ -12,7 +12,7 @@ from statistics import fmean
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.profiler.compute import Samples
-from shardhet.profiler.host import HostPartReport, pace_of, room_of
+from shardhet.profiler.here import HostPartReport, pace_of, room_of
 from shardhet.profiler.stopwatch import timing_of, typical_mean
 from shardhet.profiler.traffic import (
     CollectiveSamples,

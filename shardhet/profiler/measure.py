@@ -23,7 +23,7 @@ from shardhet.profiler.assemble import RankReport, TrafficReport, make_cluster, 
 from shardhet.profiler.batch import TrainedModel
 from shardhet.profiler.compute import MIN_ROUNDS, ComputeMeasurement, peaks_into
 from shardhet.profiler.describe import describe_sketch, trained_dtype
-from shardhet.profiler.host import HostPartReport
+from shardhet.profiler.here import HostPartReport
 from shardhet.profiler.reserved import Reserved, find_reserved
 from shardhet.profiler.sketch import ModelSketch, sketch_model
 from shardhet.profiler.traffic import (
