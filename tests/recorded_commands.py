@@ -29,10 +29,10 @@ from shardhet.config.compose import (
     VERSION_BASE,
     check_choices,
     conf_dir,
+    reasons_of,
     register_schemas,
     to_conf,
 )
-from shardhet.config.reasons import reasons_of
 
 
 def train(arguments: list[str]) -> int:

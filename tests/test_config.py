@@ -21,6 +21,7 @@ from shardhet.config.compose import (
     conf_dir,
     implied_choices,
     load_resolved,
+    reasons_of,
     register_schemas,
     save_resolved,
     searching_first,
@@ -28,7 +29,6 @@ from shardhet.config.compose import (
 )
 from shardhet.config.imported import ImportedConf
 from shardhet.config.models import SampleShape
-from shardhet.config.reasons import reasons_of
 from shardhet.config.train import Precision, TrainConf
 from shardhet.profiler.measure import MeasuringEffort, measure
 from shardhet.records.plan import HoldsFor, Plan

@@ -30,10 +30,10 @@ from shardhet.config.compose import (
     OF_RUN,
     check_choices,
     implied_choices,
+    reasons_of,
     register_run,
     searching_first,
 )
-from shardhet.config.reasons import reasons_of
 from shardhet.config.train import AUTO
 
 RAISES = "HYDRA_FULL_ERROR"  # with it, Hydra raises its errors instead of printing them

@@ -23,13 +23,14 @@ from shardhet.apps.cli.quantities import counted
 from shardhet.apps.cli.streamed import say
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import (
+    CHOICES,
     VERSION_BASE,
     conf_dir,
+    reasons_of,
     searching_first,
     to_checked,
 )
 from shardhet.config.planning import Inputs, InputsConf, LimitConf, register_planning_schemas
-from shardhet.config.reasons import CHOICES, reasons_of
 from shardhet.records.cluster import DESCRIPTIONS, Cluster
 
 DESCRIBED = "described"  # the folder of the group cluster that holds descriptions
