@@ -35,8 +35,7 @@ from shardhet.config.compose import (
     to_conf,
 )
 from shardhet.config.measure import MeasureConf
-from shardhet.config.models import SampleShape
-from shardhet.config.pretrained import HfConf
+from shardhet.config.models import HfConf, SampleShape
 from shardhet.config.train import TrainConf
 from shardhet.models.pretrained import (
     LanguageModel,
@@ -290,7 +289,7 @@ def test_what_cannot_be_is_said_before_any_rank_starts(
     ):
         with pytest.raises(ConfigError, match=words):  # any of the two
             conf_of(path, *overrides).check_model_fits_data()
-    monkeypatch.setattr("shardhet.config.pretrained.find_spec", lambda _name: None)
+    monkeypatch.setattr("shardhet.config.models.find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match=r"pip install 'shardhet\[hf\]'"):
         conf_of(llama)
 

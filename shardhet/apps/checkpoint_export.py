@@ -20,7 +20,7 @@ from shardhet.checkpoint.format.reading import SavedCheckpoint
 from shardhet.checkpoint.loading import read_model
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import load_resolved
-from shardhet.config.pretrained import HfConf
+from shardhet.config.models import HfConf
 
 FORMATS = ("safetensors", "hf")
 

@@ -29,8 +29,14 @@ from omegaconf.errors import (
 
 from shardhet.config.checks import ConfigError, check_can_be_folder
 from shardhet.config.imported import ImportedConf
-from shardhet.config.models import DataKind, DecoderConf, ModelKind, PySourceConf, TextDirConf
-from shardhet.config.pretrained import HfConf
+from shardhet.config.models import (
+    DataKind,
+    DecoderConf,
+    HfConf,
+    ModelKind,
+    PySourceConf,
+    TextDirConf,
+)
 from shardhet.config.train import TrainConf
 from shardhet.config.training import (
     ByHandPlanConf,

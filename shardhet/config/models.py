@@ -3,17 +3,20 @@
 torch is imported only when a record is created, so that help stays fast.
 """
 
-from dataclasses import dataclass
+import shutil
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
 from shardhet.config.checks import (
     Checked,
     ConfigError,
+    above,
     at_least,
     checked,
     config_errors,
@@ -216,3 +219,194 @@ class TextDirConf(DataConf):
             field=self.field,
             chat=chat,
         ).load(token_dir)
+
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from shardhet.models.pretrained import Lora, PretrainedFolder
+    from shardhet.profiler.batch import TrainedModel
+
+TOKENIZER_FILES = ("*token*.json", "vocab*", "merges.txt", "*.model", "chat_template*")
+
+
+@dataclass(kw_only=True)
+class LoraConf(Checked, prefix="model.lora."):
+    """Low-rank adapters; if there are any, nothing else is trained."""
+
+    rank: int = checked(0, at_least(0))  # 0: no adapters, the whole model is trained
+    alpha: float = checked(16.0, above(0))
+    targets: list[str] = field(default_factory=list)  # names of linear layers: [q_proj,v_proj]
+    dropout: float = checked(0.0, is_below_one)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.rank) != bool(self.targets):
+            raise ConfigError(
+                f"model.lora: rank {self.rank} and targets {list(self.targets)}, but each "
+                "needs the other. Set model.lora.rank=8 "
+                "model.lora.targets=[q_proj,v_proj], or neither."
+            )
+
+
+@dataclass(kw_only=True)
+class HfConf(ModelConf):
+    """A Hugging Face language model."""
+
+    kind: ModelKind = ModelKind.HF
+    path: str = MISSING  # a folder with config.json, or a name in the local cache
+    weights: bool = True  # those in the folder; false: random ones, by the model's own rules
+    lora: LoraConf = field(default_factory=LoraConf)
+    usual_seq_len: int = checked(512, at_least(1))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        needed = {"transformers": True, "peft": self.lora.rank > 0}
+        for package in (each for each, is_needed in needed.items() if is_needed):
+            if find_spec(package) is None:
+                raise ConfigError(
+                    f"model: hf but the package {package} is not installed. Run "
+                    "pip install 'shardhet[hf]', or choose another model."
+                )
+
+    def folder(self) -> "PretrainedFolder":
+        """The folder at ``path``; ConfigError if it does not hold a language model."""
+        from shardhet.models.pretrained import PretrainedFolder
+
+        with config_errors("model.path"):
+            return PretrainedFolder.open(self.path)
+
+    def adapters(self, param_dtype: "torch.dtype | None" = None) -> "Lora | None":
+        """The LoRA adapters, if any are configured.
+
+        What is frozen is stored in ``param_dtype``, in which it is computed with: the values
+        are the same, in half of the memory.
+        """
+        from shardhet.models.pretrained import Lora
+
+        lora = self.lora
+        if not lora.rank:
+            return None
+        given = fields_of(lora, Lora) | {"targets": tuple(lora.targets)}
+        return Lora(**given, frozen_dtype=param_dtype)
+
+    def title(self, choice: str) -> str:
+        """The folder's own name."""
+        return Path(self.path).resolve().name or choice
+
+    def name_of(self, module: "nn.Module") -> str:
+        """A short description of the model that is trained."""
+        if not self.lora.rank:
+            return type(module).__name__
+        adapted: Any = module
+        trained = sum(each.numel() for each in module.parameters() if each.requires_grad)
+        return f"{type(adapted.get_base_model()).__name__} (LoRA: {trained:,} trained)"
+
+    def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
+        """The model's workload, counted on tensors without memory."""
+        import torch
+
+        from shardhet.profiler.describe import describe_sketch
+        from shardhet.profiler.sketch import sketch_model
+
+        folder = self.folder()
+        seq_len = samples.seq_len or min(self.usual_seq_len, folder.max_seq_len or 2**62)
+        self._check_seq_len(folder, seq_len, key="seq_len")
+        if samples.vocab_size not in (None, folder.vocab_size):
+            raise ConfigError(
+                f"vocab_size: {samples.vocab_size} but {folder.path}/config.json says "
+                f"{folder.vocab_size}. Leave vocab_size out."
+            )
+        with config_errors("model"):
+            dtype: torch.dtype = getattr(torch, param_dtype)
+            model = self.trained(dtype=torch.float32, param_dtype=dtype, seq_len=seq_len)
+            return describe_sketch(sketch_model(model), model)
+
+    def trained(
+        self,
+        *,
+        dtype: "torch.dtype",
+        param_dtype: "torch.dtype | None",
+        seq_len: int,
+        seed: int = 0,
+    ) -> "TrainedModel":
+        """The model on the meta device, stored in ``dtype``, and how it is trained."""
+        from shardhet.models.pretrained import LanguageModel
+
+        folder = self.folder()
+        return LanguageModel(folder.objective).trained(
+            folder.on_meta(dtype=dtype, lora=self.adapters(param_dtype)),
+            vocab_size=folder.vocab_size,
+            seq_len=seq_len,
+            param_dtype=param_dtype,
+            reduce_dtype=dtype,
+            seed=seed,
+        )
+
+    def check_fits(self, data: DataConf) -> None:
+        """Raise ConfigError unless the model can read such samples."""
+        folder = self.folder()
+        self._check_seq_len(folder, data.seq_len, key="data.seq_len")
+        if not self.reads_with_own_tokenizer(data):
+            self._check_plain_tokens(folder)
+        if self.lora.rank:
+            import torch
+
+            with config_errors():
+                folder.on_meta(dtype=torch.float32, lora=self.adapters())
+
+    def check_is_trained(self) -> None:
+        """Raise ConfigError unless text trains it, and there are weights to start from."""
+        from shardhet.models.pretrained import Objective
+
+        folder = self.folder()
+        if folder.objective is not Objective.NEXT_TOKEN:
+            raise ConfigError(
+                f"model.path: the model in {folder.path} is not causal, so it does not learn "
+                "from text token by token. Train it with shardhet.hf.HetTrainer and the data "
+                "collator of its task."
+            )
+        if self.lora.rank and not self.weights:
+            raise ConfigError(
+                "model.lora: adapters of random weights have nothing to adapt. Set "
+                "model.weights=true, or leave model.lora out."
+            )
+        if self.weights and not folder.has_weights:
+            raise ConfigError(
+                f"model.weights: true but {folder.path} has no safetensors. Set "
+                "model.weights=false to begin with random ones."
+            )
+
+    def reads_with_own_tokenizer(self, data: DataConf) -> bool:
+        """Whether text is split by the model's own tokenizer."""
+        is_auto = data.tokenizer is TokenizerKind.AUTO
+        return is_auto and self.folder().tokenizer_path is not None
+
+    def copy_tokenizer(self, data: DataConf, to: Path) -> None:
+        """Copy the files of the tokenizer that the model has learned with, if it is its own."""
+        if self.reads_with_own_tokenizer(data):
+            for pattern in TOKENIZER_FILES:
+                for each in self.folder().path.glob(pattern):
+                    shutil.copy(each, to)
+
+    @staticmethod
+    def _check_plain_tokens(folder: "PretrainedFolder") -> None:
+        if folder.vocab_size < NUM_BYTES:
+            raise ConfigError(
+                f"data.tokenizer: {NUM_BYTES} kinds of tokens but the vocab_size in "
+                f"{folder.path}/config.json is {folder.vocab_size}. Choose one with a "
+                "larger vocabulary, or with a tokenizer.json."
+            )
+
+    @staticmethod
+    def _check_seq_len(folder: "PretrainedFolder", seq_len: int, *, key: str) -> None:
+        from shardhet.models.pretrained import Objective
+
+        least = 2 if folder.objective is Objective.SECOND_HALF else 1
+        most = folder.max_seq_len
+        if seq_len < least or (most is not None and seq_len > most):
+            raise ConfigError(
+                f"{key}: {seq_len} tokens but the model in {folder.path} takes {least} to "
+                f"{most or 'any number'}. Change {key}."
+            )

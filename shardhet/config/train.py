@@ -11,10 +11,10 @@ from shardhet.config.models import (
     NUM_BYTES,
     DataConf,
     DecoderConf,
+    HfConf,
     ModelConf,
     ModelKind,
 )
-from shardhet.config.pretrained import HfConf
 from shardhet.config.training import (
     ClusterConf,
     DeviceType,

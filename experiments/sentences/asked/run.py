@@ -31,9 +31,8 @@ from shardhet.apps.planning.answering import show
 from shardhet.apps.planning.inputs import composed, read_request
 from shardhet.apps.planning.what_if import Asked, forms, that_fit
 from shardhet.config.compose import to_checked
-from shardhet.config.models import SampleShape
+from shardhet.config.models import HfConf, LoraConf, SampleShape
 from shardhet.config.planning import Inputs, PlannedPrecision, PlannerConf
-from shardhet.config.pretrained import HfConf, LoraConf
 from shardhet.planner import PlanError
 from shardhet.planner.advice.explain import Situation, at_other_speed, larger_situations
 from shardhet.planner.problem.demands import TOLERANCE

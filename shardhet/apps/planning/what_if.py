@@ -13,8 +13,8 @@ from shardhet.apps.cli.streamed import StreamedTable, Waiting, say
 from shardhet.apps.planning.fewer_devices import LEAST_GAIN, BetterWithout, named
 from shardhet.apps.planning.report import speed_part
 from shardhet.apps.planning.stages import pipeline_below
+from shardhet.config.models import HfConf, LoraConf
 from shardhet.config.planning import Inputs, PlannedPrecision, PlannerConf
-from shardhet.config.pretrained import HfConf, LoraConf
 from shardhet.planner import Demands, PlanError, PlanSolution, solve
 from shardhet.planner.advice.explain import Gain, Situation, Variant
 from shardhet.planner.baselines import compute_only, even, memory_only, one_round

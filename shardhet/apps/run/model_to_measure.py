@@ -16,8 +16,7 @@ from shardhet.apps.run.task import (
 )
 from shardhet.config.imported import ImportedConf
 from shardhet.config.measure import MeasureConf
-from shardhet.config.models import DataConf
-from shardhet.config.pretrained import HfConf
+from shardhet.config.models import DataConf, HfConf
 from shardhet.config.train import Precision, TrainConf
 from shardhet.models.decoder import Decoder
 from shardhet.models.pretrained import NUM_EXAMPLES

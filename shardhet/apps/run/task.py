@@ -11,9 +11,9 @@ from shardhet.config.models import (
     NUM_BYTES,
     DataConf,
     DecoderConf,
+    HfConf,
     ModelConf,
 )
-from shardhet.config.pretrained import HfConf
 from shardhet.config.train import Precision, TrainConf
 from shardhet.models.decoder import Decoder
 from shardhet.models.pretrained import LanguageModel, language_loss

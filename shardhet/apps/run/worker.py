@@ -38,7 +38,7 @@ from shardhet.checkpoint import Resumed
 from shardhet.comm import devices
 from shardhet.comm.channel import phase
 from shardhet.config.checks import fields_of
-from shardhet.config.pretrained import HfConf
+from shardhet.config.models import HfConf
 from shardhet.config.train import OnOom, Precision, TrainConf
 from shardhet.training.emulation import HostMemory
 from shardhet.training.guard import skipped
