@@ -17,7 +17,7 @@ from shardhet.fsdp.microbatch.batching import (
     storage_of,
     unflatten,
 )
-from shardhet.fsdp.probing.law import Law
+from shardhet.fsdp.probing.comparing import Law
 from shardhet.records.layout import Span
 
 

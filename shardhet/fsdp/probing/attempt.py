@@ -25,9 +25,17 @@ from shardhet.fsdp.microbatch.surroundings import (
     restored_random_state,
     tell_of_caches,
 )
-from shardhet.fsdp.probing.comparing import Cut, are_close
+from shardhet.fsdp.probing.comparing import (
+    CACHED,
+    DRAWS,
+    KEPT,
+    UNFORESEEN,
+    Cut,
+    Law,
+    Refusal,
+    are_close,
+)
 from shardhet.fsdp.probing.gradients import MIXED, OUTSIDE, GradientCut, Gradients, go_together
-from shardhet.fsdp.probing.law import CACHED, DRAWS, KEPT, UNFORESEEN, Law, Refusal
 from shardhet.fsdp.probing.module_state import Number, kept_of_samples
 from shardhet.fsdp.probing.order import FAILED, GatherFailed, PeerFailed
 from shardhet.fsdp.probing.probe import Place, Probe, ProbedModel

@@ -24,7 +24,7 @@ from shardhet.fsdp.microbatch.batching import (
 )
 from shardhet.fsdp.microbatch.chosen import Fewer
 from shardhet.fsdp.microbatch.layered import cut, tensors_in, writes_on_input
-from shardhet.fsdp.probing.comparing import Cut, are_same
+from shardhet.fsdp.probing.comparing import Cut, Law, Refusal, are_same
 from shardhet.fsdp.probing.gradients import (
     BENT,
     MIXED,
@@ -33,7 +33,6 @@ from shardhet.fsdp.probing.gradients import (
     is_linear,
     join_by_gradients,
 )
-from shardhet.fsdp.probing.law import Law, Refusal
 from shardhet.fsdp.probing.probed_call import (
     CallRunner,
     ProbedCall,

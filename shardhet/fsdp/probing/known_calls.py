@@ -14,7 +14,7 @@ from shardhet.fsdp.microbatch.batching import Layout, VisitRules, flatten
 from shardhet.fsdp.microbatch.joining import check_fits
 from shardhet.fsdp.microbatch.signature import CHOOSING, ModelCall, as_real, choice_of
 from shardhet.fsdp.probing.attempt import RunModule
-from shardhet.fsdp.probing.law import Law
+from shardhet.fsdp.probing.comparing import Law
 from shardhet.fsdp.probing.module_state import Edits, Writes, choosing_attributes
 from shardhet.fsdp.probing.probe import CallKey
 from shardhet.fsdp.probing.probed_call import ProbedCall

@@ -15,8 +15,7 @@ from shardhet.fsdp.microbatch.named import named_by
 from shardhet.fsdp.microbatch.signature import CHOOSING, choice_of
 from shardhet.fsdp.microbatch.surroundings import Surrounding
 from shardhet.fsdp.params.state import persistent_buffers
-from shardhet.fsdp.probing.comparing import are_close
-from shardhet.fsdp.probing.law import Law
+from shardhet.fsdp.probing.comparing import Law, are_close
 from shardhet.fsdp.sharding.unit import FSDPUnit
 
 MAX_KEPT_NUMEL = 10_000  # of a tensor that a forward may keep for the next one

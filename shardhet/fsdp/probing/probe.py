@@ -45,7 +45,7 @@ from shardhet.fsdp.microbatch.batching import (
 from shardhet.fsdp.microbatch.layered import tensors_in
 from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.microbatch.surroundings import CacheSwitch
-from shardhet.fsdp.probing.comparing import check_params
+from shardhet.fsdp.probing.comparing import Law, check_params
 from shardhet.fsdp.probing.examine import Examiner
 from shardhet.fsdp.probing.gradients import (
     BENT,
@@ -56,7 +56,6 @@ from shardhet.fsdp.probing.gradients import (
     has_own_backward,
     is_linear,
 )
-from shardhet.fsdp.probing.law import Law
 from shardhet.fsdp.probing.module_state import (
     Number,
     Writes,

@@ -32,9 +32,8 @@ from shardhet.fsdp.microbatch.layered import (
 )
 from shardhet.fsdp.microbatch.signature import is_plain
 from shardhet.fsdp.microbatch.surroundings import DROPOUT_CALLS
-from shardhet.fsdp.probing.comparing import are_close, fingerprint, nodes_in
+from shardhet.fsdp.probing.comparing import Law, Refusal, are_close, fingerprint, nodes_in
 from shardhet.fsdp.probing.gradients import has_own_backward
-from shardhet.fsdp.probing.law import Law, Refusal
 from shardhet.fsdp.probing.module_state import (
     AsItWas,
     Number,

@@ -30,7 +30,7 @@ from shardhet.fsdp.microbatch.loss import LossUsedError
 from shardhet.fsdp.microbatch.signature import ModelCall, lists_of_entries
 from shardhet.fsdp.microbatch.surroundings import DROPOUT_CALLS, restored_random_state
 from shardhet.fsdp.probing.attempt import Attempt, RunModule, empty_output
-from shardhet.fsdp.probing.law import Refusal
+from shardhet.fsdp.probing.comparing import Refusal
 from shardhet.fsdp.probing.module_state import Filled, Number
 from shardhet.fsdp.probing.order import (
     END_OF_FORWARD,

@@ -22,8 +22,7 @@ from shardhet.fsdp.microbatch.batching import (
     unflatten,
 )
 from shardhet.fsdp.microbatch.signature import ModelCall, is_plain
-from shardhet.fsdp.probing.comparing import Cut, are_close
-from shardhet.fsdp.probing.law import Law
+from shardhet.fsdp.probing.comparing import Cut, Law, are_close
 from shardhet.fsdp.probing.watch import Watcher
 from shardhet.records.layout import Span
 

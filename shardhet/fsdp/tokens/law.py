@@ -37,9 +37,8 @@ from shardhet.fsdp.microbatch.batching import (
 from shardhet.fsdp.microbatch.layered import autocast_as, tensors_in
 from shardhet.fsdp.microbatch.signature import is_plain
 from shardhet.fsdp.microbatch.surroundings import restored_random_state, seed_generators
-from shardhet.fsdp.probing.comparing import Cut, are_close, fingerprint
+from shardhet.fsdp.probing.comparing import Cut, Refusal, are_close, fingerprint
 from shardhet.fsdp.probing.gradients import GradientCut
-from shardhet.fsdp.probing.law import Refusal
 from shardhet.fsdp.probing.module_state import attributes_of, restored_modules
 from shardhet.fsdp.probing.probed_call import CallRunner, ProbedCall
 from shardhet.fsdp.probing.watch import OUTSIDE, Place, Watcher
