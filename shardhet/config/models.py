@@ -1,4 +1,4 @@
-"""Schemas of ``model=...`` and ``data=...``.
+"""Schemas of ``model=...``, a decoder or a Hugging Face model in a folder, and ``data=...``.
 
 torch is imported only when a record is created, so that help stays fast.
 """
@@ -26,7 +26,12 @@ from shardhet.config.checks import (
 from shardhet.records.workload import Workload
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from shardhet.models.decoder import DecoderConfig
+    from shardhet.models.pretrained import Lora, PretrainedFolder
+    from shardhet.profiler.batch import TrainedModel
     from shardhet.training.data import Chat, Corpus
 
 NUM_BYTES = 256
@@ -220,13 +225,6 @@ class TextDirConf(DataConf):
             chat=chat,
         ).load(token_dir)
 
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from shardhet.models.pretrained import Lora, PretrainedFolder
-    from shardhet.profiler.batch import TrainedModel
 
 TOKENIZER_FILES = ("*token*.json", "vocab*", "merges.txt", "*.model", "chat_template*")
 

@@ -336,7 +336,7 @@ def _beyond(slowness: Sequence[float | None]) -> tuple[tuple[int, ...], tuple[in
     return slow, tuple(i for i, each in known if each <= 1 / SLOW)
 
 
-NUM_WARM_UP_STEPS = 3  # first steps, which predictions do not cover
+NUM_FIRST_STEPS = 3  # which predictions do not cover
 
 
 def beside(predicted_s: float, step_times_s: Sequence[float]) -> str:
@@ -344,7 +344,7 @@ def beside(predicted_s: float, step_times_s: Sequence[float]) -> str:
 
     It is their median, without the first steps unless there are no others.
     """
-    measured_s = median(step_times_s[NUM_WARM_UP_STEPS:] or step_times_s)
+    measured_s = median(step_times_s[NUM_FIRST_STEPS:] or step_times_s)
     return (
         f"a step was predicted to take {1000 * predicted_s:.0f} ms and took "
         f"{1000 * measured_s:.0f} ms (median of {len(step_times_s)}): "

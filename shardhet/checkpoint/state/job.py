@@ -30,7 +30,12 @@ SECONDS_TO_STOP = 5.0
 
 
 class Thread(threading.Thread):
-    """A thread that may finish at the end of the program, and is then stopped."""
+    """A thread that may finish at the end of the program, and is then stopped.
+
+    The interpreter unwinds a thread that is in C++ when it ends, and the process then aborts in
+    place of ending with its own status (Python 3.11, torch 2.13): a rank that has raised would
+    look as if it had crashed.
+    """
 
     def __init__(
         self, target: Callable[[], None], *, name: str, stop: Callable[[], None]

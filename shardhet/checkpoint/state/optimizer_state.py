@@ -3,6 +3,10 @@
 A state is a tensor of the local parameter's shape (rows, as the parameter's), a 0-d tensor or
 a number (a scalar, as ``step``), or anything of tensors and plain values where one rank has the
 whole parameter.  None counts as absent.  Anything else is refused.
+
+States of other shapes than their parameter's, which one rank has whole, are kept as tensors by
+name.  The factors of Adafactor are tensors, the sides of Shampoo and SOAP lists of them.  A
+list, tuple, dict or text is a text (its JSON) and its tensors, named ``<state>/<i>``.
 """
 
 import json

@@ -182,7 +182,11 @@ POSITION, NUM_STEPS = "shardhet_position", "shardhet_num_steps"  # keys of a tra
 
 
 class Trace(Hook):
-    """Records steps into ``folder``/rank0.json, rank1.json, ..."""
+    """Records steps with torch.profiler into ``folder``/rank0.json, rank1.json, ..., for Perfetto.
+
+    The trace shows the runtime's computations and waits by name, as "forward blocks.2 [1]"
+    (unit, microbatch) or "wait_gather blocks.3".
+    """
 
     def __init__(
         self,
@@ -244,8 +248,6 @@ class Trace(Hook):
         self._then()
         self._run.forget_peak_memory()
 
-
-logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SECONDS_BETWEEN_LOOKS = 1.0
