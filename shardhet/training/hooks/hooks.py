@@ -182,7 +182,7 @@ POSITION, NUM_STEPS = "shardhet_position", "shardhet_num_steps"  # keys of a tra
 
 
 class Trace(Hook):
-    """Records steps with torch.profiler into ``folder``/rank0.json, rank1.json, ..., for Perfetto.
+    """Records steps with torch.profiler into ``folder``/rank0.json, ..., for Perfetto.
 
     The trace shows the runtime's computations and waits by name, as "forward blocks.2 [1]"
     (unit, microbatch) or "wait_gather blocks.3".
