@@ -12,12 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from shardhet.comm.liveness.heartbeat import activity_of, stack_of
+from shardhet import Plan, Stage
 from shardhet.fsdp import HetFSDP
+from tests.edge_plans import IN_ROUNDS, UNEVEN
 from tests.small_models import Chain
 from tests.test_trainer import PLANS
-from tests.worlds import run_ranks
+from tests.worlds import on_ranks, run_ranks
 
 WIDTH = 24
+STAGES = Plan.by_hand(
+    microbatch_sizes=[1, 1],
+    num_rounds=2,
+    stages=[Stage(units=(str(i),), num_ranks=1) for i in range(2)],
+)
 
 
 @pytest.mark.parametrize("name", ["one rank", "four ranks, all unlike"])
@@ -48,6 +55,28 @@ def _tensors_in_cycles(rank: int, name: str) -> list[str]:
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
+
+
+@pytest.mark.parametrize("plan", [UNEVEN, IN_ROUNDS, STAGES], ids=["uneven", "rounds", "stages"])
+@on_ranks(lambda plan: plan.world_size)
+def test_a_model_that_is_dropped_is_free(rank: int, plan: Plan) -> None:
+    """Also if its last step has left a loss whose graph would lead back to it."""
+
+    def loss_fn(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return (output - target).square().sum(), torch.tensor(len(output))
+
+    def train() -> list[weakref.ref[nn.Module]]:
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        model = HetFSDP(module, plan, units=[nn.Linear], loss_fn=loss_fn)
+        mine = list(plan.sample_indices(model.position))
+        x = torch.randn(plan.global_batch_size, WIDTH)[mine]
+        model.forward_backward(x, loss_inputs=x)
+        torch.optim.Adam(model.parameters()).step()
+        return [weakref.ref(each) for each in (module, model)]
+
+    kept = train()
+    gc.collect()
+    assert [each() for each in kept] == [None, None]
 
 
 def test_looking_at_a_thread_keeps_nothing_of_it() -> None:

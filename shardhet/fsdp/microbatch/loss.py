@@ -339,7 +339,8 @@ class FusedLoss:
     def check_returned(self, output: Any) -> None:
         """Raise ``LossUsedError`` if the model has not returned the loss."""
         returned = {id(each) for each in tensors_in(output)}
-        if self._loss and not any(id(each) in returned for each in self._loss):
+        made, self._loss = self._loss, ()  # its graph keeps the model alive
+        if made and not any(id(each) in returned for each in made):
             raise LossUsedError(
                 f"loss_fn: the model does not return the output of unit {self._head!r}, the "
                 f"last in the order of its modules. Leave loss_fn out. {self._instead}."
