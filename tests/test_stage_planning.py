@@ -352,7 +352,7 @@ def test_what_is_known_of_planned_stages_holds_for_others(seed: int) -> None:
     known = 0
     for each, first, stop, form, _ in stages:
         held = random.randint(1, 4)
-        least_s = search.plans.known_s(form, held)[search.plans.looks_of(each), first, stop]
+        least_s = search.plans.known_s(each, form, held)[first, stop]
         found = search.plans.solved(each, first, stop, form, held)
         assert least_s <= (inf if found is None else found.times.round_s)
         known += least_s > 0
@@ -443,7 +443,7 @@ def test_two_rounds_may_fit_where_four_do_not() -> None:
     two, four = (replace(FORMS[0], num_rounds=number) for number in (2, 4))
     assert plans.of((0, 1), 1, 2, four, 1) is None
     assert plans.of((0, 1), 1, 2, two, 1) is not None
-    assert plans.known_s(four, 2)[plans.looks_of((0, 1)), 1, 2] == inf
+    assert plans.known_s((0, 1), four, 2)[1, 2] == inf
 
 
 def test_more_units_may_fit_where_their_inputs_are_smaller() -> None:
@@ -456,7 +456,7 @@ def test_more_units_may_fit_where_their_inputs_are_smaller() -> None:
     plans = searched_with(4e9, workload=workload, per_host=1).plans
     form = replace(FORMS[1], num_rounds=4)
     assert plans.of((0,), 2, 3, form, 1) is None
-    known_s = plans.known_s(form, 1)[plans.looks_of((0,))]
+    known_s = plans.known_s((0,), form, 1)
     assert known_s[2, 3] == inf
     for first, stop in ((1, 3), (2, 4)):
         assert plans.of((0,), first, stop, form, 1) is not None
@@ -469,10 +469,10 @@ def test_the_bound_of_a_planned_stage_leaves_others_a_longer_end(per_host: int) 
     search = searched_with(16e9, per_host=per_host)
     plans, positions = search.plans, tuple(range(per_host))
     form = replace(FORMS[1], num_rounds=2)
-    assert not any(plans.known_s(form, 1).strides)  # one number stands for all
+    assert not any(plans.known_s(positions, form, 1).strides)  # one number stands for all
     found = plans.of(positions, 1, 3, form, 1)
     assert found is not None
-    known_s = plans.known_s(form, 1)[plans.looks_of(positions), 1, 3]
+    known_s = plans.known_s(positions, form, 1)[1, 3]
     part = with_units(search.setting, search.units[1:3])
     device = part.profile.device(CARDS[3])
     most_s = device.optimizer_seconds_per_element * part.workload.numel
@@ -482,6 +482,26 @@ def test_the_bound_of_a_planned_stage_leaves_others_a_longer_end(per_host: int) 
     assert 0 < known_s < found.times.round_s
 
 
+@pytest.mark.parametrize("memory", [2.5e9, 2.6e9, 2.7e9, 2.9e9])
+def test_one_device_is_planned_for_the_form_of_least_memory(memory: float) -> None:
+    """That plan is the best in other forms, too, where it fits; elsewhere another may be."""
+    workload = Workload.transformer(
+        num_layers=6,
+        width=1024,
+        num_heads=8,
+        vocab_size=8000,
+        seq_len=128,
+        param_dtype="float16",
+    )
+    plans = searched_with(memory, workload=workload, per_host=1).plans
+    for form in (replace(each, num_rounds=2, reduce_each_round=False) for each in FORMS):
+        found, alone = plans.of((0,), 1, 7, form, 2), plans.solved((0,), 1, 7, form, 2)
+        assert (found is None) == (alone is None)
+        if found is not None and alone is not None:
+            assert found.solution.plan.form == form
+            assert found.times.round_s == pytest.approx(alone.times.round_s, rel=1e-3)
+
+
 def test_what_does_not_fit_on_hosts_is_no_proof() -> None:
     """The search drops plans beyond their memory, and looks for no others."""
     for host_bytes, least_s in ((None, inf), (2**20, 0.0)):
@@ -489,7 +509,7 @@ def test_what_does_not_fit_on_hosts_is_no_proof() -> None:
             0.3e9, host_bytes=host_bytes, demands=Demands(may_keep_inputs_on_host=True)
         ).plans
         assert plans.of((0,), 1, 2, FORMS[1], 1) is None
-        assert plans.known_s(FORMS[1], 1)[plans.looks_of((0,)), 1, 2] == least_s
+        assert plans.known_s((0,), FORMS[1], 1)[1, 2] == least_s
 
 
 def unlike_cluster(random: Random, most: int = 2) -> Cluster:

@@ -104,7 +104,7 @@ class PipelineSearch:
         """The search with other demands, for which stages are planned anew."""
         found = copy(self)
         found.demands = demands
-        found.plans = replace(self.plans, demands=demands, _found={}, _known_s={})
+        found.plans = replace(self.plans, demands=demands, _found={}, _notes={}, _known_s={})
         found._expect()
         return found
 
@@ -150,9 +150,10 @@ class PipelineSearch:
     ) -> float:
         """Seconds of a round that a stage needs: of compute, and of fewer of its units."""
         size = self.global_batch_size // form.num_rounds
-        looks = self.plans.looks_of(positions)
         compute_s = self.speeds.rounds_s(positions, size)[first, stop]
-        return float(max(compute_s, self.plans.known_s(form, in_flight)[looks, first, stop]))
+        return float(
+            max(compute_s, self.plans.known_s(positions, form, in_flight)[first, stop])
+        )
 
     def hops(self, stages: Stages, trial: Trial) -> list[Hop]:
         """What is handed over from each stage to the next."""
@@ -165,16 +166,15 @@ class PipelineSearch:
 
     # The best pipeline of given stages
 
-    def starts(self, stages: Stages, at_most_s: float) -> list[tuple[float, Trial]]:
-        """The best start of each form with its seconds, the best first.
+    def start(self, stages: Stages, at_most_s: float) -> tuple[float, Trial] | None:
+        """Seconds and cuts to begin with, in the first form with such below ``at_most_s``.
 
-        Those of ``at_most_s`` or more are left out.
+        The forms that are expected to be fastest come first.
         """
         budgets = self.setting.cluster.memory_budget_bytes
         memory = [float(sum(budgets(i) for i in positions)) for positions in stages]
         sizes = [float(self.setting.workload.kind_of(unit).numel) for unit in self.units]
         by_memory = even_cuts(memory, sizes)
-        best: dict[StepForm, tuple[float, Trial]] = {}
         likely_by_number = {
             number: self.expected.likely_cuts(stages, number)
             for number in self.expected.start_rounds(len(stages))
@@ -186,40 +186,33 @@ class PipelineSearch:
             ),
         )
         for form in forms:
-            key = replace(form, num_rounds=1)
             likely = likely_by_number[form.num_rounds]
             between = tuple((a + b) // 2 for a, b in zip(likely, by_memory, strict=True))
+            best: tuple[float, Trial] | None = None
             for cuts in dict.fromkeys((likely, between, by_memory)):
                 fits = False
                 for more in self.expected.more_in_flight(stages, Trial(cuts, form)):
                     trial = Trial(cuts, form, more)
-                    found_s = {each: seconds for each, (seconds, _) in best.items()}
-                    near_s = NEAR * min(found_s.values(), default=inf)
-                    limit_s = min(at_most_s, near_s, found_s.get(key, inf))
+                    limit_s = at_most_s if best is None else best[0]
                     seconds = self.tried_s(stages, trial, limit_s)
                     fits |= seconds < inf
                     if seconds < limit_s:
-                        best[key] = seconds, trial
+                        best = seconds, trial
                 if fits:
                     break  # cuts by memory are for where no other fits
-        starts = sorted(best.values(), key=lambda each: each[0])
-        return [each for each in starts if each[0] <= NEAR * starts[0][0]]
-
-    def improved(
-        self, stages: Stages, starts: Sequence[tuple[float, Trial]], at_most_s: float
-    ) -> tuple[float, Trial]:
-        """The best that is found from these starts."""
-        found = [self._improved(stages, trial, s, at_most_s) for s, trial in starts]
-        return min(found, key=lambda each: each[0])
+            if best is not None:
+                return best
+        return None
 
     def _forms(self, num_stages: int) -> Iterator[StepForm]:
         """Forms to begin with."""
         for number in self.expected.start_rounds(num_stages):
             yield from (replace(form, num_rounds=number) for form in FORMS)
 
-    def _improved(
+    def improved(
         self, stages: Stages, trial: Trial, seconds: float, at_most_s: float
     ) -> tuple[float, Trial]:
+        """The best that is found from this trial of so many ``seconds``."""
         stride = first_stride(len(self.units))
         while True:
             for other in self._neighbours(stages, trial, stride):
@@ -330,26 +323,27 @@ def _improved_of(
     extent: _Extent,
 ) -> tuple[float, Trial, Stages] | None:
     """The best of pipelines in these orders of stages, and of those near a ``start``."""
-    started: list[tuple[float, int, Stages, list[tuple[float, Trial]]]] = []
+    started: list[tuple[float, int, Stages, Trial]] = []
     for order, (expected_s, stages) in enumerate(orders):
         best_s = min((each[0] for each in started), default=inf)
         # Where memory binds, those that are expected to be fastest may not fit.
         has_enough = len(started) >= extent.improved
         is_enough = order >= (extent.searched if has_enough else extent.listed)
-        if is_enough or expected_s >= min(FAR * at_most_s, NEAR * best_s):
+        limit_s = min(FAR * at_most_s, NEAR * best_s)
+        if is_enough or expected_s >= limit_s:
             break
-        if starts := search.starts(stages, min(FAR * at_most_s, NEAR * best_s)):
-            started.append((starts[0][0], order, stages, starts))
+        if found := search.start(stages, limit_s):
+            seconds, trial = found
+            started.append((seconds, order, stages, trial))
     started.sort(key=lambda each: each[:2])
     if start is not None:
         trial, stages = start
-        seconds = search.seconds_of(stages, trial)
-        started.insert(0, (seconds, -1, stages, [(seconds, trial)]))
+        started.insert(0, (search.seconds_of(stages, trial), -1, stages, trial))
     best: tuple[float, Trial, Stages] | None = None
-    for seconds, _, stages, starts in started[: extent.improved]:
+    for seconds, _, stages, trial in started[: extent.improved]:
         if seconds > min(FAR * at_most_s, NEAR * started[0][0]):
             break
-        found = search.improved(stages, starts, at_most_s)
+        found = search.improved(stages, trial, seconds, at_most_s)
         if best is None or found[0] < best[0]:
             best = (*found, stages)
             at_most_s = min(at_most_s, found[0])

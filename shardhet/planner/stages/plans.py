@@ -12,6 +12,7 @@ from shardhet.planner.find import solve
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.problem.solution import PlanError
 from shardhet.planner.search.search import Effort
+from shardhet.planner.shares import priced
 from shardhet.planner.stages.bound import Floats
 from shardhet.planner.stages.groups import Positions
 from shardhet.planner.stages.solution import StageSolution
@@ -21,10 +22,20 @@ from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster
 from shardhet.records.schedule import StepForm
 from shardhet.records.workload import Unit
-from shardhet.simulator.pipeline import StageTimes, handed_on_bytes
+from shardhet.simulator.pipeline import handed_on_bytes
 from shardhet.simulator.stages import with_units
 
 COARSE = Effort(relative_gap=1e-3)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What every stage needs that holds what one does, or more, as was found of that one."""
+
+    form: StepForm
+    in_flight: int
+    wider: NDArray[np.bool_]  # [1 + units, 1 + units] such stages, by first unit and stop
+    round_s: float  # inf where nothing fits
 
 
 @dataclass(frozen=True)
@@ -40,9 +51,10 @@ class StagePlans:
     _looks: dict[Positions, int] = field(default_factory=dict)
     _number_by_look: dict[object, int] = field(default_factory=dict)
     _found: dict[tuple[object, ...], StageSolution | None] = field(default_factory=dict)
-    # Of forms and rounds in flight, [looks, 1 + units, 1 + units] by first unit and stop:
-    # seconds of a round at least; inf where nothing fits; None where nothing is known.
-    _known_s: dict[tuple[StepForm, int], Floats | None] = field(default_factory=dict)
+    # By look.
+    _notes: dict[int, list[_Known]] = field(default_factory=dict)
+    # By look, form and rounds in flight: what the first so many notes say.
+    _known_s: dict[tuple[int, StepForm, int], tuple[int, Floats]] = field(default_factory=dict)
     _places: dict[tuple[object, ...], list[tuple[int, int]]] = field(default_factory=dict)
     _wider: dict[tuple[object, ...], NDArray[np.bool_]] = field(default_factory=dict)
 
@@ -57,18 +69,30 @@ class StagePlans:
         self, positions: Positions, first: int, stop: int, form: StepForm, in_flight: int
     ) -> StageSolution | None:
         """The best plan of such devices for such units: as good as that of these."""
-        if len(positions) == 1:  # it reduces nothing
-            form = replace(form, reduce_each_round=False)
+        form, least = _own_and_least(positions, form)
         looks, units = self.looks_of(positions), self._units(first, stop)
         key = (looks, units, form, in_flight)
         if key not in self._found:
-            found = self._found[key] = self.solved(positions, first, stop, form, in_flight)
-            if self._is_proven(positions):
-                round_s = inf
-                if found is not None:
-                    round_s = self._least_round_s(found, first, stop, form)
-                self._note(positions, units, form, in_flight, round_s)
+            known = None
+            if form != least:
+                known = self.of(positions, first, stop, least, in_flight)
+                known = known and self._in_form(known, form, in_flight)
+            self._found[key] = known or self._noted(positions, first, stop, form, in_flight)
         return self._found[key]
+
+    def _noted(
+        self, positions: Positions, first: int, stop: int, form: StepForm, in_flight: int
+    ) -> StageSolution | None:
+        """``solved``, of which it is noted what others need that hold as much, or more."""
+        found = self.solved(positions, first, stop, form, in_flight)
+        if self._is_proven(positions):
+            round_s = inf
+            if found is not None:
+                round_s = self._least_round_s(found, first, stop, form)
+            wider = self._wider_than(positions, self._units(first, stop))
+            note = _Known(form, in_flight, wider, round_s)
+            self._notes.setdefault(self.looks_of(positions), []).append(note)
+        return found
 
     @property
     def num_solved(self) -> int:
@@ -115,24 +139,6 @@ class StagePlans:
         times, number = found.times, form.num_rounds
         step_s = number * times.round_s + times.once_s
         return max(0.0, ((1 - COARSE.relative_gap) * step_s - most_s) / number)
-
-    def _note(
-        self,
-        positions: Positions,
-        units: tuple[object, ...],
-        form: StepForm,
-        in_flight: int,
-        round_s: float,
-    ) -> None:
-        """Note what such a stage needs, which all need that hold its units and more."""
-        looks, wider = self.looks_of(positions), self._wider_than(positions, units)
-        self.known_s(form, in_flight)
-        for other, held in self._known_s:
-            if other == form and held >= in_flight:
-                known_s = self.known_s(form, held)
-                if self._known_s[form, held] is None:
-                    known_s = self._known_s[form, held] = known_s.copy()
-                known_s[looks][wider] = np.maximum(known_s[looks][wider], round_s)
 
     def _wider_than(self, positions: Positions, units: tuple[object, ...]) -> NDArray[np.bool_]:
         """[1 + units, 1 + units] the stages that hold as much as one of such units, or more.
@@ -183,47 +189,79 @@ class StagePlans:
         tolerance: float | None = None,
     ) -> StageSolution | None:
         """The best plan of some devices for some units; None if nothing fits."""
-        setting = self.setting_of(positions)
-        after = self.units[stop] if stop < len(self.units) else None
         try:
             solution = solve(
-                with_units(setting, self.units[first:stop]),
+                self._part(positions, first, stop),
                 global_batch_size=self.global_batch_size,
-                demands=replace(
-                    self.demands.only(positions),
-                    form=form,
-                    has_one_level=True,
-                    rounds_in_flight=in_flight,
-                    receives=first > 0,
-                    hands_on_bytes=handed_on_bytes(setting.workload, after),
-                ),
+                demands=self._demands_of(positions, first, stop, form, in_flight),
                 effort=effort,
                 tolerance=tolerance,
                 is_bounded=False,
             )
         except PlanError:
             return None
-        return StageSolution(
-            positions=positions,
-            solution=solution,
-            times=StageTimes.of(solution.predicted, solution.plan.num_rounds),
+        return StageSolution.of(positions, first, stop, solution)
+
+    def _in_form(
+        self, found: StageSolution, form: StepForm, in_flight: int
+    ) -> StageSolution | None:
+        """The same in another form; None if it does not fit."""
+        stage = found.positions, *found.units
+        demands = self._demands_of(*stage, form, in_flight)
+        plan = replace(
+            found.solution.plan,
+            reshard_after_forward=form.reshard_after_forward,
+            reshard_after_backward=form.reshard_after_backward,
+        )
+        prices = CostModel(
+            self._part(*stage),
+            in_flight=in_flight,
+            receives=demands.receives,
+            hands_on_bytes=demands.hands_on_bytes,
+        )
+        solution = priced(plan, prices, demands)
+        return StageSolution.of(*stage, solution) if solution.fits else None
+
+    def _part(self, positions: Positions, first: int, stop: int) -> Setting:
+        return with_units(self.setting_of(positions), self.units[first:stop])
+
+    def _demands_of(
+        self, positions: Positions, first: int, stop: int, form: StepForm, in_flight: int
+    ) -> Demands:
+        after = self.units[stop] if stop < len(self.units) else None
+        workload = self.setting_of(positions).workload
+        return replace(
+            self.demands.only(positions),
+            form=form,
+            has_one_level=True,
+            rounds_in_flight=in_flight,
+            receives=first > 0,
+            hands_on_bytes=handed_on_bytes(workload, after),
         )
 
-    def known_s(self, form: StepForm, in_flight: int) -> Floats:
-        """[looks, 1 + units, 1 + units] seconds of a round at least, of what was planned.
+    def known_s(self, positions: Positions, form: StepForm, in_flight: int) -> Floats:
+        """[1 + units, 1 + units] seconds of a round at least, of what was planned, by first
+        unit and stop.
 
         A stage needs as many as one of fewer of its units, or with less in flight.
         """
-        key, num_looks = (form, in_flight), len(self._number_by_look)
-        if key not in self._known_s:
-            fewer = range(1, in_flight)
-            held = [n for n in fewer if self._known_s.get((form, n)) is not None]
-            known = [self.known_s(form, n) for n in held]
-            self._known_s[key] = np.maximum.reduce(known) if known else None
-        found_s = self._known_s[key]
-        if found_s is None:
-            size = 1 + len(self.units)
-            return np.broadcast_to(0.0, (num_looks, size, size))
-        if (missing := num_looks - len(found_s)) > 0:
-            found_s = self._known_s[key] = np.pad(found_s, ((0, missing), (0, 0), (0, 0)))
-        return found_s
+        forms, looks = _own_and_least(positions, form), self.looks_of(positions)
+        key, notes = (looks, forms[0], in_flight), self._notes.get(looks, ())
+        size = 1 + len(self.units)
+        number, known_s = self._known_s.get(key, (0, np.broadcast_to(0.0, (size, size))))
+        for note in notes[number:]:
+            if note.form in forms and note.in_flight <= in_flight:
+                known_s = np.maximum(known_s, np.where(note.wider, note.round_s, 0.0))
+        self._known_s[key] = len(notes), known_s
+        return known_s
+
+
+def _own_and_least(positions: Positions, form: StepForm) -> tuple[StepForm, StepForm]:
+    """The form as it is of some devices, and the one in which they need no more.
+
+    One device transfers nothing, so that it reduces once and may gather for every use.
+    """
+    if len(positions) > 1:
+        return form, form
+    least = StepForm(num_rounds=form.num_rounds, reduce_each_round=False)
+    return replace(form, reduce_each_round=False), least

@@ -123,14 +123,12 @@ class _Rest:
         pipelines, plans = left.pipelines, self.search.plans
         order, cut = left.order, left.cut
         form, in_flight = trial.form, trial.in_flight(pipelines.num_stages)
-        looks = np.array([plans.looks_of(each) for each in pipelines.groups])
         own_s = self._least_s(pipelines, form)
         while plans.num_solved < self.most_solved:
             rounds_s = []
             for i, each_s in enumerate(pipelines.of_stages(own_s, order, cut)):
-                known_s = plans.known_s(form, in_flight[i])
-                place = looks[pipelines.places[order, i]]
-                known_s = known_s[place, pipelines.first[cut, i], pipelines.stop[cut, i]]
+                tables = [plans.known_s(e, form, in_flight[i]) for e in pipelines.groups]
+                known_s = pipelines.of_stage(np.array(tables), i, order, cut)
                 rounds_s.append(np.maximum(each_s, known_s))
             least_s = pipelines.least_s(rounds_s, form.num_rounds, order, cut, in_flight)
             kept = np.nonzero(least_s < self.at_most_s)[0]

@@ -14,8 +14,17 @@ class StageSolution:
     """The best plan of one stage."""
 
     positions: Positions  # in the cluster
+    units: tuple[int, int]  # the first, and the one after the last
     solution: PlanSolution  # of these devices and units alone, with all rounds of a step
     times: StageTimes
+
+    @classmethod
+    def of(
+        cls, positions: Positions, first: int, stop: int, solution: PlanSolution
+    ) -> "StageSolution":
+        """With the times of a round of the solution."""
+        times = StageTimes.of(solution.predicted, solution.plan.num_rounds)
+        return cls(positions=positions, units=(first, stop), solution=solution, times=times)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -147,10 +147,13 @@ class Pipelines:
 
     def of_stages(self, by_group: Floats, order: Ints, cut: Ints) -> list[Floats]:
         """What tables [groups, ...] say of each stage of the chosen pipelines."""
-        return [
+        return [self.of_stage(by_group, i, order, cut) for i in range(self.num_stages)]
+
+    def of_stage(self, by_group: Floats, i: int, order: Ints, cut: Ints) -> Floats:
+        """The same of one stage."""
+        return np.asarray(
             by_group[self.places[order, i], self.first[cut, i], self.stop[cut, i]]
-            for i in range(self.num_stages)
-        ]
+        )
 
     def hops_s(
         self, num_rounds: int, order: Ints, cut: Ints
