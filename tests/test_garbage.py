@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardhet.comm.liveness.heartbeat import activity_of, stack_of
 from shardhet import Plan, Stage
+from shardhet.comm.liveness.heartbeat import activity_of, stack_of
 from shardhet.fsdp import HetFSDP
 from tests.edge_plans import IN_ROUNDS, UNEVEN
 from tests.small_models import Chain
@@ -57,7 +57,9 @@ def _tensors_in_cycles(rank: int, name: str) -> list[str]:
         gc.enable()
 
 
-@pytest.mark.parametrize("plan", [UNEVEN, IN_ROUNDS, STAGES], ids=["uneven", "rounds", "stages"])
+@pytest.mark.parametrize(
+    "plan", [UNEVEN, IN_ROUNDS, STAGES], ids=["uneven", "rounds", "stages"]
+)
 @on_ranks(lambda plan: plan.world_size)
 def test_a_model_that_is_dropped_is_free(rank: int, plan: Plan) -> None:
     """Also if its last step has left a loss whose graph would lead back to it."""
