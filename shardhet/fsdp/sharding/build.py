@@ -355,8 +355,9 @@ def _check_plan_is_for(plan: Plan, drafts: Sequence[UnitDraft], *, is_told: bool
         _warn_of_patterns(plan, fqns, inside)
     for i, rank in enumerate(plan.ranks):
         rank.check_inputs_on_host(i, fqns)
-    frozen = [e.fqn for e in drafts if any(not slot.is_trainable for slot in e.slots)]
-    check_resident_units(plan, frozen, [each.fqn for each in drafts])
+    if plan.resident_units:
+        frozen = [e.fqn for e in drafts if any(not slot.is_trainable for slot in e.slots)]
+        check_resident_units(plan, frozen, [each.fqn for each in drafts])
     if not plan.units:
         return  # written by hand, for any model
     planned = {unit.fqn: unit.numel for unit in plan.units if unit.numel}
