@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from shardhet.apps.cli.outputs import check_outputs
 from shardhet.apps.cli.streamed import refusing, say
 from shardhet.apps.launch.rank_env import RankEnv
+from shardhet.config.checks import check_outputs
 from shardhet.records.codec import parse_yaml
 
 USAGE = """\

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from shardhet.apps.cli.outputs import check_folder_output, check_outputs
 from shardhet.apps.cli.streamed import WideConsole, refusing, say
 from shardhet.apps.planning.heading import heading
 from shardhet.apps.planning.inputs import Door, load, read_request
+from shardhet.config.checks import check_folder_output, check_outputs
 from shardhet.config.planning import PlannerConf
 
 DOOR = Door(

@@ -17,11 +17,10 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from shardhet.apps.cli.outputs import check_outputs
 from shardhet.apps.cli.plots import draw_curves
 from shardhet.apps.cli.streamed import WideConsole, figures_table, say
 from shardhet.apps.launch.run_folder import RunFolder
-from shardhet.config.checks import ConfigError
+from shardhet.config.checks import ConfigError, check_outputs
 from shardhet.config.compose import leaves_of
 
 LAST_STEPS = 10  # of which the mean loss is shown

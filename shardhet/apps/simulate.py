@@ -5,13 +5,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shardhet.apps.cli.outputs import check_outputs
 from shardhet.apps.cli.quantities import counted, duration, of_budget
 from shardhet.apps.cli.streamed import WideConsole, figures_table, refusing, say
 from shardhet.apps.planning.heading import source_line
 from shardhet.apps.planning.inputs import Door, load, read_request
 from shardhet.apps.planning.report import Row, rows_of
-from shardhet.config.checks import ConfigError
+from shardhet.config.checks import ConfigError, check_outputs
 from shardhet.config.planning import Inputs, SimulateConf
 from shardhet.records.plan import Plan
 from shardhet.simulator.simulation import timeline_of

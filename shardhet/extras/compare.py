@@ -13,12 +13,11 @@ from typing import Any, Self
 from rich.table import Table
 
 from shardhet.apps.cli.display import device_name
-from shardhet.apps.cli.outputs import check_outputs
 from shardhet.apps.cli.plots import Lane, draw_timeline
 from shardhet.apps.cli.quantities import duration
 from shardhet.apps.cli.streamed import WideConsole, figures_table
 from shardhet.apps.launch.run_folder import RunFolder
-from shardhet.config.checks import ConfigError
+from shardhet.config.checks import ConfigError, check_outputs
 from shardhet.training.hooks.hooks import NUM_STEPS, POSITION
 
 COMPUTING = {"forward": "forward", "backward": "backward", "optimizer": "optimizer step"}
