@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardhet.checkpoint import redistribute
-    from shardhet.comm.liveness import phase, watch_ranks
+    from shardhet.comm.channel import phase
+    from shardhet.comm.liveness.watch import watch_ranks
     from shardhet.fsdp import HetFSDP
     from shardhet.fsdp.microbatch.loss import mean_of_samples
     from shardhet.fsdp.step.calls import gather_features
@@ -58,11 +59,11 @@ _MODULE_BY_NAME = {
     "gather_features": "shardhet.fsdp.step.calls",
     "loader": "shardhet.training.dealing.loader",
     "mean_of_samples": "shardhet.fsdp.microbatch.loss",
-    "phase": "shardhet.comm.liveness",
+    "phase": "shardhet.comm.channel",
     "plan_for": "shardhet.profiler.describe",
     "redistribute": "shardhet.checkpoint",
     "simulate": "shardhet.simulator.simulation",
-    "watch_ranks": "shardhet.comm.liveness",
+    "watch_ranks": "shardhet.comm.liveness.watch",
 }
 
 __all__ = [

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from shardhet import HetFSDP, Plan
-from shardhet.comm.liveness import EXIT_STATUS, heartbeat, watch
+from shardhet.comm.liveness import heartbeat, watch
+from shardhet.comm.liveness.ending import EXIT_STATUS
 from tests.emulated.accelerator import Accelerator
 from tests.hosts import on_different_hosts
 from tests.misdeeds import commit

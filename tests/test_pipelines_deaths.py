@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from shardhet import HetFSDP
-from shardhet.comm.liveness import EXIT_STATUS, watch, watch_ranks
+from shardhet.comm.liveness import watch
+from shardhet.comm.liveness.ending import EXIT_STATUS
+from shardhet.comm.liveness.watch import watch_ranks
 from shardhet.fsdp.stages.exchange import StageExchange
 from shardhet.fsdp.step.runtime import Runtime
 from tests.emulated.accelerator import Accelerator

@@ -17,7 +17,7 @@ from shardhet.checkpoint.format.writing import Report
 from shardhet.checkpoint.replicas import replicas as replicas_module
 from shardhet.checkpoint.replicas.source import Version, choose, versions_in
 from shardhet.checkpoint.replicas.transfer import Copying
-from shardhet.comm.liveness import watch_ranks
+from shardhet.comm.liveness.watch import watch_ranks
 from shardhet.records.stages import Nodes, carriers, keepers
 from tests.checkpoint_cases import (
     OPTIMIZERS,
@@ -292,7 +292,7 @@ import torch.distributed as dist
 from torch import nn
 from shardhet import HetFSDP, Plan
 from shardhet.checkpoint import Replicas
-from shardhet.comm.liveness import watch_ranks
+from shardhet.comm.liveness.watch import watch_ranks
 
 dist.init_process_group("gloo")
 watch_ranks()

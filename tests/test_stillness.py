@@ -21,10 +21,12 @@ import torch.distributed as dist
 from shardhet import HetFSDP, Plan
 from shardhet.checkpoint import save
 from shardhet.checkpoint.state import ranks
-from shardhet.comm.channel import progress
+from shardhet.comm.channel import phase, progress
 from shardhet.comm.failure import Failure
-from shardhet.comm.liveness import EXIT_STATUS, phase, watch, watch_ranks
+from shardhet.comm.liveness import watch
 from shardhet.comm.liveness.diagnosis import panel
+from shardhet.comm.liveness.ending import EXIT_STATUS
+from shardhet.comm.liveness.watch import watch_ranks
 from tests.hosts import on_different_hosts
 from tests.misdeeds import commit
 from tests.programs import start

@@ -17,7 +17,7 @@ from experiments.common import by_seed
 from experiments.common.launch import FORKED, HOST, answers, started
 from experiments.common.results import BAR_HEADER, Bar, Spread, markdown_table
 from experiments.recovery.ranks import DEEDS, TIMEOUT_S, Fault, train
-from shardhet.comm.liveness import EXIT_STATUS
+from shardhet.comm.liveness.ending import EXIT_STATUS
 
 HERE = Path(__file__).parent
 NUM_FAULTS = 80

@@ -48,7 +48,7 @@ class OnOom(Enum):
     REPLAN = "replan"
 
 
-TRANSPORTS = ("auto", "gloo")  # of shardhet.comm.transport, which imports torch
+TRANSPORTS = ("auto", "gloo")  # of shardhet.comm.calls, which imports torch
 
 
 @dataclass(kw_only=True)

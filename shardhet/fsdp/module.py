@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardhet.comm.groups import default_group
-from shardhet.comm.liveness import watch_unless_decided
+from shardhet.comm.liveness.watch import watch_unless_decided
 from shardhet.comm.members import Members, is_rehearsal, planned_device
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.batching import CountRows, known_ragged

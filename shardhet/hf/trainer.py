@@ -19,7 +19,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput
 
 from shardhet.comm.channel import phase
-from shardhet.comm.liveness import HANG_TIMEOUT_S, watch_ranks
+from shardhet.comm.liveness.watch import HANG_TIMEOUT_S, watch_ranks
 from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.params.host_step import check_room, fused_on_host
 from shardhet.fsdp.params.optimizer_gate import look_at

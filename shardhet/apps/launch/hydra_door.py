@@ -23,7 +23,7 @@ from shardhet.apps.launch.launch import RunFailedExit
 from shardhet.apps.launch.leaving import end_agent
 from shardhet.apps.launch.rank_env import RankEnv, agree_on_stamp
 from shardhet.apps.launch.run_folder import RunFolder
-from shardhet.comm.liveness import end_with_launcher
+from shardhet.comm.liveness.ending import end_with_launcher
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import (
     CONFIG_NAME,

@@ -28,9 +28,9 @@ from shardhet.comm import devices
 from shardhet.comm.calls import SWITCH, wants_gloo
 from shardhet.comm.channel import Channel, progress
 from shardhet.comm.failure import Failure
-from shardhet.comm.liveness import HANG_TIMEOUT_S, end_with_launcher, watch_ranks
 from shardhet.comm.liveness.diagnosis import LONG_FACTOR
-from shardhet.comm.liveness.ending import end_if_launcher_is_gone, end_now
+from shardhet.comm.liveness.ending import end_if_launcher_is_gone, end_now, end_with_launcher
+from shardhet.comm.liveness.watch import HANG_TIMEOUT_S, watch_ranks
 from shardhet.comm.members import local_device_spec
 from shardhet.comm.peers import failure_of
 from shardhet.config.training import ClusterConf, DeviceType

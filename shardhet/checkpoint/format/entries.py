@@ -38,7 +38,7 @@ class HeldState:
     piece of another shape.
     """
 
-    dtype: str | None  # None: a Python number, or a text (``state.pieces``)
+    dtype: str | None  # None: a Python number, or a text (``optimizer_state``)
     scalar: bool | int | float | complex | str | None = None  # None: rows or a piece
     shape: tuple[int, ...] | None = None  # of a piece
 

@@ -4,7 +4,7 @@ Order of collectives, over a channel of their own if a thread makes them:
 
     every rank has written its own file
     rank zero has described the checkpoint, given what all have written
-    every rank has passed its file on (``replicas.copying``)
+    every rank has passed its file on (``replicas.transfer``)
     every folder has its name
 
 What fails on any rank is raised on all of them, and unfinished folders are removed.

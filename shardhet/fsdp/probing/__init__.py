@@ -6,7 +6,7 @@ Where it is refused that
                                          examine: _check_backward, _gradients
     code outside of units mixes them     attempt: _check_rows; in backward _check_gradients,
                                          with gradients: GradientCut
-    a loss is no sum, once it is used    step.output: Output.check_adds_up, check_factors
+    a loss is no sum, once it is used    microbatch.loss: Output.check_adds_up, check_factors
     the model draws random numbers       watch: Watcher.run; attempt: _check_draws
     a tensor leaves or enters a unit     watch
     in other ways
@@ -14,5 +14,5 @@ Where it is refused that
     a forward replaces parameters,       comparing: check_params; module_state: Writes.check;
     writes buffers, or keeps values      attempt: _check_kept
     arguments cannot be cut              known_calls: _check_can_be_probed, before any run
-    a module shows without being run     sharding.wrapping (units), sharding.build (parameters)
+    a module shows without being run     sharding.unit (units), sharding.build (parameters)
 """
