@@ -218,6 +218,18 @@ def test_ranks_share_what_their_host_moves() -> None:
         )
 
 
+def test_like_cards_have_the_budgets_of_their_own_hosts() -> None:
+    card = DeviceSpec(kind="fast", memory_capacity_bytes=10_000)
+    nodes = (
+        Node(host=host, devices=(card,), library_bytes=nbytes)
+        for host, nbytes in (("a", 1_000), ("b", 2_000))
+    )
+    cluster = replace(CLUSTER, nodes=tuple(nodes))
+    even = Plan.even(2, microbatch_size=1)
+    found = CostModel(Setting(cluster, WORKLOAD, profile())).predict(even)
+    assert [rank.memory_budget_bytes for rank in found.ranks] == [8_500, 7_500]
+
+
 def test_a_plan_for_other_devices_is_refused() -> None:
     other = Plan.by_hand(
         microbatch_sizes=[1, 1],

@@ -26,6 +26,8 @@ from tests.made_up import collectives
 from tests.pipeline_problems import drawn
 from tests.selection import one_in
 from tests.test_fewer import SLOW_LINKS, setting_of
+from tests.test_planner import WORKLOAD as PLANNER_WORKLOAD
+from tests.test_planner import random_case
 
 WORKLOAD = Workload.transformer(
     num_layers=4, width=256, num_heads=4, seq_len=128, vocab_size=1000
@@ -226,8 +228,9 @@ def test_of_alike_nodes_one_is_left_out_and_parts_have_the_kind_that_is_asked() 
     nodes = {frozenset(here) for here in cluster.positions_by_node}
     limited = Demands(limits={0: DeviceLimits(rank_batch_size=1)})
     for demands, number in ((Demands(), 3), (limited, 12)):
-        assert len(nodes.intersection(search(demands)._sets(tuple(every)))) == number
-    v100s = tuple(i for i in every if "V100" in str(cluster.devices[i].kind))
+        sets = search(demands)._sets(np.ones(len(every), dtype=bool))
+        assert len(nodes & {frozenset(np.flatnonzero(each)) for each in sets}) == number
+    v100s = np.array(["V100" in str(device.kind) for device in cluster.devices])
     for kind, is_asked in (("Tesla V100-SXM2-16GB", True), ("Tesla T4", False), (None, True)):
         assert search(Demands(), kind)._meets_demands(v100s) == is_asked
 
@@ -250,3 +253,14 @@ def test_devices_are_left_idle_also_where_hosts_may_hold_a_part() -> None:
     )
     assert len(active_positions(without)) < instance.cluster.world_size
     assert found.predicted.step_time_s <= without.predicted.step_time_s
+
+
+def test_of_a_lone_device_a_plan_is_found_that_fits_beside_idle_ones() -> None:
+    cluster, profile, batch = random_case(1211)  # alone, a device needs no room for gathers
+    found = solve(
+        Setting(cluster, PLANNER_WORKLOAD, profile),
+        global_batch_size=batch,
+        demands=Demands(max_rounds=1),
+    )
+    assert found.fits
+    assert len(active_positions(found)) > 1

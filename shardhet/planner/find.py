@@ -22,7 +22,6 @@ from shardhet.planner.owners import owned_batches
 from shardhet.planner.preference import Bounded, lacks, preferred
 from shardhet.planner.problem.demands import TOLERANCE, Demands
 from shardhet.planner.problem.solution import PlanError, PlanSolution
-from shardhet.planner.receivers import depends_on_shares
 from shardhet.planner.residents import with_residents
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
 from shardhet.planner.task import (
@@ -148,7 +147,13 @@ def _of_all_or_fewer(asked: "_Asked", tolerance: float | None) -> PlanSolution:
         if len(positions) < prices.cluster.world_size:
             of_part = demands.only(positions)
             part = replace(asked, prices=_priced(setting, of_part), demands=of_part)
-        met = found[positions] = _of_all(replace(part, at_most_s=at_most_s), tolerance)
+        met = _of_all(replace(part, at_most_s=at_most_s), tolerance)
+        # A lone device computes with the rows that it stores; beside idle ones it gathers them.
+        if len(positions) == 1 and not any(
+            with_idle(each, positions, prices, demands) for each in _preferred(met, tolerance)
+        ):
+            raise PlanError(f"plan: device {positions[0]} has no room beside idle ones.")
+        found[positions] = met
         return met.best
 
     search = PartSearch(
@@ -189,6 +194,14 @@ def _of_all_or_fewer(asked: "_Asked", tolerance: float | None) -> PlanSolution:
     whole_s = search.whole.lower_bound_s if search.whole is not None else inf
     missed_s = search.missed_s.get(active_positions(chosen), inf)
     return replace(chosen, lower_bound_s=min(chosen.lower_bound_s, whole_s, missed_s))
+
+
+def _preferred(met: "_Found", tolerance: float | None) -> Iterator[PlanSolution]:
+    """The fastest plan, and the one to prefer to it."""
+    yield met.best
+    if tolerance is not None:
+        limit_s = (1 + tolerance) * met.best.predicted.step_time_s
+        yield preferred(met.best, met.pools, limit_s)
 
 
 def _of_all(asked: "_Asked", tolerance: float | None) -> "_Found":
@@ -398,7 +411,7 @@ class _Met:
 
         Nothing is proven of a last round that is smaller: it is dealt by position.
         """
-        if _is_exact(task):
+        if task.is_exact:
             task = replace(task, at_most_s=self.limit_s, is_only_faster=True)
         else:
             slowest_s = (1 + self.tolerance) * self.at_most_s
@@ -414,7 +427,7 @@ class _Met:
                 [*([] if self.best is None else [self.best]), *solutions],
                 key=lambda each: each.predicted.step_time_s,
             )
-        elif task.at_most_s < inf and not _is_exact(task):
+        elif task.at_most_s < inf and not task.is_exact:
             self.slower.append((known_bound_s, task))
         if error is not None and task.spared_memory > self.missed_form:
             self.missed, self.missed_form = error, task.spared_memory
@@ -431,12 +444,3 @@ def _priced(setting: Setting, demands: Demands) -> tuple[CostModel, ...]:
     if demands.has_one_level:
         return (prices,)
     return with_residents(prices, may_stay=demands.may_keep_frozen_weights)
-
-
-def _is_exact(task: FormTask) -> bool:
-    """Whether no plan is faster than the search says of its candidates.
-
-    With hosts, they are priced as if all devices of a host copied at once.
-    """
-    on_hosts = task.demands.may_keep_inputs_on_host or task.demands.may_keep_optimizer_on_host
-    return task.rounds.are_equal and not on_hosts and not depends_on_shares(task.model)

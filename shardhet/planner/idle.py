@@ -17,17 +17,16 @@ communication, or than the batch divided by the sum of what the devices compute 
 none fits that has no room for the state.  So many sets cost little.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
-from typing import Any
 
 import numpy as np
 
 from shardhet.planner.candidates.role_times import MAX_MICROBATCH_SIZE
 from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.problem import Bools, Floats, Ints
 from shardhet.planner.problem.solution import PlanError, PlanSolution
 from shardhet.planner.residents import with_all_resident
 from shardhet.pricing.cost import CostModel
@@ -36,7 +35,7 @@ from shardhet.pricing.part import part_of
 from shardhet.pricing.priced import at_sizes
 from shardhet.pricing.setting import Setting
 from shardhet.pricing.turns import taking_part
-from shardhet.records.cluster import Node
+from shardhet.records.cluster import Cluster, Node
 from shardhet.records.plan import RankPlan
 
 NO_GAIN = 1e-6  # of the step: devices are not left idle for it
@@ -66,11 +65,11 @@ def with_idle(
     if len(positions) == cluster.world_size:
         return solution
     taken = dict(zip(positions, solution.plan.ranks, strict=True))
-    idle = RankPlan(microbatch_sizes=(), state_share=0.0)
-    ranks = tuple(
-        taken[i] if i in taken else replace(idle, device=device)
-        for i, device in enumerate(cluster.devices)
-    )
+    idle = {
+        id(device): RankPlan(microbatch_sizes=(), state_share=0.0, device=device)
+        for device in {id(each): each for each in cluster.devices}.values()
+    }
+    ranks = tuple(taken.get(i) or idle[id(each)] for i, each in enumerate(cluster.devices))
     groups = solution.plan.context_groups
     if groups is not None:
         groups = tuple(tuple(positions[i] for i in each) for each in groups)
@@ -112,25 +111,28 @@ class PartSearch:
     missed_s: dict[Positions, float] = field(default_factory=dict)  # bounds on what was missed
     num_searched: int = 0
     found: list[PartPlan] = field(default_factory=list)
-    _seen: set[Positions] = field(default_factory=set)
+    _seen: set[bytes] = field(default_factory=set)
     _paces: dict[tuple[str | None, str, int], float] = field(default_factory=dict)
+
+    @cached_property
+    def _devices(self) -> "_Devices":
+        profile, demands = self.setting.profile, self.demands
+        told = (demands.limits, demands.equal, demands.context_groups)
+        are_told = any(map(bool, (*told, profile.groups, profile.pairs)))
+        return _Devices(self.setting.cluster, are_told)
 
     def run(self) -> PartPlan | None:
         """The fastest part that was found, which may be the whole; None if there is none."""
-        every, demands = self._every, self.demands
-        first = self.near or every
+        demands = self.demands
+        first = self._devices.mask(self.near) if self.near else self._devices.every
         parts = [first]
         if not (demands.has_even_state or demands.has_even_batches):
-            parts += self._parts(first, every)
+            parts += self._parts(first)
             if self.near:
-                parts += map(tuple, map(sorted, self._sets(every)))
-        while self._try(parts) and len(parts) > 1 and not self.near:
-            parts = list(self._parts(self.found[-1].positions, every))
+                parts += self._sets(self._devices.every)
+        while self._try(parts, first) and len(parts) > 1 and not self.near:
+            parts = list(self._parts(self._devices.mask(self.found[-1].positions)))
         return self.found[-1] if self.found else None
-
-    @cached_property
-    def _every(self) -> Positions:
-        return tuple(range(self.setting.cluster.world_size))
 
     def _most_s(self, number: int, found: Sequence[PartPlan]) -> float:
         """Steps on so many devices must be shorter than this to be worth it."""
@@ -144,38 +146,37 @@ class PartSearch:
     def _max_searches(self) -> int:
         if self.near:
             return MAX_SEARCHES_IF_NEAR
-        num_kinds = len({device.kind for device in self.setting.cluster.devices})
+        num_kinds = len(self.setting.cluster.number_by_kind)
         return MAX_SEARCHES_IF_UNLIKE if num_kinds > MAX_KINDS else MAX_SEARCHES
 
-    def _try(self, parts: Sequence[Positions]) -> bool:
+    def _try(self, parts: Iterable[Bools], first: Bools) -> bool:
         """Search the most promising of these parts; returns whether one is the best yet."""
-        bounded: list[tuple[float, Positions, Setting]] = []
-        for positions in dict.fromkeys(parts):
-            if positions in self._seen or not self._meets_demands(positions):
-                continue
-            self._seen.add(positions)
-            most_s = min(self.at_most_s, self._most_s(len(positions), ()))
-            if self._compute_s(positions) >= most_s:
-                continue
-            setting = part_of(self.setting, positions)
-            if self._has_room(positions, setting):
-                bounded.append((self._least_step_s(setting), positions, setting))
+        kept = self._devices.mask(self.found[-1].positions) if self.found else first
+        fine = FINE * len(kept)
         # The whole goes first unless others may be far faster: parts are then soon ruled out.
-        first = self.near or self._every
-        kept = set(self.found[-1].positions if self.found else first)
-        fine = FINE * len(self._every)
-
-        def is_fine(part: Positions) -> bool:
-            return part != first and len(kept.symmetric_difference(part)) < fine
-
         far = inf if self.near else FAR
-        bounded.sort(key=lambda e: (is_fine(e[1]), e[0] / (far if e[1] == first else 1)))
+        bounded: list[tuple[tuple[bool, float], float, Positions, Setting]] = []
+        for part in parts:
+            if (key := part.tobytes()) in self._seen or not self._meets_demands(part):
+                continue
+            self._seen.add(key)
+            most_s = min(self.at_most_s, self._most_s(int(part.sum()), ()))
+            if self._compute_s(part) >= most_s:
+                continue
+            positions = tuple(np.flatnonzero(part).tolist())
+            setting = part_of(self.setting, positions)
+            if self._has_room(part, setting):
+                bound_s, is_first = self._least_step_s(setting), bool((part == first).all())
+                is_fine = not is_first and int((kept ^ part).sum()) < fine
+                order = (is_fine, bound_s / (far if is_first else 1))
+                bounded.append((order, bound_s, positions, setting))
+        bounded.sort(key=lambda each: each[0])
         faster: list[PartPlan] = []
-        for bound_s, positions, setting in bounded:
-            if faster and is_fine(positions):
+        for (is_fine, _), bound_s, positions, setting in bounded:
+            if faster and is_fine:
                 break  # such sets are looked at beside what is faster
             at_most_s = min(self.at_most_s, self._most_s(len(positions), faster))
-            is_whole = positions == self._every
+            is_whole = len(positions) == len(kept)
             if bound_s >= at_most_s or (
                 self.num_searched >= self._max_searches and not is_whole
             ):
@@ -190,9 +191,9 @@ class PartSearch:
                 continue
             if is_whole:
                 self.whole = solution
-            part = PartPlan(positions, setting, solution)
-            if part.step_s < at_most_s:
-                faster.append(part)
+            found = PartPlan(positions, setting, solution)
+            if found.step_s < at_most_s:
+                faster.append(found)
         enough_s = (1 + NO_GAIN) * min((each.step_s for each in faster), default=inf)
         enough = [each for each in faster if each.step_s <= enough_s]
         best = max(enough, key=lambda each: (len(each.positions), -each.step_s), default=None)
@@ -201,121 +202,70 @@ class PartSearch:
         self.found.append(best)
         return True
 
-    def _parts(self, kept: Positions, every: Positions) -> Iterator[Positions]:
-        """What stays of ``kept`` without each of its sets, and with each set of ``every``.
+    def _parts(self, kept: Bools) -> Iterator[Bools]:
+        """What stays of ``kept`` without each of its sets, and with each set of all devices.
 
         If all are kept, each set alone.
         """
-        inside = frozenset() if kept == every else frozenset(kept)
+        inside = kept & ~kept.all()
         for members in self._sets(kept):
-            yield tuple(i for i in kept if i not in members)
+            yield kept & ~members
         if self.demands.form is None:
-            for members in self._sets(every):
-                yield tuple(sorted(inside | members))
+            for members in self._sets(self._devices.every):
+                yield inside | members
 
-    def _sets(self, kept: Positions) -> Iterator[frozenset[int]]:
+    def _sets(self, kept: Bools) -> Iterator[Bools]:
         """Sets of devices that may be better left idle together.
 
         If a form is demanded, only those that do nothing in the plan of all.
         """
         if self.whole is not None:
-            active = active_positions(self.whole)
-            yield frozenset(i for i in kept if i not in active)
+            yield kept & ~self._devices.mask(active_positions(self.whole))
             if self.demands.form is None:
                 ranks = self.whole.plan.ranks
-                yield frozenset(i for i in kept if not ranks[i].rank_batch_size)
-        if self.demands.form is not None:
-            return
-        cluster = self.setting.cluster
-        kinds: dict[str, set[int]] = {}
-        types: dict[str, set[int]] = {}
-        nodes: dict[str, set[int]] = {}
-        regions: dict[str, set[int]] = {}
-        cells: dict[tuple[str, str], set[int]] = {}
-        alike: dict[tuple[str, str | None], int] = {}
-        inside = set(kept)
-        for i, node in enumerate(cluster.node_of):
-            if i in inside:
-                kind = cluster.devices[i].kind
-                kinds.setdefault(str(kind), set()).add(i)
-                types.setdefault(node_type(node), set()).add(i)
-                nodes.setdefault(node.host, set()).add(i)
-                regions.setdefault(node.region, set()).add(i)
-                cells.setdefault((node.region, str(kind)), set()).add(i)
-                alike[node_type(node), kind] = i
-        slowest = sorted(kinds, key=lambda kind: -self._pace_s(self.setting, kind))
-        together: set[int] = set()
-        for number, kind in enumerate(slowest, 1):
-            together |= kinds[kind]
-            if number <= MAX_KINDS:
-                yield frozenset(kinds[kind])
-            if number & (number - 1) == 0:  # 1, 2, 4, ... kinds
-                yield frozenset(together)
-        for sets in (types, self._unlike(nodes), regions, cells):
-            if len(sets) <= MAX_SETS:
-                yield from map(frozenset, sets.values())
-        if len(alike) <= MAX_KINDS:
-            yield from (frozenset({i}) for i in alike.values())
+                yield kept & [not rank.microbatch_sizes for rank in ranks]
+        if self.demands.form is None:
+            yield from self._devices.sets(kept, partial(self._pace_s, self.setting))
 
-    def _unlike(self, nodes: dict[str, set[int]]) -> Mapping[Any, set[int]]:
-        """The devices of nodes by host, of those that are alike on one only."""
-        profile, demands, cluster = self.setting.profile, self.demands, self.setting.cluster
-        are_told = demands.limits or demands.equal or demands.context_groups
-        if are_told or profile.groups or profile.pairs:
-            return nodes  # each may be told from the others
-        first: dict[Any, set[int]] = {}
-        for members in nodes.values():
-            node, devices = (
-                cluster.node_of[min(members)],
-                map(cluster.devices.__getitem__, members),
-            )
-            doing = sorted(
-                (str(each.kind), each.memory_capacity_bytes or 0) for each in devices
-            )
-            alike = replace(node, host=node_type(node), devices=())
-            first.setdefault((alike, len(node.devices), tuple(doing)), members)
-        return first
-
-    def _meets_demands(self, part: Positions) -> bool:
+    def _meets_demands(self, part: Bools) -> bool:
         """Whether all devices are in the part that must do something, and of those that must do
         alike all or none.
         """
-        inside, devices = set(part), self.setting.cluster.devices
-        sets = (*self.demands.equal, *self.demands.context_groups)
-        alike = (len(inside.intersection(e)) in (0, len(set(e))) for e in sets)
+        alike = (part[each].sum() in (0, len(each)) for each in self._alike)
         has_kind = self.with_kind is None or any(
-            devices[i].kind == self.with_kind for i in part
+            kind == self.with_kind for kind in self._devices.numbers(part)
         )
-        return bool(part) and has_kind and self._needed <= inside and all(alike)
+        return bool(part.any() and has_kind and part[self.demands.needed].all() and all(alike))
 
     @cached_property
-    def _needed(self) -> frozenset[int]:
-        """The devices that must do something."""
-        return frozenset(filter(self.demands.needs, self._every))
+    def _alike(self) -> list[Ints]:
+        """The positions of each set of devices that must do alike."""
+        sets = (*self.demands.equal, *self.demands.context_groups)
+        return [np.array(sorted(set(each)), dtype=np.int64) for each in sets]
 
-    def _compute_s(self, part: Positions) -> float:
+    def _compute_s(self, part: Bools) -> float:
         """A bound on the compute of a part, in the times of the whole."""
-        devices = self.setting.cluster.devices
-        numbers = Counter(devices[i].kind for i in part)
         # Fewer devices wait less for the slowest of them.
-        return self._spread_s(self.setting, numbers) / slowest_of(len(devices))
+        return self._spread_s(self.setting, self._devices.numbers(part)) / slowest_of(len(part))
 
-    def _has_room(self, part: Positions, setting: Setting) -> bool:
+    def _has_room(self, part: Bools, setting: Setting) -> bool:
         """Whether the state may fit on a part; of the whole it is said what is missing."""
-        if part == self._every or self.demands.may_keep_optimizer_on_host:
+        if part.all() or self.demands.may_keep_optimizer_on_host:
             return True
-        demands, cluster = self.demands.only(part), setting.cluster
         stored = CostModel(setting).bytes_per_stored_numel * setting.workload.numel
-        return sum(demands.budgets(cluster)) >= stored
+        return bool(self._budgets[part].sum() >= stored)
+
+    @cached_property
+    def _budgets(self) -> Floats:
+        return np.array(self.demands.budgets(self.setting.cluster), dtype=np.float64)
 
     def _least_step_s(self, setting: Setting) -> float:
         """A bound on the step: all communication, or all compute spread perfectly."""
         model = with_all_resident(CostModel(setting, reshard_after_forward=False))
-        numbers = Counter(device.kind for device in setting.cluster.devices)
-        compute_s = self._spread_s(setting, numbers)
+        compute_s = self._spread_s(setting, setting.cluster.number_by_kind)
         return max(model.turns(unevenness=0.0).comm_s, compute_s) + model.overhead_s
 
-    def _spread_s(self, setting: Setting, numbers: Counter[str | None]) -> float:
+    def _spread_s(self, setting: Setting, numbers: Mapping[str | None, int]) -> float:
         """Seconds of the batch if it were spread perfectly over so many of each kind."""
         per_s = sum(number / self._pace_s(setting, kind) for kind, number in numbers.items())
         return self.global_batch_size / per_s
@@ -336,7 +286,103 @@ class PartSearch:
         return self._paces[key]
 
 
+@dataclass(frozen=True)
+class _Devices:
+    """Devices and what they have in common: [devices] numbers, in the order of the first ones.
+
+    Sets of devices are [devices] masks, which take little time if there are many devices.
+    """
+
+    cluster: Cluster
+    are_told: bool  # apart, even if they are alike
+
+    @cached_property
+    def every(self) -> Bools:
+        """All of them."""
+        return np.ones(self.cluster.world_size, dtype=bool)
+
+    def mask(self, positions: Sequence[int]) -> Bools:
+        """Those at these positions."""
+        found = np.zeros(self.cluster.world_size, dtype=bool)
+        found[list(positions)] = True
+        return found
+
+    def numbers(self, part: Bools) -> dict[str | None, int]:
+        """How many devices of each kind are in a part."""
+        names = list(self.cluster.number_by_kind)
+        numbers = np.bincount(self._kinds[part], minlength=len(names)).tolist()
+        return {kind: n for kind, n in zip(names, numbers, strict=True) if n}
+
+    def sets(self, kept: Bools, pace_s: Callable[[str | None], float]) -> Iterator[Bools]:
+        """Those of ``kept`` of each kind, slow kinds together, of each type of node, and so on;
+        ``pace_s`` are seconds of a kind.
+        """
+        names, together = list(self.cluster.number_by_kind), np.zeros_like(kept)
+        kinds = np.unique(self._kinds[kept]).tolist()
+        for number, kind in enumerate(sorted(kinds, key=lambda k: -pace_s(names[k])), 1):
+            members = kept & (self._kinds == kind)
+            together = together | members
+            if number <= MAX_KINDS:
+                yield members
+            if number & (number - 1) == 0:  # 1, 2, 4, ... kinds
+                yield together
+        cells = self._regions * len(names) + self._kinds
+        for numbers in (self._types, self._unlike_nodes(kept), self._regions, cells):
+            of_sets = np.unique(numbers[kept & (numbers >= 0)])
+            if len(of_sets) <= MAX_SETS:
+                yield from (kept & (numbers == each) for each in of_sets)
+        alike, inside = self._types * len(names) + self._kinds, np.flatnonzero(kept)[::-1]
+        last = inside[np.unique(alike[inside], return_index=True)[1]]
+        if len(last) <= MAX_KINDS:
+            yield from (self.mask([i]) for i in sorted(last))
+
+    @cached_property
+    def _kinds(self) -> Ints:
+        return _numbered(device.kind for device in self.cluster.devices)
+
+    @cached_property
+    def _types(self) -> Ints:
+        return self._of_nodes(_numbered(map(node_type, self.cluster.nodes)))
+
+    @cached_property
+    def _regions(self) -> Ints:
+        return self._of_nodes(_numbered(node.region for node in self.cluster.nodes))
+
+    @cached_property
+    def _sorts(self) -> list[int]:
+        """By node, a number that alike ones share."""
+        sorts: list[int] = _numbered(
+            (
+                (node_type(node), node.link and id(node.link), node.region),
+                (node.host_memory_bytes, node.host_bytes_per_s, node.library_bytes),
+                *((device.kind, device.memory_capacity_bytes) for device in node.devices),
+            )
+            for node in self.cluster.nodes
+        ).tolist()
+        return sorts
+
+    def _unlike_nodes(self, kept: Bools) -> Ints:
+        """Numbers of nodes, of one of those whose kept devices are alike; -1 for the others."""
+        here = self.cluster.positions_by_node
+        if self.are_told:
+            return self._of_nodes(np.arange(len(here)))
+        parts = [kept[each.start : each.stop].tobytes() for each in here]
+        alike = _numbered(zip(self._sorts, parts, strict=True))
+        _, first = np.unique(alike, return_index=True)
+        return self._of_nodes(np.where(np.isin(np.arange(len(here)), first), alike, -1))
+
+    def _of_nodes(self, numbers: Ints) -> Ints:
+        return np.repeat(numbers, [len(node.devices) for node in self.cluster.nodes])
+
+
 def node_type(node: Node) -> str:
     """The name that counted nodes of a description share: "a" for "a-0" and "a-1"."""
     name, _, number = node.host.rpartition("-")
     return name if name and number.isdecimal() else node.host
+
+
+def _numbered(names: Iterable[Hashable]) -> Ints:
+    """[n] a number for each name, in the order of the first ones."""
+    known: dict[Hashable, int] = {}
+    found: Ints = np.array([known.setdefault(name, len(known)) for name in names])
+    return found

@@ -81,12 +81,18 @@ def lacks(
     solution: PlanSolution, demands: Demands, cluster: Cluster
 ) -> tuple[bool, bool, int, float]:
     """What a plan has not of what is wished first; then, how many devices do something."""
-    doing = [
-        (rank.microbatch_sizes, (rank.recomputed_units, rank.tiled_units), rank.state_share > 0)
-        for rank in solution.plan.ranks
-    ]
-    are_unlike = any(len({doing[i] for i in each}) > 1 for each in _alike(demands, cluster))
-    num_active = sum(bool(sizes or stores) for sizes, _, stores in doing)
+    ranks = solution.plan.ranks
+    doing = {
+        id(rank): (
+            rank.microbatch_sizes,
+            (rank.recomputed_units, rank.tiled_units),
+            rank.state_share > 0,
+        )
+        for rank in ranks
+    }
+    sets = ({id(ranks[i]) for i in each} for each in _alike(demands, cluster))
+    are_unlike = any(len({doing[each] for each in of_set}) > 1 for of_set in sets)
+    num_active = sum(bool(rank.microbatch_sizes or rank.state_share > 0) for rank in ranks)
     return _fullest(solution) > FULL, are_unlike, -num_active, solution.predicted.step_time_s
 
 
@@ -94,7 +100,7 @@ def _fullest(solution: PlanSolution) -> float:
     """The part of its budget that the fullest device fills."""
     return max(
         each.memory.total_bytes / max(1, each.memory_budget_bytes)
-        for each in solution.predicted.ranks
+        for each in solution.predicted.distinct_ranks
     )
 
 

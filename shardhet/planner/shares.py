@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from itertools import chain
+from itertools import chain, islice
 from math import inf
 
 import numpy as np
@@ -16,6 +16,7 @@ from shardhet.planner.problem.solution import PlanSolution
 from shardhet.planner.receivers import depends_on_shares, least_uneven_shares
 from shardhet.pricing.cost import CostModel
 from shardhet.records.cluster import DeviceSpec
+from shardhet.records.codec import first_places
 from shardhet.records.plan import Plan, RankPlan
 
 MAX_MOVES = 8  # of rows from devices that are too full
@@ -149,24 +150,23 @@ def _to_one_level(
     wanted: float,
 ) -> Floats:
     """Elements on each device within its room, such that all are filled to the same part."""
-    known: dict[tuple[object, ...], Floats] = {}
-    lines = []
-    for i, (device, candidate) in enumerate(zip(model.cluster.devices, taken, strict=True)):
-        key = (device.kind, candidate, member := demands.member(i))
-        if key not in known:
-            own = model.of_member(member)
-            known[key] = own.lines_of(_rank_plan(candidate, 0.0, device))
-        lines.append(known[key])
-    # [devices, moments], of each device as many as of that with the most
+    roles = list(zip(map(id, demands.roles(model.cluster)), map(id, taken), strict=True))
+    first, lines = first_places(roles), []
+    for i in first.values():
+        own = model.of_member(demands.member(i))
+        lines.append(own.lines_of(_rank_plan(taken[i], 0.0, model.cluster.devices[i])))
+    # [roles, moments], of each role as many as of that with the most
     most = max(each.shape[1] for each in lines)
     padded = [np.pad(each, ((0, 0), (0, most - each.shape[1])), "edge") for each in lines]
-    own, per_numel = np.moveaxis(np.array(padded), 1, 0)
-    budgets = np.array(demands.budgets(model.cluster), dtype=np.float64)
+    beside, per_numel = np.moveaxis(np.array(padded), 1, 0)
+    budgets = np.array(demands.budgets(model.cluster), dtype=np.float64)[[*first.values()]]
+    number = {role: n for n, role in enumerate(first)}
+    numbers = np.array([number[role] for role in roles])
     low, high = 0.0, 1.0
     for _ in range(LEVEL_BISECTIONS):
         level = (low + high) / 2
-        fits = ((level * budgets[:, None] - own) / per_numel).min(axis=1)
-        stored = np.clip(fits, 0.0, room)
+        fits = ((level * budgets[:, None] - beside) / per_numel).min(axis=1)
+        stored = np.clip(fits[numbers], 0.0, room)
         for positions in map(list, demands.equal):
             stored[positions] = stored[positions].min()
         low, high = (level, high) if stored.sum() < wanted else (low, level)
@@ -191,14 +191,14 @@ def _taken(
         left = problem.room[choice.group, choice.candidate]
         caps = problem.numels_within(choice.group, optimizer_s)
         left = min(left, caps[min(choice.candidate, len(caps) - 1)])
-        for _ in range(choice.count):
-            positions = list(next(next_of_group[choice.group]))
-            taken |= dict.fromkeys(positions, candidate)
-            room[positions] = left / members
-            if demands.member(positions[0]):
-                own = _rooms_of_members(model, demands, candidate, positions)
-                own -= table.problem.row_numel
-                room[positions] = own * min(1.0, left / own.sum())
+        sets = list(islice(next_of_group[choice.group], choice.count))
+        positions = list(chain.from_iterable(sets))
+        taken |= dict.fromkeys(positions, candidate)
+        room[positions] = left / members
+        for each in sets if demands.context_groups and demands.member(sets[0][0]) else ():
+            own = _rooms_of_members(model, demands, candidate, each)
+            own -= table.problem.row_numel
+            room[list(each)] = own * min(1.0, left / own.sum())
     return [taken[position] for position in range(number)], room
 
 
@@ -229,8 +229,11 @@ def _plan(
     taken: Sequence[Candidate],
     shares: Floats,
 ) -> Plan:
-    trios = zip(taken, shares.tolist(), model.cluster.devices, strict=True)
-    ranks = [_rank_plan(*each) for each in trios]
+    # Devices of one role, whose host says no more of them, are one object.
+    trios = list(zip(taken, shares.tolist(), model.cluster.devices, strict=True))
+    looks = [(id(candidate), share, id(device)) for candidate, share, device in trios]
+    known = {look: _rank_plan(*trios[i]) for look, i in first_places(looks).items()}
+    ranks = [*map(known.__getitem__, looks)]
     groups = [each for each in demands.context_groups if taken[min(each)].microbatch_sizes]
     for i, member in (pair for each in groups for pair in each.items()):
         ranks[i] = replace(ranks[i], token_share=member.token_share)

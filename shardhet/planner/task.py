@@ -63,6 +63,16 @@ class FormTask:
         shares = demands.state_shares(self.model.cluster.world_size)
         return bool(demands.has_even_state or shares)
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether no plan is faster than the search says of its candidates.
+
+        With hosts, they are priced as if all devices of a host copied at once.
+        """
+        demands, is_even = self.demands, self.rounds.are_equal
+        on_hosts = demands.may_keep_inputs_on_host or demands.may_keep_optimizer_on_host
+        return is_even and not on_hosts and not depends_on_shares(self.model)
+
     def builder(
         self,
         computing: Computing | None = None,
@@ -394,5 +404,5 @@ def spared_s(model: CostModel) -> float:
 
 def _most_slowed(model: CostModel) -> float:
     """Seconds that a turn takes at most longer per second of its collectives."""
-    kinds = {device.kind for device in model.cluster.devices}
+    kinds = model.cluster.number_by_kind
     return max(1.0, *(model.profile.device(kind).overlap_excess for kind in kinds))

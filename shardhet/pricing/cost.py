@@ -23,16 +23,32 @@ cluster without these devices.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
+from typing import NamedTuple
 
 from shardhet.pricing.matrices import OwnedState, matrices_s
 from shardhet.pricing.memory import MemoryPrices
+from shardhet.pricing.part import Member
 from shardhet.pricing.step_cost import MemoryParts, RankCost, StepCost, TurnCost
 from shardhet.pricing.turns import TurnClass, TurnPrices, Turns, taking_part
+from shardhet.records.codec import first_places
 from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.schedule import Phase
 
 # Of a rank: by class of turns, and by rounds that are alike, seconds of forward and backward.
 _Seconds = Sequence[Sequence[tuple[float, float]]]
+
+
+class _Look(NamedTuple):
+    """What the cost of a rank depends on, besides the turns of the step."""
+
+    rank: int  # its ``id``
+    stored: int
+    budget_bytes: int
+    pace: float  # of copies to its host
+    last: tuple[int, ...]  # microbatches of the last round
+    member: Member | None
+    matrices: int  # its position, if it owns any
 
 
 @dataclass(frozen=True)
@@ -52,49 +68,46 @@ class CostModel(TurnPrices, MemoryPrices):
         self._check_units(plan)
         stored_by = self.stored_by(plan)
         stored = stored_by.numels
-        ranks = [
-            rank if rank.device is device else replace(rank, device=device)
-            for rank, device in zip(plan.ranks, self.cluster.devices, strict=True)
-        ]
+        pairs = zip(plan.ranks, self.cluster.devices, strict=True)
+        ranks = [r if r.device is each else replace(r, device=each) for r, each in pairs]
         active = taking_part(ranks, stored)
         among = self.among(active)
         turns = among.turns(
             unevenness=among.unevenness_of(ranks, stored, active),
             recomputed=self.treatments(ranks),
         )
-        paces, is_active = self.host_paces(plan), frozenset(active)
         compute: dict[tuple[object, ...], _Seconds] = {}
         parts_by_kind: dict[str | None, list[_Seconds]] = {}
         known: dict[tuple[object, ...], RankCost] = {}
-        costs = []
-        for i, rank in enumerate(ranks):
-            if i not in is_active:
-                budget = self.cluster.memory_budget_bytes(i)
-                idle = (rank.device.kind, budget, rank.optimizer_on_host)
+        looks, cost_by_look = self._looks(plan, ranks, stored_by), dict[_Look, RankCost]()
+        for look, i in first_places(looks).items():
+            rank = ranks[i]
+            if not (rank.microbatch_sizes or look.stored):
+                idle = (rank.device.kind, look.budget_bytes, rank.optimizer_on_host)
                 if idle not in known:
-                    known[idle] = self._rank_cost(i, rank, 0, ())
-                costs.append(known[idle])
+                    known[idle] = self._rank_cost(rank, look, ())
+                cost_by_look[look] = known[idle]
                 continue
-            last, member = plan.last_microbatch_sizes(i), self.member_at(plan, i)
-            own, sizes = among.of_member(member), (rank.microbatch_sizes, last)
+            own, sizes = among.of_member(look.member), (rank.microbatch_sizes, look.last)
             key: tuple[object, ...] = (
-                (rank.device.kind, member),
+                (rank.device.kind, look.member),
                 sizes,
                 rank.recomputed_units,
                 (rank.tiled_units, rank.tokens_per_tile),
                 rank.optimizer_on_host,
             )
             if rank.inputs_on_host:
-                key = (*key, rank.inputs_on_host, paces[i])
+                key = (*key, rank.inputs_on_host, look.pace)
             if key not in compute:
                 compute[key] = [
-                    own._class_seconds(each, rank, last, paces[i]) for each in turns.classes
+                    own._class_seconds(each, rank, look.last, look.pace)
+                    for each in turns.classes
                 ]
                 parts_by_kind.setdefault(rank.device.kind, []).append(compute[key])
-            of_rank = (key, stored[i], rank.device.memory_capacity_bytes)
+            of_rank = (key, look.stored, look.budget_bytes)
             if of_rank not in known:
-                alone = self.of_member(member)
-                known[of_rank] = alone._rank_cost(i, rank, stored[i], compute[key])
+                alone = self.of_member(look.member)
+                known[of_rank] = alone._rank_cost(rank, look, compute[key])
             cost = known[of_rank]
             if stored_by.matrices:
                 self._check_has_time(i, rank, stored_by)
@@ -106,8 +119,8 @@ class CostModel(TurnPrices, MemoryPrices):
                     optimizer_s=cost.optimizer_s + of_matrices_s,
                     memory=self._with_uneven(rank, cost.memory, stored_by, i),
                 )
-            costs.append(cost)
-        of_ranks = self.with_hosts(costs, ranks)
+            cost_by_look[look] = cost
+        of_ranks = self.with_hosts([*map(cost_by_look.__getitem__, looks)], ranks)
         return StepCost(
             turns=tuple(among._turn_costs(turns, parts_by_kind)),
             optimizer_s=max(cost.optimizer_s for cost in of_ranks),
@@ -115,6 +128,25 @@ class CostModel(TurnPrices, MemoryPrices):
             overhead_s=self.overhead_s,
             ranks=of_ranks,
         )
+
+    def _looks(
+        self, plan: Plan, ranks: Sequence[RankPlan], stored_by: OwnedState
+    ) -> list["_Look"]:
+        """By position, what the cost of a rank depends on."""
+        every = range(len(ranks))
+        members = [self.member_at(plan, i) if plan.context_groups else None for i in every]
+        return [
+            *map(
+                _Look,
+                map(id, ranks),
+                stored_by.numels,
+                self.cluster.budgets,
+                self.host_paces(plan),
+                map(plan.last_microbatch_sizes, every),
+                members,
+                every if stored_by.matrices else repeat(0),
+            )
+        ]
 
     def treatments(self, ranks: Sequence[RankPlan]) -> list[tuple[str, ...]]:
         """Distinct lists of patterns by which ranks treat units alike, or not."""
@@ -167,17 +199,15 @@ class CostModel(TurnPrices, MemoryPrices):
             found.append((number * forward_s, number * backward_s))
         return found
 
-    def _rank_cost(
-        self, position: int, rank: RankPlan, stored: int, parts: _Seconds
-    ) -> RankCost:
+    def _rank_cost(self, rank: RankPlan, look: "_Look", parts: _Seconds) -> RankCost:
         per_element_s = self.profile.device(rank.device.kind).optimizer_seconds_per_element
         return RankCost(
             forward_s=sum(forward_s for of_class in parts for forward_s, _ in of_class),
             backward_s=sum(backward_s for of_class in parts for _, backward_s in of_class),
-            optimizer_s=per_element_s * stored,
-            stored_numel=stored,
-            memory=self.memory(rank, stored),
-            memory_budget_bytes=self.cluster.memory_budget_bytes(position),
+            optimizer_s=per_element_s * look.stored,
+            stored_numel=look.stored,
+            memory=self.memory(rank, look.stored),
+            memory_budget_bytes=look.budget_bytes,
         )
 
     def _with_uneven(
@@ -210,7 +240,7 @@ class CostModel(TurnPrices, MemoryPrices):
                 f"{self.cluster.world_size}. Make a plan for this cluster."
             )
         for i, (rank, device) in enumerate(zip(plan.ranks, self.cluster.devices, strict=True)):
-            if not rank.device.accepts(device):
+            if rank.device is not device and not rank.device.accepts(device):
                 raise ValueError(
                     f"plan: ranks[{i}] is for {rank.device} but the cluster has {device} "
                     "there. Put the devices in the same order, or plan again."

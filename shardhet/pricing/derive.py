@@ -32,9 +32,11 @@ The host launches kernels while the device computes, so a visit takes no less th
 of its kernels.  It takes longer on hosts of NVIDIA's cards without bfloat16, from before 2020.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf, log, sqrt
+from operator import ne
 
 from shardhet.pricing.efficiency import Efficiency, efficiency_of
 from shardhet.pricing.roofline import (
@@ -43,7 +45,7 @@ from shardhet.pricing.roofline import (
     Roofline,
     matrices_of,
 )
-from shardhet.records.cluster import Cluster, Link, Node
+from shardhet.records.cluster import Cluster, Link
 from shardhet.records.kinds import FP16_ACCUMULATION, DeviceKind
 from shardhet.records.profiles import (
     CollectivePoint,
@@ -224,19 +226,23 @@ def _link_paces(cluster: Cluster, stated: float | None) -> list[tuple[float, flo
     """
     # A link that joins nodes may equal one within a node; the part within is never larger.
     parts = {link: _part_of_cable(link) for link in cluster.links}
+    crowding = {kind for kind in cluster.number_by_kind if WITHOUT_PEER_TO_PEER in str(kind)}
+    within: dict[tuple[int, int], Link | None] = {}  # the links inside nodes that are alike
     for node in cluster.nodes:
         if len(node.devices) > 1:
-            assert node.link is not None  # or there are no ``cluster.links``
-            parts[node.link] = min(parts[node.link], _part_within(node))
+            crowd = crowding and sum(device.kind in crowding for device in node.devices)
+            within[id(node.link), crowd or 0] = node.link
+    for (_, crowd), link in within.items():
+        assert link is not None  # or there are no ``cluster.links``
+        parts[link] = min(parts[link], _part_within(crowd))
     return [
         (part, part * link.bandwidth_bytes_per_s)
         for link, part in ((link, stated or part) for link, part in parts.items())
     ]
 
 
-def _part_within(node: Node) -> float:
-    """What the devices of a node reach of the link between them."""
-    crowd = sum(WITHOUT_PEER_TO_PEER in str(device.kind) for device in node.devices)
+def _part_within(crowd: int) -> float:
+    """What the devices of a node reach of the link between them, with so many that copy."""
     return LINK_FRACTION * min(1.0, UNCROWDED / max(1, crowd)) ** CROWDING
 
 
@@ -253,7 +259,7 @@ def _said_of_links(cluster: Cluster, stated: float | None) -> str:
 
 def meets_over_gloo(cluster: Cluster) -> bool:
     """Whether the makers of its GPUs have no library in common that carries their tensors."""
-    kinds = {str(device.kind) for device in cluster.devices}
+    kinds = list(map(str, cluster.number_by_kind))
     return all(any(kind.startswith(maker) for kind in kinds) for maker in (NVIDIA, AMD))
 
 
@@ -263,7 +269,7 @@ def _gloo_seconds_per_byte(cluster: Cluster, stated: float | None) -> float:
     pace_of, world_size = dict(zip(cluster.links, paces, strict=True)), cluster.world_size
     between = [cluster.between_nodes, cluster.between_regions]
     slowest = min((pace_of[each] for each in between if each in pace_of), default=inf)
-    sizes = [len(node.devices) for node in cluster.nodes]
+    sizes = {len(node.devices) for node in cluster.nodes}
     per_byte_s = (k * ((world_size - k) / slowest + (k - 1) / HOST_BYTES_PER_S) for k in sizes)
     return max(per_byte_s) / world_size
 
@@ -278,8 +284,9 @@ def derive_collectives(cluster: Cluster, link_fraction: float | None) -> Collect
     else:
         slowest = min(pace for _, pace in _link_paces(cluster, link_fraction))
         per_byte_s = (world_size - 1) / world_size / slowest
-    hops = [link.latency_s for link in _hops(cluster)]
-    latency_s = sum(hops) - min(hops)  # the ring is not closed
+    number_by_link = _hops(cluster)
+    latency_s = sum(number * link.latency_s for link, number in number_by_link.items())
+    latency_s -= min(link.latency_s for link in number_by_link)  # the ring is not closed
     points = []
     for nbytes in COLLECTIVE_NBYTES:
         timing = Timing.single(latency_s + nbytes * per_byte_s)
@@ -303,12 +310,16 @@ def derive_two_levels(cluster: Cluster, link_fraction: float | None) -> Collecti
     paces = [pace for _, pace in _link_paces(cluster, link_fraction)]
     pace_of = dict(zip(cluster.links, paces, strict=True))
     # Of n bytes, a node of k devices sends its part to every other one, and receives the rest.
-    busiest = max(max(k * (len(sizes) - 1), sum(sizes) - k) for k in sizes) / sum(sizes)
+    world_size, alike = (
+        cluster.world_size,
+        {(len(n.devices), id(n.link)): n.link for n in cluster.nodes},
+    )
+    busiest = max(max(k * (len(sizes) - 1), world_size - k) for k, _ in alike) / world_size
     across_s = busiest / pace_of[across]
     inside = [
-        ((k - 1) * node.link.latency_s, (k - 1) / k / pace_of[node.link])
-        for k, node in zip(sizes, cluster.nodes, strict=True)
-        if k > 1 and node.link is not None
+        ((k - 1) * link.latency_s, (k - 1) / k / pace_of[link])
+        for (k, _), link in alike.items()
+        if k > 1 and link is not None
     ]
     latency_s = across.latency_s + max(hops for hops, _ in inside)
     per_byte_s = across_s + max(seconds for _, seconds in inside)
@@ -319,14 +330,17 @@ def derive_two_levels(cluster: Cluster, link_fraction: float | None) -> Collecti
     return Collectives(source=Source.DERIVED, points=tuple(points))
 
 
-def _hops(cluster: Cluster) -> Iterator[Link]:
-    """The links of a ring in plan order, the one back to the first device included."""
-    nodes = cluster.nodes
-    for node, following in zip(nodes, (*nodes[1:], nodes[0]), strict=True):
-        inside = len(node.devices) - (1 if len(nodes) > 1 else 0)
-        link = node.link
-        yield from (link for _ in range(inside) if link is not None)
-        across = node.region != following.region
-        link = cluster.between_regions if across else cluster.between_nodes
-        if len(nodes) > 1 and link is not None:
-            yield link
+def _hops(cluster: Cluster) -> Counter[Link]:
+    """How often a ring passes each link in plan order, back to the first device included."""
+    nodes, found = cluster.nodes, Counter[Link | None]()
+    link_by_id, inside = {id(node.link): node.link for node in nodes}, Counter[int]()
+    for node in nodes:
+        inside[id(node.link)] += len(node.devices) - (len(nodes) > 1)
+    for each, number in inside.items():
+        found[link_by_id[each]] += number
+    if len(nodes) > 1:
+        regions = [node.region for node in nodes]
+        across = sum(map(ne, regions, (*regions[1:], regions[0])))
+        found[cluster.between_regions] += across
+        found[cluster.between_nodes] += len(nodes) - across
+    return Counter({link: n for link, n in found.items() if link is not None and n})

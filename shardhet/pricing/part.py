@@ -231,8 +231,9 @@ def part_of(setting: Setting, positions: Collection[int]) -> Setting:
     """The setting with the devices at ``positions`` only."""
     cluster, profile = setting.cluster, setting.profile
     smaller = cluster.only(positions)
-    kinds = {device.kind for device in smaller.devices}
-    place = {position: i for i, position in enumerate(sorted(positions))}
+    place = {}
+    if profile.groups or profile.pairs:
+        place = {position: i for i, position in enumerate(sorted(positions))}
     groups = tuple(
         replace(each, positions=tuple(place[i] for i in each.positions))
         for each in profile.groups
@@ -243,7 +244,7 @@ def part_of(setting: Setting, positions: Collection[int]) -> Setting:
         for each in profile.pairs
         if each.sender in place and each.receiver in place
     )
-    if len(place) == cluster.world_size:
+    if len(positions) == cluster.world_size:
         collectives, two_levels = profile.collectives, profile.two_levels
     elif _is_derived(setting):
         collectives, two_levels = _derived(setting, smaller)
@@ -255,7 +256,7 @@ def part_of(setting: Setting, positions: Collection[int]) -> Setting:
         cluster=smaller,
         profile=replace(
             profile,
-            devices=_devices(setting, smaller, kinds),
+            devices=_devices(setting, smaller, smaller.number_by_kind),
             collectives=collectives,
             two_levels=two_levels,
             groups=groups,
@@ -354,18 +355,19 @@ def _is_derived(setting: Setting) -> bool:
         return False
 
 
-@lru_cache(maxsize=4)  # that of the whole, for each of its parts
-def _stated(cluster: Cluster, link_fraction: float | None) -> Collectives:
-    return derive_collectives(cluster, link_fraction)
+@lru_cache(maxsize=128)  # of the whole and of its parts, for each change that is tried
+def _stated(
+    cluster: Cluster, link_fraction: float | None
+) -> tuple[Collectives, Collectives | None]:
+    return derive_collectives(cluster, link_fraction), derive_two_levels(cluster, link_fraction)
 
 
 def _derived(setting: Setting, other: Cluster) -> tuple[Collectives, Collectives | None]:
     """The collectives of a part of the cluster, or of more, in one level and in two."""
     cluster, profile = setting.cluster, setting.profile
     fraction = profile.link_fraction
-    stated = _stated(cluster, fraction)
-    one = _in_proportion(derive_collectives(other, fraction), profile.collectives, stated)
-    two = derive_two_levels(other, fraction)
+    (stated, _), (one, two) = _stated(cluster, fraction), _stated(other, fraction)
+    one = _in_proportion(one, profile.collectives, stated)
     return one, two and _in_proportion(two, profile.collectives, stated)
 
 

@@ -194,6 +194,11 @@ class StepCost:
         beside_s = self.optimizer_s + self.exposed_comm_s + self.overhead_s
         return self.forward_s + self.backward_s + beside_s
 
+    @property
+    def distinct_ranks(self) -> list[RankCost]:
+        """Of ranks that share a record of their cost, one."""
+        return list({id(rank): rank for rank in self.ranks}.values())
+
     def within(self, budgets: Sequence[int]) -> "StepCost":
         """The same cost with these memory budgets, one per rank, instead of the cluster's."""
         if budgets == [rank.memory_budget_bytes for rank in self.ranks]:

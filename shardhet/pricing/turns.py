@@ -117,12 +117,9 @@ class TurnPrices(Priced):
         world_size = len(shares)
         if world_size == 1:
             return 0.0
-        num_receivers = sum(computes)
-        busiest = max(
-            max(share * (num_receivers - receives), receives * (1 - share))
-            for share, receives in zip(shares, computes, strict=True)
-        )
-        return busiest * world_size / (world_size - 1)
+        of, receives = np.asarray(shares), np.asarray(computes, dtype=np.float64)
+        busiest = np.maximum(of * (receives.sum() - receives), receives * (1 - of)).max()
+        return float(busiest * world_size / (world_size - 1))
 
     def turns(
         self,
@@ -173,7 +170,7 @@ class TurnPrices(Priced):
         """The unevenness of ranks that store so many elements, of which some take part."""
         return self.unevenness(
             [stored[i] / self.workload.numel for i in active],
-            [ranks[i].rank_batch_size > 0 for i in active],
+            [bool(ranks[i].microbatch_sizes) for i in active],
         )
 
     def _alike(self, recomputed: Sequence[Sequence[str]]) -> list[list[int]]:
@@ -330,7 +327,7 @@ def taking_part(ranks: Sequence[RankPlan], stored: Sequence[int]) -> tuple[int, 
     No other one receives rows, contributes gradients or has a part of their sums.
     """
     pairs = enumerate(zip(ranks, stored, strict=True))
-    return tuple(i for i, (rank, numel) in pairs if rank.rank_batch_size or numel)
+    return tuple(i for i, (rank, numel) in pairs if rank.microbatch_sizes or numel)
 
 
 @lru_cache(maxsize=64)

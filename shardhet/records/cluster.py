@@ -1,5 +1,7 @@
 """What hardware there is: one record per device, and the nodes and links between them."""
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -13,6 +15,7 @@ from shardhet.records.codec import (
     Bounds,
     Count,
     Document,
+    first_places,
     from_document,
     read_document,
     repeated,
@@ -121,10 +124,18 @@ class Cluster(Document):
                 "above 0 and at most 1."
             )
 
+    def __hash__(self) -> int:
+        return hash((self.nodes[0], len(self.nodes), self.world_size))  # all would take long
+
     @cached_property
     def devices(self) -> tuple[DeviceSpec, ...]:
         """All devices in plan order."""
-        return tuple(device for node in self.nodes for device in node.devices)
+        return tuple(chain.from_iterable(node.devices for node in self.nodes))
+
+    @cached_property
+    def number_by_kind(self) -> Counter[str | None]:
+        """How many devices of each kind there are, in the order of the first ones."""
+        return Counter(device.kind for device in self.devices)
 
     @cached_property
     def node_of(self) -> tuple[Node, ...]:
@@ -156,6 +167,17 @@ class Cluster(Document):
             device.memory_capacity_bytes, self.node_of[position].library_bytes
         )
 
+    @cached_property
+    def budgets(self) -> tuple[int, ...]:
+        """``memory_budget_bytes`` of every device, in plan order."""
+        keys = [
+            (device.memory_capacity_bytes, node.library_bytes)
+            for node in self.nodes
+            for device in node.devices
+        ]
+        budget_by_key = {k: self.memory_budget_bytes(i) for k, i in first_places(keys).items()}
+        return tuple(map(budget_by_key.__getitem__, keys))
+
     def _budget_bytes(self, capacity_bytes: int, library_bytes: int | None) -> int:
         budget = int(capacity_bytes * self.usable_memory_fraction)
         if library_bytes is None:
@@ -177,7 +199,7 @@ class Cluster(Document):
         """
         fraction, bound = self.usable_memory_fraction, dict[int, int]()
         for i, device in enumerate(self.devices):
-            budget = self.memory_budget_bytes(i)
+            budget = self.budgets[i]
             if budget < int((device.memory_capacity_bytes or 0) * fraction):
                 bound[i] = int(part * budget)
         return replace(self, usable_memory_fraction=part * fraction), bound
@@ -200,7 +222,7 @@ class Cluster(Document):
 
     def check_described(self) -> None:
         """Raise ``ValueError`` if what times follow from is missing."""
-        for name in dict.fromkeys(device.kind for device in self.devices):
+        for name in self.number_by_kind:
             self.kind(name)
         _ = self.links
 
@@ -215,10 +237,15 @@ class Cluster(Document):
     @cached_property
     def links(self) -> tuple[Link, ...]:
         """The distinct links that a collective over all devices crosses."""
+        first = dict[int, int]()  # of the nodes that share a link
+        for i, node in enumerate(self.nodes):
+            if len(node.devices) > 1:
+                first.setdefault(id(node.link), i)
         crossed = {
-            f"nodes[{i}].link, between the devices of {node.host!r}": node.link
-            for i, node in enumerate(self.nodes)
-            if len(node.devices) > 1
+            f"nodes[{i}].link, between the devices of {self.nodes[i].host!r}": self.nodes[
+                i
+            ].link
+            for i in first.values()
         }
         if len(self.nodes) > 1:
             crossed["between_nodes"] = self.between_nodes
@@ -235,11 +262,15 @@ class Cluster(Document):
 
     def only(self, positions: Collection[int]) -> "Cluster":
         """The cluster of the devices at ``positions``, without nodes that have none of them."""
-        kept, nodes = frozenset(positions), []
+        kept, nodes, start = sorted(set(positions)), list[Node](), 0
         for node, here in zip(self.nodes, self.positions_by_node, strict=True):
-            devices = tuple(self.devices[i] for i in here if i in kept)
-            if devices:
+            stop = bisect_left(kept, here.stop, start)
+            if stop - start == len(here):
+                nodes.append(node)
+            elif stop > start:
+                devices = tuple(map(self.devices.__getitem__, kept[start:stop]))
                 nodes.append(replace(node, devices=devices))
+            start = stop
         return replace(self, nodes=tuple(nodes))
 
     def with_devices(self, devices: Iterable[DeviceSpec]) -> Self:

@@ -32,6 +32,7 @@ from typing import (
 )
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 _UNIONS = (Union, UnionType)  # typing makes the first where an alias is part of it
 
 
@@ -162,16 +163,10 @@ def _with_names_once(loader: type) -> type:
 
 def to_document(record: Any) -> dict[str, Any]:
     """The fields of a record as JSON can hold them, in the order of their declaration."""
-    values = {field.name: getattr(record, field.name) for field in fields(record)}
-    objects = {
-        name
-        for name, kind in _types(cast("Hashable", type(record))).items()
-        if OBJECT in _parts(kind)[1]
-    }
     return {
-        name: dict(value) if name in objects else _plain(value)
-        for name, value in values.items()
-        if value is not None
+        name: dict(value) if is_object else _plain(value)
+        for name, is_object in _written(cast("Hashable", type(record)))
+        if (value := getattr(record, name)) is not None
     }
 
 
@@ -281,11 +276,19 @@ def _object(value: Any, where: str) -> Mapping[Any, Any]:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, int | float | str) and not isinstance(value, Enum):
+        return value
     if is_dataclass(value):
         return to_document(value)
     if isinstance(value, tuple):
         return [_plain(each) for each in value]
     return value.value if isinstance(value, Enum) else value
+
+
+def first_places(keys: Sequence[K]) -> dict[K, int]:
+    """Where each key comes first, in the order of keys."""
+    found = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
+    return dict(sorted(found.items(), key=lambda each: each[1]))
 
 
 def repeated(values: Iterable[Any]) -> list[Any]:
@@ -304,6 +307,12 @@ def _types(kind: Hashable) -> dict[str, Any]:
     record_type = cast("type[Any]", kind)  # Hashable: for mypy, which does not see that it is
     hints = get_type_hints(record_type, include_extras=True)
     return {field.name: hints[field.name] for field in fields(record_type)}
+
+
+@cache
+def _written(kind: Hashable) -> list[tuple[str, bool]]:
+    """The fields of a record, and whether a document spells them as one object."""
+    return [(name, OBJECT in _parts(each)[1]) for name, each in _types(kind).items()]
 
 
 def _parts(annotation: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -27,7 +27,7 @@ from shardhet.records.by_hand import (
     whole,
 )
 from shardhet.records.cluster import DeviceSpec
-from shardhet.records.codec import OMITTABLE, Document, PositiveInt
+from shardhet.records.codec import OMITTABLE, Document, PositiveInt, first_places
 from shardhet.records.layout import Owned
 from shardhet.records.schedule import StepForm
 from shardhet.records.shown import ShownPlan
@@ -181,10 +181,11 @@ class Plan(ShownPlan, PlanInGroups, Document):
     def __post_init__(self) -> None:
         if not self.ranks:
             raise ValueError("plan: it has no devices. Give one entry per device.")
-        for i, rank in enumerate(self.ranks):
+        distinct = [(i, self.ranks[i]) for i in first_places([*map(id, self.ranks)]).values()]
+        for i, rank in distinct:
             check_rank(i, rank, SHARES_TOLERANCE)
         check_units(self.units)
-        for i, rank in enumerate(self.ranks):
+        for i, rank in distinct:
             # Without the model's units, those that are named in full are known.
             fqns = [unit.fqn for unit in self.units] or names_in_full(rank.inputs_on_host)
             rank.check_inputs_on_host(i, fqns)

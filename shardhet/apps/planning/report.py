@@ -227,7 +227,7 @@ def _result(report: PlanReport) -> Iterator[str]:
         yield from pipeline_lines(solution, report.inputs.setting.cluster)
         return
     active = active_positions(solution)
-    unused = [i for i in range(solution.plan.world_size) if i not in active]
+    unused = sorted({*range(solution.plan.world_size)}.difference(active))
     if unused:
         yield (
             f"Unused devices: {ranges(unused)}. They compute and store nothing, and "

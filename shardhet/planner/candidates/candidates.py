@@ -8,6 +8,7 @@ alike.  Its room is what the budget leaves for state.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -16,12 +17,13 @@ from shardhet.planner.candidates.recompute import treatments
 from shardhet.planner.candidates.role_times import PortShares, Terms
 from shardhet.planner.candidates.table import CandidateTable
 from shardhet.planner.forms import BatchRounds
-from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.demands import Demands, Role
 from shardhet.planner.problem.problem import Floats, Problem
 from shardhet.planner.problem.solution import PlanError
 from shardhet.planner.problem.state_numels import StateNumels
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
 from shardhet.pricing.cost import CostModel
+from shardhet.records.cluster import Cluster
 
 MOST_SAMPLES_LISTED = 2**17  # on one device
 MOST_LISTED_AT_ONCE = 2**14  # on devices of different groups together
@@ -31,6 +33,9 @@ CLOSE_CUT_FACTOR = 1.5  # likewise, where many groups make each candidate count
 MANY_GROUPS = 32
 FINER = 2  # steps of recomputation where few long samples are shared by tokens
 GIB = 2**30
+
+
+Bundles = tuple[list[Role], list[tuple[int, ...]]]  # sets of positions with these roles
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,26 +102,11 @@ class TableBuilder:
             has_endless_memory,
             demands.max_microbatch_size,
         )
-        all_roles = demands.roles(model.cluster)
-        # Equal roles are one object, which is faster to compare than what it says.
-        role_by_id = {id(role): role for role in all_roles}
-        bundles: dict[tuple[int, tuple[int, ...]], list[tuple[int, ...]]] = {}
-        for positions in demands.bundles(model.cluster.world_size):
-            role_ids = [id(all_roles[position]) for position in positions]
-            if not role_by_id[role_ids[0]].member:
-                role_ids = list(dict.fromkeys(role_ids))
-            key = (len(positions), tuple(role_ids))
-            bundles.setdefault(key, []).append(positions)
-        # Per group: sets of equal positions.
-        self.bundles = tuple(map(tuple, bundles.values()))
+        bundles = bundles_of(demands, model.cluster)
+        self.bundles = tuple(tuple(sets) for _, sets in bundles)
         self._groups = [
-            GroupTimes(
-                self._terms,
-                [role_by_id[each] for each in role_ids],
-                num_members=num_members,
-                count=len(of_group),
-            )
-            for (num_members, role_ids), of_group in bundles.items()
+            GroupTimes(self._terms, roles, num_members=len(sets[0]), count=len(sets))
+            for roles, sets in bundles
         ]
 
     @property
@@ -149,7 +139,7 @@ class TableBuilder:
 
     def least_compute(self) -> LeastCompute:
         """What the batch takes at least."""
-        kinds = {device.kind for device in self.model.cluster.devices}
+        kinds = self.model.cluster.number_by_kind
         number = np.array([[times.count * times.num_batches] for times in self._groups])
         with np.errstate(divide="ignore"):  # a phase may take no time
             unit_s = {
@@ -289,3 +279,24 @@ class TableBuilder:
             f"{budget / GIB:.3g} GiB. Raise its memory budget, lower its batch or its exact "
             "share of the state, or leave it out of the cluster."
         )
+
+
+def bundles_of(demands: Demands, cluster: Cluster) -> list[Bundles]:
+    """All positions, in sets of equal devices, mostly of one: what roles there are, or that
+    of each member of a context group, and the sets; in the order of their first members.
+    """
+    roles, alone = demands.roles(cluster), dict[int, list[int]]()
+    sets = [tuple(sorted(e)) for e in (*demands.equal, *demands.context_groups) if len(e) > 1]
+    held, found = set(chain.from_iterable(sets)), dict[tuple[int, ...], Bundles]()
+    for each in sorted(sets):
+        of_set = [roles[i] for i in each]
+        if not of_set[0].member:
+            of_set = list({id(role): role for role in of_set}.values())
+        key = (len(each), *map(id, of_set))
+        found.setdefault(key, (of_set, []))[1].append(each)
+    for i, role in enumerate(map(id, roles)):
+        if i not in held:
+            alone.setdefault(role, []).append(i)
+    for role, positions in alone.items():
+        found[1, role] = [roles[positions[0]]], [*zip(positions, strict=True)]
+    return sorted(found.values(), key=lambda each: each[1][0])

@@ -199,9 +199,11 @@ class Demands:
         """The exact share that is demanded of the device, or of one that it must equal."""
         return self._stated("state_share").get(position)
 
-    def needs(self, position: int) -> bool:
-        """Whether samples or state are demanded of the device."""
-        return bool(self.rank_batch_size(position) or self.state_share(position))
+    @property
+    def needed(self) -> list[int]:
+        """The positions of which samples or state are demanded."""
+        stated = [self._stated("rank_batch_size"), self._stated("state_share")]
+        return sorted({i for each in stated for i, value in each.items() if value})
 
     def not_idle(self, world_size: int) -> tuple[int, ...]:
         """The positions that may have samples or state; all if all must do alike."""
@@ -229,13 +231,6 @@ class Demands:
         sets = tuple(i for i, each in enumerate(self.equal) if position in each)
         return self.limits.get(position, NO_LIMITS), sets
 
-    def bundles(self, world_size: int) -> list[tuple[int, ...]]:
-        """All positions, in sets of equal devices, ordered by their first members."""
-        sets = [tuple(sorted(each)) for each in (*self.equal, *self.context_groups) if each]
-        members = {position for each in sets for position in each}
-        alone = [(position,) for position in range(world_size) if position not in members]
-        return sorted([*sets, *alone])
-
     def member(self, position: int) -> "Member | None":
         """The device as one of a context group, if it is in one."""
         return next((e[position] for e in self.context_groups if position in e), None)
@@ -243,32 +238,26 @@ class Demands:
     def roles(self, cluster: Cluster) -> list[Role]:
         """The role of every device, in the order of the cluster; equal roles are one object."""
         shares = self.state_shares(cluster.world_size)
-        usual: dict[tuple[object, ...], Role] = {}
-        known: dict[Role, Role] = {}
-        roles = []
         hosts, memory = _host_parts(self, cluster), host_bytes(self, cluster)
-        for i, device in enumerate(cluster.devices):
-            key = (device.kind, cluster.memory_budget_bytes(i), hosts[i], memory[i])
-            member = self.member(i)
-            is_usual = not (i in self.limits or i in shares or member)
-            if not is_usual or key not in usual:
-                role = Role(
-                    device.kind,
-                    self.budget_bytes(cluster, i),
-                    replace(
-                        self.limits.get(i, NO_LIMITS),
-                        memory_budget_bytes=None,
-                        state_share=shares.get(i),
-                        host_bytes=inf,
-                    ),
-                    None if i in shares else hosts[i],
-                    memory[i],
-                    member,
-                )
-                role = known.setdefault(role, role)
-                if is_usual:
-                    usual[key] = role
-            roles.append(usual[key] if is_usual else role)
+        kinds = (device.kind for device in cluster.devices)
+        keys = list(zip(kinds, cluster.budgets, hosts, memory, strict=True))
+        usual = {key: Role(*key[:2], NO_LIMITS, *key[2:]) for key in dict.fromkeys(keys)}
+        roles, known = [*map(usual.__getitem__, keys)], {each: each for each in usual.values()}
+        members = {i: member for each in self.context_groups for i, member in each.items()}
+        for i in {*self.limits, *shares, *members}:
+            role = replace(
+                roles[i],
+                budget_bytes=self.budget_bytes(cluster, i),
+                limits=replace(
+                    self.limits.get(i, NO_LIMITS),
+                    memory_budget_bytes=None,
+                    state_share=shares.get(i),
+                    host_bytes=inf,
+                ),
+                host=None if i in shares else hosts[i],
+                member=members.get(i),
+            )
+            roles[i] = known.setdefault(role, role)
         return roles
 
     def with_budgets(
@@ -283,13 +272,17 @@ class Demands:
 
     def budget_bytes(self, cluster: Cluster, position: int) -> int:
         """The smaller of the cluster's budget and the demanded one."""
-        budget = cluster.memory_budget_bytes(position)
+        budget = cluster.budgets[position]
         stated = self.limits.get(position, NO_LIMITS).memory_budget_bytes
         return budget if stated is None else min(budget, stated)
 
     def budgets(self, cluster: Cluster) -> list[int]:
         """``budget_bytes`` of every device, in the order of the cluster."""
-        return [self.budget_bytes(cluster, i) for i in range(cluster.world_size)]
+        budgets = list(cluster.budgets)
+        for i, limits in self.limits.items():
+            if limits.memory_budget_bytes is not None:
+                budgets[i] = min(budgets[i], limits.memory_budget_bytes)
+        return budgets
 
 
 def _with_batches(demands: Demands, round_size: int, world_size: int) -> Demands:

@@ -45,7 +45,7 @@ class PlanSolution:
     @property
     def fits(self) -> bool:
         """Whether every device stays within its budget."""
-        return all(rank.fits for rank in self.predicted.ranks)
+        return all(rank.fits for rank in self.predicted.distinct_ranks)
 
     @property
     def places(self) -> tuple[int, ...]:
