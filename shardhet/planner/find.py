@@ -208,11 +208,13 @@ def _of_all(asked: "_Asked", tolerance: float | None) -> "_Found":
     """``solve``, where devices are idle only by chance, and nothing is preferred.
 
     What is allowed on hosts is also left out: the search leaves other devices idle without it.
+    Near a part that is known, it does not.
     """
     found: list[_Found] = []
     missed: PlanError | None = None
     least, *_ = asked.demands.with_less_on_hosts()  # of equally fast plans not the first
-    for demands in [asked.demands, *[least] * (least != asked.demands)]:
+    is_left_out = least != asked.demands and not asked.near_part
+    for demands in [asked.demands, *[least] * is_left_out]:
         try:
             found.append(_solve(replace(asked, demands=demands), tolerance))
         except PlanError as error:

@@ -71,17 +71,15 @@ class Asked:
             at_most_s=self.step_s(least),
         )
 
-    def reached(self, there: Situation, least: float) -> float:
-        """The samples per second of a plan that gains as much as the fastest one does.
+    def near(self, there: Situation, least: float) -> PlanSolution:
+        """The fastest plan of the devices that take part in this one, and of sets near them.
 
-        Only devices are looked at that take part in this plan, and sets of them and others that
-        are next to it.  ``PlanError`` if none is seen to be as fast as ``least``.
+        ``PlanError`` if none is seen to gain enough to be as fast as ``least``.
         """
         best = self.best
         if best is None:
-            return self.solved(there, least).samples_per_s
-        ours_s = best.fastest_s or best.predicted.step_time_s
-        found = solve(
+            return self.solved(there, least)
+        return solve(
             there.setting,
             global_batch_size=self.conf.global_batch_size,
             demands=there.demands,
@@ -89,14 +87,28 @@ class Asked:
             is_bounded=False,
             near=best.plan.form,
             near_part=part_like(best, there),
-            at_most_s=ours_s * best.samples_per_s / least if least else inf,
+            at_most_s=_fastest_s(best) * best.samples_per_s / least if least else inf,
             with_kind=there.changed_kind,
         )
-        return best.samples_per_s * ours_s / found.predicted.step_time_s
+
+    def value_of(self, found: PlanSolution) -> float:
+        """The samples per second of a plan that gains as much as the fastest one does."""
+        if self.best is None:
+            return found.samples_per_s
+        gain = _fastest_s(self.best) / found.predicted.step_time_s
+        return self.best.samples_per_s * gain
+
+    def reached(self, there: Situation, least: float) -> float:
+        """``value_of`` the plan ``near``."""
+        return self.value_of(self.near(there, least))
 
     def here(self, demands: Demands) -> Situation:
         """The same devices with other demands."""
         return Situation(setting=self.inputs.setting, demands=demands)
+
+
+def _fastest_s(best: PlanSolution) -> float:
+    return best.fastest_s or best.predicted.step_time_s
 
 
 def part_like(best: PlanSolution, there: Situation) -> Positions:
@@ -158,7 +170,7 @@ def forms(asked: Asked) -> Iterator[Variant]:
     if can_have_stages and is_slow and not conf.refused_beside_stages():
         yield Variant("stages", f"max_stages={MAX_STAGES}", partial(_in_stages, asked))
     inputs, optimizer = demands.may_keep_inputs_on_host, demands.may_keep_optimizer_on_host
-    both = "inputs_on_host=true optimizer_on_host=true"
+    both, on_hosts = "inputs_on_host=true optimizer_on_host=true", list[PlanSolution]()
     for more in ((True, True), (True, False), (False, True)):
         if not ((more[0] and inputs) or (more[1] and optimizer)):
             key = " ".join(key for is_on, key in zip(more, both.split(), strict=True) if is_on)
@@ -167,14 +179,14 @@ def forms(asked: Asked) -> Iterator[Variant]:
                 may_keep_inputs_on_host=more[0] or inputs,
                 may_keep_optimizer_on_host=more[1] or optimizer,
             )
-            reach = partial(_with, asked, kept)
+            reach = partial(_with, asked, kept, on_hosts)
             yield Variant("host memory", key, reach, most=asked.most, within=both)
     is_few = asked.best is None or conf.global_batch_size <= FEW * setting.cluster.world_size
     is_long = setting.workload.tokens_per_sample >= MOST_UNTILED
     beside = demands.may_share_samples or demands.limits or demands.equal
     if is_few and is_long and not (is_one or beside or demands.whole_matrices):
         shared = replace(demands, may_share_samples=True)
-        reach = partial(_with, asked, shared)
+        reach = partial(_with, asked, shared, [])
         yield Variant("samples shared by tokens", "context_groups=true", reach)
     states_memory = any(node.host_memory_bytes is not None for node in setting.cluster.nodes)
     if asked.best is None and states_memory:
@@ -188,10 +200,20 @@ def forms(asked: Asked) -> Iterator[Variant]:
         yield Variant("LoRA", key, partial(_described, asked, with_lora))
 
 
-def _with(asked: Asked, demands: Demands, least: float) -> tuple[float, str]:
-    there = asked.here(demands)
-    asked.reached(there, least)  # which is soon seen, if nothing is
-    return asked.solved(there, least).samples_per_s, ""
+def _with(
+    asked: Asked, demands: Demands, found: list[PlanSolution], least: float
+) -> tuple[float, str]:
+    """What plans reach; the best of those ``found`` with more allowed is it, if it is one."""
+    inputs, optimizer = demands.may_keep_inputs_on_host, demands.may_keep_optimizer_on_host
+    for each in found:
+        ranks = each.plan.ranks
+        if all(
+            (inputs or not rank.inputs_on_host) and (optimizer or not rank.optimizer_on_host)
+            for rank in ranks
+        ):
+            return asked.value_of(each), ""
+    found.append(asked.near(asked.here(demands), least))
+    return asked.value_of(found[-1]), ""
 
 
 def _in_larger_hosts(asked: Asked, _: float) -> tuple[float, str]:
