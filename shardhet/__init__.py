@@ -7,29 +7,39 @@ the planning side never touches torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from shardhet.checkpoint import redistribute
-    from shardhet.comm.channel import phase
-    from shardhet.comm.liveness.watch import watch_ranks
-    from shardhet.fsdp import HetFSDP
-    from shardhet.fsdp.microbatch.loss import mean_of_samples
-    from shardhet.fsdp.step.calls import gather_features
-    from shardhet.planner import PlanError, find_plan
-    from shardhet.pricing.setting import Setting
-    from shardhet.profiler.batch import ExampleBatch
-    from shardhet.profiler.describe import describe, plan_for
-    from shardhet.records.cluster import Cluster, DeviceSpec
-    from shardhet.records.plan import Plan, RankPlan
-    from shardhet.records.profiles import Profile
-    from shardhet.records.stages import Stage
-    from shardhet.records.workload import Workload
-    from shardhet.simulator.simulation import simulate
-    from shardhet.training.dealing.loader import PlanSampler, loader
-    from shardhet.training.guard import Guard
-    from shardhet.training.hooks.bad_steps import OnBadStep
-    from shardhet.training.hooks.checkpoints import SaveCheckpoints
-    from shardhet.training.hooks.hooks import After, EndNotice, Hook, Hooks, Trace
-    from shardhet.training.rebalancing import Predicted, Rebalancer
+if TYPE_CHECKING:  # `as` says that they are for users
+    from shardhet.checkpoint import redistribute as redistribute
+    from shardhet.comm.channel import phase as phase
+    from shardhet.comm.liveness.watch import watch_ranks as watch_ranks
+    from shardhet.fsdp import HetFSDP as HetFSDP
+    from shardhet.fsdp.microbatch.loss import mean_of_samples as mean_of_samples
+    from shardhet.fsdp.step.calls import gather_features as gather_features
+    from shardhet.planner import PlanError as PlanError
+    from shardhet.planner import find_plan as find_plan
+    from shardhet.pricing.setting import Setting as Setting
+    from shardhet.profiler.batch import ExampleBatch as ExampleBatch
+    from shardhet.profiler.describe import describe as describe
+    from shardhet.profiler.describe import plan_for as plan_for
+    from shardhet.records.cluster import Cluster as Cluster
+    from shardhet.records.cluster import DeviceSpec as DeviceSpec
+    from shardhet.records.plan import Plan as Plan
+    from shardhet.records.plan import RankPlan as RankPlan
+    from shardhet.records.profiles import Profile as Profile
+    from shardhet.records.stages import Stage as Stage
+    from shardhet.records.workload import Workload as Workload
+    from shardhet.simulator.simulation import simulate as simulate
+    from shardhet.training.dealing.loader import PlanSampler as PlanSampler
+    from shardhet.training.dealing.loader import loader as loader
+    from shardhet.training.guard import Guard as Guard
+    from shardhet.training.hooks.bad_steps import OnBadStep as OnBadStep
+    from shardhet.training.hooks.checkpoints import SaveCheckpoints as SaveCheckpoints
+    from shardhet.training.hooks.hooks import After as After
+    from shardhet.training.hooks.hooks import EndNotice as EndNotice
+    from shardhet.training.hooks.hooks import Hook as Hook
+    from shardhet.training.hooks.hooks import Hooks as Hooks
+    from shardhet.training.hooks.hooks import Trace as Trace
+    from shardhet.training.rebalancing import Predicted as Predicted
+    from shardhet.training.rebalancing import Rebalancer as Rebalancer
 
 _MODULE_BY_NAME = {
     "After": "shardhet.training.hooks.hooks",
@@ -66,40 +76,7 @@ _MODULE_BY_NAME = {
     "watch_ranks": "shardhet.comm.liveness.watch",
 }
 
-__all__ = [
-    "After",
-    "Cluster",
-    "DeviceSpec",
-    "EndNotice",
-    "ExampleBatch",
-    "Guard",
-    "HetFSDP",
-    "Hook",
-    "Hooks",
-    "OnBadStep",
-    "Plan",
-    "PlanError",
-    "PlanSampler",
-    "Predicted",
-    "Profile",
-    "RankPlan",
-    "Rebalancer",
-    "SaveCheckpoints",
-    "Setting",
-    "Stage",
-    "Trace",
-    "Workload",
-    "describe",
-    "find_plan",
-    "gather_features",
-    "loader",
-    "mean_of_samples",
-    "phase",
-    "plan_for",
-    "redistribute",
-    "simulate",
-    "watch_ranks",
-]
+__all__ = sorted(_MODULE_BY_NAME)
 
 
 def __dir__() -> list[str]:
