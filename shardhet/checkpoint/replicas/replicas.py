@@ -40,8 +40,7 @@ from shardhet.checkpoint.format.entries import check_agree
 from shardhet.checkpoint.format.errors import CheckpointError
 from shardhet.checkpoint.loading import CALL as LOADS
 from shardhet.checkpoint.loading import load_from
-from shardhet.checkpoint.replicas.nodes import node_name
-from shardhet.checkpoint.replicas.source import find
+from shardhet.checkpoint.replicas.source import find, node_name
 from shardhet.checkpoint.replicas.transfer import Copying
 from shardhet.checkpoint.saving import wait_for_pending
 from shardhet.checkpoint.state.held import Held

@@ -1,6 +1,7 @@
 """Which replica the nodes have together, and how its rows get to the ranks that need them."""
 
 import logging
+import socket
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +16,19 @@ from shardhet.checkpoint.format.manifest import Manifest
 from shardhet.checkpoint.format.metadata import BytesPlace
 from shardhet.checkpoint.format.reading import SavedCheckpoint
 from shardhet.checkpoint.loading import CALL
-from shardhet.checkpoint.replicas.nodes import node_name
 from shardhet.checkpoint.replicas.transfer import Stream, all_to_all_bytes, of_files
 from shardhet.checkpoint.state.ranks import Ranks
 from shardhet.comm.channel import Channel
 from shardhet.records.stages import Nodes
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def node_name(folder: Path) -> str:
+    """What ranks with the same replicas have in common: the machine and the folder."""
+    boot_id = _BOOT_ID.read_text("ascii").strip() if _BOOT_ID.exists() else ""
+    return f"{socket.gethostname()} {boot_id} {folder}"
+
 
 DamagedFile = tuple[int, str, str]  # position, digest of the manifest, name
 
