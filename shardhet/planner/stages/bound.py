@@ -11,7 +11,7 @@ fastest of these, so that rounds of few samples are slow.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -55,18 +55,40 @@ def seconds_per_sample(setting: Setting, largest: int) -> dict[str | None, dict[
 
 def together_s(setting: Setting, num_samples: int) -> float:
     """The least seconds in which all devices together compute so many whole samples."""
-    kinds = Counter(device.kind for device in setting.cluster.devices)
     units = Counter(unit.kind for unit in setting.workload.units if unit.fqn)
-    samples, by_kind = np.arange(1, 1 + num_samples), []
-    for curves in seconds_by_size(setting, num_samples).values():
-        whole = np.asarray(sum(number * curves[name] for name, number in units.items()))[1:]
-        least_s = np.minimum.accumulate(whole / np.arange(1, 1 + len(whole)))
-        whole_s = samples * least_s[np.minimum(samples, len(whole)) - 1]
-        by_kind.append(np.minimum.accumulate(whole_s[::-1])[::-1])
+    numbers = np.array([[float(units[name]) for name in sorted(units)]])
+    curves = seconds_by_size(setting, num_samples)
+    return float(_together_s(setting, curves, numbers, num_samples)[0])
+
+
+def _together_s(
+    setting: Setting,
+    curves: Mapping[str | None, Mapping[str, Floats]],
+    numbers: Floats,  # [stages, kinds of unit]
+    num_samples: int,
+) -> Floats:
+    """[stages] the same of stages with so many units of each kind; 0.0 of none."""
+    kinds = Counter(device.kind for device in setting.cluster.devices)
+    samples = np.arange(1, 1 + num_samples)
+    by_kind: list[Floats] = []
+    for kind in kinds:
+        of_units = np.array([curves[kind][name] for name in sorted(curves[kind])])
+        sizes = np.arange(1, min(1 + num_samples, of_units.shape[1]))
+        alone_s = (numbers @ of_units[:, sizes]) / sizes
+        least_s = np.minimum.accumulate(alone_s, axis=1)
+        whole_s = samples * least_s[:, np.minimum(samples, len(sizes)) - 1]
+        by_kind.append(np.minimum.accumulate(whole_s[:, ::-1], axis=1)[:, ::-1])
+    # Dealt out evenly they take no less than the least; what takes longer is not needed.
+    even = -(-num_samples // setting.cluster.world_size) - 1
+    enough_s = np.maximum.reduce([whole_s[:, even] for whole_s in by_kind])
+    most = [int((s <= enough_s[:, None]).sum(axis=1).max()) for s in by_kind]
+    by_time = np.hstack([s[:, :n] for s, n in zip(by_kind, most, strict=True)])
     # Each device computes one sample more at each of these times.
-    by_time, weights = np.concatenate(by_kind), np.repeat(list(kinds.values()), num_samples)
-    order = np.argsort(by_time, kind="stable")
-    return float(by_time[order[(np.cumsum(weights[order]) >= num_samples).argmax()]])
+    weights = np.repeat(list(kinds.values()), most)
+    order = np.argsort(by_time, axis=1, kind="stable")
+    place = (np.cumsum(weights[order], axis=1) >= num_samples).argmax(axis=1)
+    rows = np.arange(len(numbers))
+    return np.asarray(by_time[rows, order[rows, place]])
 
 
 def together_on_kinds_s(
@@ -166,32 +188,11 @@ class Speeds:
         return self._known_numbers[0]
 
     def _of_numbers_s(self, positions: Positions, num_samples: int, numbers: Floats) -> Floats:
-        """The same of stages with these ``numbers`` of units by kind; 0.0 of none."""
+        """The same of stages with these ``numbers`` of units by kind."""
         setting = self.smaller(positions)
         if positions not in self._known_curves:
             self._known_curves[positions] = seconds_by_size(setting, self.global_batch_size)
-        curves = self._known_curves[positions]
-        kinds = Counter(device.kind for device in setting.cluster.devices)
-        samples = np.arange(1, 1 + num_samples)
-        by_kind: list[Floats] = []
-        for kind in kinds:
-            curve_by_name = curves[kind]
-            of_units = np.array([curve_by_name[name] for name in sorted(curve_by_name)])
-            sizes = np.arange(1, min(1 + num_samples, of_units.shape[1]))
-            alone_s = (numbers @ of_units[:, sizes]) / sizes
-            least_s = np.minimum.accumulate(alone_s, axis=1)
-            whole_s = samples * least_s[:, np.minimum(samples, len(sizes)) - 1]
-            by_kind.append(np.minimum.accumulate(whole_s[:, ::-1], axis=1)[:, ::-1])
-        # Dealt out evenly they take no less than the least; what takes longer is not needed.
-        even = -(-num_samples // len(positions)) - 1
-        enough_s = np.maximum.reduce([whole_s[:, even] for whole_s in by_kind])
-        most = [int((s <= enough_s[:, None]).sum(axis=1).max()) for s in by_kind]
-        by_time = np.hstack([s[:, :n] for s, n in zip(by_kind, most, strict=True)])
-        weights = np.repeat(list(kinds.values()), most)
-        order = np.argsort(by_time, axis=1, kind="stable")
-        place = (np.cumsum(weights[order], axis=1) >= num_samples).argmax(axis=1)
-        rows = np.arange(len(numbers))
-        return np.asarray(by_time[rows, order[rows, place]])
+        return _together_s(setting, self._known_curves[positions], numbers, num_samples)
 
     def overlapped_s(self, positions: Positions, form: StepForm) -> Floats:
         """Seconds of transfers beside turns in all rounds at least, by first unit and stop.

@@ -92,12 +92,10 @@ class Expected:
                 found = float(seconds), pipelines.cuts[cut]
                 self._likely.setdefault(pipelines.orders[i], {})[num_rounds] = found
 
-    def least_s(
-        self, stages: Stages, trial: Trial, *, whatever_in_flight: bool = False
-    ) -> float:
+    def least_s(self, stages: Stages, trial: Trial) -> float:
         """No step is faster in which all devices of these stages take part."""
-        held = None if whatever_in_flight else trial.in_flight(len(stages))
         one = Pipelines.of(self.tables, [stages], [trial.cuts])
+        held = trial.in_flight(len(stages))
         return float(one.least_in_form_s(trial.form, held, ONLY, ONLY).item())
 
     def start_rounds(self, num_stages: int) -> list[int]:

@@ -12,13 +12,11 @@ from math import inf
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardhet.planner.stages.groups import Stages
 from shardhet.planner.stages.likely import FORMS, MORE_IN_FLIGHT, Trial
 from shardhet.planner.stages.plans import StagePlans
 from shardhet.planner.stages.tables import Ints, Pipelines, Tables
-from shardhet.records.schedule import StepForm
 
 MOST_LEFT = 2**18  # pipelines, each in any form and with any number of rounds in flight
 MOST_PLANNED = 1500  # stages
@@ -123,13 +121,12 @@ class _Rest:
         pipelines, plans = left.pipelines, self.search.plans
         order, cut = left.order, left.cut
         form, in_flight = trial.form, trial.in_flight(pipelines.num_stages)
-        own_s = self._least_s(pipelines, form)
+        own_s = [self.search.tables.least_round_s(each, form) for each in pipelines.groups]
         while plans.num_solved < self.most_solved:
             rounds_s = []
-            for i, each_s in enumerate(pipelines.of_stages(own_s, order, cut)):
-                tables = [plans.known_s(e, form, in_flight[i]) for e in pipelines.groups]
-                known_s = pipelines.of_stage(np.array(tables), i, order, cut)
-                rounds_s.append(np.maximum(each_s, known_s))
+            for i, held in enumerate(in_flight):
+                known_s = [plans.known_s(each, form, held) for each in pipelines.groups]
+                rounds_s.append(pipelines.of_stage(np.maximum(own_s, known_s), i, order, cut))
             least_s = pipelines.least_s(rounds_s, form.num_rounds, order, cut, in_flight)
             kept = np.nonzero(least_s < self.at_most_s)[0]
             kept = kept[np.argsort(least_s[kept], kind="stable")]
@@ -152,7 +149,3 @@ class _Rest:
                 self.best = seconds, one, stages
                 self.at_most_s = seconds * (1 - self.least_gain)
         return len(order)
-
-    def _least_s(self, pipelines: Pipelines, form: StepForm) -> NDArray[np.float64]:
-        tables = self.search.tables
-        return np.array([tables.least_round_s(each, form) for each in pipelines.groups])
