@@ -44,7 +44,7 @@ from shardhet.simulator.pipeline import (
     Hop,
     StageTimes,
     hop_of,
-    least_pipeline_s,
+    least_step_s,
     link_between,
     pipeline_s,
 )
@@ -116,7 +116,7 @@ def test_equal_stages_wait_for_each_other_at_the_beginning_and_the_end(
     stages = [StageTimes(forward_s, backward_s, once_s=0.5)] * num_stages
     step_s = pipeline_s(
         stages,
-        [0.0] * (num_stages - 1),
+        ([0.0] * (num_stages - 1),) * 2,
         in_flight=range(num_stages, 0, -1),
         num_rounds=num_rounds,
     )
@@ -136,7 +136,7 @@ def test_a_step_is_no_shorter_than_any_stage_and_link(
     in_flight = [1 + (1 + more) * i for i in range(len(stages))][::-1]
     hops_s, backs_s = ([each] * (len(stages) - 1) for each in (link_s, back_s))
     step_s, fewer_s, alike_s = (
-        pipeline_s(stages, hops_s, in_flight=held, num_rounds=num_rounds, backs_s=back)
+        pipeline_s(stages, (hops_s, back), in_flight=held, num_rounds=num_rounds)
         for held, back in (
             (in_flight, backs_s),
             ([1] * len(stages), backs_s),
@@ -147,8 +147,9 @@ def test_a_step_is_no_shorter_than_any_stage_and_link(
         before = sum(each.round_s + link_s + back_s for each in stages[:i])
         assert step_s >= num_rounds * stage.round_s + before - 1e-9
     assert step_s >= num_rounds * max(link_s, back_s)
+    rounds_s, onces_s = zip(*((each.round_s, each.once_s) for each in stages), strict=True)
     for held in (None, in_flight):
-        least_s = least_pipeline_s(stages, hops_s, num_rounds, held, backs_s)
+        least_s = least_step_s(rounds_s, onces_s, (hops_s, backs_s), num_rounds, held, max)
         assert step_s >= least_s - 1e-9
     assert min(fewer_s, alike_s) >= step_s - 1e-9
 
@@ -177,7 +178,7 @@ def test_what_has_no_gradient_is_priced_one_way() -> None:
 
 def test_a_pipeline_that_does_not_end_is_refused() -> None:
     with pytest.raises(ValueError, match="grow along it"):
-        pipeline_s([StageTimes(1.0, 1.0)] * 2, [0.0], in_flight=[1, 2], num_rounds=4)
+        pipeline_s([StageTimes(1.0, 1.0)] * 2, ([0.0], [0.0]), in_flight=[1, 2], num_rounds=4)
 
 
 def test_messages_take_all_of_the_slowest_link_and_nodes_have_cables_of_their_own() -> None:

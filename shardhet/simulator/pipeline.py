@@ -71,26 +71,29 @@ class Hop:
         return self.link.latency_s + nbytes / bandwidth
 
 
+def seconds_of_hops(hops: Sequence[Hop]) -> tuple[list[float], list[float]]:
+    """Seconds of a round from each stage to the next, and of its gradients back."""
+    return [hop.seconds for hop in hops], [hop.back_s for hop in hops]
+
+
 def pipeline_s(
     stages: Sequence[StageTimes],
-    hops_s: Sequence[float],
+    hops_s: tuple[Sequence[float], Sequence[float]],
     *,
     in_flight: Sequence[int],
     num_rounds: int,
-    backs_s: Sequence[float] | None = None,
 ) -> float:
     """Seconds of a step.
 
     Args:
         stages: along the pipeline.
-        hops_s: of one round from each stage to the next.
-        backs_s: of its gradients from the next stage to each; None: as long.
+        hops_s: of one round from each stage to the next, and of its gradients back.
         in_flight: rounds that each stage may have begun and not finished; not growing.
         num_rounds: of the step.
     """
     times = [(each.forward_s, each.backward_s) for each in stages]
     order = order_of_phases(tuple(in_flight), num_rounds)
-    free_s = stages_free_s(times, (hops_s, backs_s or hops_s), order, max)
+    free_s = stages_free_s(times, hops_s, order, max)
     return max(end_s + stage.once_s for end_s, stage in zip(free_s, stages, strict=True))
 
 
@@ -154,21 +157,6 @@ def stages_free_s(
     return free_s
 
 
-def least_pipeline_s(
-    stages: Sequence[StageTimes],
-    hops_s: Sequence[float],
-    num_rounds: int,
-    in_flight: Sequence[int] | None = None,
-    backs_s: Sequence[float] | None = None,
-) -> float:
-    """Seconds that a step takes at least; ``in_flight`` None: whatever is in flight."""
-    rounds_s = [each.round_s for each in stages]
-    onces_s = [each.once_s for each in stages]
-    return least_step_s(
-        rounds_s, onces_s, (hops_s, backs_s or hops_s), num_rounds, in_flight, max
-    )
-
-
 def least_step_s(
     rounds_s: Sequence[Seconds],
     onces_s: Sequence[Seconds],
@@ -177,7 +165,7 @@ def least_step_s(
     in_flight: Sequence[int] | None,
     larger: Callable[[Seconds, Seconds], Seconds],
 ) -> Seconds:
-    """The same of stages of which only the seconds of a round are known.
+    """Seconds that a step takes at least; ``in_flight`` None: whatever is in flight.
 
     Let a round need r on a stage, b on those before it and a on those after it, with messages.
     The stage has M rounds to compute, after the first has reached it and before the last has

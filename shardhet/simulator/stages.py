@@ -21,6 +21,7 @@ from shardhet.simulator.pipeline import (
     hop_of,
     link_between,
     pipeline_s,
+    seconds_of_hops,
 )
 
 # The setting of the devices at some positions of a cluster.
@@ -68,8 +69,7 @@ class PipelinePrice:
         """Seconds of a step, where each stage computes its rounds as its cost says."""
         return pipeline_s(
             self.times,
-            [hop.seconds for hop in self.hops],
-            backs_s=[hop.back_s for hop in self.hops],
+            seconds_of_hops(self.hops),
             in_flight=self.in_flight or (1,),
             num_rounds=self.parts[0].plan.num_rounds,
         )

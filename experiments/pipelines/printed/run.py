@@ -121,7 +121,7 @@ class Published:
                 ]
                 hops_s = [0.0] * len(hops_s)
             seconds.append(
-                pipeline_s(times, hops_s, in_flight=held, num_rounds=self.num_rounds)
+                pipeline_s(times, (hops_s, hops_s), in_flight=held, num_rounds=self.num_rounds)
             )
         return max(seconds)
 

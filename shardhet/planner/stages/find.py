@@ -42,8 +42,9 @@ from shardhet.simulator.pipeline import (
     Hop,
     StageTimes,
     hop_of,
-    least_pipeline_s,
+    least_step_s,
     pipeline_s,
+    seconds_of_hops,
 )
 from shardhet.simulator.stages import price_of
 
@@ -115,8 +116,7 @@ class PipelineSearch:
 
         Where they are no less than ``at_most_s``, a bound on them may stand for them.
         """
-        hops = self.hops(stages, trial)
-        hops_s, backs_s = [hop.seconds for hop in hops], [hop.back_s for hop in hops]
+        hops_s = seconds_of_hops(self.hops(stages, trial))
         number, in_flight = trial.form.num_rounds, trial.in_flight(len(stages))
         bounds = pairwise((0, *trial.cuts, len(self.units)))
         parts = list(zip(stages, bounds, in_flight, strict=True))
@@ -125,7 +125,8 @@ class PipelineSearch:
             for each, part, held in parts
         ]
         for i in sorted(range(len(stages)), key=lambda i: -times[i].round_s):
-            least_s = least_pipeline_s(times, hops_s, number, in_flight, backs_s)
+            rounds_s, onces_s = zip(*((e.round_s, e.once_s) for e in times), strict=True)
+            least_s = least_step_s(rounds_s, onces_s, hops_s, number, in_flight, max)
             if least_s >= at_most_s:
                 return least_s
             positions, (first, stop), held = parts[i]
@@ -133,9 +134,7 @@ class PipelineSearch:
             if found is None:
                 return inf
             times[i] = found.times
-        return pipeline_s(
-            times, hops_s, in_flight=in_flight, num_rounds=number, backs_s=backs_s
-        )
+        return pipeline_s(times, hops_s, in_flight=in_flight, num_rounds=number)
 
     def tried_s(self, stages: Stages, trial: Trial, at_most_s: float) -> float:
         """``seconds_of`` pipelines in whose stages all devices take part.
