@@ -3,6 +3,7 @@
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.ordinary import Pair
 from tests.worlds import ends_all_ranks, on_ranks, run_ranks, run_ranks_expecting_failure
 
 WITHIN_S = 10.0
+DIFFERENTLY = "optimizer Deciding updates rows of a parameter differently"
 EVEN = Plan.by_hand(microbatch_sizes=[3, 3], state_shares=[0.5, 0.5])
 
 
@@ -45,6 +47,48 @@ class Lamb(Lion):
         for group, param in with_gradients(self):
             length = param.norm() / (param.grad.norm() + 1e-9)
             param -= group["lr"] * length * param.grad
+
+
+class Deciding(Lion):
+    """Leaves a parameter out by what is so of all its rows."""
+
+    def __init__(self, params: Iterable[Any], leaves_out: Callable[..., Any]) -> None:
+        super().__init__(params)
+        self.leaves_out = leaves_out
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, param in with_gradients(self):
+            if not self.leaves_out(param.grad, param):
+                param -= group["lr"] * (param.grad.sign() + param)
+
+
+def is_bad(grad: Tensor, _: Tensor) -> bool:
+    return not grad.isfinite().all()
+
+
+def is_large(grad: Tensor, _: Tensor) -> bool:
+    return float(grad.norm()) > 1e5
+
+
+def is_zero(grad: Tensor, _: Tensor) -> bool:
+    return not grad.any()
+
+
+def is_across(grad: Tensor, param: Tensor) -> bool:
+    """Whether it is orthogonal to the parameter, as of weights whose norm does not matter."""
+    return param.dim() > 1 and float((grad * param).flatten(1).sum(1).abs().max()) < 1e-6
+
+
+class Strict(Lion):
+    """Refuses what is not finite, by element otherwise."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for _, param in with_gradients(self):
+            if not param.grad.isfinite().all():
+                raise ValueError("a gradient is not finite")
+        super().step(closure)
 
 
 class RowWise(Lion):
@@ -227,7 +271,7 @@ def test_their_fast_kernels_stay_in_use(
 
 @pytest.mark.sampled
 @every_plan
-@pytest.mark.parametrize("make", [Lion, RowWise, around_sgd, bare_around_sgd])
+@pytest.mark.parametrize("make", [Lion, Strict, RowWise, around_sgd, bare_around_sgd])
 @on_ranks()
 def test_unknown_optimizers_that_rows_suffice_for_are_tried_and_pass(
     rank: int, plan: Plan, make: Callable[..., optim.Optimizer]
@@ -245,6 +289,10 @@ def test_unknown_optimizers_that_rows_suffice_for_are_tried_and_pass(
         (optim.LBFGS, "optimizer LBFGS takes inner products"),
         (Lamb, "optimizer Lamb updates rows of a parameter differently"),
         (AfterWarmUp, "optimizer AfterWarmUp updates rows of a parameter differently"),
+        (partial(Deciding, leaves_out=is_bad), DIFFERENTLY),
+        (partial(Deciding, leaves_out=is_large), DIFFERENTLY),
+        (partial(Deciding, leaves_out=is_zero), DIFFERENTLY),
+        (partial(Deciding, leaves_out=is_across), DIFFERENTLY),
         (Factored, "optimizer Factored updates rows of a parameter differently"),
         (
             WithLock,

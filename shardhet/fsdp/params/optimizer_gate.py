@@ -22,11 +22,7 @@ From then on its ``state_dict()`` says of which rows it is, and a state of other
 refused, when it is loaded or at the first step after it.
 """
 
-import copy
-import math
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from enum import Enum
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -41,6 +37,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardhet.comm.peers import Peers
 from shardhet.fsdp.microbatch.modes import FunctionTensor
 from shardhet.fsdp.microbatch.surroundings import restored_random_state
+from shardhet.fsdp.params.optimizer_trial import Trial
 from shardhet.fsdp.params.row_group import RowGroup, Rows
 
 ELEMENT_WISE = frozenset(
@@ -79,15 +76,6 @@ LOAD = (
     "shardhet.checkpoint.load(model, optimizer, path) gives each rank its rows of what "
     "shardhet.checkpoint.save has saved, under any plan or in one process."
 )
-# Large enough for optimizers that treat small tensors differently (8-bit: below 4,096) or
-# matrices with a small side (factored moments: below 128, as a rule).
-TRIAL_SHAPES = ((), (4290,), (260, 258), (130, 129, 3), (130, 4, 3, 3), (130, 4, 3, 3, 1))
-TRIAL_CUT = 37  # rows of the first of two parts
-# Of whole parameters, whose sizes count for less than what some compute of them.
-WHOLE_SHAPES = ((), (50,), (24, 18), (12, 9, 3), (10, 6, 3, 3), (10, 6, 3, 3, 1))
-TRIAL_STEPS = 30  # some look at whole matrices only then and when, or after a warm-up
-TRIAL_BAR = 1e3  # in epsilons of the dtype, relative to the largest element or update
-
 NOT_SEEN = -1, False  # in place of what was seen
 ROWS = "shardhet_rows"  # an option of each group of a state dict
 
@@ -225,7 +213,7 @@ def count_moments(optimizer: optim.Optimizer) -> int:
     """How many states of the size of a parameter it keeps; 0 if it cannot be tried."""
     try:
         with restored_random_state(torch.device("cpu")):
-            return _Trial(optimizer).num_moments()
+            return Trial(optimizer).num_moments()
     except Exception:  # _check says of what cannot be tried
         return 0
 
@@ -255,7 +243,7 @@ def _why_not(optimizer: optim.Optimizer, has_closure: bool, *, by_rows: bool) ->
     """Why a rank's part of the parameters does not suffice, as a trial shows; or None."""
     try:
         with restored_random_state(optimizer.param_groups[0]["params"][0].device):
-            error = _Trial(optimizer, has_closure=has_closure, by_rows=by_rows).error()
+            error = Trial(optimizer, has_closure=has_closure, by_rows=by_rows).error()
     except Exception as problem:
         return (
             f"could not be tried on a copy ({type(problem).__name__}: {problem}), which would "
@@ -311,131 +299,3 @@ def _refuse(optimizer: optim.Optimizer, why: str, instead: str = STORE_WHOLE) ->
         f"{_name(optimizer)} {why}, but a rank of a HetFSDP has only rows of a parameter. "
         f"{instead}"
     )
-
-
-class _Part(Enum):
-    """Which rows, or else which of the parameters: all, or those of one of two ranks."""
-
-    ALL = slice(None)
-    FIRST = slice(TRIAL_CUT)
-    SECOND = slice(TRIAL_CUT, None)
-
-
-class _Trial:
-    """A few steps of copies of an optimizer on small parameters.
-
-    All that one process has, and what each of two ranks has: rows of each, or every other one.
-    """
-
-    def __init__(
-        self, optimizer: optim.Optimizer, *, has_closure: bool = False, by_rows: bool = True
-    ) -> None:
-        self._optimizer = optimizer
-        self._has_closure = has_closure
-        first = optimizer.param_groups[0]["params"][0]
-        is_double = first.dtype == torch.float64
-        self._dtype = torch.float64 if is_double else torch.float32
-        self._device = first.device
-        self._by_rows = by_rows
-        # By group, the distinct numbers of dimensions of its parameters; each as often as its
-        # parameters are dealt out.
-        self._dims = [
-            sorted(
-                dim
-                for dim, number in Counter(max(1, p.dim()) for p in group["params"]).items()
-                for _ in range(1 if by_rows else min(2, number))
-            )
-            for group in optimizer.param_groups
-        ]
-
-    def error(self) -> float:
-        """The largest difference between parts and whole, relative to the tolerance."""
-        before, error = self._values(_Part.ALL, 0), 0.0
-        for whole, *parts in zip(*map(self._train, _Part), strict=True):  # step by step
-            for i, (now, first, second, start) in enumerate(
-                zip(whole, *parts, before, strict=True)
-            ):
-                found = torch.cat([first, second]) if self._by_rows else (first, second)[i % 2]
-                update = (now - start).abs().max()
-                difference = (found - now).abs().max()
-                largest = torch.maximum(update, start.abs().max())
-                rounding = torch.finfo(self._dtype).eps * largest
-                ratio = float(difference / (TRIAL_BAR * rounding))
-                error = max(error, math.inf if math.isnan(ratio) else ratio)
-            if error > 1.0:
-                break
-        return error
-
-    def num_moments(self) -> int:
-        """How many states of the size of its parameter the first parameter has after a step."""
-        self._device = torch.device("cpu")
-        params = [nn.Parameter(value) for value in self._values(_Part.ALL, 0)]
-        optimizer = self._copy_for(params, _Part.ALL)
-        for param in params:
-            param.grad = torch.ones_like(param)
-        optimizer.step()
-        kept = max(
-            (optimizer.state[param].values() for param in params),
-            key=lambda states: sum(torch.is_tensor(each) for each in states),
-        )
-        shapes = {param.shape for param in params if param.dim()}
-        return sum(torch.is_tensor(each) and each.shape in shapes for each in kept)
-
-    def _values(self, part: "_Part", number: int) -> list[Tensor]:
-        """Random values or gradients; later rows have larger magnitude."""
-        values = []
-        shapes, rows = (
-            (TRIAL_SHAPES, part.value) if self._by_rows else (WHOLE_SHAPES, slice(None))
-        )
-        for i, dim in enumerate(dim for dims in self._dims for dim in dims):
-            generator = torch.Generator().manual_seed(1000 * number + i)
-            drawn = torch.randn(shapes[dim], generator=generator, dtype=torch.float64)
-            magnitude = torch.linspace(0.1, 3, len(drawn), dtype=torch.float64)
-            drawn *= magnitude.reshape(-1, *(1 for _ in drawn.shape[1:]))
-            values.append(drawn[rows].to(device=self._device, dtype=self._dtype))
-        return values
-
-    def _train(self, part: "_Part") -> Iterator[list[Tensor]]:
-        """The parameters after each of the steps."""
-        params = [nn.Parameter(value) for value in self._values(part, 0)]
-        optimizer = self._copy_for(params, part)
-        for step in range(1, TRIAL_STEPS + 1):
-            values = self._values(part, step)
-
-            def closure(values: list[Tensor] = values) -> Tensor:
-                for param, value in zip(params, values, strict=True):
-                    param.grad = value + param.detach() / 8  # another after it has moved
-                return params[0].new_ones(())  # one for all ranks, as a loss is
-
-            closure()
-            torch.manual_seed(step)
-            optimizer.step(closure if self._has_closure else None)  # type: ignore[arg-type]
-            yield [param.detach() for param in params]
-
-    def _copy_for(self, params: Sequence[nn.Parameter], part: "_Part") -> optim.Optimizer:
-        """A new optimizer with the settings of the one on trial, for ``params``."""
-        memo: dict[int, Any] = {}
-        left: Iterator[nn.Parameter] = iter(params)
-        for group, dims in zip(self._optimizer.param_groups, self._dims, strict=True):
-            params_by_dim: dict[int, deque[nn.Parameter]] = {}
-            for dim in dims:
-                params_by_dim.setdefault(dim, deque()).append(next(left))
-            for param in group["params"]:
-                of_dim = params_by_dim[max(1, param.dim())]
-                memo[id(param)] = of_dim[0]
-                of_dim.rotate()
-        for each in vars(self._optimizer).values():
-            if isinstance(each, optim.Optimizer):  # around which it is; without its state too
-                memo[id(each.state)] = defaultdict(dict)
-        twin: optim.Optimizer = object.__new__(type(self._optimizer))
-        left_out = ("state", "step")  # a scheduler binds `step` to the optimizer on trial
-        for name, value in vars(self._optimizer).items():
-            if name not in left_out and not name.endswith("_hooks"):
-                twin.__dict__[name] = copy.deepcopy(value, memo)
-        twin.__setstate__({"state": defaultdict(dict)})
-        is_dealt = not self._by_rows and part is not _Part.ALL
-        here = params[part is _Part.SECOND :: 2] if is_dealt else params
-        for group in twin.param_groups:
-            known = OrderedDict.fromkeys(group["params"])
-            group["params"] = [param for param in known if any(param is p for p in here)]
-        return twin
