@@ -295,6 +295,14 @@ FAULTS: dict[str, tuple[Callable[[Pair], Any], str]] = {
         freeze_one,
         "head.weight: requires_grad was changed",
     ),
+    "add module": (
+        lambda pair: pair.model.add_module("more", nn.Linear(2, 2)),
+        "'more' cannot be added to it",
+    ),
+    "add buffer": (
+        lambda pair: pair.model.register_buffer("more", torch.ones(2)),
+        "Add it to the model before wrapping",
+    ),
     "share": (lambda pair: pair.model.share_memory(), "cannot be shared with other processes"),
     "copy": (lambda pair: copy.deepcopy(pair.model), "it cannot be copied"),
     "in ddp": (

@@ -1,12 +1,14 @@
 """What HetFSDP is given that it cannot use is refused by the argument's name."""
 
 import copy
+import math
 import re
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -238,6 +240,21 @@ IN_STAGES = Plan.by_hand(
     state_shares=[1.0, 1.0],
     num_microbatches=[2, 1],
 )
+
+
+def test_a_partial_function_says_what_its_mean_ignores() -> None:
+    loss_fn = mean_of_samples(partial(F.cross_entropy, ignore_index=2))
+    loss_sum, number = loss_fn(torch.zeros(4, 3), torch.tensor([0, 2, 2, 1]))
+    assert number == 2
+    assert loss_sum.item() == pytest.approx(2 * math.log(3))
+
+
+@ends_all_ranks(2, "there are hooks on the HetFSDP")
+def test_stages_call_no_hooks_on_the_whole(rank: int) -> None:
+    model = HetFSDP(net(), IN_STAGES, units=[nn.Linear], loss_fn=mean_of_samples(F.mse_loss))
+    model.register_forward_hook(lambda *_: None)
+    x = torch.randn(IN_STAGES.global_batch_size, 3)[IN_STAGES.sample_indices(rank)]
+    model.forward_backward(x, loss_inputs=x)
 
 
 @pytest.mark.parametrize("plan", [APART, IN_STAGES], ids=["apart", "stages"])

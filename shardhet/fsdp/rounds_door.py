@@ -12,7 +12,7 @@ from torch import Tensor
 from shardhet.fsdp.microbatch.batching import CountRows
 from shardhet.fsdp.microbatch.loss import FusedLoss, loss_pair
 from shardhet.fsdp.microbatch.signature import Arguments, BatchDims, ModelCall, tokens_of
-from shardhet.fsdp.probing.module_state import choices_of
+from shardhet.fsdp.probing.module_state import HOOKS, choices_of
 from shardhet.fsdp.sharding.build import MixedPrecision
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.stages.step import Pipeline
@@ -178,6 +178,8 @@ class ModuleInRounds(ModuleWithState):
     def _check_can_run(self) -> None:
         if self._runtime.calls.outside_of_steps is not None:
             raise RuntimeError(_INSIDE)
+        if self._pipeline is not None and torch.is_grad_enabled():
+            _check_no_hooks(self)
         self._check_intact()
 
     def _call(self, given: Arguments, num_rounds: int = 1) -> ModelCall:
@@ -277,6 +279,16 @@ class ModuleInRounds(ModuleWithState):
 def in_tuple(loss_inputs: Any) -> tuple[Any, ...]:
     """What ``loss_fn`` gets: a tuple, or one argument."""
     return loss_inputs if isinstance(loss_inputs, tuple) else (loss_inputs,)
+
+
+def _check_no_hooks(model: ModuleInRounds) -> None:
+    """Raise ``RuntimeError`` for hooks on the whole, which no stage calls."""
+    if any(vars(model)[kind] for kind in HOOKS):
+        raise RuntimeError(
+            "forward_backward: there are hooks on the HetFSDP, which the plan's stages do not "
+            "call as a whole. Register them on modules inside (model.module.head), or let "
+            "loss_fn do it."
+        )
 
 
 def _check_rows(call: ModelCall, plan: Plan) -> None:

@@ -114,6 +114,15 @@ class ModuleOfRows(nn.Module):
                 raise
         return through(module, name, self._flats, self._peers.guard)
 
+    def register_buffer(self, name: str, *_: Any, **__: Any) -> NoReturn:
+        """Raises ``RuntimeError``, as its kin: the model and its states would not have it."""
+        self._refuse(
+            f"{name!r} cannot be added to it, where nothing would train or save it. Add it to "
+            "the model before wrapping"
+        )
+
+    add_module = register_parameter = register_buffer
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of the wrapped module, which reads it in forward, unless HetFSDP has
         it itself.

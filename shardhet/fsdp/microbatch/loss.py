@@ -407,7 +407,8 @@ def mean_of_samples(loss_fn: Callable[..., Tensor]) -> LossFn:
     classes, what counts is those that are not ``ignore_index`` (-100).  A mean that weighs them
     unlike, as by class, is refused if the first samples show it: return a sum and its number.
     """
-    ignored = getattr(loss_fn, "ignore_index", -100)
+    given = getattr(loss_fn, "keywords", {})  # of a functools.partial
+    ignored = given.get("ignore_index", getattr(loss_fn, "ignore_index", -100))
 
     @wraps(loss_fn, updated=())
     def loss_and_number(output: Tensor, *loss_inputs: Any) -> tuple[Tensor, Tensor]:

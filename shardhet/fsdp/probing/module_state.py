@@ -60,7 +60,7 @@ def _is_foreign(value: Any) -> bool:
 
 MAX_KEPT_NUMEL = 10_000  # of a tensor that a forward may keep for the next one
 CHOICES = (*CHOOSING, int, float)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_MODULES = vars(nn.Module()).keys() - {"training"}  # parameters, buffers, hooks
 
 
@@ -108,7 +108,7 @@ def restored_modules(module: nn.Module) -> Iterator[None]:
     modules = list(module.modules())
     before = Attributes(modules)
     # Hooks too, which some models add when first called
-    hooks = [h for each in modules for kind in _HOOKS for h in vars(each)[kind].values()]
+    hooks = [h for each in modules for kind in HOOKS for h in vars(each)[kind].values()]
     with restored_names(hooks, list(module.buffers())):
         try:
             yield
@@ -310,7 +310,7 @@ class Edits:
                 each.get("forward"),
                 *each["_modules"].values(),
                 *each["_parameters"],
-                *chain.from_iterable(map(each.__getitem__, _HOOKS)),
+                *chain.from_iterable(map(each.__getitem__, HOOKS)),
             )
             for each in self._held
         ]
