@@ -15,8 +15,6 @@ from torch import nn
 
 from shardhet import HetFSDP, Plan
 from shardhet.fsdp.sharding.flat import FlatTensor
-from shardhet.pricing.turns import taking_part
-from shardhet.records.layout import FlatLayout, stored_numels
 from tests.hosts import on_different_hosts
 from tests.selection import one_in
 from tests.test_order import around_collectives
@@ -119,20 +117,3 @@ def needed_messages(plan: Plan, rank: int, launches: Launches) -> Bytes:
 def test_messages_are_those_of_the_launches(seed: int) -> None:
     for cases in run_ranks(over_messages, WORLD_SIZE, seed):
         assert [sent for sent, *_ in cases] == [+needed for _, needed, _ in cases]
-
-
-@pytest.mark.campaign  # messages of launches stay
-@pytest.mark.parametrize("seed", one_in(50, range(50)))
-def test_only_devices_that_are_priced_as_taking_part_send_or_get_messages(seed: int) -> None:
-    found = run_ranks(over_messages, WORLD_SIZE, seed)
-    rng = random.Random(seed)
-    for cases in zip(*found, strict=True):
-        active = active_in(drawn_plan(rng))
-        senders = {rank for rank, (sent, *_) in enumerate(cases) if sent}
-        receivers = {peer for sent, *_ in cases for peer in sent}
-        assert senders | receivers == (active if len(active) > 1 else set())
-
-
-def active_in(plan: Plan) -> set[int]:
-    layout = FlatLayout.of_shapes([(WIDTH, WIDTH), (WIDTH,)])
-    return set(taking_part(plan.ranks, stored_numels([layout] * 3, plan.state_shares)))

@@ -13,7 +13,7 @@ from shardhet.models.decoder import Decoder
 from shardhet.training.compiling import CompiledForward, compile_units, why_not
 from tests.selection import for_campaign, one_in
 from tests.small_models import small_decoder
-from tests.worlds import ends_all_ranks, run_ranks
+from tests.worlds import run_ranks
 
 CPU = torch.device("cpu")
 SEQ_LEN = 6
@@ -91,13 +91,6 @@ def test_compiled_units_give_the_gradients_of_eager_ones(name: str) -> None:
     eager = run_ranks(step_of_rank, plan.world_size, plan, None, 0.0, 2)
     for one, other in zip(compiled, eager, strict=True):
         assert_close(one, other)
-
-
-@pytest.mark.campaign  # compiled units stay
-def test_what_is_recomputed_drops_what_forward_dropped() -> None:
-    kept = run_ranks(step_of_rank, 1, PLANS["ragged"], CAPTURES, 0.3, 1)
-    recomputed = run_ranks(step_of_rank, 1, PLANS["recomputed"], CAPTURES, 0.3, 1)
-    assert_close(recomputed[0], kept[0])
 
 
 class Layer(nn.Module):
@@ -197,11 +190,3 @@ def test_a_model_that_is_compiled_around_its_units_is_refused() -> None:
     model = HetFSDP(alone, plan, units=[nn.Linear])
     with pytest.raises(RuntimeError, match="cannot be compiled as a whole"):
         model.compile()
-
-
-@pytest.mark.campaign  # capturing takes seconds
-@ends_all_ranks(2, "torch.compile cannot trace rows of parameters", within_s=60.0)
-def test_a_step_of_an_optimizer_is_not_compiled(rank: int) -> None:
-    model = HetFSDP(nn.Linear(4, 4), Plan.even(2, microbatch_size=2), device=CPU)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.compile(lambda: optimizer.step(), backend="eager")()

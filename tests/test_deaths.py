@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,8 +14,6 @@ from unittest import mock
 import pytest
 
 from shardhet import Plan
-from shardhet.comm.peers import SECONDS_TO_HEAR_THE_CAUSE
-from tests.hosts import on_different_hosts
 from tests.misdeeds import commit
 from tests.programs import TORCHRUN, run
 from tests.selection import one_in
@@ -89,12 +86,6 @@ def test_a_rank_that_dies_is_named_by_all_others(place: Any, deed: Any) -> None:
     check_death(run_ranks_expecting_failure(train_until, 3, misdeed, PLAN), misdeed)
 
 
-@pytest.mark.campaign  # later deaths stay
-def test_a_rank_that_dies_while_the_order_is_found_is_named_by_all_others() -> None:
-    misdeed = Misdeed(deed="exit", place="forward", step=0)
-    check_death(run_ranks_expecting_failure(train_until, 3, misdeed, TURNED), misdeed)
-
-
 @pytest.mark.parametrize("place", one_in(2, ["between", "wait"]))
 def test_a_rank_that_only_stores_is_missed_when_it_dies(place: Any) -> None:
     misdeed = Misdeed(deed="kill", place=place, rank=2)
@@ -164,29 +155,6 @@ def test_a_rank_that_ends_its_loop_early_is_named_by_all_others() -> None:
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.message.startswith("rank 1 (any device on beta) ended without a message")
         assert outcome.is_within(WITHIN_S)
-
-
-def die_beside_a_busy_rank(rank: int) -> None:
-    """Each rank is on a host of its own; when rank 2 dies, rank 1 computes for long."""
-    with mock.patch("socket.gethostname", return_value=f"host-{rank}"), on_different_hosts():
-        model, _, x = wrap(rank)
-        for step in range(3):
-            if step == 2 and rank == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if step == 2 and rank == 1:
-                time.sleep(1.5 * SECONDS_TO_HEAR_THE_CAUSE)
-            model.backward(*model(x))
-
-
-@pytest.mark.campaign  # waits
-def test_a_rank_of_another_host_that_is_busy_is_not_called_dead() -> None:
-    first, busy, dead = run_ranks_expecting_failure(die_beside_a_busy_rank, 3)
-    assert dead.exit_code == -signal.SIGKILL
-    assert first.message.startswith(
-        "rank 1 (any device on beta), rank 2 (any device on gamma) did not answer within 3 s"
-    )
-    assert "ended without a message, cut off, or computing still" in first.message
-    assert busy.message.startswith("rank 2 (any device on gamma) did not answer within 3 s")
 
 
 def test_a_rank_with_fewer_batches_is_named_as_that(tmp_path: Path) -> None:

@@ -12,9 +12,8 @@ import torch
 from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.extras import doctor, doctor_rank
 from shardhet.extras.doctor_rank import GIB
-from tests.programs import SHARDHET, TORCHRUN, run
+from tests.programs import SHARDHET, run
 
-LAUNCHER = (*TORCHRUN, "--nproc-per-node=2", "-m", "shardhet.extras.doctor")
 DOCTOR = (*SHARDHET, "doctor")
 
 
@@ -42,21 +41,6 @@ def test_a_rank_that_fails_is_in_the_way_and_says_why(tmp_path: Path) -> None:
     assert "nothing0" in done.stderr  # the panel of what a rank ended with
     assert "Error: ranks cannot train here. Logs: " in done.stdout
     shutil.rmtree(done.stdout.rpartition("Logs: ")[2].strip())
-
-
-@pytest.mark.campaign  # ranks that the command starts itself are tested beside it
-def test_ranks_of_torchrun_check_each_other_and_say_what_failed(tmp_path: Path) -> None:
-    done = run(LAUNCHER, tmp_path, is_cold=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 ranks met over gloo" in done.stdout
-    assert "have the losses of one process" in done.stdout
-    done = run(LAUNCHER, tmp_path, GLOO_SOCKET_IFNAME="nothing0")
-    assert done.returncode == 1
-    # torchrun ends the other rank at once, which then may not have said it yet.
-    said = [f"rank {rank} on {socket.gethostname()}: " in done.stderr for rank in range(2)]
-    assert any(said), done.stderr
-    for folder in re.findall(r"Its log is in (\S+)\.", done.stderr):
-        shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize(

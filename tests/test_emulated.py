@@ -27,7 +27,7 @@ from shardhet.comm import devices
 from shardhet.comm.calls import SWITCH
 from shardhet.comm.channel import Channel, progress
 from shardhet.comm.collectives import all_gather_uneven
-from shardhet.comm.groups import GROUPS_FOR_ONE, Communicators, default_group
+from shardhet.comm.groups import Communicators, default_group
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.step.around import Activity
@@ -232,18 +232,6 @@ def test_a_step_on_an_accelerator_is_the_step_of_one_process(
 
 def all_of(launches: Sequence[Launches]) -> list[Communicator]:
     return [each for of_case in launches for each in of_case.values()]
-
-
-def _run_block_in_groups_of_one(rank: int, block: int) -> list[Launches]:
-    with mock.patch.dict(os.environ, {GROUPS_FOR_ONE: "1"}):
-        return _run_block(rank, 1, block)
-
-
-@pytest.mark.campaign  # several ranks stay
-def test_one_rank_runs_what_nccl_does_if_it_is_asked_to() -> None:
-    [launches] = run_ranks(_run_block_in_groups_of_one, 1, 0, timeout_s=120.0, fresh_world=True)
-    names = {name for each in all_of(launches) for name, _, _ in each.collectives}
-    assert {"all_gather_single", "reduce_scatter_single"} <= names
 
 
 def check_launched_alike(communicators: Sequence[Communicator | None]) -> None:
@@ -563,44 +551,6 @@ def test_a_training_rank_reads_once_a_step_and_times_what_is_reported(tmp_path: 
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
     assert [each["step"] for each in steps if "loss" in each] == [1, 2, 3, 4, 5, 6]
     assert all(each["grad_norm"] > 0 for each in steps if "loss" in each)
-
-
-def _crash_in_step_3(rank: int, path: str, is_in_update: bool) -> None:
-    folder = RunFolder(Path(path))
-    env = RankEnv(rank=rank, world_size=2, local_rank=rank, store_host="", store_port=0)
-    with Accelerator().installed() as accelerator:
-        run = Run(folder.load_config(), folder, env, accelerator.device)
-
-        def look(step: Any) -> Any:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                if run.model.step == (3 if is_in_update else 2):
-                    raise RuntimeError("no luck")
-                return step(*args, **kwargs)
-
-            return call
-
-        if is_in_update:
-            [optimizer] = run.trainer.optimizers
-            optimizer.step = look(optimizer.step)  # type: ignore[method-assign]
-        else:
-            run.trainer._run = look(run.trainer._run)
-        run.train()
-
-
-@pytest.mark.campaign  # hosts have it, too
-@pytest.mark.parametrize("is_in_update", one_in(2, [True, False]))
-def test_the_last_step_is_recorded_if_the_next_one_crashes(
-    is_in_update: bool, tmp_path: Path
-) -> None:
-    """Without its norm if nobody had read it: what is aborted may leave anything there."""
-    quick = ("debug=quick", "num_steps=6", "log_every=4")
-    path = configure(tmp_path, *SMALL_MODEL, *quick, "cluster.num_ranks=2")
-    run_ranks_expecting_failure(_crash_in_step_3, 2, path, is_in_update)
-    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
-    steps = [each for each in steps if "loss" in each]
-    assert [each["step"] for each in steps][:2] == [1, 2]
-    assert all(each["loss"] > 0 for each in steps)
-    assert (steps[1]["grad_norm"] is not None) is is_in_update
 
 
 @on_ranks(2)

@@ -8,18 +8,15 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, Literal
-from unittest import mock
 
 import pytest
 import torch
 
 from shardhet import HetFSDP, Plan
-from shardhet.comm.liveness import heartbeat, watch
+from shardhet.comm.liveness import watch
 from shardhet.comm.liveness.ending import EXIT_STATUS
 from tests.emulated.accelerator import Accelerator
-from tests.hosts import on_different_hosts
 from tests.misdeeds import commit
 from tests.selection import one_in
 from tests.test_bad_input import Net
@@ -62,12 +59,6 @@ def draw(seed: int) -> Case:
         plan=plan,
         aborts=rng.random() < 0.5,
     )
-
-
-def train_on_a_host_of_its_own(rank: int, case: Case) -> None:
-    names = SimpleNamespace(gethostname=lambda: f"host {rank}")
-    with on_different_hosts(), mock.patch.object(heartbeat, "socket", names):
-        train(rank, case)
 
 
 def train(rank: int, case: Case) -> None:
@@ -113,14 +104,6 @@ def in_order(model: HetFSDP, optimizer: Any, x: Any) -> list[tuple[str, Callable
 @pytest.mark.parametrize("seed", one_in(32, range(NUM_CASES)))
 def test_all_end_within_seconds_with_the_name_of_the_rank(seed: int) -> None:
     assert_all_end_with_its_name(train, draw(seed))
-
-
-@pytest.mark.campaign  # deaths on one host stay
-@pytest.mark.parametrize("rank", one_in(2, [2, 0]))
-def test_a_rank_that_dies_alone_on_its_host_is_named_as_soon(rank: int) -> None:
-    plan = Plan.by_hand(microbatch_sizes=[2, 1, 2], state_shares=[0.5, 0.25, 0.25])
-    case = Case(deed="kill", place="forward", rank=rank, plan=plan, aborts=True)
-    assert_all_end_with_its_name(train_on_a_host_of_its_own, case)
 
 
 def assert_all_end_with_its_name(act: Callable[[int, Case], None], case: Case) -> None:

@@ -37,7 +37,6 @@ from shardhet.records.profiles import (
 )
 from shardhet.records.workload import Workload
 from tests.made_up import collectives, device_profile
-from tests.selection import one_in
 
 WORKLOAD = Workload.transformer(num_layers=2, width=64, num_heads=2, vocab_size=100, seq_len=16)
 SLOW_LINKS = 1e-5  # seconds per byte: some ten seconds a step for collectives
@@ -292,21 +291,6 @@ def test_more_bytes_never_take_less() -> None:
     assert [gather_s.at(n) for n in (2**12, 2**16, 2**18, 2**22)] == [0.002] * 3 + [0.005]
     part = part_of(setting, (1, 2))
     assert all(each.reduce.mean_s > 0 for each in part.profile.collectives.points)
-
-
-@pytest.mark.campaign  # ten seconds of searches
-@pytest.mark.parametrize("weight", one_in(2, [0.3, 1.0]))
-def test_no_plan_is_faster_than_the_fastest_where_measurements_were_disturbed(
-    weight: float,
-) -> None:
-    """Uneven shares move more bytes, for which less time was measured."""
-    weights = {"gather_unevenness_weight": weight, "reduce_unevenness_weight": weight}
-    setting = disturbed(setting_of("fs", s_per_byte=FAST_LINKS), **weights)
-    best = solve(setting, global_batch_size=4, tolerance=0.0)
-    for share in (0.0, 0.05, 0.3, 0.9, 1.0):
-        demands = Demands(limits={0: DeviceLimits(state_share=share)})
-        other = solve(setting, global_batch_size=4, demands=demands)
-        assert other.predicted.step_time_s >= best.lower_bound_s * (1 - 1e-9)
 
 
 DESCRIBED = """\

@@ -1,7 +1,6 @@
 """Training in float16: the loss is scaled, and what overflows changes nothing on any rank."""
 
 import math
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,13 +17,11 @@ from shardhet.training.hooks.bad_steps import OnBadStep
 from shardhet.training.loss_scaling import LEAST_SCALE, LossScaler
 from shardhet.training.optim import OptimizerSpec, WarmupDecay
 from shardhet.training.trainer import Run as RunModel
-from shardhet.training.trainer import StepMetrics, Trainer, run_plainly
+from shardhet.training.trainer import Trainer, run_plainly
 from tests.emulated.accelerator import Accelerator
-from tests.selection import one_in, only
+from tests.selection import one_in
 from tests.test_guard import Scaled
-from tests.test_resume import losses, metrics, train_until
 from tests.test_trainer import MODEL, PLANS, SEQ_LEN, toy_corpus
-from tests.test_worker import configure, train_rank, write_pages
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
 CPU = torch.device("cpu")
@@ -33,13 +30,6 @@ BAD_STEP = 4
 FIRST_SCALE = 2.0**10  # nothing overflows at it
 SMALL = ("data=text_dir", "debug=quick", "num_steps=7", "model.width=16", "model.num_layers=1")
 SMALL += ("data.seq_len=8", "checkpoint.every=2", "precision=FP16", "resume=auto")
-UNEVEN = (
-    "plan=by_hand",
-    "cluster.num_ranks=3",
-    "plan.microbatch_sizes=[4,0,2]",
-    "plan.num_microbatches=[1,0,2]",
-    "plan.state_shares=[0.4,0.6,0.0]",
-)
 
 
 def make_trainer(
@@ -60,24 +50,6 @@ def make_trainer(
         loss_scaler=LossScaler(device, first_scale=first_scale) if is_float16 else None,
         device=device,
     )
-
-
-def take_steps(rank: int, plan: Plan, is_float16: bool) -> list[StepMetrics]:
-    trainer = make_trainer(plan, is_float16=is_float16)
-    return [trainer.train_step() for _ in range(NUM_STEPS)]
-
-
-@pytest.mark.campaign  # single steps stay
-@pytest.mark.parametrize("name", only(["three ranks, one only stores"], PLANS))
-def test_it_learns_as_float32_does_under_every_plan(name: str) -> None:
-    plan = PLANS[name]
-    expected = run_ranks(take_steps, 1, PLANS["one rank"], False)[0]
-    for steps in run_ranks(take_steps, plan.world_size, plan, True):
-        assert [each.why_skipped for each in steps] == [None] * NUM_STEPS
-        assert {each.loss_scale for each in steps} == {FIRST_SCALE}
-        for each, plain in zip(steps, expected, strict=True):
-            assert each.mean_loss == pytest.approx(plain.mean_loss, rel=0.02)
-            assert each.grad_norm == pytest.approx(plain.grad_norm, rel=0.1)
 
 
 def overflowing(rank: int, steps: list[int], trainer: Trainer) -> RunModel:
@@ -150,18 +122,6 @@ def test_gradients_that_are_finite_at_no_scale_stop_all_ranks() -> None:
         assert outcome.exception_name == "FloatingPointError", outcome
         assert "step 2: gradients are not finite in float16" in outcome.message
         assert "Set precision=BF16 or FP32" in outcome.message
-
-
-@pytest.mark.campaign  # float32 stays
-def test_a_run_that_was_cut_off_goes_on_bit_by_bit_with_its_scale(tmp_path: Path) -> None:
-    text = write_pages(tmp_path / "text")
-    keys = (*SMALL, *UNEVEN, f"data.path={text}")
-    whole, cut = (configure(tmp_path / name, *keys) for name in ("whole", "cut"))
-    run_ranks(train_rank, 3, [whole] * 3)
-    run_ranks(train_until, 3, cut, 3, 5)
-    run_ranks(train_rank, 3, [cut] * 3)
-    assert losses(Path(cut)) == losses(Path(whole))
-    assert metrics(Path(cut), "loss_scale") == metrics(Path(whole), "loss_scale") != []
 
 
 def test_what_a_checkpoint_holds_is_the_scale_and_when_it_grows() -> None:

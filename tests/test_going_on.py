@@ -21,11 +21,8 @@ from shardhet.apps.run.worker import Run
 from shardhet.comm.failure import Failure, Kind
 from shardhet.planner.present import positions_of
 from shardhet.training.hooks.hooks import EndNotice
-from tests.programs import TORCHRUN, run
-from tests.selection import for_campaign
 from tests.test_elastic import there
 from tests.test_resume import NUM_STEPS, TEXT, UNEVEN, losses
-from tests.test_train import SMALL
 from tests.test_worker import configure, write_pages
 from tests.worlds import run_ranks
 
@@ -56,25 +53,6 @@ def train_until(rank: int, path: str, stop: int) -> int:
         run._checkpoints.close()  # what was kept is complete
         raise ConnectionError
     return began
-
-
-@pytest.mark.campaign  # two launches
-@pytest.mark.parametrize(
-    "replicas", [("replicas.every=1", "checkpoint.every=0"), for_campaign(())]
-)
-def test_a_run_that_began_at_a_path_goes_on_from_what_it_has_itself(
-    replicas: tuple[str, ...], tmp_path: Path
-) -> None:
-    keys = (*TEXT, *UNEVEN, f"data.path={write_pages(tmp_path / 'text')}")
-    first = configure(tmp_path / "first", *keys)
-    assert run_ranks(train_until, 2, first, 2) == [0, 0]
-    resume = f"resume={first}/checkpoints"
-    replicas += (f"replicas.folder={tmp_path}/node",) if replicas else ()
-    path = configure(tmp_path / "second", *keys, *replicas, resume)
-    assert run_ranks(train_until, 2, path, 5) == [2, 2]
-    last = 5 if replicas else 4  # that was kept
-    assert run_ranks(train_until, 2, path, NUM_STEPS) == [last, last]
-    assert list(losses(tmp_path / "second")) == list(range(3, NUM_STEPS + 1))
 
 
 @pytest.mark.campaign  # two launches
@@ -177,19 +155,6 @@ def test_a_failure_of_the_start_before_is_no_cause_but_tells_a_repetition(
     assert not is_repeated(replace(failure, kind=Kind.LOST), folder)
     folder.begin(cfg)
     assert not is_repeated(failure, folder)
-
-
-@pytest.mark.campaign  # two launches
-def test_a_folder_that_is_named_by_the_time_is_refused_once_if_ranks_start_again(
-    tmp_path: Path,
-) -> None:
-    torchrun = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
-    # Cold, because the parent of a rank has to be torchrun's agent, which it ends.
-    done = run([*torchrun, "-m", "shardhet.apps.train", *SMALL], tmp_path, is_cold=True)
-    assert done.returncode != 0
-    said = f"\n{done.stderr}".count("\nhydra.run.dir: it is not given")
-    assert 1 <= said <= 2, done.stderr  # by each rank, and not again
-    assert not list(tmp_path.glob("outputs/**/metrics.jsonl"))
 
 
 def test_the_device_with_most_memory_chooses_first() -> None:

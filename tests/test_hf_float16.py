@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from shardhet import Plan
-from shardhet.training.loss_scaling import LEAST_SCALE, LossScaler
 from tests.selection import for_campaign
 from tests.test_guard import Scaled
 from tests.test_hf_trainer import (
@@ -22,13 +21,11 @@ from tests.test_hf_trainer import (
     llama,
     texts,
 )
-from tests.worlds import run_ranks, run_ranks_expecting_failure
+from tests.worlds import run_ranks
 
 transformers = pytest.importorskip("transformers", reason="needs the hf extra")
 
 NUM_STEPS = 6
-OVERFLOWS_AT = 2
-FIRST_SCALE = 2.0**16
 BASE = {
     "max_steps": NUM_STEPS,
     "learning_rate": 3e-3,
@@ -169,64 +166,6 @@ def overflow(rank: int, folder: str, steps: Any, plan: Plan) -> Any:
         changed = [not torch.equal(*pair) for pair in pairwise(rows)]
         rates = [each["learning_rate"] for each in logged(trainer)]
         return watching.scales, changed if rows[0].numel() else None, rates
-
-
-@pytest.mark.campaign  # without transformers it stays
-@pytest.mark.parametrize("plan", [IN_STAGES, for_campaign(PLAN)])
-def test_a_step_that_overflows_is_skipped_by_all_and_halves_the_scale(
-    plan: Plan, tmp_path: Path
-) -> None:
-    found = run_ranks(overflow, 3, str(tmp_path), [OVERFLOWS_AT], plan, timeout_s=FIRST_CASE_S)
-    scales, changed, rates = found[0]
-    num_after = NUM_STEPS - OVERFLOWS_AT
-    assert scales == [FIRST_SCALE] * OVERFLOWS_AT + [FIRST_SCALE / 2] * num_after
-    assert changed == [i + 1 != OVERFLOWS_AT for i in range(NUM_STEPS - 1)]
-    assert rates[OVERFLOWS_AT + 1] == rates[OVERFLOWS_AT]  # the schedule has not gone on
-    for other in found[1:]:
-        assert other[0] == scales
-        assert other[1] in (None, changed)
-
-
-def go_on(rank: int, folder: str) -> Any:
-    """The steps after the checkpoint, of a whole run and of one that was resumed there."""
-    from shardhet.hf import HetTrainer
-
-    results = []
-    for checkpoint in (None, f"{folder}/checkpoint-3"):
-        with as_torchrun_starts(rank, PLAN.world_size):
-            loss = Overflowing(rank, [OVERFLOWS_AT] if checkpoint is None else [])
-            trainer = made(HetTrainer, folder, loss, fp16=True)
-            trainer.train(resume_from_checkpoint=checkpoint)
-            scale = trainer.loss_scaler.grad_scaler.get_scale()
-            results.append((logged(trainer)[3:], scale, trainer.het.state_dict()))
-    return results
-
-
-@pytest.mark.campaign  # float32 stays
-def test_a_resumed_run_goes_on_with_its_scale(tmp_path: Path) -> None:
-    whole, resumed = run_ranks(go_on, 3, str(tmp_path), timeout_s=FIRST_CASE_S)[0]
-    assert whole[:2] == resumed[:2]
-    assert whole[1] == FIRST_SCALE / 2
-    assert all(torch.equal(whole[2][fqn], resumed[2][fqn]) for fqn in whole[2])
-
-
-def overflow_always(rank: int, folder: str) -> None:
-    from shardhet.hf import HetTrainer
-
-    with as_torchrun_starts(rank, PLAN.world_size):
-        trainer = made(HetTrainer, folder, Overflowing(rank, range(100)), fp16=True)
-        trainer.loss_scaler = LossScaler(trainer.het.device, first_scale=2 * LEAST_SCALE)
-        trainer.accelerator.scaler = trainer.loss_scaler.grad_scaler
-        trainer.train()
-
-
-@pytest.mark.campaign  # without transformers it stays
-def test_gradients_that_are_finite_at_no_scale_stop_all_ranks(tmp_path: Path) -> None:
-    for outcome in run_ranks_expecting_failure(
-        overflow_always, 3, str(tmp_path), within_s=FIRST_CASE_S
-    ):
-        assert outcome.exception_name == "FloatingPointError", outcome
-        assert "Set bf16=True, or leave fp16 out" in outcome.message
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

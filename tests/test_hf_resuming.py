@@ -1,7 +1,6 @@
 """A HetTrainer that was stopped goes on as if it had not been, under any plan."""
 
 import json
-import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardhet import Plan, Stage
+from shardhet import Plan
 from shardhet.checkpoint import CheckpointError
 from tests.selection import for_campaign
 from tests.test_hf_trainer import (
     FIRST_CASE_S,
     IN_ROUNDS,
-    IN_STAGES,
     ONE,
     PLAN,
     arguments,
@@ -186,181 +184,12 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
             assert entry == pytest.approx(expected, rel=1e-6), variant
 
 
-THREE_STAGES = Plan.by_hand(
-    microbatch_sizes=[4, 2, 1],
-    rank_batch_sizes=[4, 4, 4],
-    num_rounds=2,
-    global_batch_size=7,
-    stages=[
-        Stage(units=("model.embed_tokens",), num_ranks=1),
-        Stage(units=("model.layers.*",), num_ranks=1),
-        Stage(units=("lm_head",), num_ranks=1),
-    ],
-)
-IN_TURN = {"stages": IN_STAGES, "other stages": THREE_STAGES, "none": PLAN}
-
-
-def resumed_in_turn(
-    rank: int, folder: str, variant: str, turns: Sequence[tuple[str, str]]
-) -> Any:
-    """Undisturbed and resumed runs, by the plans they were stopped and went on under."""
-    found = {}
-    with as_torchrun_starts(rank, 3):
-        whole = make(f"{folder}/whole", IN_STAGES, variant, save_strategy="no")
-        whole.train()
-        found["whole", ""] = result_of(whole)
-        for before in dict(turns):
-            place = f"{folder}/{before}"
-            stopped = make(place, IN_TURN[before], variant)
-            stopped.add_callback(Stop())
-            stopped.train()
-            for after in (after for first, after in turns if first == before):
-                resumed = make(place, IN_TURN[after], variant, save_strategy="no")
-                path = f"{place}/checkpoint-{first_step(variant)}"
-                resumed.train(resume_from_checkpoint=path)
-                found[before, after] = result_of(resumed)
-    return found if rank == 0 else None
-
-
-ALL_TURNS = [(before, after) for before in ("stages", "none") for after in IN_TURN]
-
-
-@pytest.mark.campaign  # tests of pipelines have it without a trainer
-@pytest.mark.parametrize(
-    "variant, turns",
-    [
-        ("base", [("stages", "other stages")]),
-        for_campaign("base", ALL_TURNS),
-        for_campaign("by length, accumulated", ALL_TURNS),
-        for_campaign("drawing", ALL_TURNS),
-    ],
-    ids=["base, few turns", "base", "by length, accumulated", "drawing"],
-)
-def test_a_run_in_stages_goes_on_in_others_and_in_none(
-    tmp_path: Path, variant: str, turns: list[tuple[str, str]]
-) -> None:
-    found = run_ranks(
-        resumed_in_turn, 3, str(tmp_path), variant, turns, timeout_s=FIRST_CASE_S
-    )[0]
-    whole = found.pop(("whole", ""))
-    assert found.keys() == set(turns)
-    if ("stages", "stages") in found:
-        assert found["stages", "stages"]["log"] == whole["log"]  # bit by bit
-    for turn, resumed in found.items():
-        assert resumed["step"] == NUM_STEPS
-        for fqn, param in whole["state"].items():
-            own = resumed["state"][fqn]
-            torch.testing.assert_close(own, param, rtol=0, atol=SAME, msg=f"{turn}: {fqn}")
-        for entry, expected in zip(resumed["log"], whole["log"], strict=True):
-            assert entry == pytest.approx(expected, rel=1e-6), turn
-
-
-def best_and_limited(rank: int, folder: str) -> tuple[Any, Any]:
-    """A run whose learning rate is so high that an early checkpoint is the best."""
-    with as_torchrun_starts(rank, PLAN.world_size):
-        trainer = make(
-            folder,
-            PLAN,
-            learning_rate=0.3,
-            warmup_steps=0,
-            eval_strategy="steps",
-            eval_steps=3,
-            load_best_model_at_end=True,
-            save_total_limit=2,
-        )
-        trainer.train()
-        metrics = trainer.evaluate()
-        history = trainer.state.log_history
-        losses = [each["eval_loss"] for each in history if "eval_loss" in each]
-        return losses, (metrics["eval_loss"], trainer.state.best_model_checkpoint)
-
-
-@pytest.mark.campaign  # a stopped run stays
-def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
-    results = run_ranks(best_and_limited, 3, str(tmp_path), timeout_s=FIRST_CASE_S)
-    for losses, (loss, best) in results:
-        *during, _ = losses  # the last one is that of the call after training
-        assert loss == min(during)
-        assert during.index(min(during)) < len(during) - 1, "the last one was the best"
-        assert Path(best).is_dir()
-    kept = sorted(each.name for each in tmp_path.iterdir())
-    assert kept == sorted({Path(results[0][1][1]).name, f"checkpoint-{NUM_STEPS}"})
-
-
-def ask_to_end(rank: int, folder: str) -> tuple[int, bool]:
-    """One rank is given notice in its fourth step."""
-
-    class Notice(transformers.TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if rank == 1 and state.global_step == 3:
-                trainer.het.ask_to_end()
-
-    with as_torchrun_starts(rank, PLAN.world_size):
-        trainer = make(folder, PLAN, save_steps=100)
-        trainer.add_callback(Notice())
-        trainer.train()
-        resumed = make(folder, PLAN, max_steps=6, save_steps=100)
-        resumed.train(resume_from_checkpoint=True)
-        return trainer.state.global_step, resumed.state.global_step == 6
-
-
-@pytest.mark.campaign  # a stopped run stays
-def test_a_rank_that_is_asked_to_end_ends_all_after_a_checkpoint(tmp_path: Path) -> None:
-    found = run_ranks(ask_to_end, 3, str(tmp_path), timeout_s=FIRST_CASE_S)
-    assert found in ([(4, True)] * 3, [(5, True)] * 3)
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of one process with checkpoints after steps 3 and 6."""
     folder = tmp_path_factory.mktemp("saved")
     make(str(folder), ONE, max_steps=6).train()
     return folder
-
-
-def copied(saved: Path, folder: Path) -> Path:
-    """A copy that may be damaged."""
-    return Path(shutil.copytree(saved, folder / "run"))
-
-
-@pytest.mark.campaign  # tests of folders have it
-def test_a_checkpoint_that_is_not_whole_is_passed_over(
-    saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for number, damage in enumerate((_without_state, _half_written, _cut, _only_model)):
-        folder = copied(saved, tmp_path / str(number))
-        damage(folder / "checkpoint-6")
-        trainer = make(str(folder), ONE, max_steps=7)
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            trainer.train(resume_from_checkpoint=True)
-        assert "checkpoint-6" in caplog.text
-        steps = [each["step"] for each in trainer.state.log_history if "loss" in each]
-        assert steps == [1, 2, 3, 4, 5, 6, 7]
-        damage(folder / "checkpoint-6")  # it was saved again
-        resumed = make(str(folder), ONE)
-        with pytest.raises(CheckpointError, match="checkpoint-6"):
-            resumed.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
-
-
-def _without_state(folder: Path) -> None:
-    (folder / "trainer_state.json").unlink()
-
-
-def _half_written(folder: Path) -> None:
-    text = (folder / "trainer_state.json").read_text()
-    (folder / "trainer_state.json").write_text(text[: len(text) // 2])
-
-
-def _cut(folder: Path) -> None:
-    [largest] = sorted((folder / "shardhet").iterdir(), key=lambda each: each.stat().st_size)[
-        -1:
-    ]
-    largest.write_bytes(largest.read_bytes()[:-1])
-
-
-def _only_model(folder: Path) -> None:
-    shutil.rmtree(folder / "shardhet")
 
 
 def test_what_cannot_be_resumed_is_refused_by_name(saved: Path, tmp_path: Path) -> None:

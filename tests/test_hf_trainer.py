@@ -525,51 +525,6 @@ def test_a_weighted_sum_over_all_samples_is_trained(tmp_path: Path) -> None:
     one_classified(tmp_path, torch.tensor(1), 4, compute_loss_func=weighted_sum)
 
 
-def own_mean(outputs: Any, labels: Tensor) -> Tensor:
-    """Of the next token at each position that has one."""
-    logits = outputs.logits[:, :-1].reshape(-1, VOCAB_SIZE)
-    return F.cross_entropy(logits, labels[:, 1:].reshape(-1))
-
-
-def train_with_own_mean(trainer_class: Any, folder: str, plan: Plan) -> Any:
-    """The parameters, under a ``compute_loss`` without outputs, as training has no use of."""
-
-    class WithOwnLoss(trainer_class):  # type: ignore[misc]
-        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
-            labels = inputs.pop("labels")
-            return own_mean(model(**inputs), labels)
-
-    is_plain = trainer_class is transformers.Trainer
-    size = {"per_device_train_batch_size": plan.global_batch_size}
-    trainer = WithOwnLoss(
-        llama(),
-        arguments(folder, max_steps=3, **(size if is_plain else {})),
-        train_dataset=texts(31, seed=1),
-        **({} if is_plain else {"plan": plan}),
-    )
-    trainer.remove_callback(transformers.PrinterCallback)
-    trainer.train()
-    return getattr(trainer, "het", trainer.model).state_dict()
-
-
-def own_mean_by_plan(rank: int, folder: str, plan: Plan) -> Any:
-    from shardhet.hf import HetTrainer
-
-    with as_torchrun_starts(rank, plan.world_size):
-        return train_with_own_mean(HetTrainer, folder, plan)
-
-
-@pytest.mark.campaign  # other means stay
-@pytest.mark.parametrize("plan", [PLAN, for_campaign(IN_ROUNDS), for_campaign(IN_STAGES)])
-def test_a_mean_over_next_tokens_is_trained_as_on_one_process(
-    plan: Plan, tmp_path: Path
-) -> None:
-    found = run_ranks(own_mean_by_plan, 3, str(tmp_path), plan, timeout_s=FIRST_CASE_S)[0]
-    plain = train_with_own_mean(transformers.Trainer, str(tmp_path), plan)
-    for fqn, param in plain.items():
-        torch.testing.assert_close(found[fqn], param, rtol=0, atol=PARAM_BAR)
-
-
 def count_adapters(rank: int, folder: str) -> list[Any]:
     from peft import LoraConfig, get_peft_model
 

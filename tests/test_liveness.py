@@ -44,8 +44,7 @@ from shardhet.comm.liveness.ending import (
     launcher_of,
 )
 from shardhet.comm.liveness.heartbeat import Heartbeat, OwnRank, activity_of, stack_of
-from tests.test_experiment_common import wait_until
-from tests.worlds import run_ranks, run_ranks_expecting_failure
+from tests.worlds import run_ranks, run_ranks_expecting_failure, wait_until
 
 PATIENCE_S = 30.0
 LONGER_S = 31.0

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardhet import Cluster, DeviceSpec, HetFSDP, Profile, Workload, find_plan, simulate
+from shardhet import Cluster, DeviceSpec, Profile, Workload, find_plan
 from shardhet.models.decoder import Decoder
-from shardhet.planner.problem.demands import Demands
 from shardhet.pricing.setting import Setting
 from shardhet.profiler.assemble import (
     RankReport,
@@ -39,9 +38,7 @@ from shardhet.profiler.unit_runner import Started
 from shardhet.records.profiles import Source
 from shardhet.records.workload import Unit
 from shardhet.training.emulation import EmulatedDevice
-from tests.hosts import on_different_hosts
 from tests.programs import SHARDHET, SMALL_MODEL, run
-from tests.selection import one_in
 from tests.small_models import small_decoder
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
@@ -306,95 +303,7 @@ def test_a_host_has_what_its_devices_leave_and_the_pace_of_all_its_ranks() -> No
     assert make_cluster(specs, []).nodes[0].host_bytes_per_s is None
 
 
-@pytest.mark.campaign  # the command stays
-@pytest.mark.parametrize("uses_host", one_in(2, [True, False]))
-def test_what_was_measured_of_hosts_is_for_plans_that_use_them(uses_host: bool) -> None:
-    from tests.test_fewer import FAST_LINKS, setting_of
-
-    setting = setting_of("ffs", s_per_byte=FAST_LINKS, capacity=2**22)
-    nodes = tuple(
-        replace(node, host_memory_bytes=1, host_bytes_per_s=1e8)
-        for node in setting.cluster.nodes
-    )
-    measured = replace(setting, cluster=replace(setting.cluster, nodes=nodes))
-    demands = Demands(may_keep_inputs_on_host=uses_host, may_keep_optimizer_on_host=uses_host)
-    before, after = (
-        find_plan(each, global_batch_size=12, demands=demands) for each in (setting, measured)
-    )
-    assert uses_host or before == after
-    for rank in after.ranks:  # there is no room
-        assert not rank.optimizer_on_host
-        assert not rank.inputs_on_host
-
-
 # Ranks #
-
-
-@pytest.mark.campaign  # the command stays
-def test_one_process_is_measured_without_a_process_group() -> None:
-    shown: list[float] = []
-    measured = measure(
-        trained(), effort=QUICK, on_progress=lambda _, fraction: shown.append(fraction)
-    )
-    assert measured.setting.workload == WORKLOAD
-    assert measured.setting.cluster.world_size == 1
-    assert not measured.setting.profile.collectives.points
-    for unit in measured.setting.profile.devices[0].units:
-        assert [point.microbatch_size for point in unit.points] == [1, 2, 3]
-        for point in unit.points:
-            assert point.forward.num_samples >= 3
-            assert 0 < point.forward.p10_s <= point.forward.p90_s
-            assert point.peak_bytes is None  # nobody counts on a CPU
-    assert measured.setting.profile.device("cpu").optimizer_seconds_per_element > 0
-    [node] = measured.setting.cluster.nodes
-    assert node.host_memory_bytes is None  # the device has it
-    assert node.host_bytes_per_s is not None
-    assert 1e8 <= node.host_bytes_per_s < 1e12
-    assert 1e-5 < measured.setting.profile.turn_overhead_s < 1e-2
-    assert shown == sorted(shown)
-    assert shown[-1] == 1.0
-
-
-def measure_plan_and_train(rank: int, folder: str) -> tuple[str, str, float]:
-    measured = measure(
-        trained(),
-        device_spec=DeviceSpec(
-            host="here", kind=("fast", "slow")[rank], memory_capacity_bytes=2**33
-        ),
-        emulated=EmulatedDevice(speed=1.0 if rank == 0 else 0.05),
-        effort=QUICK,
-    )
-    if rank == 0:
-        measured.save(Path(folder))
-    plan = find_plan(measured.setting, global_batch_size=6)
-    with torch.device("meta"):
-        module = Decoder(SHAPE)
-    spec = DeviceSpec(host="here", kind=("fast", "slow")[rank], memory_capacity_bytes=2**33)
-    model = HetFSDP(module, plan, device_spec=spec)
-    tokens_BT = torch.randint(64, (plan.ranks[model.position].rank_batch_size, 16))
-    loss = model.backward(*model(tokens_BT, tokens_BT))
-    assert loss is not None
-    timeline = simulate(plan, measured.setting)
-    return measured.setting.profile.to_json(), plan.to_json(), timeline.step_time_s
-
-
-@pytest.mark.campaign  # the command stays
-def test_ranks_agree_on_what_they_measured_and_train_its_plan(tmp_path: Path) -> None:
-    results = run_ranks(measure_plan_and_train, 2, str(tmp_path))
-    assert results[0] == results[1]
-    profile_json, _, step_time_s = results[0]
-    assert step_time_s > 0
-    profile = Profile.load(tmp_path / "profile.json")
-    assert profile.to_json() == profile_json
-    cluster = Cluster.load(tmp_path / "cluster.json")
-    assert [device.kind for device in cluster.devices] == ["fast", "slow"]
-    assert cluster.nodes[0].link is not None
-    assert Workload.load(tmp_path / "workload.json") == WORKLOAD
-    fast, slow = [profile.unit(kind, "block").points[-1].backward for kind in ("fast", "slow")]
-    assert slow.p10_s > 4 * fast.p10_s  # twenty times, but for what else the machine does
-    assert all(device.overlap_excess >= 0 for device in profile.devices)
-    numels = [kind.numel * 4 for kind in WORKLOAD.kinds]
-    assert set(numels) <= {point.nbytes for point in profile.collectives.points}
 
 
 def measure_three(rank: int) -> str:
@@ -426,21 +335,6 @@ class Breaks(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-def measure_two_hosts(rank: int) -> str:
-    spec = DeviceSpec(host="abb"[rank], kind="x", memory_capacity_bytes=2**30)
-    with on_different_hosts():
-        return measure(trained(), device_spec=spec, effort=QUICK).setting.profile.to_json()
-
-
-@pytest.mark.campaign  # the command stays
-def test_collectives_over_gloo_have_one_level() -> None:
-    [text, *others] = run_ranks(measure_two_hosts, 3)
-    assert others == [text] * 2
-    profile = Profile.from_json(text)
-    assert profile.two_levels is None
-    assert {each.source for each in profile.devices} == {Source.MEASURED}
 
 
 def fail_to_measure(rank: int) -> None:

@@ -44,7 +44,7 @@ from shardhet.models.pretrained import (
     PretrainedFolder,
     language_loss,
 )
-from shardhet.profiler.describe import describe, describe_sketch
+from shardhet.profiler.describe import describe
 from shardhet.profiler.sketch import sketch_model
 from tests.parity import Batch, Course, Problem, check_parity
 from tests.programs import SHARDHET, run
@@ -170,51 +170,6 @@ def test_frozen_parameters_have_no_gradient_and_no_moments(llama: Path) -> None:
     assert 0 < part < 0.2
     assert adapted.state_bytes_per_element == pytest.approx(4 * (1 + 3 * part))
     assert min(kind.trained_numel for kind in adapted.kinds) == 0  # the embedding
-
-
-def losses_in_half(rank: int, path: str) -> None:
-    """Weights that are stored as they are computed with are the same, bit by bit."""
-    folder, plan = PretrainedFolder.open(path), Plan.by_hand(microbatch_sizes=[2, 1])
-    found: list[list[float | None]] = []
-    for frozen_dtype in (None, torch.bfloat16):
-        lora = Lora(rank=2, alpha=4.0, targets=("q_proj", "v_proj"), frozen_dtype=frozen_dtype)
-        module = folder.in_memory(dtype=torch.float32, weights=True, seed=5, lora=lora)
-        frozen = {each.dtype for each in module.parameters() if not each.requires_grad}
-        assert frozen == {frozen_dtype or torch.float32}
-        model = HetFSDP(module, plan, param_dtype=torch.bfloat16, loss_fn=language_loss)
-        trained = [each for each in model.parameters() if each.requires_grad]
-        assert {each.dtype for each in trained} == {torch.float32}
-        optimizer = torch.optim.AdamW(trained, lr=0.1)
-        tokens = torch.arange(3 * SEQ_LEN).reshape(3, SEQ_LEN) % VOCAB_SIZE
-        mine = tokens[plan.sample_indices(rank)]
-        losses = []
-        for _ in range(3):
-            losses.append(model.forward_backward(input_ids=mine, loss_inputs=(mine,)))
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(losses)
-    assert found[0] == found[1]
-    assert found[0][0] != found[0][2]
-
-
-@pytest.mark.campaign  # frozen parameters stay
-def test_frozen_weights_are_stored_as_they_are_computed_with(llama: Path) -> None:
-    run_ranks(losses_in_half, 2, str(llama))
-    keys = ("model.lora.rank=2", "model.lora.targets=[q_proj,v_proj]")
-    for precision, itemsize in (("FP32", 4), ("BF16", 2)):
-        conf = conf_of(llama, *keys, f"precision={precision}")
-        measured = model_to_measure(conf)
-        assert isinstance(conf.model, HfConf)
-        workload = conf.model.to_workload(
-            SampleShape(seq_len=SEQ_LEN), param_dtype=conf.precision.value
-        )
-        counted = describe_sketch(sketch_model(measured), measured)
-        for each in (workload, counted):
-            part = each.trained_numel / each.numel
-            mean = itemsize * (1 - part) + 16 * part
-            assert each.state_bytes_per_element == pytest.approx(mean)
-            assert all(kind.frozen_as_stored for kind in each.kinds)
-            assert each.reduce_dtype == "float32"
 
 
 def describe_folder(folder: PretrainedFolder, lora: Lora | None) -> Any:
@@ -479,33 +434,6 @@ def test_a_run_ends_in_a_folder_that_opens_without_shardhet(
         assert loss.item() == pytest.approx(last["held_out_loss"], rel=1e-5)
         copied, own = ((each / "tokenizer.json").read_bytes() for each in (folder, base))
         assert copied == own
-
-
-@pytest.mark.campaign  # two runs; models of transformers in stages are tested without them
-def test_a_folder_is_trained_in_stages_as_without_them(
-    llama: Path, text: Path, tmp_path: Path
-) -> None:
-    stages = (
-        'plan.stages=[{units:["model.embed_tokens","model.layers.0"],num_ranks:1},'
-        '{units:["model.layers.[12]",lm_head],num_ranks:1}]'
-    )
-    found = []
-    for name, keys in (("stages", (stages, "[2,2]")), ("flat", ("plan.stages=[]", "[1,1]"))):
-        shardhet(
-            tmp_path,
-            "train",
-            *("model=hf", f"model.path={llama}", f"data.seq_len={SEQ_LEN}"),
-            *("data=text_dir", f"data.path={text}", "data.num_judged_samples=3"),
-            *("plan=by_hand", "plan.num_rounds=2", keys[0], f"plan.microbatch_sizes={keys[1]}"),
-            *("precision=FP64", "cluster.device=CPU", "num_steps=2", f"run_dir={name}"),
-        )
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        values = [json.loads(line) for line in lines]
-        found.append(
-            [v for each in values for k, v in each.items() if k in ("loss", "held_out_loss")]
-        )
-    assert found[0] == pytest.approx(found[1], rel=1e-9)
-    assert len(found[0]) == 3
 
 
 def test_what_is_measured_is_what_is_trained(llama: Path) -> None:

@@ -9,7 +9,6 @@ from torch import nn
 
 from shardhet import HetFSDP, Plan, Stage, redistribute
 from shardhet.checkpoint import CheckpointError
-from shardhet.models.decoder import Decoder
 from tests.checkpoint_cases import (
     CALLED,
     OPTIMIZERS,
@@ -23,11 +22,7 @@ from tests.checkpoint_cases import (
     units_of,
     whole_state,
 )
-from tests.emulated.accelerator import Accelerator
-from tests.parity import OnHost
 from tests.selection import one_in
-from tests.small_models import small_decoder
-from tests.test_pipelines import SEQ_LEN, WORDS, batch_of, staged
 from tests.worlds import on_ranks, run_ranks
 
 NUM_CASES = 40
@@ -99,30 +94,3 @@ def test_what_cannot_move_is_refused_by_name(rank: int) -> None:
     normed = HetFSDP(module, flat, units=["0", "2"])
     with pytest.raises(CheckpointError, match="the model has batch norm"):
         redistribute(normed, None, pipeline_of(("0",), ("2",)))
-
-
-@pytest.mark.campaign  # half a minute; moves, and what is on accelerators, have their own
-@on_ranks(3)
-def test_rows_move_on_accelerators(rank: int) -> None:
-    """Losses and gradients before and after moves are those of hosts."""
-    flat = Plan.by_hand(microbatch_sizes=[1, 2, 0], rank_batch_sizes=[2, 4, 0])
-    pipeline = staged([1, 1, 2], [2, 1], num_rounds=3)
-    found = []
-    for place in (OnHost(), Accelerator()):
-        torch.manual_seed(0)
-        config = small_decoder(vocab_size=WORDS, width=8, num_layers=4, seq_len=SEQ_LEN)
-        units = ["embedding", *(f"blocks.{i}" for i in range(4)), "head"]
-        with place.installed():
-            model = HetFSDP(Decoder(config).double(), flat, units=units, device=place.device)
-            optimizer = torch.optim.AdamW(model.parameters())
-            seen: list[float | None] = []
-            for step, plan in enumerate((flat, pipeline, flat, pipeline, pipeline)):
-                redistribute(model, optimizer, plan)
-                inputs, targets = batch_of(plan.global_batch_size, step)
-                mine = plan.sample_indices(model.position)
-                given = (each[mine].to(place.device) for each in (inputs, targets))
-                seen.append(model.forward_backward(*given))
-                optimizer.step()
-                optimizer.zero_grad()
-        found.append(seen)
-    assert found[1] == pytest.approx(found[0], rel=1e-12)

@@ -190,18 +190,6 @@ def test_every_key_is_explained_in_help(
     assert "H100" in capsys.readouterr().out
 
 
-@pytest.mark.campaign  # files in a folder of one's own stay in tests of train
-def test_own_descriptions_are_found(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    text = (DESCRIBED / "rtx4090_2x3090.yaml").read_text()
-    folder = tmp_path / "cluster" / "described"
-    folder.mkdir(parents=True)
-    (folder / "mine.yaml").write_text(text.replace("count: 2", "count: 4"))
-    own = ["--config-dir", str(tmp_path), "cluster=described/mine"]
-    assert "5 devices of 2 kinds" in said(capsys, *own, *QUICK)
-    assert "5 devices of 2 kinds" in said(capsys, f"cluster={folder}/mine.yaml", *QUICK)
-    assert "7 devices" in said(capsys, "cluster.nodes.0.devices.1.count=6", *QUICK)
-
-
 WITHOUT_TORCH = """
 import resource, sys
 

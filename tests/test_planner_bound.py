@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from experiments.sentences.run import judged
 from shardhet.planner import Demands, DeviceLimits, PlanError, PlanSolution, solve
 from shardhet.planner.idle import active_positions
 from shardhet.planner.stages.bound import together_on_kinds_s
@@ -79,11 +78,3 @@ def test_the_bound_of_divided_samples_is_exact_at_every_scale(
     )
     found = together_on_kinds_s(times, devices, units, samples)
     assert found == pytest.approx(expected, rel=1e-9)
-
-
-@pytest.mark.campaign  # nine seconds of searches
-def test_rounds_may_be_cut_as_no_single_round_is() -> None:
-    """Two rounds of 5, 5 and 2 samples are faster than four of 5 and one of 4."""
-    row = judged(2055)
-    assert row.rounds >= 1
-    assert row.wrong == ""

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from shardhet.planner import Demands, PlanError, solve
-from shardhet.planner.candidates import candidates
 from shardhet.planner.candidates.candidates import TableBuilder
 from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
@@ -13,7 +12,6 @@ from shardhet.records.cluster import Cluster, DeviceSpec, Node
 from shardhet.records.profiles import Collectives, Profile, Source
 from shardhet.records.workload import Workload
 from tests.made_up import device_profile
-from tests.selection import one_in
 from tests.test_planner import WORKLOAD, random_case
 
 
@@ -24,36 +22,6 @@ def roomy(seed: int) -> Setting:
         replace(each, memory_capacity_bytes=2**45) for each in cluster.nodes[0].devices
     )
     return Setting(Cluster(nodes=(Node(host="a", devices=devices),)), WORKLOAD, profile)
-
-
-# Of twelve, those in which memory leaves more than three batches per device.
-@pytest.mark.campaign  # plans of large clusters stay
-@pytest.mark.parametrize(
-    "seed", one_in(5, [1000, 1002, 1004, 1005, 1006, 1007, 1009, 1010, 1011])
-)
-def test_a_coarse_search_first_changes_no_plan(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cluster, profile, batch = random_case(seed)
-    setting = Setting(cluster, WORKLOAD, profile)
-    strides = []
-    try:
-        usual = solve(setting, global_batch_size=batch)
-    except PlanError:
-        return
-    monkeypatch.setattr(candidates, "MANY_BATCHES", 3)
-    monkeypatch.setattr(candidates, "FEW_BATCHES", 2)
-    table = TableBuilder.table
-
-    def noted(builder: TableBuilder, *args: float, stride: int = 1, **kwargs: None) -> object:
-        strides.append(stride)
-        return table(builder, *args, stride=stride, **kwargs)
-
-    monkeypatch.setattr(TableBuilder, "table", noted)
-    coarse = solve(setting, global_batch_size=batch)
-    assert max(strides) > 1
-    assert coarse.predicted.step_time_s == pytest.approx(usual.predicted.step_time_s, rel=1e-9)
-    assert coarse.lower_bound_s == pytest.approx(usual.lower_bound_s, rel=1e-9)
 
 
 def test_a_large_batch_is_planned_from_few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:

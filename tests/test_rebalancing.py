@@ -214,27 +214,6 @@ def test_a_slowed_rank_is_given_less_within_ten_steps_and_results_stay(plan: Pla
     assert len({course.found[0][1].new_plan.plan.digest for course in courses}) == 1  # type: ignore[union-attr]
 
 
-@pytest.mark.campaign  # the library's own test stays
-def test_without_new_plans_a_slow_rank_is_named_once() -> None:
-    for course in run_ranks(slow_down, 2, EVEN, False):
-        [(_, imbalance)] = course.found
-        assert imbalance.slow == (1,)
-        assert imbalance.new_plan is None
-        assert imbalance.slowness[1] == pytest.approx(2.5, rel=0.2)
-        assert course.plan.ranks == EVEN.ranks
-
-
-def one_rank(rank: int) -> Course:
-    return train(
-        rank, Plan.even(1, microbatch_size=BATCH), slowness=1.0, replans=True, num_steps=9
-    )
-
-
-@pytest.mark.campaign  # two ranks stay
-def test_a_rank_alone_is_never_slow() -> None:
-    assert run_ranks(one_rank, 1)[0].found == []
-
-
 def test_a_profile_that_is_off_for_all_alike_is_no_alarm() -> None:
     assert slownesses([3.0, 6.0, 1.5], [1.0, 2.0, 0.5]) == (1.0, 1.0, 1.0)
     assert slownesses([1.0, 4.0], [1.0, 2.0]) == (1.0, 2.0)

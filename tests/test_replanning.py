@@ -16,16 +16,12 @@ from shardhet.comm.peers import Shortage, is_out_of_memory
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import register_schemas, to_conf
 from shardhet.planner import find_plan
-from shardhet.planner.present import plan_for
-from shardhet.planner.problem.demands import Demands
-from shardhet.pricing.cost import CostModel
-from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import DeviceSpec
 from shardhet.training.peak_memory import PeakMemory
 from tests.programs import SHARDHET, TORCHRUN, run
 from tests.test_config import compose_with
-from tests.test_elastic import MEASURED, there
+from tests.test_elastic import MEASURED
 from tests.test_rebalancing import measured_decoder
 from tests.test_train import losses
 from tests.test_worker import SHORT_TEXT, write_pages
@@ -109,22 +105,6 @@ def test_the_limit_is_of_the_device_whatever_its_rank(tmp_path: Path) -> None:
     hook.end(ValueError("another"))
 
 
-@pytest.mark.campaign  # a launch
-def test_budgets_are_of_the_devices_that_announce_themselves() -> None:
-    part = part_of(MEASURED, (0, 2, 3))  # f, s, t
-    free = CostModel(part).predict(find_plan(part, global_batch_size=BATCH)).ranks[0]
-    less = (free.memory.total_bytes + free.memory.reserved_bytes) // 2
-    demands = Demands().with_budgets({0: less})
-    expected = find_plan(part, global_batch_size=BATCH, demands=demands)
-    assert CostModel(part).predict(expected).ranks[0].memory.total_bytes <= less
-    plan = plan_for(
-        there("t@b", "f@new", "s@b"), MEASURED, global_batch_size=BATCH, budgets={1: less}
-    )
-    assert [(each.microbatch_sizes, each.state_share) for each in plan.ranks] == [
-        (each.microbatch_sizes, each.state_share) for each in expected.ranks
-    ]
-
-
 def configured(*keys: str) -> None:
     register_schemas()
     OmegaConf.register_new_resolver("run_stamp", lambda: "stamp", replace=True)
@@ -149,23 +129,6 @@ def test_what_cannot_plan_again_or_go_on_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="plan=file leaves nothing to plan"):
         configured(*from_file)
     configured(*from_file, f"plan.measured={tmp_path}")
-
-
-@pytest.mark.campaign  # two launches of torchrun
-def test_ranks_that_nobody_starts_again_are_refused(tmp_path: Path) -> None:
-    MEASURED.save(tmp_path)
-    keys = ("on_oom=REPLAN", "plan=measured", f"plan.measured={tmp_path}")
-    keys += ("cluster.device=CPU", "checkpoint.every=2", f"run_dir={tmp_path}/run")
-    torchrun = [*TORCHRUN, "--nproc-per-node=1", "-m", "shardhet.apps.train"]
-    done = run([*torchrun, *keys], tmp_path)
-    assert done.returncode != 0
-    assert "nobody starts these ranks again" in done.stderr
-    assert "--max-restarts" in done.stderr
-    may_start = [*TORCHRUN, "--standalone", "--nproc-per-node=1", "--max-restarts=1"]
-    # Cold: the rank ends its parent, which has to be the agent.
-    done = run([*may_start, "-m", "shardhet.apps.train", *keys], tmp_path, is_cold=True)
-    assert done.returncode != 0
-    assert "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in done.stderr
 
 
 def described(tmp_path: Path) -> tuple[str, ...]:

@@ -30,10 +30,8 @@ from tests.checkpoint_cases import (
     wrap,
 )
 from tests.checkpoint_cases import Odd as Model
-from tests.programs import start
 from tests.selection import one_in
 from tests.test_stillness import stop_here
-from tests.test_train import free_port
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
 NUM_CASES = int(os.environ.get("SHARDHET_REPLICA_CASES", "12"))
@@ -284,48 +282,6 @@ def test_versions_of_another_history_are_not_mixed() -> None:
     assert found is not None
     assert (found.step, found.holders["b"]) == (3, (1,))
     assert choose([[old, before], [new]], {(0, "one", "b")}) is None
-
-
-RAISES_AFTER_SAVE = """
-import sys, torch
-import torch.distributed as dist
-from torch import nn
-from shardhet import HetFSDP, Plan
-from shardhet.checkpoint import Replicas
-from shardhet.comm.liveness.watch import watch_ranks
-
-dist.init_process_group("gloo")
-watch_ranks()
-torch.manual_seed(0)
-layers = [nn.Linear(1000, 1000) for _ in range(8)]
-model = HetFSDP(nn.Sequential(*layers), Plan.even(2, microbatch_size=2))
-model.backward(model(torch.ones(2, 1000)).square().sum(), 2)
-optimizer = torch.optim.AdamW(model.parameters())
-optimizer.step()
-replicas = Replicas(f"{sys.argv[1]}/node{dist.get_rank()}")
-replicas.save(model, optimizer)
-if dist.get_rank() == 1:
-    raise KeyError("sample 17")
-replicas.wait(model)
-replicas.save(model, optimizer, step=1)
-replicas.wait(model)
-"""
-
-
-@pytest.mark.campaign  # a rank that is stopped meanwhile stays
-def test_a_rank_that_raises_while_copies_are_sent_ends_with_its_own_status(
-    tmp_path: Path,
-) -> None:
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    (tmp_path / "program.py").write_text(RAISES_AFTER_SAVE)
-    programs = [
-        start(["-m", "program", str(tmp_path)], tmp_path, RANK=str(rank), **address)
-        for rank in range(2)
-    ]
-    errors = [program.communicate(timeout=60)[1] for program in programs]
-    assert [program.returncode for program in programs] == [1, 1], errors
-    assert "KeyError: 'sample 17'" in errors[1]
-    assert "terminate called" not in errors[1]
 
 
 def stop_while_copies_are_sent(rank: int, root: str) -> None:

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardhet import HetFSDP, Plan, Stage, redistribute
+from shardhet import HetFSDP, Plan, redistribute
 from shardhet.checkpoint import CheckpointError, load, save
 from shardhet.fsdp.microbatch.batching import storage_of
 from tests.beside import mean_of, squared
 from tests.emulated.accelerator import Accelerator
-from tests.parity import OnHost, compare_grads
+from tests.parity import compare_grads
 from tests.selection import one_in
 from tests.test_bytes_of_links import computing, over_messages
 from tests.test_order import around_collectives
@@ -395,31 +395,6 @@ def test_units_without_frozen_parameters_are_refused_by_name(
 # Stages
 
 
-STAGED = Plan.by_hand(
-    microbatch_sizes=[2, 1, 0, 3],
-    state_shares=[0.3, 0.7, 0.4, 0.6],
-    num_rounds=2,
-    stages=[Stage(units=("0",), num_ranks=2), Stage(units=("[12]",), num_ranks=2)],
-    resident_units=True,
-)
-
-
-def in_stages(plan: Plan, **options: Any) -> HetFSDP:
-    def loss(output: Tensor) -> tuple[Tensor, Tensor]:
-        return output.square().sum(), torch.tensor(len(output))
-
-    return wrapped(plan, loss_fn=loss, **options)
-
-
-def staged_step(model: HetFSDP) -> int:
-    """How often a step gathers frozen weights."""
-    model.zero_grad()
-    launches: list[tuple[str, bool]] = []
-    with around_collectives(lambda kind, flat: launches.append((kind, flat.is_trainable))):
-        model.forward_backward(own(model).to(model.device))
-    return launches.count(("gather", False))
-
-
 def keeps(model: HetFSDP, fqns: Sequence[str]) -> bool:
     """Whether this rank has unsharded just these units' frozen weights, between steps."""
     return all(
@@ -427,44 +402,6 @@ def keeps(model: HetFSDP, fqns: Sequence[str]) -> bool:
         for flat in model._flats
         if not (flat.is_trainable or flat._is_shard_itself)
     )
-
-
-@pytest.mark.campaign  # drawn steps stay
-@pytest.mark.parametrize("on_accelerators", one_in(2, [False, True]))
-@on_ranks(STAGED.world_size)
-def test_each_stage_keeps_its_own_frozen_weights(rank: int, on_accelerators: bool) -> None:
-    place = Accelerator() if on_accelerators else OnHost()
-    with place.installed():
-        model = in_stages(STAGED, device=place.device)
-        mine = [["0"], ["0"], [], ["1", "2"]][model.position]  # one only stores
-        expected = make_module()
-        for gathers_again in (False, True):  # in the first step the probe has gathered them
-            assert bool(staged_step(model)) == gathers_again
-            assert keeps(model, mine)
-            assert staged_step(model) == 0
-            check_grads(model, expected)
-            with torch.no_grad():  # the probe of another kind of call
-                model.eval()(own(model).to(model.device))
-                model.train()
-            for callers in (range(4), (3,)):
-                with model.unit_by_unit():
-                    x = inputs(4)
-                    if model.position in callers:
-                        found = model.module(x.to(model.device)).cpu()
-                        assert torch.allclose(found, expected(x), rtol=1e-12, atol=1e-14)
-            assert keeps(model, mine)
-            assert staged_step(model) == 0
-            if model.position == 3:
-                _double(model)  # the rows of one rank of one stage
-            expected = _as_it_is(model)
-        staged_step(model)
-        check_grads(model, expected)
-        model.zero_grad()
-        redistribute(model, None, replace(STAGED, resident_units=("1",)))
-        staged_step(model)
-        assert staged_step(model)
-        assert keeps(model, [fqn for fqn in mine if fqn == "1"])
-        check_grads(model, expected)
 
 
 def test_plans_with_residents_are_kept_in_files() -> None:

@@ -33,7 +33,7 @@ from shardhet.training.resuming import (
     restore_random_states,
 )
 from tests.selection import one_in
-from tests.test_train import ALONE, SMALL, run
+from tests.test_train import ALONE, run
 from tests.test_worker import configure, train_rank, write_pages
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
@@ -319,22 +319,6 @@ def test_a_path_must_exist(tmp_path: Path) -> None:
         for name in ("checkpoint.every", "replicas.every"):
             with pytest.raises(ConfigError, match=f"{name}: -1"):
                 to_conf(compose(CONFIG_NAME, [f"run_dir={tmp_path}", f"{name}=-1"]))
-
-
-@pytest.mark.campaign  # runs in one process stay
-def test_the_command_goes_on_in_its_own_folder(tmp_path: Path) -> None:
-    command = [*ALONE, *SMALL, "cluster.num_ranks=1", "run_dir=here", "checkpoint.every=1"]
-    first = run([*command, "num_steps=2"], tmp_path)
-    assert first.returncode == 0, first.stderr
-    refused = run(command, tmp_path)
-    assert refused.returncode == 1
-    assert "go on with resume=auto" in refused.stderr
-    again = run([*command, "num_steps=3", "resume=auto"], tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert f"goes on after step 2, from {tmp_path / 'here/checkpoints/step_00000002'}" in (
-        again.stdout
-    )
-    assert list(losses(tmp_path / "here")) == [1, 2, 3]
 
 
 def test_random_states_come_back() -> None:

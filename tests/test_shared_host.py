@@ -36,7 +36,6 @@ from tests import test_collectives, test_deaths
 from tests.drawn_steps import on_rank
 from tests.hosts import on_different_hosts
 from tests.patchwork import draw_case
-from tests.programs import TORCHRUN, run
 from tests.selection import one_in
 from tests.test_bad_input import PLAN
 from tests.worlds import on_ranks, rank_cache, run_ranks, run_ranks_expecting_failure
@@ -341,14 +340,6 @@ def main() -> None:
         model.backward(model(torch.ones(2, 256)).sum(), 2)
     dist.barrier()
     dist.destroy_process_group()
-
-
-@pytest.mark.campaign  # a cold start
-def test_a_program_that_has_read_memory_ends_quietly(tmp_path: Path) -> None:
-    torchrun = [*TORCHRUN, "--standalone", "--nproc-per-node=2"]
-    ended = run([*torchrun, "-m", "tests.test_shared_host"], tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert "terminate" not in ended.stderr
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import combinations
 from math import inf
 from pathlib import Path
@@ -22,7 +21,6 @@ from shardhet.apps.simulate import main as simulate_main
 from shardhet.config.planning import Inputs, PlannerConf
 from shardhet.planner import Demands, solve
 from shardhet.planner.find import NO_DEMANDS
-from shardhet.planner.present import plan_for
 from shardhet.planner.problem.demands import DeviceLimits
 from shardhet.planner.stages import rest
 from shardhet.planner.stages.find import PipelineSearch, find_pipeline
@@ -206,61 +204,6 @@ def test_stages_share_the_memory_of_a_host() -> None:
         (node,) = own.cluster.nodes
         assert node.host_memory_bytes == part * 10**9
         assert node.host_bytes_per_s == part * 8e9
-
-
-@pytest.mark.campaign  # fifteen seconds of searches
-def test_stages_keep_on_hosts_what_does_not_fit_on_devices() -> None:
-    """A pipeline that fits in no other way, and is priced as it was found."""
-    setting = derived(cluster_of(CARDS[:1], CARDS[2:]))
-    limits = {i: DeviceLimits(memory_budget_bytes=950 * 2**20) for i in range(3)}
-    demands = Demands(limits=limits)
-    smaller = partial(_derived_part, setting)
-    on_host = replace(demands, may_keep_inputs_on_host=True, may_keep_optimizer_on_host=True)
-    without, found = (
-        find_pipeline(
-            setting, global_batch_size=16, smaller=smaller, max_stages=2, demands=each
-        )
-        for each in (demands, on_host)
-    )
-    assert found is not None
-    assert without is None
-    ranks = found.plan.ranks
-    assert any(rank.optimizer_on_host for rank in ranks)
-    assert not any(rank.inputs_on_host for rank in ranks)  # they would gain nothing
-    price = price_of(found.plan, setting, smaller)
-    assert price.step_time_s == found.step_time_s
-    assert [e.memory for e in price.ranks] == [e.memory for e in found.predicted.ranks]
-
-
-@pytest.mark.campaign  # the search's own test stays
-@pytest.mark.parametrize(
-    "mib", [2000, *(pytest.param(i, marks=pytest.mark.campaign) for i in (1050, 1200))]
-)
-def test_what_hosts_may_keep_makes_no_pipeline_slower(mib: int) -> None:
-    """Nor is anything there that gains nothing."""
-    setting = derived(cluster_of(CARDS[:1], CARDS[2:]))
-    limits = {i: DeviceLimits(memory_budget_bytes=mib * 2**20) for i in range(3)}
-    without, found = (
-        find_pipeline(
-            setting,
-            global_batch_size=16,
-            smaller=partial(_derived_part, setting),
-            max_stages=2,
-            demands=Demands(
-                limits=limits, may_keep_inputs_on_host=may, may_keep_optimizer_on_host=may
-            ),
-        )
-        for may in (False, True)
-    )
-    assert without is not None
-    assert found is not None
-    assert found.step_time_s <= without.step_time_s
-    if found.step_time_s == without.step_time_s:
-        assert found.plan == without.plan
-
-
-def _derived_part(setting: Setting, positions: Positions) -> Setting:
-    return derived(setting.cluster.only(positions))
 
 
 # Groups
@@ -665,41 +608,7 @@ def test_a_plan_for_other_devices_is_not_priced() -> None:
         price_of(plan, other, lambda positions: derived(other.cluster.only(positions)))
 
 
-@pytest.mark.campaign  # described ones stay
-def test_devices_that_are_there_are_planned_for_in_stages() -> None:
-    """They come in any order, on hosts with other names."""
-    cluster = cluster_of(CARDS[:1] * 2, CARDS[2:])
-    workload = Workload.transformer(  # too much for the first host alone
-        num_layers=16, width=2048, num_heads=16, vocab_size=32000, seq_len=1024
-    )
-    setting = Setting(cluster, workload, derive_profile(cluster, workload))
-    present = [replace(each, host=f"new {each.host}") for each in setting.cluster.devices][::-1]
-    plan = plan_for(present, setting, global_batch_size=24, max_stages=2)
-    assert plan.stages is not None
-    assert sorted(map(str, present)) == sorted(str(rank.device) for rank in plan.ranks)
-    by_kind = [{plan.ranks[i].device.kind for i in group} for group in plan.groups]
-    assert {CARDS[0]} in by_kind
-    assert plan_for(present, setting, global_batch_size=24).stages is None
-
-
 # The command
-
-
-def described(tmp_path: Path, gbit_per_s: float) -> str:
-    path = tmp_path / "cluster.yaml"
-    path.write_text(
-        f"""
-version: 1
-nodes:
-- {{host: a, link: {{latency_s: 2.0e-05, bandwidth_bytes_per_s: 12.0e+9}},
-   devices: [{{kind: NVIDIA GeForce RTX 4090}}, {{kind: NVIDIA GeForce RTX 3090}}]}}
-- {{host: b, link: {{latency_s: 2.0e-05, bandwidth_bytes_per_s: 12.0e+9}},
-   devices: [{{kind: NVIDIA GeForce RTX 3090, count: 2}}]}}
-between_nodes: {{latency_s: 1.0e-04, bandwidth_bytes_per_s: {gbit_per_s / 8 * 1e9}}}
-""",
-        encoding="utf-8",
-    )
-    return f"cluster={path}"
 
 
 def test_what_is_told_beside_stages_is_of_their_memory_and_of_plans_without_them(

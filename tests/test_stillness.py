@@ -2,12 +2,10 @@
 
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,8 +27,7 @@ from shardhet.comm.liveness.ending import EXIT_STATUS
 from shardhet.comm.liveness.watch import watch_ranks
 from tests.hosts import on_different_hosts
 from tests.misdeeds import commit
-from tests.programs import start
-from tests.selection import for_campaign, one_in, only
+from tests.selection import one_in, only
 from tests.test_bad_input import Net
 from tests.worlds import Outcome, on_ranks, patience, run_ranks, run_ranks_expecting_failure
 
@@ -166,14 +163,6 @@ def test_a_rank_that_is_stopped_is_named_by_all_others(
     assert "has given no sign of life" in (tmp_path / "saved.panel").read_text()
 
 
-@pytest.mark.campaign  # on one host it stays
-@pytest.mark.parametrize("place", one_in(2, ["backward", "forward"]))
-def test_ranks_of_several_hosts_name_the_one_that_is_stopped(place: str) -> None:
-    case = Case(deed="stop", place=place, rank=1, apart=True)
-    outcomes = run_ranks_expecting_failure(train, 3, 3, case, within_s=WITHIN_S)
-    check(outcomes, case, "has given no sign of life")
-
-
 @pytest.mark.parametrize(
     ("deed", "place", "line"),
     one_in(
@@ -195,20 +184,6 @@ def test_a_rank_that_stands_still_is_named_with_its_unit_and_ended(
     shown = (tmp_path / "saved.panel").read_text()
     assert "a rank stands still" in shown.splitlines()[0]
     assert "case.do()" in shown  # its stack
-
-
-@pytest.mark.campaign  # tests of deaths stay
-@pytest.mark.parametrize("deed", one_in(2, ["kill", "raise"]))
-def test_a_rank_that_ends_is_named_as_without_the_watch(deed: Any) -> None:
-    case = Case(deed=deed, place="forward", rank=1)
-    outcomes = run_ranks_expecting_failure(train, 3, 3, case, within_s=WITHIN_S)
-    for outcome in (outcomes[0], outcomes[2]):
-        # On a busy machine the watch, whose patience is short here, may be the first to know.
-        killed = ("ended without a message", "its process is gone")
-        said = killed if deed == "kill" else ("failed in forward of unit",)
-        assert outcome.message.startswith("rank 1 (cpu"), outcome.message
-        assert any(what in outcome.message.splitlines()[0] for what in said)
-        assert outcome.is_within(10.0)
 
 
 @pytest.mark.parametrize("place", one_in(6, PLACES))
@@ -289,30 +264,6 @@ def dist_folder(model: HetFSDP, folder: str) -> str:
     return str(model.exchange_objects(folder)[0]) + "/saved"
 
 
-def do_not_come_to_the_save(rank: int, folder: str, is_declared: bool) -> None:
-    watch_ranks(hang_timeout_s=60.0, on_failure=partial(keep, folder))
-    ranks.SECONDS_FOR_ALL_TO_COME = 1.0
-    model, x = small_model(3)
-    model.backward(*model(x))
-    if rank == 1:
-        with phase("saving") if is_declared else nullcontext():
-            time.sleep(1000)
-    save(model, None, Path(folder) / "saved")
-
-
-@pytest.mark.campaign  # other phases stay
-@pytest.mark.parametrize("is_declared", [for_campaign(True), False])
-def test_a_rank_that_does_not_come_to_a_save_is_named(
-    is_declared: bool, tmp_path: Path
-) -> None:
-    outcomes = run_ranks_expecting_failure(
-        do_not_come_to_the_save, 3, str(tmp_path), is_declared, within_s=WITHIN_S
-    )
-    for outcome in outcomes:
-        assert outcome.rank == 1 or outcome.message.startswith("rank 1 (cpu"), outcome.message
-        assert outcome.rank == 1 or "stands still" in outcome.message
-
-
 @pytest.mark.parametrize(
     "honest",
     only(
@@ -328,34 +279,6 @@ def test_a_rank_that_does_not_come_to_a_save_is_named(
 )
 def test_an_honest_run_is_left_alone(honest: Callable[[int], None]) -> None:
     run_ranks(honest, 2, fresh_world=True)
-
-
-def call_different_collectives(rank: int, folder: str) -> None:
-    watch_ranks(hang_timeout_s=1.0, on_failure=partial(keep, folder))
-    model, x = small_model(2)
-    model.backward(*model(x))
-    time.sleep(0.6)
-    if rank == 0:
-        dist.barrier()  # which rank 1 does not call
-    model.backward(*model(x))
-    model.backward(*model(x))
-
-
-@pytest.mark.campaign  # others stay
-def test_ranks_that_wait_for_each_other_are_shown_with_where_they_wait(
-    tmp_path: Path,
-) -> None:
-    folder = str(tmp_path / "run")
-    outcomes = run_ranks_expecting_failure(
-        call_different_collectives, 2, folder, within_s=WITHIN_S
-    )
-    assert not any(outcome.has_returned for outcome in outcomes)
-    # The error of gloo, in which rank 0 waits outside of the library, may be first on both.
-    panel = Path(f"{folder}.panel")
-    texts = [*(o.message for o in outcomes), panel.read_text() if panel.exists() else ""]
-    said = [each for each in texts if "all ranks have waited for each other" in each]
-    assert said, outcomes
-    assert all("model(...)" in each for each in said)
 
 
 @on_ranks(2, fresh_world=True)
@@ -378,38 +301,3 @@ def test_the_watch_can_be_switched_off_and_costs_no_thread_then() -> None:
     assert not watch_ranks(hang_timeout_s=None).is_running
     assert not watch_ranks().is_running  # there is one process
     assert "shardhet watch" not in [thread.name for thread in threading.enumerate()]
-
-
-RANK_ZERO_HOLDS_THE_STORE = """
-import os, signal, torch, torch.distributed as dist
-import shardhet
-from tests.test_stillness import small_model
-
-dist.init_process_group("gloo")
-shardhet.watch_ranks(hang_timeout_s=2.0)
-model, x = small_model(3)
-for step in range(5):
-    if dist.get_rank() == 0 and step == 3:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    model.backward(*model(x))
-"""
-
-
-@pytest.mark.campaign  # other ranks stay
-def test_a_stopped_rank_that_holds_the_store_is_named_by_all_others(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    (tmp_path / "program.py").write_text(RANK_ZERO_HOLDS_THE_STORE)
-    ranks = [start(["-m", "program"], tmp_path, RANK=str(rank), **common) for rank in range(3)]
-    try:
-        errors = [each.communicate(timeout=100)[1] for each in ranks[1:]]
-    finally:
-        for each in ranks:
-            each.kill()
-            each.communicate()
-    assert all(each.returncode in (1, EXIT_STATUS) for each in ranks[1:])
-    for text in errors:
-        assert "rank 0, which holds the rendezvous store, or the network to it" in text
-    assert "a rank stands still" in errors[0]  # rank 1 shows it

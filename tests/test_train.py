@@ -11,7 +11,6 @@ import pytest
 
 from shardhet.records.plan import Plan
 from tests.programs import FEW_TEXTS, SHARDHET, SMALL_MODEL, TORCHRUN, run, start
-from tests.selection import for_campaign
 
 FEW_STEPS = ("debug=quick", "data.num_judged_samples=2")
 QUICK = (*FEW_STEPS, *FEW_TEXTS)
@@ -165,20 +164,6 @@ def test_a_trace_names_what_the_runtime_does_per_unit(tmp_path: Path) -> None:
             assert names.count(name) >= 2
 
 
-@pytest.mark.campaign  # tests of compiling have it without a launch
-def test_without_a_compiler_a_compiled_run_says_so_and_trains(tmp_path: Path) -> None:
-    # As with CXX=/no/such/compiler, which torch reads when it is imported.
-    (tmp_path / "sitecustomize.py").write_text(
-        "import torch._inductor.config\n"
-        'torch._inductor.config.cpp.cxx = ("/no/such/compiler",)\n'
-    )
-    done = run([*ALONE, *SMALL, "compile=true", "cluster.num_ranks=2"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "torch.compile does not work on devices [0, 1], which run eagerly" in done.stdout
-    assert "No working C++ compiler" in done.stdout
-    assert len(losses(run_dirs(tmp_path)[0])) == 5
-
-
 @pytest.mark.campaign  # four launches
 def test_a_sweep_is_one_run_per_job(tmp_path: Path) -> None:
     done = run([*ALONE, "-m", "optim.lr=1e-3,1e-2", "cluster.num_ranks=1", *SMALL], tmp_path)
@@ -226,14 +211,6 @@ def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path) -> None:
     assert done.stderr.endswith("Did you mean optim.lr?\n")
 
 
-@pytest.mark.campaign  # a launch
-def test_a_folder_that_holds_a_run_is_not_written_to_again(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").touch()
-    done = run([*ALONE, *SMALL, f"run_dir={tmp_path}"], tmp_path)
-    assert done.returncode == 1
-    assert "holds a run already" in done.stderr
-
-
 FULL_DISK = """\
 import pathlib
 write_text = pathlib.Path.write_text
@@ -264,52 +241,6 @@ def test_the_root_cause_is_what_is_seen_last(disk: str, tmp_path: Path) -> None:
         log = (run_dir / "logs" / "rank1.log").read_text()
         assert "Traceback (most recent call last)" in log
         assert "these samples are bad" in log
-
-
-@pytest.mark.campaign  # tests of stillness have it without a launch
-@pytest.mark.parametrize(
-    ("failure", "said"),
-    [
-        ("import time; time.sleep(1000)", "stands still: alive, but for"),
-        for_campaign("os.kill(os.getpid(), 19)", "its process is stopped (SIGSTOP)"),
-    ],
-)
-def test_a_rank_that_stands_still_ends_the_run_and_is_shown(
-    failure: str, said: str, tmp_path: Path
-) -> None:
-    (tmp_path / "sitecustomize.py").write_text(FAILING_RANK.format(failure=failure))
-    small = [*SMALL, "cluster.num_ranks=3", "hang_timeout_s=2"]
-    done = run([*ALONE, *small], tmp_path)
-    assert done.returncode == 1
-    panel = "\n".join(done.stderr.splitlines()[-8:])
-    assert "rank  1 (cpu" in panel
-    assert said in panel
-    if "alive" in said:  # one that is stopped tells nothing any more
-        assert "sitecustomize.py:11" in panel
-
-
-@pytest.mark.campaign  # tests of deaths have it without a launch
-def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
-    failure = "os.kill(os.getpid(), 9)"
-    (tmp_path / "sitecustomize.py").write_text(FAILING_RANK.format(failure=failure))
-    done = run([*ALONE, *SMALL, "cluster.num_ranks=2"], tmp_path)
-    assert done.returncode == 1
-    panel = "\n".join(done.stderr.splitlines()[-6:])
-    assert "rank  1" in panel
-    assert "ended by signal 9" in panel
-
-
-@pytest.mark.campaign  # tests of liveness have it without torch
-def test_ranks_end_with_their_launcher_and_say_so(tmp_path: Path) -> None:
-    keys = [*SMALL, "num_steps=100000", "log_every=1", "cluster.num_ranks=2"]
-    process = start([*ALONE, *keys], tmp_path, is_cold=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step"):
-            break
-    process.kill()
-    _, errors = process.communicate(timeout=30)  # once no rank holds its end of the pipe
-    assert f"the launcher of this rank, process {process.pid}, is gone" in errors
 
 
 def test_an_interrupted_run_ends_with_the_command_that_goes_on(tmp_path: Path) -> None:

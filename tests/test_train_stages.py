@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.programs import run
-from tests.test_train import ALONE, FAILING_RANK, QUICK, losses, metrics
+from tests.test_train import ALONE, QUICK, losses, metrics
 
 MODEL = (
     "model.width=16",
@@ -68,15 +68,3 @@ def test_a_run_in_stages_is_that_of_any_plan_and_goes_on_under_others(tmp_path: 
         assert losses(train(tmp_path, name, *plan, resume)) == pytest.approx(
             expected[3:], rel=1e-9
         )
-
-
-@pytest.mark.campaign  # tests of pipelines have it without a launch
-def test_a_rank_that_fails_in_a_stage_is_what_is_seen_last(tmp_path: Path) -> None:
-    failure = 'raise ValueError("these samples are bad")'
-    (tmp_path / "sitecustomize.py").write_text(FAILING_RANK.format(failure=failure))
-    done = run([*ALONE, *MODEL, *TWO], tmp_path)
-    assert done.returncode == 1
-    panel = done.stderr.splitlines()[-6:]
-    assert "the run failed" in panel[0]
-    assert "rank  1 (cpu" in panel[1]
-    assert "ValueError: these samples are bad" in panel[2]

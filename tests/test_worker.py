@@ -24,15 +24,6 @@ from shardhet.config.compose import (
 from shardhet.config.training import ClusterConf
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
-SHORT_DEMO = (
-    "experiment=demo",
-    "num_steps=24",
-    "eval_every=0",
-    "model.width=32",
-    "model.num_layers=1",
-    "data.seq_len=16",
-    "data.num_judged_samples=40",
-)
 SHORT_TEXT = (
     "data=text_dir",
     "debug=quick",
@@ -80,18 +71,6 @@ def train(folder: Path, *overrides: str) -> tuple[np.ndarray, float]:
     entries = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     losses = np.array([entry["loss"] for entry in entries if "loss" in entry])
     return losses, entries[-1]["held_out_bits_per_byte"]
-
-
-@pytest.mark.campaign  # two runs each
-@pytest.mark.parametrize("precision", ["FP16", "BF16"])
-def test_two_bytes_learn_as_four_do(precision: str, tmp_path: Path) -> None:
-    in_float32, score_in_float32 = train(tmp_path / "fp32", *SHORT_DEMO)
-    losses, score = train(tmp_path / precision, *SHORT_DEMO, f"precision={precision}")
-    assert np.isfinite(losses).all()
-    assert losses[-5:].mean() < 0.8 * losses[0]
-    assert (losses != in_float32).any()
-    np.testing.assert_allclose(losses, in_float32, rtol=0.02)
-    assert abs(score - score_in_float32) < 0.02
 
 
 def complaints(paths: Sequence[str]) -> list[str]:

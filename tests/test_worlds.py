@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from shardhet.comm.failure import birth
 from tests.selection import only, sample
-from tests.test_experiment_common import wait_until
 from tests.worlds import (
     Outcome,
     patience,
     rank_cache,
     run_ranks,
     run_ranks_expecting_failure,
+    wait_until,
 )
 
 FAILED = pytest.fail.Exception

@@ -79,6 +79,13 @@ def patience() -> float:
     return min(10.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
+def wait_until(is_so: Callable[[], bool], *, seconds: float) -> None:
+    deadline_s = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
 def preload(*modules: str) -> None:
     """Have ranks and programs start with ``modules`` imported.
 
