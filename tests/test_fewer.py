@@ -23,7 +23,6 @@ from shardhet.config.planning import PlannerConf
 from shardhet.planner import Demands, DeviceLimits, solve
 from shardhet.planner.idle import MAX_KINDS, PartPlan, PartSearch, Positions, active_positions
 from shardhet.planner.search.search import Effort
-from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.part import MeasuredGroups, part_of
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
@@ -118,22 +117,6 @@ def test_demanded_devices_stay_and_demands_move_with_their_devices() -> None:
     assert [rank.rank_batch_size for rank in alike.plan.ranks] == [8, 8, 0]
     together = Demands(equal=((0, 2), (1,)), limits={2: DeviceLimits(max_state_share=0.1)})
     assert together.only((1, 2)) == Demands(limits={1: DeviceLimits(max_state_share=0.1)})
-
-
-def test_collectives_of_measured_groups_are_taken_as_measured() -> None:
-    setting = setting_of("fss", s_per_byte=1e-6)
-    group = GroupCollectives(
-        positions=(1, 2),
-        collectives=collectives((2**14, 2**18), gather_s_per_byte=3e-7, reduce_s_per_byte=2e-7),
-    )
-    measured = replace(setting, profile=replace(setting.profile, groups=(group,)))
-    part = part_of(measured, (1, 2))
-    assert part.profile.collectives == group.collectives
-    assert [device.device_kind for device in part.profile.devices] == ["s"]
-    assert part.profile.groups == ()
-    assert part_of(measured, (0,)).profile.collectives.points == ()
-    assert not MeasuredGroups(measured.profile, 3).is_estimated((1, 2))
-    assert MeasuredGroups(measured.profile, 3).is_estimated((0, 1))
 
 
 def test_collectives_of_other_groups_are_estimated_with_a_spread() -> None:
@@ -249,13 +232,6 @@ def test_emulated_processes_are_told_how_many_to_start(
     Setting(cluster, WORKLOAD, profile).save(tmp_path)
     text = said(capsys, f"measured={tmp_path}", "global_batch_size=16", "leave_out=auto")
     assert "on h: 1 process, cluster.num_ranks=1, with entries 0 of cluster.kinds" in text
-
-
-def test_derived_profiles_of_a_part_are_those_of_its_links() -> None:
-    described = Cluster.load("conf/cluster/described/rtx4090_2x3090.yaml")
-    alone = described.only((0,))
-    assert derive_profile(alone, WORKLOAD).collectives.points == ()
-    assert len(derive_profile(described.only((0, 2)), WORKLOAD).devices) == 2
 
 
 @pytest.mark.parametrize("num_kinds", [MAX_KINDS, MAX_KINDS + 1])

@@ -89,12 +89,6 @@ def test_described_clusters_without_some_devices(name: str) -> None:
         assert_priced_alike(whole, derived(cluster.only(kept)), kept)
 
 
-def test_a_stated_part_of_links_is_that_of_the_others_too() -> None:
-    cluster = Cluster.load(DESCRIBED / "rtx4090_2x3090.yaml")
-    stated = derived(cluster, link_fraction=0.11)
-    assert_priced_alike(stated, derived(cluster.only((1, 2)), link_fraction=0.11), (1, 2))
-
-
 def test_links_that_are_faster_than_derived_are_faster_among_some_too() -> None:
     situation = Situation(
         setting=derived(Cluster.load(DESCRIBED / "lab.yaml")), demands=Demands()
@@ -124,16 +118,6 @@ def test_measured_clusters_without_some_devices() -> None:
     measured = replace(setting, profile=profile)
     for kept in ((1, 2, 3), (0, 2), (3,), (0, 1, 3)):
         assert_priced_alike(measured, part_of(measured, kept), kept)
-
-
-def test_direct_messages_go_to_those_that_take_part() -> None:
-    setting = setting_of("fssa", s_per_byte=1e-6)
-    weighted = replace(
-        setting.profile.collectives, gather_unevenness_weight=0.6, reduce_unevenness_weight=0.3
-    )
-    direct = replace(setting, profile=replace(setting.profile, collectives=weighted))
-    for kept in ((1, 2), (0, 1, 3)):
-        assert_priced_alike(direct, part_of(direct, kept), kept)
 
 
 def demanded_idle(*positions: int) -> Demands:

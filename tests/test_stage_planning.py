@@ -32,14 +32,12 @@ from shardhet.planner.stages.solution import PipelineSolution
 from shardhet.planner.stages.tables import pipelines_of
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
-from shardhet.pricing.hosts import part_of_hosts
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Link, Node, built_in_kinds
 from shardhet.records.plan import Plan
 from shardhet.records.schedule import LaunchKind
 from shardhet.records.workload import Workload
 from shardhet.simulator.pipeline import (
-    Hop,
     StageTimes,
     hop_of,
     least_step_s,
@@ -107,21 +105,6 @@ def found_in(
 # The time of a step
 
 
-@given(seconds, seconds, st.integers(1, 4), st.integers(1, 12))
-def test_equal_stages_wait_for_each_other_at_the_beginning_and_the_end(
-    forward_s: float, backward_s: float, num_stages: int, num_rounds: int
-) -> None:
-    stages = [StageTimes(forward_s, backward_s, once_s=0.5)] * num_stages
-    step_s = pipeline_s(
-        stages,
-        ([0.0] * (num_stages - 1),) * 2,
-        in_flight=range(num_stages, 0, -1),
-        num_rounds=num_rounds,
-    )
-    expected = (num_rounds + num_stages - 1) * (forward_s + backward_s) + 0.5
-    assert step_s == pytest.approx(expected)
-
-
 @given(
     st.lists(st.tuples(seconds, seconds), min_size=2, max_size=4), seconds, seconds, st.data()
 )
@@ -179,31 +162,7 @@ def test_a_pipeline_that_does_not_end_is_refused() -> None:
         pipeline_s([StageTimes(1.0, 1.0)] * 2, ([0.0], [0.0]), in_flight=[1, 2], num_rounds=4)
 
 
-def test_messages_take_all_of_the_slowest_link_and_nodes_have_cables_of_their_own() -> None:
-    cluster = cluster_of(("Tesla T4",) * 2, ("Tesla T4",), ("Tesla T4",), ("Tesla T4",))
-    assert link_between(cluster, (0,), (1,)) == (FAST, 1)
-    assert link_between(cluster, (0, 1), (2, 3)) == (SLOW, 1)
-    assert link_between(cluster, (0, 2), (3, 4)) == (SLOW, 2)
-    hop = Hop(link=SLOW, num_links=2, nbytes=4 * 10**8, back_bytes=0)
-    assert (hop.seconds, hop.back_s) == (pytest.approx(1e-4 + 1.0), 0.0)
-    with pytest.raises(ValueError, match="between_nodes is not stated"):
-        link_between(cluster_of(("Tesla T4",), ("Tesla T4",), between=None), (0,), (1,))
-
-
 # Memory
-
-
-def test_stages_share_the_memory_of_a_host() -> None:
-    setting = derived(cluster_of(("Tesla T4", "NVIDIA GeForce RTX 3090")))
-    cluster = setting.cluster
-    nodes = (replace(cluster.nodes[0], host_memory_bytes=10**9, host_bytes_per_s=8e9),)
-    whole = replace(cluster, nodes=nodes)
-    for positions in ((0,), (1,), (0, 1)):
-        own = part_of_hosts(derived(whole.only(positions)), whole, positions)
-        part = len(positions) / 2
-        (node,) = own.cluster.nodes
-        assert node.host_memory_bytes == part * 10**9
-        assert node.host_bytes_per_s == part * 8e9
 
 
 # Groups
