@@ -9,7 +9,6 @@ from shardhet.apps.plan import DOOR
 from shardhet.apps.plan import main as plan_main
 from shardhet.apps.planning.inputs import load, read_request
 from shardhet.apps.planning.report import limit_lines
-from shardhet.apps.planning.what_if import part_like
 from shardhet.config.planning import PlannerConf
 from shardhet.planner import Demands, DeviceLimits, PlanError, PlanSolution, solve
 from shardhet.planner.advice.explain import (
@@ -26,18 +25,16 @@ from shardhet.planner.advice.explain import (
     tried,
     with_another,
 )
-from shardhet.planner.idle import active_positions
 from shardhet.planner.problem.demands import TOLERANCE
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
 from shardhet.records.margin import with_libraries
-from shardhet.records.profiles import Profile, Source
+from shardhet.records.profiles import Profile
 from shardhet.records.workload import Workload
 from tests.made_up import collectives, device_profile
 from tests.selection import for_campaign
-from tests.test_fewer import SLOW_LINKS, setting_of
 from tests.test_planner import WORKLOAD as CASES_WORKLOAD
 from tests.test_planner import random_case
 
@@ -169,29 +166,10 @@ def test_demands_move_with_their_devices_when_one_is_added() -> None:
     assert larger.demands.equal == ((1, 3),)
 
 
-@pytest.mark.parametrize(("kind", "part"), [("f", (0, 1)), ("s", (0,))])
-def test_with_one_more_the_devices_of_the_plan_are_looked_at_first(
-    kind: str, part: tuple[int, ...]
-) -> None:
-    of = Situation(setting=setting_of("fss", s_per_byte=SLOW_LINKS), demands=Demands())
-    larger, best = with_another(of, kind), solved(of, 16)
-    assert larger is not None
-    assert part_like(best, of) == active_positions(best) == (0,)
-    assert part_like(best, larger) == part
-    assert part_like(best, alone(of)) == ()
-
-
 def alone(of: Situation) -> Situation:
     """The first device only."""
     cluster = Cluster(nodes=(Node(host="a", devices=of.cluster.devices[:1]),))
     return of.with_cluster(cluster, Demands())
-
-
-def test_one_device_has_no_links_to_be_faster_and_another_none_to_meet_it() -> None:
-    resources = [resource for resource, _, _, _ in larger_situations(alone(situation()))]
-    assert Resource.LINKS not in resources
-    assert Resource.DEVICES not in resources
-    assert resources.count(Resource.COMPUTE) == 1
 
 
 @pytest.mark.parametrize("numbers", [(1, 1), (2, 2), (1,), (1, 2)])
@@ -233,18 +211,6 @@ def test_another_device_meets_the_others_as_if_it_was_described(
             strict=True,
         )
         assert all(a.forward.mean_s == pytest.approx(b.forward.mean_s) for a, b in points)
-
-
-def test_another_measured_device_takes_part_in_collectives() -> None:
-    of = situation(bytes_per_s=1e5)
-    larger = with_another(of, "fast")
-    assert larger is not None
-    before, after = of.profile.collectives, larger.profile.collectives
-    assert after.source is Source.DERIVED
-    for one, other in zip(before.points, after.points, strict=True):
-        # 3 of 4 parts pass every device instead of 2 of 3.
-        assert other.gather.mean_s == pytest.approx(9 / 8 * one.gather.mean_s)
-    assert [each.positions for each in larger.profile.groups] == [(0, 1, 3)]
 
 
 @pytest.mark.parametrize(

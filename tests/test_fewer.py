@@ -3,7 +3,6 @@
 import re
 from dataclasses import replace
 from functools import partial
-from math import inf
 from pathlib import Path
 
 import pytest
@@ -21,18 +20,16 @@ from shardhet.apps.planning.inputs import load, read_request
 from shardhet.apps.planning.what_if import Asked, without_some
 from shardhet.config.planning import PlannerConf
 from shardhet.planner import Demands, DeviceLimits, solve
-from shardhet.planner.idle import MAX_KINDS, PartPlan, PartSearch, Positions, active_positions
+from shardhet.planner.idle import PartPlan, Positions, active_positions
 from shardhet.planner.search.search import Effort
 from shardhet.pricing.part import MeasuredGroups, part_of
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
 from shardhet.records.profiles import (
-    CollectivePoint,
     GroupCollectives,
     PairLink,
     Profile,
     Source,
-    Timing,
 )
 from shardhet.records.workload import Workload
 from tests.made_up import collectives, device_profile
@@ -86,25 +83,6 @@ def test_devices_are_idle_where_links_are_slow(
     assert active_positions(found) == active
     alone = solve(part_of(setting, active), global_batch_size=16)
     assert found.predicted.step_time_s == pytest.approx(alone.predicted.step_time_s, rel=1e-12)
-
-
-def test_one_of_several_that_are_alike_may_go() -> None:
-    """The last of four may cost more than it gives: a ring moves (R - 1) / R of the bytes."""
-    setting = setting_of("aaaa", s_per_byte=8e-7, seconds={"a": 0.01})
-    found = solve(setting, global_batch_size=12)
-    every = range(4)
-    best = min(
-        (solve(part_of(setting, tuple(every[:n])), global_batch_size=12) for n in (1, 2, 3, 4)),
-        key=lambda each: each.predicted.step_time_s,
-    )
-    assert found.predicted.step_time_s == pytest.approx(best.predicted.step_time_s, rel=1e-6)
-
-
-def test_devices_that_others_cannot_do_without_stay() -> None:
-    # The fast device cannot hold the state alone.
-    state = 16 * WORKLOAD.numel
-    setting = setting_of("fss", s_per_byte=SLOW_LINKS, capacity=int(0.8 * state))
-    assert len(active_positions(solve(setting, global_batch_size=16))) >= 2
 
 
 def test_demanded_devices_stay_and_demands_move_with_their_devices() -> None:
@@ -232,41 +210,6 @@ def test_emulated_processes_are_told_how_many_to_start(
     Setting(cluster, WORKLOAD, profile).save(tmp_path)
     text = said(capsys, f"measured={tmp_path}", "global_batch_size=16", "leave_out=auto")
     assert "on h: 1 process, cluster.num_ranks=1, with entries 0 of cluster.kinds" in text
-
-
-@pytest.mark.parametrize("num_kinds", [MAX_KINDS, MAX_KINDS + 1])
-def test_single_devices_are_left_out_where_kinds_are_few(num_kinds: int) -> None:
-    letters = "abcdefghijklmnopqrstuvwxyz"[:num_kinds]
-    setting = setting_of(letters * 2, s_per_byte=FAST_LINKS)
-    search = PartSearch(
-        setting=setting,
-        global_batch_size=12,
-        demands=Demands(),
-        at_most_s=inf,
-        tolerance=0.0,
-        solved=lambda *_: pytest.fail("not asked"),
-    )
-    alone = {each.tobytes() for each in search._sets(search._devices.every) if each.sum() == 1}
-    assert len(alone) == (num_kinds if num_kinds <= MAX_KINDS else 0)
-
-
-def disturbed(setting: Setting, **weights: float) -> Setting:
-    """Some small collectives were measured to take longer than large ones."""
-    points = tuple(
-        CollectivePoint(nbytes=n, gather=Timing.single(s), reduce=Timing.single(s))
-        for n, s in ((2**12, 0.037), (2**16, 0.034), (2**18, 0.002), (2**22, 0.005))
-    )
-    collectives = replace(setting.profile.collectives, points=points, **weights)
-    return replace(setting, profile=replace(setting.profile, collectives=collectives))
-
-
-def test_more_bytes_never_take_less() -> None:
-    setting = disturbed(setting_of("fss", s_per_byte=FAST_LINKS))
-    gather_s = setting.profile.collectives.gather_s
-    assert gather_s is not None
-    assert [gather_s.at(n) for n in (2**12, 2**16, 2**18, 2**22)] == [0.002] * 3 + [0.005]
-    part = part_of(setting, (1, 2))
-    assert all(each.reduce.mean_s > 0 for each in part.profile.collectives.points)
 
 
 DESCRIBED = """\

@@ -125,15 +125,6 @@ def demanded_idle(*positions: int) -> Demands:
     return Demands(limits=dict.fromkeys(positions, nothing))
 
 
-def test_a_plan_with_demanded_idle_devices_is_that_of_the_others() -> None:
-    setting = setting_of("fss", s_per_byte=1e-8)
-    alone = solve(part_of(setting, (0, 2)), global_batch_size=16)
-    found = solve(setting, global_batch_size=16, demands=demanded_idle(1))
-    assert active_positions(found) == (0, 2)
-    assert found.predicted.step_time_s == alone.predicted.step_time_s
-    assert found.lower_bound_s == alone.lower_bound_s
-
-
 def test_devices_may_not_be_idle_where_they_have_no_room_for_their_process() -> None:
     setting = setting_of("fss", s_per_byte=SLOW_LINKS)
     reserving = tuple(replace(each, reserved_bytes=2**30) for each in setting.profile.devices)
@@ -156,19 +147,6 @@ def every_plan_of_parts(setting: Setting, batch: int) -> list[PlanSolution]:
             elif (plan := with_idle(small, kept, CostModel(setting), Demands())) is not None:
                 found.append(plan)
     return found
-
-
-@pytest.mark.parametrize("s_per_byte", [1e-8, 1e-6, SLOW_LINKS])
-def test_bounds_are_of_plans_with_no_device_idle_or_the_same_ones(s_per_byte: float) -> None:
-    for kinds in ("fss", "ffs", "fa"):
-        setting = setting_of(kinds, s_per_byte=s_per_byte)
-        found = solve(setting, global_batch_size=6, tolerance=5e-3)
-        active = active_positions(found)
-        assert found.lower_bound_s <= found.predicted.step_time_s
-        for other in every_plan_of_parts(setting, 6):
-            if active_positions(other) in (active, tuple(range(len(kinds)))):
-                assert other.predicted.step_time_s >= found.lower_bound_s * (1 - 1e-9)
-        assert found.predicted == CostModel(setting).predict(found.plan)
 
 
 @pytest.mark.parametrize("kinds", ["fss", "ffs", "fa", "fabs", "aaas"])

@@ -1,42 +1,30 @@
 """Plans whose optimizer steps on the host: exact, in order, and the same state by name."""
 
-import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
-from itertools import product
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from shardhet import Cluster, DeviceSpec, HetFSDP, Plan, Profile, RankPlan, redistribute
+from shardhet import Cluster, DeviceSpec, HetFSDP, Plan, Profile, redistribute
 from shardhet.checkpoint import load, save
 from shardhet.comm.lanes import CopyLane
 from shardhet.fsdp.params import host_step
 from shardhet.fsdp.params.row_group import RowGroup
 from shardhet.fsdp.sharding import comm
 from shardhet.models.decoder import Decoder, DecoderConfig
-from shardhet.planner import Demands, PlanError, solve
-from shardhet.planner.candidates.candidates import TableBuilder
-from shardhet.planner.candidates.recompute import treatments
-from shardhet.planner.forms import BatchRounds
-from shardhet.planner.problem.problem import Floats
-from shardhet.planner.search.search import DEFAULT_EFFORT
-from shardhet.planner.shares import plans_of_choices
-from shardhet.planner.task import search_table
+from shardhet.planner import Demands, solve
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
-from shardhet.pricing.step_cost import RankCost
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.describe import describe
 from shardhet.records.cluster import Node
 from shardhet.records.profiles import DeviceProfile
-from shardhet.records.schedule import StepForm
 from shardhet.records.workload import Workload
 from tests.emulated.accelerator import Accelerator
 from tests.made_up import collectives, device_profile
@@ -439,152 +427,3 @@ def test_compute_hides_no_more_copies_than_it_lasts(
     assert found.plan.ranks[0].optimizer_on_host
     assert found.predicted.step_time_s <= 1.01 * found.lower_bound_s
     assert found.predicted.step_time_s == pytest.approx(step_time_s, rel=5e-3)
-
-
-def drawn_setting(seed: int) -> tuple[Setting, float]:
-    """Two unlike devices, each on a host of its own, and the bytes per second of copies."""
-    draw = random.Random(f"copies {seed}")
-    nodes, profiles = [], []
-    for kind in ("a", "b"):
-        capacity = int(COPIED.numel * draw.uniform(7, 22))
-        device = DeviceSpec(kind=kind, memory_capacity_bytes=capacity)
-        host_bytes_per_s = 10 ** draw.uniform(9, 10.6)
-        nodes.append(Node(host=kind, devices=(device,), host_bytes_per_s=host_bytes_per_s))
-        pace, more = 10 ** draw.uniform(-4, -2.5), draw.uniform(0, 2)
-        seconds = [(pace * (m + more), 2 * pace * (m + more)) for m in range(5)]
-        profile = device_profile(kind, seconds.__getitem__, sizes=[1, 2, 4])
-        optimizer_s = 10 ** draw.uniform(-10, -6)
-        profiles.append(replace(profile, optimizer_seconds_per_element=optimizer_s))
-    return setting_of(tuple(nodes), profiles), 10 ** draw.uniform(6, 10.08)
-
-
-def drawn_host(seed: int) -> tuple[Setting, float]:
-    """The two devices on one host, with memory for a part of what they hold."""
-    setting, link = drawn_setting(seed)
-    draw = random.Random(f"one host {seed}")
-    devices = tuple(
-        replace(each, memory_capacity_bytes=int(COPIED.numel * draw.uniform(5, 14)))
-        for each in setting.cluster.devices
-    )
-    memory = int(COPIED.numel * COPIED.state_bytes_per_element * draw.uniform(0.2, 0.9))
-    node = Node(host="a", devices=devices, host_bytes_per_s=1e12, host_memory_bytes=memory)
-    return setting_of((node,), setting.profile.devices), link
-
-
-def on_host_s(link: float, node: Node, cost: RankCost, stored: Floats) -> Floats:
-    """Seconds of an optimizer on the host, as the price says it of these stored elements."""
-    assert node.host_bytes_per_s is not None
-    largest = max(kind.numel for kind in COPIED.kinds) / COPIED.numel
-    copy_s = 4 * stored / link
-    exposed_s = [
-        np.maximum(copy_s - compute_s, largest * copy_s)
-        for compute_s in (cost.forward_s, cost.backward_s)
-    ]
-    return 28 * stored / node.host_bytes_per_s + sum(exposed_s)
-
-
-def least_step_s(
-    model: CostModel, treated: Sequence[RankPlan], batch: int, link: float
-) -> float:
-    """Of the plans of two devices in a form: all of them, with 400 of the shares that fit."""
-    cluster = model.cluster
-    budgets = Demands().budgets(cluster)
-    nodes = [node for node in cluster.nodes for _ in node.devices]
-    memory = nodes[0].host_memory_bytes or np.inf  # shared, or of no limit
-    found = np.inf
-    for first in range(batch + 1):
-        both = (first, batch - first)
-        sizes = product(*(range(1, 1 + n) if n else [0] for n in both))
-        treatments = product(*(treated if n else treated[:1] for n in both))
-        for microbatches, units, places in product(
-            sizes, treatments, product((False, True), repeat=2)
-        ):
-            plan = Plan.by_hand(
-                microbatch_sizes=microbatches,
-                rank_batch_sizes=both,
-                state_shares=[0.5, 0.5],
-                optimizer_on_host=places,
-                devices=cluster.devices,
-            )
-            ranks = tuple(
-                replace(rank, recomputed_units=each.recomputed_units)
-                for rank, each in zip(plan.ranks, units, strict=True)
-            )
-            plan = replace(plan, ranks=ranks, **asdict(model.form))
-            lines = [model.lines_of(rank) for rank in ranks]
-            rooms = [
-                ((each - own) / s).min() for each, (own, s) in zip(budgets, lines, strict=True)
-            ]
-            least, most = max(0.0, COPIED.numel - rooms[1]), min(COPIED.numel, rooms[0])
-            held = memory / COPIED.state_bytes_per_element
-            if places == (True, False):
-                most = min(most, held)
-            elif places == (False, True):
-                least = max(least, COPIED.numel - held)
-            if least > most or (all(places) and held < COPIED.numel):
-                continue
-            first_stored = np.linspace(least, most, 400)
-            cost, seconds = model.predict(plan), []
-            for i, stored in enumerate((first_stored, COPIED.numel - first_stored)):
-                device = model.profile.device(ranks[i].device.kind)
-                seconds.append(device.optimizer_seconds_per_element * stored)
-                if ranks[i].optimizer_on_host:
-                    seconds[-1] = on_host_s(link, nodes[i], cost.ranks[i], stored)
-            least_s = float(np.maximum(*seconds).min())
-            found = min(found, cost.step_time_s - cost.optimizer_s + least_s)
-    return found
-
-
-@pytest.mark.parametrize("seed", only([18, 30], range(60)))
-def test_no_plan_is_faster_than_the_bound(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Over links that are so slow that compute hides copies in part, and over fast ones."""
-    setting, link = drawn_setting(seed)
-    monkeypatch.setattr("shardhet.pricing.hosts.DEVICE_LINK_BYTES_PER_S", link)
-    found = solve(setting, global_batch_size=2, demands=ON_HOST)
-    models = [CostModel(setting).in_form(form) for form in BatchRounds(1, 2).forms()]
-    steps = DEFAULT_EFFORT.recompute_steps
-    least_s = min(least_step_s(each, treatments(each, steps), 2, link) for each in models)
-    assert found.lower_bound_s * (1 - 1e-9) <= least_s <= found.lower_bound_s * (1 + 1e-3)
-
-
-@pytest.mark.parametrize("seed", only([0, 1, 4, 11], range(40)))
-def test_devices_of_a_host_take_the_parts_of_its_memory_that_are_best(
-    monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    """As all ways to share it, but for rounding to rows; where none fits it is refused."""
-    setting, link = drawn_host(seed)
-    monkeypatch.setattr("shardhet.pricing.hosts.DEVICE_LINK_BYTES_PER_S", link)
-    models = [CostModel(setting).in_form(form) for form in BatchRounds(1, 2).forms()]
-    steps = DEFAULT_EFFORT.recompute_steps
-    least_s = min(least_step_s(each, treatments(each, steps), 2, link) for each in models)
-    if least_s == np.inf:
-        with pytest.raises(PlanError, match="does not fit"):
-            solve(setting, global_batch_size=2, demands=ON_HOST)
-        return
-    found = solve(setting, global_batch_size=2, demands=ON_HOST)
-    assert all(rank.fits for rank in found.predicted.ranks)
-    assert found.predicted.step_time_s <= 1.01 * least_s
-
-
-@pytest.mark.parametrize("num_rounds", [1, 2])
-@pytest.mark.parametrize("seed", only([1, 4], range(12)))
-def test_optimizers_take_as_long_in_the_search_as_in_the_plan(
-    monkeypatch: pytest.MonkeyPatch, seed: int, num_rounds: int
-) -> None:
-    setting, link = drawn_setting(seed)
-    monkeypatch.setattr("shardhet.pricing.hosts.DEVICE_LINK_BYTES_PER_S", link)
-    model = CostModel(setting).in_form(StepForm(num_rounds=num_rounds))
-    rounds = BatchRounds(num_rounds, 4 * num_rounds)
-    builder = TableBuilder(model, rounds=rounds, demands=ON_HOST)
-    table, found, _ = search_table(builder, DEFAULT_EFFORT)
-    for choices in (found.choices, *found.runners_up):
-        value = table.problem.evaluate(choices)
-        assert value is not None
-        for plan in plans_of_choices(model, ON_HOST, table, choices, value.optimizer_s):
-            step = model.predict(plan)
-            beside_s = value.objective_s - value.optimizer_s
-            assert step.step_time_s - step.optimizer_s == pytest.approx(beside_s, rel=1e-9)
-            for choice in choices:
-                (rank,) = (step.ranks[i] for i in table.bundles[choice.group][0])
-                updated = table.problem.numels_within(choice.group, rank.optimizer_s)
-                assert rank.stored_numel == pytest.approx(updated[choice.candidate], rel=1e-9)

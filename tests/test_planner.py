@@ -10,11 +10,8 @@ import pytest
 from shardhet.planner import Demands, DeviceLimits, PlanError, find_plan, solve
 from shardhet.planner.baselines import compute_only, even, memory_only
 from shardhet.planner.forms import BatchRounds
-from shardhet.planner.preference import preferred
-from shardhet.planner.problem.demands import TOLERANCE
 from shardhet.planner.problem.problem import Group, Problem
-from shardhet.planner.search.search import DEFAULT_EFFORT, search
-from shardhet.planner.task import FormTask
+from shardhet.planner.search.search import search
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
@@ -29,7 +26,6 @@ WORKLOAD = Workload.transformer(
     num_layers=6, width=128, num_heads=4, seq_len=64, vocab_size=512, hidden_width=320
 )
 STATE_BYTES = 16 * WORKLOAD.numel
-IN_ONE_ROUND = Demands(max_rounds=1)
 
 
 def random_case(seed: int) -> tuple[Cluster, Profile, int]:
@@ -121,13 +117,6 @@ def test_even_batches_are_even_over_all_rounds_where_they_can_be(batch: int) -> 
             assert best.lower_bound_s <= plan.predicted.step_time_s
 
 
-def test_even_batches_that_rounds_would_make_uneven_are_refused() -> None:
-    setting, _ = random_setting(12)
-    demands = Demands(has_even_batches=True, form=StepForm(num_rounds=2))
-    with pytest.raises(PlanError, match="15 cannot be cut into 2 rounds"):
-        solve(setting, global_batch_size=15, demands=demands)
-
-
 def test_a_phase_may_take_no_time(recwarn: pytest.WarningsRecorder) -> None:
     setting, batch = random_setting(3)
 
@@ -170,12 +159,6 @@ def test_a_plan_keeps_its_promises_and_no_baseline_beats_it(seed: int) -> None:
         except PlanError:
             continue
         assert simpler.predicted.step_time_s >= solution.lower_bound_s * (1 - 1e-9)
-
-
-def test_the_same_input_gives_the_same_plan() -> None:
-    setting, batch = random_setting(1)
-    plans = [find_plan(setting, global_batch_size=batch) for _ in range(2)]
-    assert plans[0].to_json() == plans[1].to_json()
 
 
 def test_demands_on_single_devices_are_met() -> None:
@@ -231,16 +214,3 @@ def test_the_published_instance_is_solved_to_its_optimum() -> None:
     found = search(Problem(tuple(groups), batch, 0.0))
     assert round(found.value.objective_s, 4) <= 342.2968
     assert found.relative_gap <= 1e-9
-
-
-def test_a_plan_to_prefer_may_be_faster_than_what_seemed_the_fastest() -> None:
-    setting, batch = random_setting(3)
-    fastest = solve(setting, global_batch_size=batch, demands=IN_ONE_ROUND)
-    fastest_s = fastest.predicted.step_time_s
-    prices = CostModel(setting).for_plan(fastest.plan)
-    task = FormTask(prices, BatchRounds(1, batch), IN_ONE_ROUND, DEFAULT_EFFORT)
-    seemed_s = 1.01 * fastest_s
-    found = preferred(replace(fastest, fastest_s=seemed_s), ([(0.0, task)], []), seemed_s)
-    assert found.predicted.step_time_s <= 1.01 * fastest_s
-    assert found.fastest_s == pytest.approx(found.predicted.step_time_s, rel=TOLERANCE)
-    assert found.fastest_s < 1.01 * fastest_s

@@ -6,12 +6,9 @@ import pytest
 
 from shardhet.planner import Demands, PlanError, solve
 from shardhet.planner.candidates.candidates import TableBuilder
-from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
-from shardhet.records.cluster import Cluster, DeviceSpec, Node
-from shardhet.records.profiles import Collectives, Profile, Source
+from shardhet.records.cluster import Cluster, Node
 from shardhet.records.workload import Workload
-from tests.made_up import device_profile
 from tests.test_planner import WORKLOAD, random_case
 
 
@@ -39,22 +36,6 @@ def test_a_large_batch_is_planned_from_few_candidates(monkeypatch: pytest.Monkey
     assert max(most) < 1500
 
 
-def test_a_single_device_computes_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    listed, table = set(), TableBuilder.table
-
-    def noted(builder: TableBuilder, *args: float, **kwargs: int) -> object:
-        made = table(builder, *args, **kwargs)
-        listed.update(made.problem.groups[0].batch.tolist())
-        return made
-
-    monkeypatch.setattr(TableBuilder, "table", noted)
-    setting = roomy(2)
-    alone = part_of(setting, (0,))
-    solution = solve(alone, global_batch_size=1000, demands=Demands(max_rounds=1))
-    assert solution.plan.global_batch_size == 1000
-    assert listed == {1000}
-
-
 def test_a_batch_that_is_too_large_is_refused_before_anything_is_listed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -64,21 +45,6 @@ def test_a_batch_that_is_too_large_is_refused_before_anything_is_listed(
     monkeypatch.setattr(TableBuilder, "table", listed)
     with pytest.raises(PlanError, match="plans are searched up to 131,072 on one device"):
         solve(roomy(2), global_batch_size=10**7, demands=Demands(max_rounds=1))
-
-
-def test_microbatches_are_as_large_as_memory_allows() -> None:
-    """Of a device whose every visit takes long, whatever the size."""
-    device = DeviceSpec(kind="A", memory_capacity_bytes=2**34)
-    times = device_profile("A", lambda m: (1 + 0.01 * m, 1 + 0.02 * m), sizes=(1, 2, 4))
-    setting = Setting(
-        Cluster(nodes=(Node(host="a", devices=(device,)),)),
-        WORKLOAD,
-        Profile(devices=(times,), collectives=Collectives(source=Source.DERIVED, points=())),
-    )
-    solution = solve(setting, global_batch_size=64)
-    assert solution.plan.ranks[0].microbatch_sizes == (64,)
-    huge = Demands(max_microbatch_size=10**12)
-    assert solve(setting, global_batch_size=64, demands=huge).plan == solution.plan
 
 
 def test_what_would_take_minutes_is_refused_by_name() -> None:

@@ -2,13 +2,10 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from experiments.planner.campaign import instance, row_of
 from shardhet.planner import Demands, PlanError, solve
-from shardhet.planner.receivers import least_uneven_shares
-from shardhet.pricing.cost import CostModel
 from tests.selection import one_in
 
 
@@ -24,37 +21,6 @@ def test_no_exhaustive_plan_is_faster_and_the_bound_is_close(seed: int) -> None:
     assert row.bound_s >= 0.96 * row.planned_s
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_shares_of_least_unevenness_are_no_busier_than_any_others(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    model = CostModel(instance(0)[0])
-    number = int(rng.integers(2, 5))
-    computes = rng.uniform(size=number) < 0.6
-    computes[int(rng.integers(number))] = True
-    room = rng.uniform(0.3, 1.2, size=number)
-    if room.sum() < 1:
-        assert least_uneven_shares(computes, room, {}) is None
-        return
-    shares = least_uneven_shares(computes, room, {})
-    assert shares is not None
-    assert shares.sum() == pytest.approx(1)
-    assert (shares <= room + 1e-9).all()
-    least = model.unevenness(shares.tolist(), computes.tolist())
-    for _ in range(2000):
-        other = rng.dirichlet(np.ones(number))
-        if (other <= room).all():
-            assert model.unevenness(other.tolist(), computes.tolist()) >= least - 1e-9
-
-
-def test_demanded_shares_are_kept() -> None:
-    shares = least_uneven_shares(
-        np.array([True, True, False]), np.array([0.5, 0.9, 0.4]), {0: 0.25}
-    )
-    assert shares is not None
-    assert shares[0] == pytest.approx(0.25)
-    assert shares[1] > shares[2]
-
-
 def test_optimizers_on_hosts_leave_room_for_shares() -> None:
     """Without that room, the best would be as two devices of which one computes: 36.2 s."""
     setting, batch, *_ = instance(7)
@@ -66,12 +32,6 @@ def test_optimizers_on_hosts_leave_room_for_shares() -> None:
         demands=Demands(may_keep_optimizer_on_host=True),
     )
     assert found.predicted.step_time_s == pytest.approx(19.517, rel=1e-3)
-
-
-def test_where_memory_ends_within_a_row_rows_are_moved_until_all_fit() -> None:
-    row = row_of(2723)  # 0.3 % of the state is all the room that is left
-    assert row.planned_s <= row.best_s * (1 + 1e-9)
-    assert row.bound_s >= 0.99 * row.planned_s
 
 
 @pytest.mark.sampled(2)

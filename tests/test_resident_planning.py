@@ -89,25 +89,6 @@ def test_the_planner_keeps_what_the_smallest_computing_card_has_room_for() -> No
     assert [*found.values()] == [0, 2, 4, 6], found
 
 
-def test_no_bound_is_of_microbatches_that_fit_beside_all_frozen_weights() -> None:
-    here = setting([0.752 * GIB] * 4, 20e9, seq_len=64)
-    demands = Demands(max_rounds=1)
-    without = replace(demands, may_keep_frozen_weights=False)
-    found, plain = (
-        solve(here, global_batch_size=64, demands=each) for each in (demands, without)
-    )
-    assert found.predicted.step_time_s <= plain.predicted.step_time_s
-    assert found.lower_bound_s <= plain.predicted.step_time_s
-
-
-def test_plans_without_frozen_weights_are_as_before() -> None:
-    here = setting([8 * GIB] * 2)
-    plain = replace(
-        here.workload, kinds=tuple(replace(k, frozen_params=()) for k in here.workload.kinds)
-    )
-    assert not find_plan(replace(here, workload=plain), global_batch_size=8).resident_units
-
-
 def test_what_is_kept_is_said() -> None:
     here = setting([8 * GIB] * 2)
     plan = find_plan(here, global_batch_size=8)

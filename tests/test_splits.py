@@ -80,32 +80,6 @@ def test_beyond_the_measured_sizes_no_split_that_is_left_out_is_faster(seed: int
             ), (batch, size)
 
 
-def test_a_split_that_is_faster_by_little_is_a_candidate() -> None:
-    splits = Splits(np.array([0.0, 1.003, 2.0, 2.999]), 3, 7)
-    batches = np.array([7])
-    tried, exist = splits.candidates(batches)
-    found = [splits.sizes(7, split) for split in tried[0][exist[0]].tolist()]
-    assert (3, 2, 2) in found  # 0.03 % faster than 3, 3, 1
-
-
-def test_on_a_straight_line_microbatches_are_full_but_the_last() -> None:
-    splits = Splits(np.array([0.0, 3.0, 5.0, 7.0, 9.0]), 4, 100)
-    assert splits.sizes(23, 3) == (4,) * 5 + (3,)
-    assert splits.sizes(0, 3) == ()
-    assert len(splits.largest) == 4  # no other is faster
-
-
-def test_a_size_that_is_slow_is_avoided() -> None:
-    splits = Splits(np.array([0.0, 2.0, 2.5, 9.0, 4.0]), 4, 10)
-    assert splits.sizes(7, 3) == (4, 3)
-    assert splits.sizes(7, 4 + 3) == (4, 2, 1)
-
-
-def test_large_batches_are_alike() -> None:
-    splits = Splits(np.array([0.0, 2.0, 2.5, 9.0]), 3, 100_000)
-    assert splits.sizes(100_000, 2) == (3,) * 33_333 + (1,)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_no_split_is_faster_in_any_curve_than_what_stands_for_all(seed: int) -> None:
     """Few sizes are measured; the lines beyond fall below the origin in half of the curves."""

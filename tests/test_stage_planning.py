@@ -22,7 +22,6 @@ from shardhet.config.planning import Inputs, PlannerConf
 from shardhet.planner import Demands, solve
 from shardhet.planner.find import NO_DEMANDS
 from shardhet.planner.problem.demands import DeviceLimits
-from shardhet.planner.stages import rest
 from shardhet.planner.stages.find import PipelineSearch, find_pipeline
 from shardhet.planner.stages.groups import Positions, Stages, orders_of_stages
 from shardhet.planner.stages.likely import FORMS, Trial
@@ -34,7 +33,6 @@ from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Link, Node, built_in_kinds
-from shardhet.records.plan import Plan
 from shardhet.records.schedule import LaunchKind
 from shardhet.records.workload import Workload
 from shardhet.simulator.pipeline import (
@@ -168,18 +166,6 @@ def test_a_pipeline_that_does_not_end_is_refused() -> None:
 # Groups
 
 
-def test_every_order_of_stages_is_listed_once() -> None:
-    cluster = cluster_of(("Tesla T4", "NVIDIA GeForce RTX 3090"), ("Tesla T4",))
-    stages = list(orders_of_stages(cluster, 3))
-    assert len(set(stages)) == len(stages)
-    assert {((0, 1), (2,)), ((2,), (0, 1)), ((0, 2), (1,)), ((0,), (1,), (2,))} <= set(stages)
-    assert ((0,), (2,)) in stages  # the RTX 3090 is left out
-    for each in stages:
-        everyone = sum(each, ())
-        assert len(set(everyone)) == len(everyone)
-    assert max(map(len, orders_of_stages(cluster, 2))) == 2
-
-
 def test_of_few_devices_all_groups_are_listed() -> None:
     """Each once, of a node's alike ones any, unless something else is demanded of one."""
     cluster = cluster_of(*(("Tesla T4",) for _ in range(4)), ("Tesla T4",) * 2)
@@ -298,20 +284,6 @@ def searched_with(
     )
 
 
-def test_transfers_that_overlap_nothing_are_none_of_a_round() -> None:
-    """As the schedule has them, for all stages and forms."""
-    search = searched_with(16e9, in_host=1e9)
-    positions, number = (0, 1), len(search.units)
-    for first, stop in combinations(range(number + 1), 2):
-        part = with_units(search.setting, search.units[first:stop])
-        for form in (replace(each, num_rounds=n) for each in FORMS for n in (1, 2, 4)):
-            prices = CostModel(part).in_form(form)
-            beside = prices.beside(unevenness=1.0)
-            overlapped_s = search.speeds.overlapped_s(positions, form)[first, stop]
-            assert overlapped_s == pytest.approx(float(beside.comm_s.sum()))
-            assert search.speeds.exposed_s(positions)[first] <= beside.exposed_s
-
-
 def test_no_bound_rejects_a_pipeline_of_slow_stages() -> None:
     """Of one unit, with one round, whose transfers overlap nothing."""
     workload = Workload.transformer(
@@ -327,16 +299,6 @@ def test_no_bound_rejects_a_pipeline_of_slow_stages() -> None:
     assert search.expected.least_s(stages, trial) <= seconds < 0.221
 
 
-def test_the_look_at_the_rest_stops_where_too_much_is_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    search = searched_with(16e9, num_hosts=3)
-    pipelines = pipelines_of(search.tables, [((0, 1), (2, 3)), ((0, 1), (2, 3), (4, 5))])
-    monkeypatch.setattr(rest, "MOST_LEFT", 3)
-    assert best_of_rest(search, pipelines, inf, 1e-3) == RestFound(None, is_all=False)
-    assert search.plans.num_solved == 0
-
-
 def test_two_rounds_may_fit_where_four_do_not() -> None:
     """They hold fewer parts of sums."""
     workload = Workload.transformer(
@@ -347,23 +309,6 @@ def test_two_rounds_may_fit_where_four_do_not() -> None:
     assert plans.of((0, 1), 1, 2, four, 1) is None
     assert plans.of((0, 1), 1, 2, two, 1) is not None
     assert plans.known_s((0, 1), four, 2)[1, 2] == inf
-
-
-def test_more_units_may_fit_where_their_inputs_are_smaller() -> None:
-    """A stage that begins or ends between large inputs needs more than one with more units."""
-    plain = WORKLOAD.kind_by_name["block"]
-    wide = replace(plain, name="wide", input_bytes=200 * plain.input_bytes)
-    _, *later = (unit for unit in WORKLOAD.units if unit.kind == "block")
-    units = [replace(each, kind="wide") if each in later else each for each in WORKLOAD.units]
-    workload = replace(WORKLOAD, kinds=(*WORKLOAD.kinds, wide), units=tuple(units))
-    plans = searched_with(4e9, workload=workload, per_host=1).plans
-    form = replace(FORMS[1], num_rounds=4)
-    assert plans.of((0,), 2, 3, form, 1) is None
-    known_s = plans.known_s((0,), form, 1)
-    assert known_s[2, 3] == inf
-    for first, stop in ((1, 3), (2, 4)):
-        assert plans.of((0,), first, stop, form, 1) is not None
-        assert known_s[first, stop] < inf
 
 
 @pytest.mark.parametrize("per_host", [1, 2])
@@ -403,16 +348,6 @@ def test_one_device_is_planned_for_the_form_of_least_memory(memory: float) -> No
         if found is not None and alone is not None:
             assert found.solution.plan.form == form
             assert found.times.round_s == pytest.approx(alone.times.round_s, rel=1e-3)
-
-
-def test_what_does_not_fit_on_hosts_is_no_proof() -> None:
-    """The search drops plans beyond their memory, and looks for no others."""
-    for host_bytes, least_s in ((None, inf), (2**20, 0.0)):
-        plans = searched_with(
-            0.3e9, host_bytes=host_bytes, demands=Demands(may_keep_inputs_on_host=True)
-        ).plans
-        assert plans.of((0,), 1, 2, FORMS[1], 1) is None
-        assert plans.known_s((0,), FORMS[1], 1)[1, 2] == least_s
 
 
 def unlike_cluster(random: Random, most: int = 2) -> Cluster:
@@ -506,21 +441,6 @@ def test_the_bound_holds_for_stages_that_are_faster_than_the_whole() -> None:
     trials = all_trials(search, halves)
     least_s = min(search.expected.least_s(halves, each) for each in trials)
     assert search.speeds.least_of_any_s() <= least_s
-
-
-def test_the_plan_is_one_that_can_run() -> None:
-    setting = derived(cluster_of(CARDS[:1] * 2, CARDS[2:]))
-    found = found_in(setting, 24, max_stages=2)
-    plan = found.plan
-    assert plan.global_batch_size == 24
-    assert plan.stages is not None
-    assert [stage.num_ranks for stage in plan.stages] == list(map(len, found.groups))
-    fqns = [unit.fqn for unit in setting.workload.units]
-    assert sum((stage.units for stage in plan.stages), ()) == tuple(fqns)
-    assert Plan.from_json(plan.to_json()) == plan
-    devices = setting.cluster.devices
-    assert [rank.device for rank in plan.ranks] == [devices[i] for i in sum(found.groups, ())]
-    assert all(rank.fits for rank in found.predicted.ranks)
 
 
 def seconds_beside_collectives(rank: RankTimeline, timeline: Timeline) -> float:
