@@ -26,12 +26,9 @@ from shardhet.config.compose import register_schemas, to_conf
 from shardhet.planner import PlanError, find_plan
 from shardhet.planner.present import part_for, plan_for, positions_of
 from shardhet.pricing.part import part_of
-from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import DeviceSpec
 from tests.test_config import compose_with
 from tests.test_fewer import FAST_LINKS, setting_of
-from tests.test_worker import configure, train_rank, write_pages
-from tests.worlds import run_ranks
 
 BATCH = 12
 HOLDER = """
@@ -158,30 +155,6 @@ def test_what_was_measured_in_another_way_is_named(tmp_path: Path) -> None:
         "tensors that the optimizer keeps for each parameter 0, here 2",
         f"torch 2.9.0, here {torch.__version__}",
     ]
-
-
-@pytest.mark.campaign  # three launches
-def test_devices_that_are_new_are_measured_once_and_then_known(tmp_path: Path) -> None:
-    text, folder = write_pages(tmp_path / "text"), tmp_path / "run"
-    small = ("data=text_dir", "debug=quick", "model.width=16", "model.num_layers=1")
-    small += (f"data.path={text}", "data.seq_len=8", "num_steps=1", "cluster.device=CPU")
-    small += ("plan=measured", "plan.global_batch_size=4", "plan.max_microbatch_size=2")
-    small += ("plan.time_limit_s=1",)
-
-    def start(*kinds: str) -> list[str]:
-        """What is measured once a run with devices of these kinds has ended."""
-        path = configure(folder, *small, f"cluster.kinds=[{','.join(kinds)}]")
-        run_ranks(train_rank, len(kinds), [path] * len(kinds))
-        found = sorted((folder / "measured").glob("*"))
-        (folder / "metrics.jsonl").unlink()  # nothing of a run is written over
-        return [" ".join(each.kind for each in Setting.load(f).cluster.devices) for f in found]
-
-    assert start("a", "b") == ["a b"]
-    assert start("b", "a") == ["a b"]
-    assert start("b") == ["a b"]
-    assert start("a", "c") == ["a b", "a c"]
-    assert start("c") == ["a b", "a c"]
-    assert start("a", "b") == ["a b", "a c"]
 
 
 @pytest.mark.campaign  # waits

@@ -149,19 +149,6 @@ def test_a_signal_to_one_rank_ends_all(
     check_ended(folder, undisturbed)
 
 
-@pytest.mark.campaign  # a signal to a rank stays
-def test_a_file_ends_the_run(undisturbed: dict[int, float], tmp_path: Path) -> None:
-    notice = tmp_path / "spot"
-    (tmp_path / "sitecustomize.py").write_text(
-        FAILING_RANK.format(failure=f"open({str(notice)!r}, 'w').close()") + SLOW_STEPS
-    )
-    folder = tmp_path / "run"
-    done = run([*ALONE, *RUN, f"run_dir={folder}", f"end_notice.file={notice}"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert f"{notice} exists" in done.stdout
-    check_ended(folder, undisturbed)
-
-
 @pytest.mark.campaign  # two launches of torchrun
 def test_torchrun_passes_its_sigterm_on_and_no_step_is_lost(
     undisturbed: dict[int, float], tmp_path: Path

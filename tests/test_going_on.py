@@ -1,30 +1,23 @@
 """What a run finds in its folder when it starts again, and what it makes of it."""
 
 import shutil
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from omegaconf import OmegaConf
-from rich.console import Console
 
 from shardhet.apps.launch import joining
 from shardhet.apps.launch.crash import is_repeated, read_failures, save_failure
 from shardhet.apps.launch.leaving import End, agree_on_end
 from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
-from shardhet.apps.run.worker import Run
 from shardhet.comm.failure import Failure, Kind
 from shardhet.planner.present import positions_of
 from shardhet.training.hooks.hooks import EndNotice
 from tests.test_elastic import there
-from tests.test_resume import NUM_STEPS, TEXT, UNEVEN, losses
-from tests.test_worker import configure, write_pages
-from tests.worlds import run_ranks
 
 
 def elastic_env(rank: int, world_size: int = 2) -> RankEnv:
@@ -37,31 +30,6 @@ def elastic_env(rank: int, world_size: int = 2) -> RankEnv:
         is_elastic=True,
         may_start_again=True,
     )
-
-
-def train_until(rank: int, path: str, stop: int) -> int:
-    """One start of a run whose launcher starts it again; all ranks are gone after ``stop``.
-
-    Returns the step after which it went on.
-    """
-    folder = RunFolder(Path(path))
-    run = Run(folder.load_config(), folder, elastic_env(rank), torch.device("cpu"))
-    began = run.model.step
-    with suppress(ConnectionError), run.in_training(Console(quiet=True)):
-        while run.model.step < stop:
-            run.take_step()
-        run._checkpoints.close()  # what was kept is complete
-        raise ConnectionError
-    return began
-
-
-@pytest.mark.campaign  # two launches
-def test_without_resume_a_launcher_that_starts_again_goes_on(tmp_path: Path) -> None:
-    keys = (*TEXT, *UNEVEN, f"data.path={write_pages(tmp_path / 'text')}")
-    path = configure(tmp_path / "run", *keys)
-    assert run_ranks(train_until, 2, path, 3) == [0, 0]
-    assert run_ranks(train_until, 2, path, NUM_STEPS) == [2, 2]
-    assert list(losses(tmp_path / "run")) == list(range(1, NUM_STEPS + 1))
 
 
 class _Model:

@@ -16,16 +16,15 @@ from shardhet.config.checks import ConfigError
 from shardhet.training.guard import NUM_STEPS_TO_KNOW, Guard
 from shardhet.training.hooks.bad_steps import OnBadStep
 from shardhet.training.trainer import Run as RunModel
-from shardhet.training.trainer import StepMetrics, run_plainly
+from shardhet.training.trainer import run_plainly
 from tests.selection import for_campaign
-from tests.test_resume import NUM_STEPS, TEXT, UNEVEN, train_until
+from tests.test_resume import TEXT, train_until
 from tests.test_trainer import make_trainer
 from tests.test_worker import configure, write_pages
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
 PLAN = Plan.by_hand(microbatch_sizes=[3, 1], rank_batch_sizes=[5, 1], state_shares=[0.2, 0.8])
 BAD_STEP = 13
-BAD_BATCH, CHECKPOINTED = 5, 4
 Poison = Literal["loss", "gradient", "spike", "none"]
 
 
@@ -135,73 +134,8 @@ def test_a_spike_is_recognized_by_the_median_of_the_good_steps() -> None:
     assert guard.judge(2.0, math.inf) == "the gradient norm is inf"
 
 
-def train_with_a_bad_batch(rank: int, path: str, is_reference: bool) -> None:
-    """Batch 5 gives rank 1 a loss that is not finite; the reference never sees it."""
-    folder = RunFolder(Path(path))
-    env = RankEnv(rank=rank, world_size=2, local_rank=rank, store_host="", store_port=0)
-    run = Run(folder.load_config(), folder, env, torch.device("cpu"))
-    trainer, take_step, run_well = run.trainer, run.trainer.train_step, run.trainer._run
-
-    def run_badly(model: HetFSDP, tensors: Any) -> Any:
-        loss_sum, *rest = run_well(model, tensors)
-        is_bad = model.step + trainer.num_batches_skipped == BAD_BATCH and model.training
-        return (loss_sum * math.nan if is_bad and rank == 1 else loss_sum, *rest)
-
-    def take_step_without_the_batch(**options: bool) -> StepMetrics:
-        if trainer.model.step == CHECKPOINTED:
-            trainer.num_batches_skipped = BAD_BATCH + 1 - CHECKPOINTED
-        return take_step(**options)
-
-    if is_reference:
-        trainer.train_step = take_step_without_the_batch  # type: ignore[method-assign]
-    else:
-        trainer._run = run_badly
-    run.train()
-
-
 def entries(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
-
-
-@pytest.mark.campaign  # a launch
-def test_a_run_that_rolls_back_goes_on_with_the_data_after_the_bad_batch(
-    tmp_path: Path,
-) -> None:
-    text = write_pages(tmp_path / "text")
-    keys = (*TEXT, *UNEVEN, f"data.path={text}", "guard.on_bad_step=ROLL_BACK")
-    folders = [tmp_path / "rolled_back", tmp_path / "reference"]
-    for folder in folders:
-        is_reference = folder.name == "reference"
-        run_ranks(train_with_a_bad_batch, 2, configure(folder, *keys), is_reference)
-    rolled_back, reference = map(entries, folders)
-    [noted] = [each for each in rolled_back if "rolled_back_from" in each]
-    assert noted == {"step": CHECKPOINTED, "rolled_back_from": BAD_BATCH + 1}
-    taken, expected = (
-        [each for each in lines if "loss" in each] for lines in (rolled_back, reference)
-    )
-    assert [each["step"] for each in taken] == list(range(1, NUM_STEPS + 1))  # each step once
-    after = [each["loss"] for each in taken if each["step"] > CHECKPOINTED]
-    assert after == [each["loss"] for each in expected if each["step"] > CHECKPOINTED]
-    dropped = [json.loads(line) for line in (folders[0] / "rolled_back.jsonl").open()]
-    [skipped] = [each for each in dropped if "is_skipped" in each]
-    assert skipped["step"] == BAD_BATCH + 1
-    assert skipped["loss"] is None
-    # A run that goes on from there leaves the same batches out.
-    further = configure(
-        tmp_path / "further",
-        *keys,
-        f"num_steps={NUM_STEPS + 1}",
-        f"resume={folders[0]}/checkpoints",
-    )
-    assert run_ranks(skipped_when_resumed, 2, further) == [BAD_BATCH + 1 - CHECKPOINTED] * 2
-
-
-def skipped_when_resumed(rank: int, path: str) -> int:
-    folder = RunFolder(Path(path))
-    env = RankEnv(rank=rank, world_size=2, local_rank=rank, store_host="", store_port=0)
-    run = Run(folder.load_config(), folder, env, torch.device("cpu"))
-    assert run.model.step == NUM_STEPS
-    return run.trainer.num_batches_skipped
 
 
 def judged_by_when_resumed(rank: int, path: str) -> dict[str, Any]:

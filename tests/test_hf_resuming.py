@@ -228,43 +228,6 @@ def test_masks_drawn_by_worker_processes_are_not_resumed(tmp_path: Path) -> None
         trainer.train(resume_from_checkpoint=True)
 
 
-def with_adapters(folder: Path, **changes: Any) -> Any:
-    """A trainer of adapters alone, of one process."""
-    peft = pytest.importorskip("peft")
-    from shardhet.hf import HetTrainer
-
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    model = llama()
-    torch.manual_seed(3)
-    trainer = HetTrainer(
-        peft.get_peft_model(model, config),
-        arguments(folder, **{**BASE, **changes}),
-        plan=ONE,
-        train_dataset=texts(NUM_SAMPLES, seed=1),
-        compute_loss_func=loss_in_float64,
-    )
-    trainer.remove_callback(transformers.PrinterCallback)
-    return trainer
-
-
-@pytest.mark.campaign  # whole models stay
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks transformers by an old name
-def test_adapters_go_on_where_they_were(tmp_path: Path) -> None:
-    whole = with_adapters(tmp_path / "whole")
-    whole.train()
-    stopped = with_adapters(tmp_path / "stopped")
-    stopped.add_callback(Stop())
-    stopped.train()
-    resumed = with_adapters(tmp_path / "stopped")
-    resumed.train(resume_from_checkpoint=True)
-    expected, found = result_of(whole), result_of(resumed)
-    assert found["log"] == expected["log"]
-    assert all(
-        torch.equal(found["state"][fqn], each) for fqn, each in expected["state"].items()
-    )
-    assert (tmp_path / "stopped/checkpoint-6/adapter_config.json").is_file()
-
-
 def test_a_checkpoint_of_a_run_opens_with_from_pretrained(saved: Path) -> None:
     model = transformers.LlamaForCausalLM.from_pretrained(saved / "checkpoint-6")
     assert model.config.vocab_size == 64

@@ -1,7 +1,6 @@
 """Models of Hugging Face's by their folders: made here, tiny, nothing is downloaded."""
 
 import json
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,8 +21,6 @@ if find_spec("peft") is None:  # a second of a core to import
 from hydra import compose, initialize_config_dir
 
 from shardhet import HetFSDP, Plan
-from shardhet.apps.checkpoint_export import main as export
-from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.run.model_to_measure import model_to_measure
 from shardhet.apps.run.task import make_files, make_task
 from shardhet.config.checks import ConfigError
@@ -48,9 +45,8 @@ from shardhet.profiler.describe import describe
 from shardhet.profiler.sketch import sketch_model
 from tests.parity import Batch, Course, Problem, check_parity
 from tests.programs import SHARDHET, run
-from tests.selection import for_campaign, one_in, only
+from tests.selection import one_in, only
 from tests.small_models import TRANSFORMERS_SHAPE
-from tests.test_worker import configure, train_rank
 from tests.worlds import TRANSFORMERS, preload, run_ranks
 
 preload(*TRANSFORMERS)
@@ -385,55 +381,6 @@ def test_a_folder_is_measured_planned_for_and_trained(
     assert "bits per byte" in shown
     lines = (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(lines[0])["loss"] == pytest.approx(5.56, abs=0.2)  # ln 260
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft, of transformers' names
-@pytest.mark.parametrize(
-    "keys",
-    [
-        ["model.lora.rank=2", "model.lora.targets=[q_proj,v_proj]"],
-        for_campaign([]),
-    ],
-)
-def test_a_run_ends_in_a_folder_that_opens_without_shardhet(
-    keys: list[str], llama: Path, text: Path, tmp_path: Path
-) -> None:
-    """So does what is exported from its checkpoint; the scores are those of the run."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    base = Path(shutil.copytree(llama, tmp_path / "base"))
-    save_tokenizer(base, text)
-    typed = ["model=hf", f"model.path={base}", f"data.seq_len={SEQ_LEN}", "debug=quick"]
-    typed += ["data=text_dir", f"data.path={text}", "checkpoint.every=5", "optim.lr=0.01"]
-    run_dir = tmp_path / "run"
-    path = configure(run_dir, *typed, *keys, "plan.microbatch_sizes=[2,1]", "plan=by_hand")
-    run_ranks(train_rank, 2, [path] * 2)
-    export(
-        [
-            str(run_dir / "checkpoints/step_00000005"),
-            "--to",
-            "hf",
-            "--out",
-            str(tmp_path / "exported"),
-        ]
-    )
-    judged = make_task(
-        RunFolder(run_dir).load_config(), global_batch_size=3, token_dir=run_dir / "tokens"
-    ).judged
-    tokens, targets = map(torch.from_numpy, judged.arrays)
-    last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-2])
-    for folder in (run_dir / "model", tmp_path / "exported"):
-        model: Any = AutoModelForCausalLM.from_pretrained(base if keys else folder)
-        if keys:
-            model = PeftModel.from_pretrained(model, folder)
-        with torch.no_grad():
-            loss = nn.functional.cross_entropy(
-                model(tokens).logits.flatten(0, 1), targets.flatten()
-            )
-        assert loss.item() == pytest.approx(last["held_out_loss"], rel=1e-5)
-        copied, own = ((each / "tokenizer.json").read_bytes() for each in (folder, base))
-        assert copied == own
 
 
 def test_what_is_measured_is_what_is_trained(llama: Path) -> None:

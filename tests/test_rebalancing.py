@@ -1,6 +1,5 @@
 """A device that slows down is noticed, named with figures, and given less to do."""
 
-import json
 import re
 import socket
 import time
@@ -24,18 +23,14 @@ from shardhet import (
     Rebalancer,
     Setting,
     describe,
-    find_plan,
 )
-from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.run.model_to_measure import random_batch
 from shardhet.apps.run.prediction import Prediction
 from shardhet.apps.run.run_log import RunLog
 from shardhet.apps.run.task import make_module
-from shardhet.apps.run.worker import Run
 from shardhet.comm.channel import progress
 from shardhet.config.checks import ConfigError
-from shardhet.models.decoder import Block
 from shardhet.planner.problem.demands import Demands
 from shardhet.planner.stages.again import planned_again
 from shardhet.profiler.batch import ExampleBatch
@@ -53,9 +48,9 @@ from shardhet.training.slow_devices import (
     step_seconds,
 )
 from tests.made_up import device_profile
-from tests.selection import for_campaign, one_in
+from tests.selection import one_in
 from tests.small_models import Chain
-from tests.test_worker import SHORT_TEXT, configure, write_pages
+from tests.test_worker import configure
 from tests.worlds import on_ranks, run_ranks
 
 WIDTH = 6
@@ -300,26 +295,6 @@ def test_a_setting_of_another_model_is_refused(rank: int) -> None:
         Hooks(model, optimizer, [Rebalancer(setting_of(1))]).__enter__()
 
 
-def run_with_a_slow_rank(rank: int, path: str) -> list[int]:
-    """Rank 1 of a run of ``shardhet train``; returns the batches of the last plan."""
-    forward, runs = Block.forward, list[Run]()
-
-    def slow_forward(block: Block, *args: Any, **kwargs: Any) -> Any:
-        is_slow = rank == 1 and bool(runs) and runs[0].model.step >= SLOWS_AFTER
-        time.sleep(BLOCK_S * len(args[0]) * (2.5 if is_slow else 1.0))
-        return forward(block, *args, **kwargs)
-
-    folder = RunFolder(Path(path))
-    env = RankEnv(rank=rank, world_size=2, local_rank=rank, store_host="", store_port=0)
-    Block.forward = slow_forward  # type: ignore[method-assign]
-    try:
-        runs.append(Run(folder.load_config(), folder, env, torch.device("cpu")))
-        runs[0].train()
-    finally:
-        Block.forward = forward  # type: ignore[method-assign]
-    return [each.rank_batch_size for each in runs[0].model.plan.ranks]
-
-
 def measured_decoder(folder: Path, keys: tuple[str, ...]) -> Setting:
     """A setting of the run's model, in which only blocks take time."""
     conf = RunFolder(Path(configure(folder / "described", *keys))).load_config()
@@ -348,35 +323,6 @@ def measured_decoder(folder: Path, keys: tuple[str, ...]) -> Setting:
         workload,
         Profile(devices=(profile,), collectives=Collectives(source=Source.MEASURED, points=())),
     )
-
-
-@pytest.mark.campaign  # the library's own test stays
-@pytest.mark.parametrize("rebalances", [True, for_campaign(False)])
-def test_a_run_says_which_device_is_slow_and_follows_a_new_plan(
-    rebalances: bool, tmp_path: Path
-) -> None:
-    text = write_pages(tmp_path / "text")
-    keys = (*SHORT_TEXT, f"data.path={text}", "num_steps=20", "cluster.kinds=[any,any]")
-    setting = measured_decoder(tmp_path, keys)
-    setting.save(tmp_path / "measured")
-    find_plan(setting, global_batch_size=8).save(tmp_path / "plan.json")
-    keys += (
-        "plan=file",
-        f"plan.path={tmp_path}/plan.json",
-        f"plan.measured={tmp_path}/measured",
-    )
-    path = configure(tmp_path / "run", *keys, f"rebalance={rebalances}")
-    batches = run_ranks(run_with_a_slow_rank, 2, path)[0]
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
-    said = [each for each in lines if "device1/slowness" in each]
-    assert said
-    assert SLOWS_AFTER < said[0]["step"] <= SLOWS_AFTER + 10
-    assert said[0]["device1/slowness"] > SLOW
-    assert ("planned_anew" in said[0]) == rebalances
-    new_plan = tmp_path / f"run/plan_after_step_{said[0]['step']}.json"
-    assert new_plan.is_file() == rebalances
-    assert (batches[1] < 4) == rebalances
-    assert [each["step"] for each in lines if "loss" in each] == list(range(1, 21))
 
 
 def test_rebalancing_requires_a_measured_profile() -> None:

@@ -7,21 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from shardhet.apps.launch.memory_limits import LowersLimit, OwnMemoryLimit, PlansAgainError
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.comm.failure import LostPeerError
 from shardhet.comm.peers import Shortage, is_out_of_memory
-from shardhet.config.checks import ConfigError
-from shardhet.config.compose import register_schemas, to_conf
-from shardhet.planner import find_plan
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import DeviceSpec
 from shardhet.training.peak_memory import PeakMemory
 from tests.programs import SHARDHET, TORCHRUN, run
-from tests.test_config import compose_with
-from tests.test_elastic import MEASURED
 from tests.test_rebalancing import measured_decoder
 from tests.test_train import losses
 from tests.test_worker import SHORT_TEXT, write_pages
@@ -103,32 +97,6 @@ def test_the_limit_is_of_the_device_whatever_its_rank(tmp_path: Path) -> None:
     for other in (DeviceSpec(host="a", kind="k"), replace(card, uuid="card/8")):
         assert OwnMemoryLimit(folder, other, local_rank=1).read() is None
     hook.end(ValueError("another"))
-
-
-def configured(*keys: str) -> None:
-    register_schemas()
-    OmegaConf.register_new_resolver("run_stamp", lambda: "stamp", replace=True)
-    conf = to_conf(compose_with(["on_oom=REPLAN", "cluster.device=CPU", *keys]))
-    conf.check_on_oom()
-
-
-@pytest.mark.campaign  # eight seconds of starts
-def test_what_cannot_plan_again_or_go_on_is_refused(tmp_path: Path) -> None:
-    MEASURED.save(tmp_path)
-    measured = ("plan=measured", f"plan.measured={tmp_path}")
-    configured(*measured, "checkpoint.every=2")
-    configured(*measured, "replicas.every=2")
-    with pytest.raises(ConfigError, match="on_oom: REPLAN but plan=even leaves nothing"):
-        configured("plan=even", "checkpoint.every=2")
-    with pytest.raises(ConfigError, match="plan=by_hand leaves nothing to plan"):
-        configured("plan=demo_4", "checkpoint.every=2")
-    with pytest.raises(ConfigError, match="nothing to go on from"):
-        configured(*measured)
-    find_plan(MEASURED, global_batch_size=12).save(tmp_path / "plan.json")
-    from_file = ("plan=file", f"plan.path={tmp_path}/plan.json", "checkpoint.every=2")
-    with pytest.raises(ConfigError, match="plan=file leaves nothing to plan"):
-        configured(*from_file)
-    configured(*from_file, f"plan.measured={tmp_path}")
 
 
 def described(tmp_path: Path) -> tuple[str, ...]:

@@ -146,26 +146,6 @@ def test_a_run_goes_on_from_replicas_where_there_is_no_checkpoint(
     assert metrics(folder, "went_on") in ([4], [5])
 
 
-@pytest.mark.campaign  # a launch
-def test_replicas_of_another_run_in_the_folder_are_not_taken(
-    text: Path, undisturbed: Path, tmp_path: Path
-) -> None:
-    """Neither after the folder was removed, nor where the run is to start anew."""
-    nodes, folder = tmp_path / "nodes", tmp_path / "run"
-    more = (f"data.path={text}", "checkpoint.every=0", "replicas.every=1")
-    more += (f"replicas.folder={nodes}",)
-    path = configure(folder, *TEXT, *UNEVEN, *more, "resume=auto")
-    run_ranks(train_until, 2, path, 2, 3)
-    shutil.rmtree(folder)
-    configure(folder, *TEXT, *UNEVEN, *more, "resume=auto")
-    run_ranks(train_until, 2, path, 2, 2)
-    assert list(losses(folder)) == [1, 2]
-    (folder / "metrics.jsonl").unlink()
-    configure(folder, *TEXT, *UNEVEN, *more)
-    run_ranks(train_rank, 2, [path] * 2)
-    assert losses(folder) == losses(undisturbed)
-
-
 def test_a_run_without_a_checkpoint_begins_anew(
     text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -124,46 +124,6 @@ def test_two_agents_with_unlike_numbers_of_ranks_share_one_folder(tmp_path: Path
     assert len(list((run_dir / "logs").glob("rank*.log"))) == 4
 
 
-def variables_of_srun(rank: int, world_size: int, port: int) -> dict[str, str]:
-    return {
-        **{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_JOB_ID": "17"},
-        **{"SLURM_NTASKS": str(world_size), "SLURM_STEP_NUM_TASKS": str(world_size)},
-        **{"SLURM_JOB_NODELIST": "localhost", "MASTER_PORT": str(port)},
-    }
-
-
-@pytest.mark.campaign  # torchrun stays
-def test_srun_is_the_same_program(tmp_path: Path) -> None:
-    port = free_port()
-    ranks = [
-        start(
-            ["-m", "shardhet.apps.train", *SMALL],
-            tmp_path,
-            **variables_of_srun(rank, 2, port),
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=100) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    [run_dir] = run_dirs(tmp_path)
-    assert len(losses(run_dir)) == 5
-    assert len(list((run_dir / "logs").glob("rank*.log"))) == 2
-
-
-@pytest.mark.campaign  # a launch
-def test_a_trace_names_what_the_runtime_does_per_unit(tmp_path: Path) -> None:
-    steps = ["trace=true", "trace_steps.first_step=2", "trace_steps.num_steps=2"]
-    done = run([*ALONE, *SMALL, *steps, "cluster.num_ranks=2"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "profiler_start" not in done.stderr + done.stdout  # a line of torch's own
-    [run_dir] = run_dirs(tmp_path)
-    for rank in range(2):
-        trace = json.loads((run_dir / "traces" / f"rank{rank}.json").read_text())
-        names = [event.get("name") for event in trace["traceEvents"]]
-        for name in ("forward blocks.0 [0]", "backward head [0]", "wait_gather blocks.0"):
-            assert names.count(name) >= 2
-
-
 @pytest.mark.campaign  # four launches
 def test_a_sweep_is_one_run_per_job(tmp_path: Path) -> None:
     done = run([*ALONE, "-m", "optim.lr=1e-3,1e-2", "cluster.num_ranks=1", *SMALL], tmp_path)
@@ -190,14 +150,6 @@ def test_a_sweep_may_be_handed_to_submitit(tmp_path: Path) -> None:
     curves = [losses(sweep_dir / job) for job in ("0", "1")]
     assert curves[0][0] == curves[1][0]
     assert curves[0][-1] != curves[1][-1]
-
-
-@pytest.mark.campaign  # a launch of torchrun
-def test_a_sweep_inside_torchrun_is_refused(tmp_path: Path) -> None:
-    torchrun = [*TORCHRUN, "--nproc-per-node=1", "-m", "shardhet.apps.train"]
-    done = run([*torchrun, "-m", "optim.lr=1,2", *SMALL], tmp_path)
-    assert done.returncode != 0
-    assert "shardhet train -m" in done.stderr
 
 
 def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path) -> None:
@@ -262,61 +214,12 @@ def test_a_rank_that_is_interrupted_while_it_imports_says_nothing(tmp_path: Path
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
-@pytest.mark.campaign  # two cold starts
-def test_a_run_whose_output_nobody_reads_ends_quietly(tmp_path: Path) -> None:
-    keys = ("num_steps=100000", "cluster.num_ranks=2")
-    # Where modules are imported already, Python warns that one of them is run as a program.
-    process = start([*ALONE, *SMALL, *keys], tmp_path, is_cold=True)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.readline()
-    process.stdout.close()  # as `| head -1` does
-    assert process.wait(timeout=60) == 128 + signal.SIGPIPE
-    assert process.stderr.read() == ""
-    log = (run_dirs(tmp_path)[0] / "logs" / "rank0.log").read_text()
-    assert "the output of this rank is closed" in log
-
-
 def test_help_names_every_group(tmp_path: Path) -> None:
     done = run([*ALONE, "--help"], tmp_path)
     assert done.returncode == 0
     for group in ("model", "data", "optim", "lr_scheduler", "cluster", "plan", "logger"):
         assert f"   {group} " in done.stdout
     assert "schema" not in done.stdout
-
-
-def test_the_configuration_can_be_looked_at(tmp_path: Path) -> None:
-    done = run([*ALONE, "optim=sgd", "--cfg", "job"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "momentum: 0.9" in done.stdout
-    assert not list(tmp_path.iterdir())
-
-
-def test_help_knows_own_files_and_refuses_what_is_wrong(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "wee.yaml").write_text("# less than tiny\ndefaults: [tiny]\n")
-    done = run([*ALONE, "--help", "model=wee", "--config-dir=."], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "less than tiny" in done.stdout
-    done = run([*ALONE, "--help", "optim.lrr=1"], tmp_path)
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert done.stderr.endswith("Did you mean optim.lr?\n")
-
-
-def test_files_of_ones_own_are_found_first(tmp_path: Path) -> None:
-    (tmp_path / "mine" / "model").mkdir(parents=True)
-    (tmp_path / "mine" / "model" / "wee.yaml").write_text(
-        "defaults:\n  - tiny\nwidth: 64\nnum_layers: 1\n"
-    )
-    (tmp_path / "mine" / "optim").mkdir()
-    (tmp_path / "mine" / "optim" / "adamw.yaml").write_text(
-        "defaults:\n  - /schema/optim@_here_: adamw\nlr: 0.125\n"
-    )
-    done = run([*ALONE, "model=wee", "--config-dir=mine", "--cfg", "job"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "width: 64" in done.stdout
-    assert "lr: 0.125" in done.stdout
 
 
 @pytest.mark.sampled(1)
