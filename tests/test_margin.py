@@ -6,8 +6,6 @@ import pytest
 
 from shardhet.records.cluster import LEAST_FRAGMENTATION, Cluster, DeviceSpec, Link, Node
 from shardhet.records.margin import (
-    LEAST_NCCL_BYTES,
-    WORKSPACE_BYTES,
     with_fraction,
     with_libraries,
 )
@@ -40,18 +38,6 @@ def test_a_tenth_stays_free_and_a_part_of_it_for_fragmentation(cluster: Cluster)
         free = capacity - cluster.memory_budget_bytes(i)
         assert free >= int(0.1 * capacity)
         assert free - library_bytes(cluster, i) >= int(LEAST_FRAGMENTATION * capacity)
-
-
-def test_a_tenth_stays_free_where_libraries_take_little() -> None:
-    assert DESKTOP.memory_budget_bytes(0) == int(0.9 * 24 * GIB)
-    assert library_bytes(DESKTOP, 0) == WORKSPACE_BYTES + 4 * LEAST_NCCL_BYTES
-
-
-def test_pipelines_have_more_and_one_device_has_none() -> None:
-    cluster = Cluster(nodes=(node("a", 1, None),))
-    assert library_bytes(with_libraries(cluster), 0) == WORKSPACE_BYTES
-    more = library_bytes(with_libraries(DESKTOP, has_stages=True), 0)
-    assert more == WORKSPACE_BYTES + 10 * LEAST_NCCL_BYTES
 
 
 @pytest.mark.parametrize("cluster", ALL)

@@ -192,13 +192,6 @@ def test_an_empty_example_is_refused() -> None:
         ExampleBatch(args=(torch.zeros(0, 3),))
 
 
-def test_an_example_is_stretched_along_its_batch() -> None:
-    batch = ExampleBatch(args=(torch.arange(3),), kwargs={"mask": torch.ones(5, 5)})
-    longer = batch.of_size(7)
-    assert longer.args[0].tolist() == [0, 1, 2, 0, 1, 2, 0]
-    assert longer.kwargs["mask"] is batch.kwargs["mask"]
-
-
 def test_live_bytes_are_those_that_are_not_freed() -> None:
     x = torch.ones(1000)
     with LiveBytes() as live:

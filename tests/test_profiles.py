@@ -64,29 +64,6 @@ def test_a_profile_is_read_as_it_was_written() -> None:
     assert again.collectives.source is Source.IMPORTED
 
 
-def test_measured_positions_are_looked_up_and_others_lie_between() -> None:
-    curve = Curve((1.0, 2.0, 4.0), (5.0, 4.0, 10.0))
-    assert [curve.at(x) for x in (1, 2, 3, 4)] == [5.0, 4.0, 7.0, 10.0]
-    assert curve.at(5) > 10.0
-
-
-def test_a_straight_line_is_continued_almost_straight() -> None:
-    curve = Curve((1.0, 2.0, 3.0), (1.5, 2.5, 3.5))
-    assert curve.at(30) == pytest.approx(30.5, rel=0.05)
-    assert curve.at(0.5) == pytest.approx(1.0)
-
-
-def test_a_disturbed_measurement_does_not_make_more_samples_free() -> None:
-    curve = Curve((1.0, 2.0, 4.0, 8.0), (5.0, 108.0, 127.0, 36.0))
-    assert curve.at(96) > 3 * 36  # a line through all four would fall
-
-
-def test_one_point_is_taken_as_proportional() -> None:
-    curve = Curve((2.0,), (3.0,))
-    assert curve.at(1) == 1.5
-    assert curve.at(4) == pytest.approx(6.0, rel=0.03)
-
-
 def test_a_missing_device_or_unit_is_named_beside_those_there_are() -> None:
     with pytest.raises(ValueError, match=r"'slower'.*fast, slow"):
         SMALL.unit("slower", "block")

@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 
 from shardhet.records.ops import Op, ops_of
 from shardhet.records.schedule import (
-    GATHER,
     REDUCE,
     LaunchKind,
-    Phase,
     Schedule,
     Segment,
     StepForm,
@@ -98,93 +96,12 @@ def test_collectives_are_launched_in_this_very_order(order: Schedule, expected: 
     assert launches(order) == expected.split()
 
 
-def test_a_step_visits_its_units_and_returns_in_reverse() -> None:
-    order = schedule("aba")
-    turns = [
-        (t.segment, t.unit, t.phase, GATHER in t.ahead, t.reshards, REDUCE in t.after)
-        for t in order.turns
-    ]
-    forward, backward = Phase.FORWARD, Phase.BACKWARD
-    assert turns == [
-        (0, 0, forward, True, True, False),
-        (1, 1, forward, True, True, False),
-        (2, 0, forward, True, False, False),  # stays unsharded: its backward is next
-        (2, 0, backward, False, True, False),  # another backward turn of it is to come
-        (1, 1, backward, True, True, True),
-        (0, 0, backward, True, True, True),
-    ]
-
-
 SEGMENTS = st.lists(st.builds(Segment, st.integers(0, 4), st.booleans()), max_size=12)
 TRAINABLE = st.frozensets(st.integers(0, 4))
 
 
 def backward_units(segments: Sequence[Segment]) -> list[int]:
     return [segment.unit for segment in reversed(segments) if segment.needs_backward]
-
-
-@given(SEGMENTS, TRAINABLE)
-def test_at_most_the_current_and_the_next_unit_are_unsharded(
-    segments: list[Segment], trainable: frozenset[int]
-) -> None:
-    order = make_schedule(segments, trainable_units=trainable, form=kept(True))
-    unsharded: set[int] = set()
-    for i, turn in enumerate(order.turns):
-        unsharded.add(turn.unit)
-        unsharded |= {following.unit for following in order.turns[i + 1 : i + 2]}
-        assert len(unsharded) <= 2
-        assert unsharded <= {each.unit for each in order.turns[i : i + 2]}
-        if turn.reshards:
-            unsharded.discard(turn.unit)
-
-
-# Several rounds.  Of the turns that keep c unsharded: its backward follows its forward; and the
-# forward of a follows its backward of the round before.
-PER_USE = """G(a) G(b) G(c)
-             G(b) R(c) G(a) R(b) R(a)
-             G(b) G(c)
-             G(b) R(c) G(a) R(b) R(a)"""
-PER_ROUND = """G(a) G(b) G(c)
-               R(c) R(b) R(a)
-               G(b) G(c)
-               R(c) R(b) R(a)"""
-PER_STEP = """G(a) G(b) G(c)
-              R(c) R(b) R(a)
-              R(c) R(b) R(a)"""
-REDUCED_LAST = """G(a) G(b) G(c)
-                  G(b) G(a)
-                  G(b) G(c)
-                  G(b) R(c) G(a) R(b) R(a)"""
-ONCE = """G(a) G(b) G(c)
-          R(c) R(b) R(a)"""
-TIED_ROUNDS = """G(a) G(b) G(a)
-                 G(b) G(a) R(b) R(a)
-                 G(b) G(a)
-                 G(b) G(a) R(b) R(a)"""
-TWO = {"num_rounds": 2}
-
-
-@pytest.mark.parametrize(
-    "order, expected",
-    [
-        (schedule("abc", form=kept(True, **TWO)), PER_USE),
-        (schedule("abc", form=kept(False, **TWO)), PER_ROUND),
-        (schedule("abc", form=kept(False, reshard_after_backward=False, **TWO)), PER_STEP),
-        (schedule("abc", form=kept(True, reduce_each_round=False, **TWO)), REDUCED_LAST),
-        (
-            schedule(
-                "abc",
-                form=kept(False, reshard_after_backward=False, reduce_each_round=False, **TWO),
-            ),
-            ONCE,
-        ),
-        (schedule("aba", form=kept(True, **TWO)), TIED_ROUNDS),
-        (schedule("a", form=kept(True, num_rounds=3)), "G(a) R(a) R(a) R(a)"),
-        (schedule("ab", without_backward="ab", form=kept(True, **TWO)), "G(a) G(b) G(a) G(b)"),
-    ],
-)
-def test_rounds_follow_each_other_in_one_list(order: Schedule, expected: str) -> None:
-    assert launches(order) == expected.split()
 
 
 FORMS = st.builds(
@@ -198,42 +115,6 @@ FORMS = st.builds(
     st.integers(0, 2),
     st.booleans(),
 )
-
-
-@given(SEGMENTS, TRAINABLE, FORMS)
-def test_every_round_has_the_turns_of_one_and_nothing_is_launched_ahead_of_a_later_one(
-    segments: list[Segment], trainable: frozenset[int], form: StepForm
-) -> None:
-    order = make_schedule(segments, trainable_units=trainable, form=form)
-    one = make_schedule(segments, trainable_units=trainable).turns
-    bare = [(turn.round, turn.segment, turn.unit, turn.phase) for turn in order.turns]
-    rounds = range(form.num_rounds)
-    assert bare == [(r, turn.segment, turn.unit, turn.phase) for r in rounds for turn in one]
-    for i, turn in enumerate(order.turns):
-        assert all(order.turns[x.turn].round == turn.round for x in order.launched_by(i))
-
-
-@given(SEGMENTS, TRAINABLE, FORMS)
-def test_units_are_gathered_and_reduced_as_often_as_the_form_says(
-    segments: list[Segment], trainable: frozenset[int], form: StepForm
-) -> None:
-    order = make_schedule(segments, trainable_units=trainable, form=form)
-    unsharded: set[int] = set()
-    for turn in order.turns:
-        assert (GATHER in turn.ahead) == (turn.unit not in unsharded)
-        unsharded.add(turn.unit)
-        if turn.reshards:
-            unsharded.remove(turn.unit)
-    assert not unsharded
-    visited = {segment.unit for segment in segments}
-    gathered = [op.unit for op in launched_in(order) if op.kind is GATHER]
-    if not form.reshard_after_backward:
-        assert sorted(gathered) == sorted(visited)
-    elif not form.reshard_after_forward:
-        assert all(gathered.count(unit) <= form.num_rounds for unit in visited)
-    reduced = [op.unit for op in launched_in(order) if op.kind is REDUCE]
-    times = form.num_rounds if form.reduce_each_round else 1
-    assert sorted(reduced) == sorted([*(trainable & set(backward_units(segments)))] * times)
 
 
 @given(SEGMENTS, SEGMENTS, TRAINABLE, FORMS, st.data())
