@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardhet import DeviceSpec, HetFSDP, Plan
 from shardhet.records.plan import PlannedUnit
 from tests.misdeeds import Trap
-from tests.worlds import Outcome, ends_all_ranks, on_ranks, run_ranks
+from tests.worlds import Outcome, ends_all_ranks, on_ranks
 
 WIDTH = 4
 WITHIN_S = 10.0
@@ -368,37 +368,6 @@ def test_a_unit_called_out_of_order_later_ends_all(
 
 
 # Losses that are no numbers
-
-
-def lose_a_number(rank: int, bad: float) -> list[Any]:
-    model, _, x = wrap(rank, TURNED)
-    told: list[Any] = []
-    for i in range(3):
-        loss_sum, num_tokens = model(x)
-        try:
-            spoiled = loss_sum * bad if i == 1 and model.position == 1 else loss_sum
-            told.append(model.backward(spoiled, num_tokens))
-        except FloatingPointError as error:
-            told.append(str(error))
-            assert all(p.grad is None for p in model.parameters())
-        else:
-            assert all(p.grad is not None for p in model.parameters())
-        norm = float(model.clip_grad_norm_(1e9))
-        told.append(norm)
-        for param in model.parameters():
-            param.grad = None
-    return told
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_loss_that_is_no_number_is_told_everywhere_and_the_model_goes_on(bad: float) -> None:
-    for told in run_ranks(lose_a_number, 3, bad):
-        first, first_norm, message, no_norm, last, last_norm = told
-        assert "the loss is not finite at positions [1] of the plan" in message
-        assert "no gradient was set" in message
-        assert (first, first_norm) == (last, last_norm)
-        assert first > 0
-        assert no_norm == 0
 
 
 # Calls that others do not make or cannot

@@ -50,7 +50,6 @@ from tests.parity import (
 from tests.patchwork import Case, draw_case, draw_rounds
 from tests.programs import SMALL_MODEL
 from tests.selection import one_in, only
-from tests.test_guard import poisoned
 from tests.test_trainer import make_trainer
 from tests.test_worker import configure
 from tests.worlds import ends_all_ranks, on_ranks, run_ranks, run_ranks_expecting_failure
@@ -246,34 +245,6 @@ def check_launched_alike(communicators: Sequence[Communicator | None]) -> None:
                 assert other.received[rank] == sizes
 
 
-def _some_only_store(rank: int) -> Launches:
-    """Position 1 only stores, position 2 stores nothing; one step."""
-    plan = Plan.by_hand(microbatch_sizes=[1, 0, 2], state_shares=[0.25, 0.75, 0])
-    with Accelerator().installed() as accelerator:
-        module = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
-        model = HetFSDP(module, plan, units=[nn.Linear], device=accelerator.device)
-        mine = plan.ranks[rank].rank_batch_size
-        for each in accelerator.nccl.communicators.values():
-            each.collectives.clear()
-            each.sent.clear()
-        x = torch.randn(mine, 8).to(accelerator.device)
-        model.backward(model(x).sum(), mine)
-    return launches_of(accelerator)
-
-
-def test_a_rank_that_only_stores_hands_its_rows_to_one_that_computes() -> None:
-    launches = run_ranks(_some_only_store, 3)
-    names = [
-        {name for each in of_rank.values() for name, *_ in each.collectives}
-        for of_rank in launches
-    ]
-    assert names == [{"broadcast", "reduce", "all_gather"}, {"all_gather"}, names[0]]
-    sent = [[peer for each in of.values() for peer in each.sent] for of in launches]
-    # Rows to be gathered, and sums of gradients back, all through position 0.
-    assert sent == [[1], [0], []]
-    assert all(each.has_priority for of in launches for each in of.values())
-
-
 def _short_batches(rank: int) -> list[int]:
     """Steps and evaluations in which the last ranks have no samples; messages of this rank."""
     plan = Plan.by_hand(microbatch_sizes=[1, 2, 2], state_shares=[0.25, 0.5, 0.25])
@@ -459,33 +430,6 @@ def test_gathers_overlap_the_compute_of_the_unit_before(rank: int) -> None:
         x = torch.ones(1, 2, device=accelerator.device)
         model.backward(model(x).sum(), 1)
     assert begun == ["", "0", "1", "2", "1", "0"]
-
-
-def _bad_loss(rank: int, on_bad_step: OnBadStep, num_rounds: int) -> list[str | None]:
-    plan = Plan.by_hand(
-        microbatch_sizes=[1, 1],
-        state_shares=[0.25, 0.75],
-        num_rounds=num_rounds,
-        reshard_after_forward=False,
-        reduce_each_round=False,
-    )
-    with Accelerator().installed() as accelerator:
-        trainer = make_trainer(plan, torch.float32, device=accelerator.device)
-        trainer._run = poisoned(rank, "loss", at_step=1, at_round=num_rounds - 1)
-        trainer.guard = Guard(on_bad_step=on_bad_step)
-        steps = [trainer.train_step().why_skipped for _ in range(3)]
-        [use, _] = trainer.look_at_devices()
-        assert 0 < use.busy_share < 1
-        return steps
-
-
-@pytest.mark.parametrize("on_bad_step", one_in(2, [OnBadStep.SKIP, OnBadStep.ROLL_BACK]))
-@pytest.mark.parametrize("num_rounds", one_in(2, [2, 1]))
-def test_a_loss_that_is_not_finite_is_left_out_there_too(
-    on_bad_step: OnBadStep, num_rounds: int
-) -> None:
-    for steps in run_ranks(_bad_loss, 2, on_bad_step, num_rounds):
-        assert [why and "loss is not finite" in why for why in steps] == [None, True, None]
 
 
 def _reads(rank: int, on_bad_step: OnBadStep) -> list[str]:

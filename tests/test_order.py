@@ -6,7 +6,6 @@ Recorded at the two collectives that flat tensors call, by the unit that calls t
 import random
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -204,29 +203,6 @@ def test_every_rank_launches_the_schedule_from_the_first_step_on(
         assert steps == [order.expected(), order.expected(with_grad=False)] * 3
 
 
-def test_alone_there_is_nobody_to_gather_from_or_to_reduce_with() -> None:
-    (steps,) = run_ranks(record_steps, 1, ORDERS["tied"], plan(1), 2)
-    assert steps == [[], []] * 2
-
-
-@pytest.mark.parametrize("num_microbatches", [1, 2, 7])
-def test_a_unit_costs_two_gathers_and_one_reduction_whatever_the_microbatches(
-    num_microbatches: int,
-) -> None:
-    order = ORDERS["plain"]
-    for steps in run_ranks(
-        record_steps, 3, order, plan(3, num_microbatches=num_microbatches), 2
-    ):
-        for step in steps[::2]:
-            assert Counter(step) == {
-                ("gather", ROOT): 1,
-                ("reduce", ROOT): 1,
-                **{("gather", str(unit)): 2 for unit in range(3)},
-                ("gather", "3"): 1,  # the last of forward is the first of backward
-                **{("reduce", str(unit)): 1 for unit in range(4)},
-            }
-
-
 # Bytes of a step
 
 
@@ -276,12 +252,6 @@ def test_a_step_moves_what_ranks_lack_and_no_byte_more(world_size: int) -> None:
     if world_size == 2:  # the rank that only stores has all and gets gradients once
         numel = 4 * (WIDTH * WIDTH + WIDTH) + WIDTH
         assert counts[1][0] == numel * 8
-
-
-def test_when_one_rank_has_and_does_everything_nothing_moves() -> None:
-    on_one = Plan.by_hand(microbatch_sizes=[0, 2, 0], state_shares=[0.0, 1.0, 0.0])
-    counts = run_ranks(count_bytes, 3, on_one)
-    assert [arrived for arrived, _ in counts] == [0, 0, 0]
 
 
 # Schedules under random delays

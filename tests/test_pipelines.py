@@ -118,23 +118,6 @@ def test_stages_drop_out_and_round_as_without_them(
                 assert torch.equal(mine.grad.as_subclass(Tensor), other.grad)
 
 
-@on_ranks(3)
-def test_each_rank_of_a_stage_drops_out_for_its_samples(rank: int) -> None:
-    """A stage of two ranks, each with a sample of the round; and a rank alone."""
-    torch.manual_seed(0)
-    config = small_decoder(vocab_size=WORDS, width=8, num_layers=4, dropout=0.3)
-    module, options = Decoder(config).double(), {"seed": 5}
-    alone = dist.new_group([rank], use_local_synchronization=True)
-    flat = Plan.by_hand(microbatch_sizes=[1], num_microbatches=[2], num_rounds=3)
-    whole = HetFSDP(copy.deepcopy(module), flat, group=alone, **options)
-    plan = staged([1, 1, 1], [2, 1], num_microbatches=[1, 1, 2])
-    model = HetFSDP(module, plan, **options)
-    inputs, targets = batch_of(6)
-    mine = plan.sample_indices(model.position)
-    mean = model.forward_backward(inputs[mine], targets[mine])
-    assert mean == pytest.approx(whole.forward_backward(inputs, targets), rel=1e-12)
-
-
 # What observers see
 
 

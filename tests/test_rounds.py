@@ -340,24 +340,6 @@ def test_a_round_that_was_dropped_has_no_backward_and_holds_nothing() -> None:
         model.backward(*output)
 
 
-def test_only_a_step_that_did_not_end_is_dropped_before_the_next() -> None:
-    model, batch = small(plan_of(1, 1)).model, tokens(2)
-    runtime = model._runtime
-    with mock.patch.object(runtime, "abandon", wraps=runtime.abandon) as abandon:
-
-        def dropped(has_backward: bool) -> int:
-            abandon.reset_mock()
-            output = model(*batch)
-            if has_backward:
-                model.backward(*output)
-            return abandon.call_count
-
-        assert [dropped(each) for each in (True, True, False, True, True)] == [1, 0, 0, 1, 0]
-        with torch.no_grad():
-            dropped(has_backward=False)
-        assert dropped(has_backward=True) == 0
-
-
 def test_a_step_is_not_left_in_its_middle() -> None:
     model = small(plan_of(1, 2)).model
     inputs, targets = tokens(2)
@@ -385,13 +367,6 @@ def test_gradients_that_are_reduced_once_are_held_in_one_buffer(rank: int) -> No
         held = [flat.grad._whole for flat in model._flats]
         wholes |= {(j, each.data_ptr()) for j, each in enumerate(held) if each is not None}
     assert len(wholes) == len(model._flats)
-
-
-@on_ranks(3)
-def test_a_unit_is_reduced_before_its_next_round_adds(rank: int) -> None:
-    """Its reduction of a round is the only one in flight when it begins the next backward."""
-    plan = plan_of(3, 3)
-    small(plan, units=["hidden"]).step(*tokens(plan.global_batch_size))
 
 
 class Attending(nn.Module):

@@ -1,6 +1,5 @@
 """Steps of several rounds together with what surrounds a step."""
 
-import copy
 import re
 from typing import Any
 
@@ -8,15 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardhet import HetFSDP, Plan, Stage
-from shardhet.fsdp.step.around import Activity, Observed
-from shardhet.training.compiling import compile_units
+from shardhet import Plan, Stage
 from tests.beside import Beside, is_exact
 from tests.parity import compare_grads, rows_of
 from tests.selection import one_in
 from tests.small_models import Chain
 from tests.test_rounds import FORMS, plan_of
-from tests.worlds import on_ranks, run_ranks, run_ranks_expecting_failure
+from tests.worlds import on_ranks, run_ranks_expecting_failure
 
 WIDTH = 4
 
@@ -57,92 +54,6 @@ def deep(plan: Plan, **options: Any) -> Beside:
     return Beside(make_deep().double(), plan, units=[nn.Linear], **options)
 
 
-@on_ranks(2)
-def test_observers_see_every_round(rank: int) -> None:
-    plan = plan_of(2, 3, 2, num_microbatches=[2, 1])
-    both, seen = deep(plan), list[Observed]()
-    model = both.model
-    both.step(samples(plan))
-    model.add_observer(seen.append)
-    both.step(samples(plan))
-    for activity in (Activity.FORWARD, Activity.BACKWARD):
-        found = [event.unit for event in seen if event.activity is activity]
-        own = plan.ranks[model.position].num_microbatches
-        assert {found.count(f"layers.{i}") for i in range(3)} <= {3, 3 * own}, found
-    gathers = [event.unit for event in seen if event.activity is Activity.WAIT_GATHER]
-    assert gathers.count("layers.0") == 1  # once a step
-
-
-@on_ranks(3)
-def test_compiled_units_run_in_rounds(rank: int) -> None:
-    plan = plan_of(3, 2, 1, reduce_each_round=False)
-    torch.manual_seed(4)
-    module = make_deep().double()
-    plain = copy.deepcopy(module)
-    assert compile_units(module, torch.device("cpu"), backend="eager") is None
-    both = Beside(plain, plan, of=module, units=[nn.Linear])
-    both.step(samples(plan))
-
-
-def _overflows(rank: int) -> tuple[list[float], list[Tensor]]:
-    """A gradient overflows in the last round of the second step, on one rank."""
-    plan = plan_of(2, 3, 0, reduce_each_round=False)
-    torch.manual_seed(5)
-    model = HetFSDP(make_deep(), plan, units=[nn.Linear], param_dtype=torch.float16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-    scales = []
-    for step in range(3):
-        before = [param.detach().clone() for param in model.parameters()]
-        for i in range(3):
-            mine = plan.round_samples(model.position, i)
-            loss_sum, count = model(torch.ones(len(mine), WIDTH))
-            is_bad = (step, i, model.position) == (1, 2, 1)
-            model.backward(scaler.scale(loss_sum.float()) * (3e4 if is_bad else 1.0), count)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        scales.append(scaler.get_scale())
-        after = list(model.parameters())
-        is_same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        assert is_same == (step == 1 or not sum(each.numel() for each in before))
-    return scales, [param.detach().as_subclass(Tensor).clone() for param in model.parameters()]
-
-
-def test_an_overflow_in_a_later_round_skips_the_step_on_all_ranks() -> None:
-    first, again = run_ranks(_overflows, 2), run_ranks(_overflows, 2)
-    for (scales, rows), (scales_again, rows_again) in zip(first, again, strict=True):
-        assert scales == scales_again == [2.0**8, 2.0**7, 2.0**7]
-        assert all(map(torch.equal, rows, rows_again))
-
-
-@on_ranks(2)
-def test_autocast_holds_in_every_round(rank: int) -> None:
-    """Each unit's error is about that of one round."""
-    errors = []
-    for num_rounds in (1, 2):
-        plan = Plan.by_hand(
-            microbatch_sizes=[1, 1],
-            num_microbatches=[4 // num_rounds, 2 // num_rounds],
-            num_rounds=num_rounds,
-            reduce_each_round=False,
-        )
-        torch.manual_seed(4)
-        both = Beside(make_deep(), plan, units=[nn.Linear])
-        x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(1))
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            both.model.forward_backward(*both.part(x))
-        both.step_of_one(x)
-        model, boxes, total = both.model, both.model.sharded_state_dict(), 0.0
-        for fqn, param in both.plain.named_parameters():
-            own = model.get_parameter(fqn).grad
-            assert param.grad is not None
-            assert own is not None
-            total += float((own - rows_of(param.grad, boxes[fqn].rows)).square().sum())
-        errors.append(sum(row[0] for row in model.exchange([total])) ** 0.5)
-    assert 0 < errors[1] <= 3 * errors[0]
-
-
 class Island(nn.Module):
     """Its second layer computes in float32 under autocast, too."""
 
@@ -173,34 +84,6 @@ def test_autocast_around_a_step_is_left_for_backward(rank: int, stages: Any) -> 
     assert grad is not None
     expected = rows_of(both.plain.second.weight.grad, rows)
     torch.testing.assert_close(grad.as_subclass(Tensor), expected, rtol=1e-6, atol=1e-7)
-
-
-def _raises_in_round_two(rank: int, place: str) -> None:
-    plan = plan_of(3, 3, 2)
-    model = deep(plan).model
-
-    def fail(*_: Any) -> None:
-        if rank == 1 and model.rounds_left == 2:
-            raise LookupError("no such sample")
-
-    if place == "forward":
-        model.module.layers[1].register_forward_pre_hook(fail)
-    for i in range(3):
-        mine = plan.round_samples(model.position, i)
-        output = model(torch.ones(len(mine), WIDTH, dtype=torch.float64))
-        if place == "between":
-            with model.guard("the loss"):
-                fail()
-        model.backward(*output)
-
-
-@pytest.mark.parametrize("place", ["forward", "between"])
-def test_a_rank_that_raises_in_a_later_round_ends_all(place: str) -> None:
-    outcomes = run_ranks_expecting_failure(_raises_in_round_two, 3, place, within_s=30.0)
-    assert outcomes[1].exception_name == "LookupError"
-    for outcome in (outcomes[0], outcomes[2]):
-        assert outcome.message.startswith("rank 1 (cpu"), outcome
-        assert "no such sample" in outcome.message
 
 
 @on_ranks(3, fresh_world=True)
