@@ -569,41 +569,6 @@ def test_checkpointing_of_the_model_gives_way_to_the_plan() -> None:
 # A model that judges another
 
 
-class Gan(nn.Module):
-    """A generator and its critic as one model, which says whose step it is by a flag."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = nn.Sequential(linear(), nn.Tanh(), linear())
-        self.critic = nn.Sequential(linear(), nn.Tanh(), linear())
-        self.double()
-
-    def forward(self, noise: Tensor, real: Tensor | None = None) -> Tensor:
-        if real is None:
-            return self.critic(self.generator(noise)).square().sum()
-        fake = self.generator(noise).detach()
-        return (self.critic(fake) - self.critic(real)).square().sum()
-
-
-@on_ranks(3)
-def test_two_optimizers_train_a_generator_and_its_critic(rank: int) -> None:
-    torch.manual_seed(0)
-    both = Beside(Gan(), WITHOUT_SAMPLES, loss=summed, units=["generator", "critic"])
-    optimizers = [
-        torch.optim.SGD(
-            [p for fqn, p in each.named_parameters() if fqn.startswith(part)], lr=0.1
-        )
-        for each in (both.model, both.plain)
-        for part in ("critic", "generator")
-    ]
-    for step in range(6):
-        noise, real = draw(5, WIDTH), draw(5, WIDTH)
-        is_critics = step % 2 == 0
-        both.step(noise, *([real] if is_critics else []))
-        for optimizer in optimizers[1 - is_critics :: 2]:
-            optimizer.step()
-
-
 def test_a_loss_through_two_wrapped_models_is_told_to_wrap_both() -> None:
     generator, critic = (
         HetFSDP(nn.Sequential(linear(), linear()).double(), ALONE) for _ in range(2)

@@ -304,11 +304,6 @@ def test_a_loss_is_a_sum_of_what_the_model_returns_of_all_samples(name: str, kin
         says(outcomes, "the loss depends on output 1 of model(...), which is")
 
 
-def test_one_rank_that_has_all_samples_may_use_them_in_any_way() -> None:
-    run_ranks(_uses_beside, 1, OF_EIGHT["at once"], "means", "square")
-    run_ranks(_uses_beside, 1, OF_EIGHT["microbatches"], "means", "square")
-
-
 # What the program writes between steps
 
 

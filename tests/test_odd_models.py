@@ -200,19 +200,6 @@ def test_buffers_may_be_complex(rank: int) -> None:
     check(plan, net, [draw(3, WIDTH)] * 2, units=UNITS)
 
 
-@on_ranks(3)
-def test_a_net_that_is_called_twice_in_one_module_is_exact(rank: int) -> None:
-    siamese = kind(lambda self, x, y: self.net(x) - self.net(y), Unit)(net=Net())
-    siamese.linear = nn.Identity()
-    check(
-        plan_for(recomputes=True, world_size=3),
-        siamese,
-        [draw(5, WIDTH)],
-        lambda model, x: squared(model, x, x * 2),
-        units=["net.units.0", "net.units.1"],
-    )
-
-
 # What is refused
 
 
@@ -330,12 +317,6 @@ def test_what_would_depend_on_the_plan_is_refused(what: str) -> None:
     model = HetFSDP(make(), ALONE, units=units)
     with pytest.raises(error, match=words):
         squared(model, WORDS if "table" in dict(model.named_children()) else draw(5, WIDTH))
-
-
-def test_whole_batches_may_divide_gradients_by_counts() -> None:
-    whole = HetFSDP(words_net(scale_grad_by_freq=True), Plan.even(1, microbatch_size=5))
-    whole.backward(whole(WORDS).sum(), 5)
-    assert all(param.grad is not None for param in whole.parameters())
 
 
 def mean(x: Tensor) -> Any:

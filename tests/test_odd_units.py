@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable
 from contextvars import ContextVar
-from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -244,39 +243,6 @@ def test_a_unit_may_mix_dtypes(rank: int, plan: Plan) -> None:
             torch.testing.assert_close(found, expected, rtol=bar, atol=bar)
     sizes = model.clip_grad_norm_(1e-3).dtype
     assert sizes == torch.float64
-
-
-def masked(self: Any, x_BTD: Tensor, mask_BT1: Tensor | None = None) -> Tensor:
-    """Leaves out words by a mask that broadcasts, as attention's does."""
-    made = self.linear(x_BTD).tanh()
-    return x_BTD + (made if mask_BT1 is None else made.masked_fill(mask_BT1, 0.0))
-
-
-class MasksWhereNeeded(Odd):
-    """Passes its layers a mask only if a sample is padded, as many models do."""
-
-    def passed(self, *rest: Tensor) -> tuple[Any, ...]:
-        padding_BT = rest[0]
-        return (padding_BT[..., None] if padding_BT.any() else None,)
-
-
-@pytest.mark.parametrize("num_rounds", [1, 2])
-@on_ranks(2)
-def test_a_rank_with_one_sample_may_pass_a_mask_later_than_at_first(
-    rank: int, num_rounds: int
-) -> None:
-    steps = count()
-
-    def padding(n: int) -> Tensor:
-        """At first of a sample that a probe sees last, whose others then pass no mask."""
-        padded = torch.rand(n) < 0.4 if next(steps) else torch.arange(n) == 3
-        return padded[:, None] & torch.tensor([False, False, True])
-
-    plan = Plan.by_hand(microbatch_sizes=[1, 2], num_microbatches=[1, 2], num_rounds=num_rounds)
-    unit = kind(masked, Unit)
-    problem = problem_of(lambda: MasksWhereNeeded(unit), unit, padding=padding)
-    sizes = tuple(each.rank_batch_size for each in plan.ranks) * num_rounds
-    check_parity(rank, problem, plan, Course(rank_batch_sizes=(sizes,) * 8))
 
 
 SCALE: ContextVar[float] = ContextVar("SCALE", default=1.0)

@@ -403,32 +403,3 @@ def test_optimizers_of_other_models_are_left_alone(rank: int) -> None:
     plain(torch.ones(3)).sum().backward()
     optim.Adafactor(plain.parameters()).step()
     Lamb(plain.parameters()).step()
-
-
-@every_plan
-@on_ranks()
-def test_an_average_of_rows_is_that_of_the_model(rank: int, plan: Plan) -> None:
-    pair = Pair(plan)
-    optimizers = [optim.SGD(m.parameters(), lr=0.05) for m in (pair.model, pair.plain)]
-    ema = [param.detach().clone() for param in pair.model.parameters()]
-    whole = optim.swa_utils.AveragedModel(
-        pair.plain, multi_avg_fn=optim.swa_utils.get_ema_multi_avg_fn(0.9)
-    )
-    whole.update_parameters(pair.plain)
-    for _ in range(3):
-        pair.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        torch._foreach_lerp_(ema, [param.detach() for param in pair.model.parameters()], 0.1)
-        whole.update_parameters(pair.plain)
-    with torch.no_grad():
-        for param, averaged in zip(pair.model.parameters(), ema, strict=True):
-            param.copy_(averaged)
-    pair.plain = whole.module
-    pair.same_params()
-    state = pair.model.state_dict()
-    if rank == 0:
-        expected: dict[str, Tensor] = whole.module.state_dict()
-        for fqn, tensor in expected.items():
-            torch.testing.assert_close(state[fqn], tensor, rtol=1e-12, atol=1e-12)

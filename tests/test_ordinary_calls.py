@@ -415,19 +415,6 @@ def test_several_forwards_and_backwards_accumulate(
 
 @every_plan
 @on_ranks()
-def test_the_mean_over_several_forwards_takes_the_tokens_of_all(rank: int, plan: Plan) -> None:
-    pair = Pair(plan)
-    batches = [pair.batch() for _ in range(2)]
-    for batch in batches:
-        loss_sum, num = pair.model(**pair.mine(batch))
-        pair.model.backward(loss_sum, 2 * num)  # this rank's tokens of both
-    both = [pair.plain(**batch) for batch in batches]
-    (sum(loss for loss, _ in both) / sum(num for _, num in both)).backward()
-    pair.same_grads()
-
-
-@every_plan
-@on_ranks()
 def test_a_count_of_a_rank_without_samples_is_zero(rank: int, plan: Plan) -> None:
     pair = Pair(plan)
     x = torch.arange(sum(pair.sizes), dtype=torch.float64)[:, None].repeat(1, WIDTH)
@@ -444,44 +431,11 @@ def test_a_count_of_a_rank_without_samples_is_zero(rank: int, plan: Plan) -> Non
 
 
 @ends_all_ranks(2, "for the output of an earlier model(...)")
-def test_one_backward_for_two_forwards_is_refused(rank: int) -> None:
-    pair = Pair(UNEVEN)
-    batch = pair.mine(pair.batch())
-    (first, n), (second, m) = pair.model(**batch), pair.model(**batch)
-    pair.model.backward(first + second, n + m)
-
-
-@ends_all_ranks(2, "for the output of an earlier model(...)")
 def test_a_backward_of_an_earlier_forward_is_refused(rank: int) -> None:
     pair = Pair(UNEVEN)
     batch = pair.mine(pair.batch())
     (first, n), _ = pair.model(**batch), pair.model(**batch)
     pair.model.backward(first, n)
-
-
-@ends_all_ranks(2, "Call model.backward(loss_sum, num_tokens)")
-def test_a_backward_by_torch_is_refused(rank: int) -> None:
-    pair = Pair(UNEVEN)
-    loss_sum, num = pair.model(**pair.mine(pair.batch()))
-    (loss_sum / num).backward()
-
-
-@ends_all_ranks(2, "Call the model, then this once")
-def test_a_second_backward_is_refused(rank: int) -> None:
-    pair = Pair(UNEVEN)
-    loss_sum, num = pair.model(**pair.mine(pair.batch()))
-    pair.model.backward(loss_sum, num)
-    pair.model.backward(loss_sum, num)
-
-
-@ends_all_ranks(2, "Call model.backward(loss_sum, num_tokens)")
-def test_a_backward_by_torch_on_one_rank_is_refused(rank: int) -> None:
-    pair = Pair(UNEVEN)
-    loss_sum, num = pair.model(**pair.mine(pair.batch()))
-    if rank == 0:
-        loss_sum.backward()
-    else:
-        pair.model.backward(loss_sum, num)
 
 
 @ends_all_ranks(2, "backward of an earlier forward, or not through HetFSDP")

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardhet import HetFSDP, Plan
-from shardhet.fsdp.microbatch.chosen import _rolled
 from shardhet.fsdp.probing.attempt import Attempt
 from shardhet.fsdp.probing.comparing import HUGE, are_close
 from shardhet.fsdp.probing.prober import _tell_of_alike_samples
@@ -58,7 +57,6 @@ PRECISIONS = {
 every_precision = pytest.mark.parametrize(
     "precision", PRECISIONS.values(), ids=PRECISIONS.keys()
 )
-WHOLE = Plan.by_hand(microbatch_sizes=[NUM_SAMPLES], state_shares=[1.0])
 PAIRS = Plan.by_hand(microbatch_sizes=[2], state_shares=[1.0], num_rounds=2)
 
 
@@ -294,23 +292,6 @@ def test_what_is_odd_is_exact(name: str, recomputes: bool) -> None:
     torch.manual_seed(1)
     row = EXACT[name]()
     check(plan_for(recomputes), row.module, row.samples, row.loss, **row.options)
-
-
-@pytest.mark.sampled
-@both_ways
-@pytest.mark.parametrize(
-    "name", ["lengths become equal to a batch", *(n for n in EXACT if "tied" in n)]
-)
-@on_ranks(3)
-def test_so_it_is_where_ranks_are_uneven(rank: int, name: str, recomputes: bool) -> None:
-    torch.manual_seed(1)
-    row = EXACT[name]()
-    plan = plan_for(recomputes, world_size=3)
-    check(plan, row.module, row.samples, row.loss, **row.options)
-
-
-def test_a_load_balancing_loss_is_right_if_no_rank_splits() -> None:
-    check(WHOLE, with_numbers("balance"), of_lengths(3), summed)
 
 
 def test_rows_of_a_mask_that_were_alike_have_to_be() -> None:
@@ -604,18 +585,6 @@ def test_a_count_that_is_kept_above_zero_after_the_model_is_warned_of() -> None:
             model.backward(errors.sum(), counted.sum().clamp(min=1))
 
 
-@pytest.mark.parametrize(
-    "pair",
-    [
-        lambda errors: (errors.sum(), len(errors)),
-        lambda errors: (errors.sum() - 3 * len(errors), torch.tensor(float(len(errors)))),
-        lambda errors: (errors.sum(), (errors < 0).sum() + len(errors), errors.max()),
-    ],
-)
-def test_a_pair_of_a_sum_and_its_number_is_right(pair: Callable[[Tensor], Any]) -> None:
-    Beside(pair_of(pair), PAIRS, units=UNITS).step(draw(4, 3, WIDTH))
-
-
 # Rounding
 
 
@@ -764,22 +733,6 @@ def test_masks_that_depend_on_values(first: bool, recomputes: bool) -> None:
             x[step, 0, 0] = 2.0  # one sample of another microbatch at each step
             x[(step + 1) % 5, 0, 0] = 2.0
         both.step(x)
-
-
-@pytest.mark.parametrize(
-    ("sample", "rolled"),
-    [
-        ([1, 1, 0, 0], [1, 1, 1, 0]),  # padding does not come to the front
-        ([False, False, True, True], [False, False, False, True]),
-        ([0, 0, 0, 1], [1, 0, 0, 0]),  # nothing would be left of it
-        ([0, 1, 2, 3], [3, 0, 1, 2]),
-        ([0.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]),
-    ],
-)
-def test_a_mask_in_a_probe_begins_as_it_did(sample: list[Any], rolled: list[Any]) -> None:
-    found = _rolled(torch.tensor([sample]), 1, 1)
-    assert found.dtype == torch.tensor(sample).dtype
-    assert found.tolist() == [rolled]
 
 
 # Batch norm
