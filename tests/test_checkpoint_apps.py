@@ -1,16 +1,14 @@
 """shardhet inspect and shardhet export."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from shardhet.apps import checkpoint_export, checkpoint_inspect, main
+from shardhet.apps import checkpoint_export, checkpoint_inspect
 from shardhet.checkpoint import Checkpoints, save
 from tests.checkpoint_cases import Odd
 from tests.test_checkpoint_failures import trained
@@ -120,17 +118,6 @@ def test_export_writes_the_whole_model(
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
 
 
-def test_torchs_own_converter_reads_it_too(
-    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
-    out = tmp_path / "converted.pt"
-    dcp_to_torch_save(saved[0], out)
-    found = torch.load(out, weights_only=True)
-    for name, tensor in saved[1].items():
-        assert torch.equal(found["model"][name], tensor), name
-    assert found["optim"]["param_groups"][1]["lr"] == 0.02
-
-
 def test_export_refuses_what_it_cannot_do(
     saved: tuple[Path, dict[str, torch.Tensor]],
     tmp_path: Path,
@@ -156,14 +143,3 @@ def test_export_refuses_what_it_cannot_do(
         for to in checkpoint_export.FORMATS:
             assert "Nothing was exported" in refused(saved[0], to, Path("/proc/x"), 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "taken"]
-
-
-@pytest.mark.parametrize("command", ["inspect", "export"])
-def test_both_are_commands_with_help(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["shardhet", command, "--help"])
-    with pytest.raises(SystemExit) as raised:
-        main.main()
-    assert raised.value.code == 0
-    assert f"shardhet {command}" in capsys.readouterr().out

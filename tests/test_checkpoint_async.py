@@ -37,18 +37,6 @@ def test_what_is_written_is_the_state_of_the_call(rank: int, tmp_path: Path) -> 
 
 
 @on_ranks(3)
-def test_it_is_complete_before_anybody_waits(rank: int, tmp_path: Path) -> None:
-    model, optimizer = trained()
-    pending = save_async(model, optimizer, tmp_path / "alone")
-    deadline = time.monotonic() + 10
-    while not (tmp_path / "alone").exists():  # no collective call until then
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    pending.wait()
-    load(model, optimizer, tmp_path / "alone")
-
-
-@on_ranks(3)
 def test_the_next_call_waits_for_the_previous_one(rank: int, tmp_path: Path) -> None:
     model, optimizer = trained()
     states = []

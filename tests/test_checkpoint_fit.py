@@ -15,7 +15,6 @@ from shardhet.checkpoint import CheckpointError, load, save, save_async
 from shardhet.checkpoint.format.reading import SavedCheckpoint
 from tests.checkpoint_cases import (
     Odd,
-    OddBlock,
     Together,
     check_same,
     draw_plan,
@@ -76,38 +75,6 @@ def save_and_load_by_kind(rank: int, folder: Path) -> list[str]:
 def test_ranks_may_be_in_another_order_than_the_plan(tmp_path: Path) -> None:
     names = run_ranks(save_and_load_by_kind, 3, tmp_path)
     assert names == [["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]] * 3
-
-
-class Dropping(nn.Module):
-    """A block with dropout, which is seeded by the step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = OddBlock(has_scalar=True)
-        self.dropout = nn.Dropout(0.5)
-        self.head = nn.Linear(5, 1)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-        x = self.dropout(self.block(tokens.double()[..., None].expand(-1, -1, 5)))
-        return (self.head(x)[..., 0] - targets).square().sum(), targets.numel()
-
-
-def resume_with_dropout(rank: int, folder: Path, plan: Plan, saves: bool) -> list[float]:
-    torch.manual_seed(0)
-    model = wrap(Dropping().double(), plan, seed=7)
-    optimizer = make_optimizer(model, "adamw")
-    if saves:
-        train(model, optimizer, range(2))
-        save(model, optimizer, folder / "saved")
-    else:
-        load(model, optimizer, folder / "saved")
-    return train(model, optimizer, range(2, 5))
-
-
-def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
-    expected, *_ = run_ranks(resume_with_dropout, 3, tmp_path, THREE, True)
-    again, *_ = run_ranks(resume_with_dropout, 3, tmp_path, THREE, False)
-    assert again == expected
 
 
 def save_in(rank: int, folder: Path, dtype: torch.dtype) -> dict[str, Any]:

@@ -106,11 +106,6 @@ def test_a_step_that_is_not_finite_stops_all_ranks_by_default(poison: Poison) ->
         assert f"step {BAD_STEP + 1}: the " in outcome.message
 
 
-def test_a_spike_stops_nothing_unless_it_is_asked_for() -> None:
-    [steps, *_], _ = run_ranks(train, 2, "spike", {}, BAD_STEP + 2)
-    assert [why for _, why in steps] == [None] * (BAD_STEP + 2)
-
-
 def test_many_bad_steps_in_a_row_stop_the_run() -> None:
     guard = Guard(OnBadStep.SKIP, max_in_a_row=3)
     for step in (1, 2):

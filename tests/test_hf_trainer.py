@@ -438,22 +438,6 @@ def test_a_loss_of_what_compute_loss_keeps_is_refused(tmp_path: Path) -> None:
         one_step(tmp_path, warmed_up)
 
 
-def test_a_head_outside_of_units_is_trained_in_bfloat16(tmp_path: Path) -> None:
-    from shardhet.hf import HetTrainer
-
-    args = arguments(tmp_path, max_steps=2, logging_steps=1, bf16=True)
-    trainer = HetTrainer(classifier().float(), args, plan=ONE, train_dataset=labelled(8))
-    trainer.train()
-    args.per_device_train_batch_size = 4
-    plain = transformers.Trainer(classifier().float(), args, train_dataset=labelled(8))
-    plain.train()
-    found, expected = (
-        [each["loss"] for each in log if "loss" in each]
-        for log in (trainer.state.log_history, plain.state.log_history)
-    )
-    assert found == pytest.approx(expected, rel=1e-2)
-
-
 WEIGHTS = torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64)
 
 
@@ -515,14 +499,6 @@ def one_classified(folder: Path, label: Tensor, batch_size: int, **options: Any)
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
     return trainer
-
-
-def test_a_weighted_sum_over_all_samples_is_trained(tmp_path: Path) -> None:
-    def weighted_sum(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
-        whole = F.cross_entropy(outputs.logits, labels, weight=WEIGHTS, reduction="sum")
-        return whole / num_items_in_batch
-
-    one_classified(tmp_path, torch.tensor(1), 4, compute_loss_func=weighted_sum)
 
 
 def count_adapters(rank: int, folder: str) -> list[Any]:

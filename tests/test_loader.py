@@ -29,7 +29,7 @@ from tests.beside import mean_of
 from tests.parity import compare_grads
 from tests.small_models import small_decoder
 from tests.test_pipelines import SEQ_LEN, WORDS, batch_of, staged
-from tests.worlds import on_ranks, run_ranks, run_ranks_expecting_failure, workers_allowed
+from tests.worlds import on_ranks, run_ranks, workers_allowed
 
 NUM_SAMPLES = 11  # batches of 3, 3, 3 and 2
 BATCHES = [3, 3, 3, 2]
@@ -354,16 +354,6 @@ def test_what_cannot_be_dealt_is_one_error_on_every_rank() -> None:
         assert list(found) == list(REFUSALS)
         for name, sentence in REFUSALS.items():
             assert re.search(sentence, found[name]), (name, found[name])
-
-
-def _shorter_on_one(rank: int) -> None:
-    model, _ = wrapped(PLANS["two"])
-    shardhet.loader(Words(num_samples=9 + rank), model)
-
-
-def test_a_dataset_of_another_length_on_one_rank_is_refused_by_a_model_too() -> None:
-    for outcome in run_ranks_expecting_failure(_shorter_on_one, 2):
-        assert re.search(REFUSALS["length"], outcome.message)
 
 
 def test_a_watch_over_ranks_knows_that_a_batch_is_loaded() -> None:

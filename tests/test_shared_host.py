@@ -25,7 +25,6 @@ from shardhet.extras.shared_host.arena import (
     BOARD_WORDS,
     NUM_PLACES,
     READ,
-    ROW_WORDS,
     Arena,
     Board,
     PeerArena,
@@ -131,14 +130,6 @@ def test_more_collectives_than_places_may_be_under_way(rank: int) -> None:
     for pending, output, shard in started:
         test_collectives.finish(pending)
         assert output is None or torch.equal(output, shard)
-
-
-@on_ranks(3)
-def test_rows_of_any_length_are_exchanged(rank: int) -> None:
-    for numel in (0, 1, ROW_WORDS, 2 * ROW_WORDS + 3):
-        for _ in range(3):
-            rows = neighbours().exchange([float(rank + i) for i in range(numel)])
-            assert rows == [[float(other + i) for i in range(numel)] for other in range(3)]
 
 
 @pytest.mark.parametrize("world_size", one_in(3, [3, 2, 4]))
