@@ -4,7 +4,6 @@ import copy
 import gc
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -578,13 +577,6 @@ def test_a_read_that_waits_for_nobody_is_a_race(accelerator: Accelerator) -> Non
         x.sum()
 
 
-def test_a_read_after_a_wait_is_in_order(accelerator: Accelerator) -> None:
-    main, side, x = _written_late(accelerator)
-    event = side.record_event()
-    main.wait_event(event)
-    assert x.sum() == 8
-
-
 def test_an_event_covers_only_what_came_before_it(accelerator: Accelerator) -> None:
     main, side, x = _written_late(accelerator)
     event = side.record_event()
@@ -593,16 +585,6 @@ def test_an_event_covers_only_what_came_before_it(accelerator: Accelerator) -> N
     main.wait_event(event)
     with pytest.raises(RaceError):
         x.sum()
-
-
-def test_other_bytes_are_no_race(accelerator: Accelerator) -> None:
-    module = accelerator.module()
-    x = torch.zeros(8, device=accelerator.device)
-    side = module.Stream()
-    side.wait_stream(module.current_stream())
-    with module.stream(side):
-        x[:4].add_(1)
-    x[4:].add_(1)
 
 
 @pytest.mark.parametrize("frees", [lambda x: x.untyped_storage().resize_(0), lambda x: None])
@@ -625,25 +607,6 @@ def test_the_host_reads_no_copy_that_is_on_its_way(accelerator: Accelerator) -> 
         copied.tolist()
     accelerator.module().synchronize()
     assert copied.tolist() == [0.0] * 8
-
-
-def test_backward_runs_in_a_thread_of_its_own(accelerator: Accelerator) -> None:
-    threads = []
-    x = torch.ones(2, device=accelerator.device, requires_grad=True)
-    x.register_hook(lambda _grad: threads.append(threading.current_thread()))
-    x.sum().backward()
-    assert len({*threads, threading.main_thread()}) == 2
-
-
-def test_host_and_device_do_not_compute_together(accelerator: Accelerator) -> None:
-    x = torch.zeros(8, device=accelerator.device)
-    with pytest.raises(RuntimeError, match="of the host beside"):
-        x + torch.ones(8)
-    assert (x + torch.tensor(1.0)).device == accelerator.device
-    assert (x.sum().item(), accelerator.syncs[-1]) == (
-        0.0,
-        "outside: aten._local_scalar_dense.default",
-    )
 
 
 def _send_without_waiting(rank: int) -> str:

@@ -7,35 +7,18 @@ import warnings
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from shardhet.comm.failure import birth
 from tests.selection import only, sample
 from tests.worlds import (
-    Outcome,
     patience,
-    rank_cache,
     run_ranks,
     run_ranks_expecting_failure,
     wait_until,
 )
 
 FAILED = pytest.fail.Exception
-
-
-def rank_and_tensor(rank: int, x: torch.Tensor) -> tuple[int, torch.Tensor]:
-    time.sleep(0.05 * (2 - rank))  # the last rank answers first
-    return rank, x + rank
-
-
-def test_results_come_back_in_rank_order_with_their_tensors() -> None:
-    results = run_ranks(rank_and_tensor, 3, torch.arange(2.0))
-    assert [(rank, x.tolist()) for rank, x in results] == [
-        (0, [0.0, 1.0]),
-        (1, [1.0, 2.0]),
-        (2, [2.0, 3.0]),
-    ]
 
 
 def test_a_sample_of_a_product_holds_every_value() -> None:
@@ -47,44 +30,6 @@ def test_a_sample_of_a_product_holds_every_value() -> None:
 
 def pid(rank: int) -> int:
     return os.getpid()
-
-
-def test_a_world_is_kept_between_cases_and_a_case_costs_milliseconds() -> None:
-    before = run_ranks(pid, 2)
-    assert len({os.getpid(), *before}) == 3
-    started_at_s = time.monotonic()
-    for _ in range(50):
-        assert run_ranks(pid, 2) == before
-    assert (time.monotonic() - started_at_s) / 50 < 0.1 * patience()
-
-
-def test_a_fresh_world_is_neither_taken_from_the_pool_nor_kept() -> None:
-    kept = run_ranks(pid, 2)
-    fresh = run_ranks(pid, 2, fresh_world=True)
-    assert not set(kept) & set(fresh)
-    assert run_ranks(pid, 2) == kept
-
-
-def count_calls(rank: int) -> int:
-    cache = rank_cache()
-    cache["calls"] = cache.get("calls", 0) + 1
-    return int(cache["calls"])
-
-
-def test_the_rank_cache_lives_as_long_as_its_world() -> None:
-    first, again = run_ranks(count_calls, 2), run_ranks(count_calls, 2)
-    assert again == [calls + 1 for calls in first]
-    assert run_ranks(count_calls, 2, fresh_world=True) == [1, 1]
-    with pytest.raises(RuntimeError, match="outside a rank"):
-        rank_cache()
-
-
-def draw(rank: int) -> float:
-    return float(torch.rand(()))
-
-
-def test_random_state_begins_anew_in_every_case() -> None:
-    assert run_ranks(draw, 2) == run_ranks(draw, 2)
 
 
 def raise_on_rank_one(rank: int) -> None:
@@ -130,18 +75,6 @@ def leave_quietly(rank: int) -> None:
 def exit_with_zero(rank: int) -> None:
     if rank == 1:
         os._exit(0)
-
-
-def sleep_on_rank_zero(rank: int) -> None:
-    if rank == 0:
-        time.sleep(30)
-
-
-@pytest.mark.campaign  # of the tests' own harness
-def test_a_hung_rank_is_named_with_the_place_where_it_hangs() -> None:
-    named = r"(?s)ranks \[0\] were still running after \d+\.\d s.*in sleep_on_rank_zero"
-    with pytest.raises(FAILED, match=named):
-        run_ranks(sleep_on_rank_zero, 2, timeout_s=1.0)
 
 
 def warn_of_the_future(rank: int) -> None:
@@ -195,23 +128,10 @@ def test_expected_failures_are_told_rank_by_rank() -> None:
     assert all(outcome.is_within(5.0) for outcome in outcomes)
 
 
-def test_an_exit_is_an_expected_failure_with_its_code() -> None:
-    dead, pulled_down = run_ranks_expecting_failure(die_on_rank_zero, 2)
-    assert isinstance(dead, Outcome)
-    assert dead.exit_code == 3
-    assert pulled_down.exception_name == "RuntimeError"  # gloo: connection closed by peer
-
-
 @pytest.mark.campaign  # of the tests' own harness
 def test_a_rank_that_waits_for_a_failed_one_for_ever_is_a_silent_hang() -> None:
     with pytest.raises(FAILED, match=r"(?s)numels disagree.*ranks \[0\] were still running"):
         run_ranks_expecting_failure(raise_on_rank_one, 2, within_s=1.0)
-
-
-def test_a_failed_rank_may_leave_as_a_script_would() -> None:
-    waiting, failed = run_ranks_expecting_failure(raise_on_rank_one, 2, leaves_on_failure=True)
-    assert failed.exception_name == "ValueError"
-    assert waiting.exception_name == "RuntimeError"
 
 
 def test_an_expected_failure_that_does_not_come_fails_the_test() -> None:
