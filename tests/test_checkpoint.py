@@ -9,13 +9,10 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from shardhet import Plan
 from shardhet.checkpoint import CheckpointError, save
 from tests.checkpoint_cases import (
-    OPTIMIZERS,
     check_ends,
     draw_case,
-    kind_of,
     sharded_by_fsdp2,
 )
 from tests.selection import one_in
@@ -39,16 +36,3 @@ def test_a_model_of_fsdp2_is_left_to_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", one_in(16, range(NUM_CASES)))
 def test_any_plan_loads_what_any_other_saved(seed: int, tmp_path: Path) -> None:
     check_ends(draw_case(seed), tmp_path)
-
-
-def test_the_cases_drawn_are_of_every_kind() -> None:
-    cases = [draw_case(seed) for seed in range(30)]
-    kinds = [tuple(map(kind_of, case.ends)) for case in cases]
-    for other in ("plain", "fsdp2"):
-        assert ("flat", other) in kinds
-        assert (other, "flat") in kinds
-    assert sum(kind != ("flat", "flat") for kind in kinds) == 10
-    plans = [end for case in cases for end in case.ends if isinstance(end, Plan)]
-    assert {plan.world_size for plan in plans} == {1, 2, 3, 4}
-    assert any(0.0 in plan.state_shares for plan in plans)
-    assert {case.optimizer for case in cases} == set(OPTIMIZERS)
