@@ -68,36 +68,6 @@ def train(rank: int, poison: Poison, guard: dict[str, Any], num_steps: int) -> A
     return [(s.step, s.why_skipped) for s in steps], rows, trainer.optimizers[0].state_dict()
 
 
-def is_close(one: Any, other: Any) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("poison", "factor", "why"),
-    [
-        ("loss", None, "the loss is not finite at positions [1]"),
-        for_campaign("gradient", None, "the gradient norm is nan"),
-        for_campaign("spike", 10.0, "times the usual"),
-    ],
-)
-def test_a_skipped_step_changes_nothing_on_any_rank(
-    poison: Poison, factor: float | None, why: str
-) -> None:
-    guard = {"on_bad_step": OnBadStep.SKIP, "spike_factor": factor}
-    before = run_ranks(train, 2, "none", guard, BAD_STEP)
-    after = run_ranks(train, 2, poison, guard, BAD_STEP + 1)
-    assert after[0][0] == after[1][0]  # all ranks decide alike
-    *good, (step, reason) = after[0][0]
-    assert step == BAD_STEP + 1
-    assert why in reason
-    assert all(each is None for _, each in good)
-    for (_, rows, state), (_, expected_rows, expected_state) in zip(after, before, strict=True):
-        assert is_close(rows, expected_rows)
-        for key, values in expected_state["state"].items():
-            for name, value in values.items():
-                assert torch.equal(torch.as_tensor(state["state"][key][name]), value), name
-
-
 @pytest.mark.parametrize("poison", [for_campaign("loss"), "gradient"])
 def test_a_step_that_is_not_finite_stops_all_ranks_by_default(poison: Poison) -> None:
     outcomes = run_ranks_expecting_failure(train, 2, poison, {}, BAD_STEP + 2)
