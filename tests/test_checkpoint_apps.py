@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardhet.apps import checkpoint_export, checkpoint_inspect
 from shardhet.checkpoint import Checkpoints, save
@@ -116,6 +117,17 @@ def test_export_writes_the_whole_model(
     plain = Odd().double()
     plain.load_state_dict(found)
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
+
+
+def test_torchs_own_converter_reads_it_too(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    out = tmp_path / "converted.pt"
+    dcp_to_torch_save(saved[0], out)
+    found = torch.load(out, weights_only=True)
+    for name, tensor in saved[1].items():
+        assert torch.equal(found["model"][name], tensor), name
+    assert found["optim"]["param_groups"][1]["lr"] == 0.02
 
 
 def test_export_refuses_what_it_cannot_do(

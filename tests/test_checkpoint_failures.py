@@ -27,7 +27,7 @@ from tests.checkpoint_cases import (
     whole_state,
     wrap,
 )
-from tests.selection import only
+from tests.selection import one_in, only
 from tests.worlds import on_ranks, run_ranks, run_ranks_expecting_failure
 
 WITHIN_S = 10.0
@@ -232,6 +232,45 @@ def test_a_save_on_one_rank_alone_does_not_hang(tmp_path: Path) -> None:
     outcomes = run_ranks_expecting_failure(save_on_rank_zero_alone, 3, tmp_path)
     assert "checkpoint.save: not all ranks have called it" in outcomes[0].message
     assert all(outcome.is_within(WITHIN_S) for outcome in outcomes)
+
+
+def save_the_previous(rank: int, folder: Path) -> None:
+    save(*trained(), folder / "last", extra="earlier")
+
+
+def die_while_others_save(rank: int, folder: Path, is_async: bool) -> None:
+    torch.manual_seed(1)
+    model = wrap(Odd().double(), THREE)
+    optimizer = make_optimizer(model, "adamw")
+    if rank == 1:
+        files.open_new = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, return-value]
+    if is_async:
+        save_async(model, optimizer, folder / "last").wait()
+    else:
+        save(model, optimizer, folder / "last")
+
+
+def load_and_save_again(rank: int, folder: Path) -> str:
+    model, optimizer = trained(seed=1)
+    extra: str = load(model, optimizer, folder / "last")
+    save(model, optimizer, folder / "last")
+    return extra
+
+
+@pytest.mark.campaign  # a save that is killed stays
+@pytest.mark.parametrize("is_async", one_in(2, [True, False]))
+def test_a_rank_that_is_killed_ends_all_and_keeps_the_previous(
+    tmp_path: Path, is_async: bool
+) -> None:
+    run_ranks(save_the_previous, 3, tmp_path)
+    outcomes = run_ranks_expecting_failure(die_while_others_save, 3, tmp_path, is_async)
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    for outcome in (outcomes[0], outcomes[2]):
+        assert "ended without a message" in outcome.message, outcome.traceback
+        assert outcome.is_within(WITHIN_S)
+    assert (tmp_path / ".last.unfinished").is_dir()
+    assert run_ranks(load_and_save_again, 3, tmp_path) == ["earlier"] * 3
+    assert [each.name for each in tmp_path.iterdir()] == ["last"]
 
 
 class KilledAt:

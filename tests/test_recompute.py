@@ -42,6 +42,13 @@ def test_every_choice_adds_the_units_that_run_next(num_layers: int) -> None:
     assert counts == {-(-num_layers * step // 4) for step in range(5)}
 
 
+def test_a_part_is_named_by_few_patterns() -> None:
+    assert ("blocks.[0-9]", "blocks.1[0-2]") in [
+        tuple(each for each in patterns if "blocks" in each)
+        for patterns in recompute_choices(model_of(26), 2)
+    ]
+
+
 def test_names_that_patterns_cannot_tell_apart_are_spelled_out() -> None:
     from dataclasses import replace
 
