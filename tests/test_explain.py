@@ -172,6 +172,18 @@ def alone(of: Situation) -> Situation:
     return of.with_cluster(cluster, Demands())
 
 
+def test_one_more_of_many_devices_that_are_alike_is_not_asked_about() -> None:
+    of = situation()
+    many = Node(host="many", devices=of.cluster.devices[2:] * 400)
+    cluster = Cluster(nodes=(*of.cluster.nodes, many))
+    added = [
+        kind
+        for resource, kind, *_ in larger_situations(of.with_cluster(cluster, of.demands))
+        if resource is Resource.DEVICES
+    ]
+    assert added == ["fast"]
+
+
 @pytest.mark.parametrize("numbers", [(1, 1), (2, 2), (1,), (1, 2)])
 def test_another_device_meets_the_others_as_if_it_was_described(
     numbers: tuple[int, ...],

@@ -150,6 +150,7 @@ def test_a_plan_survives_the_way_to_a_file_and_back(plan: Plan, tmp_path: Path) 
     assert Plan.load(path) == plan
     assert Plan.load(str(path)).to_json() == plan.to_json() == path.read_text()
     assert json.loads(plan.to_json())["version"] == 2
+    assert plan.to_json() == json.dumps(json.loads(plan.to_json()), indent=1) + "\n"
 
 
 def test_equal_plans_have_equal_digests_and_any_difference_shows() -> None:

@@ -17,9 +17,9 @@ communication, or than the batch divided by the sum of what the devices compute 
 none fits that has no room for the state.  So many sets cost little.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from math import inf
 
 import numpy as np
@@ -37,6 +37,7 @@ from shardhet.pricing.setting import Setting
 from shardhet.pricing.turns import taking_part
 from shardhet.records.cluster import Cluster, Node
 from shardhet.records.plan import RankPlan
+from shardhet.records.profiles import Source
 
 NO_GAIN = 1e-6  # of the step: devices are not left idle for it
 MAX_SEARCHES, MAX_SEARCHES_IF_UNLIKE = 16, 3  # those with the least bounds
@@ -112,7 +113,7 @@ class PartSearch:
     num_searched: int = 0
     found: list[PartPlan] = field(default_factory=list)
     _seen: set[bytes] = field(default_factory=set)
-    _paces: dict[tuple[str | None, str, int], float] = field(default_factory=dict)
+    _paces: dict[str | None, float] = field(default_factory=dict)
 
     @cached_property
     def _devices(self) -> "_Devices":
@@ -161,12 +162,16 @@ class PartSearch:
                 continue
             self._seen.add(key)
             most_s = min(self.at_most_s, self._most_s(int(part.sum()), ()))
-            if self._compute_s(part) >= most_s:
+            compute_s = self._compute_s(part)
+            if compute_s >= most_s:
                 continue
             positions = tuple(np.flatnonzero(part).tolist())
             setting = part_of(self.setting, positions)
             if self._has_room(part, setting):
-                bound_s, is_first = self._least_step_s(setting), bool((part == first).all())
+                bound_s, is_first = (
+                    _least_step_s(setting, compute_s),
+                    bool((part == first).all()),
+                )
                 is_fine = not is_first and int((kept ^ part).sum()) < fine
                 order = (is_fine, bound_s / (far if is_first else 1))
                 bounded.append((order, bound_s, positions, setting))
@@ -225,7 +230,7 @@ class PartSearch:
                 ranks = self.whole.plan.ranks
                 yield kept & [not rank.microbatch_sizes for rank in ranks]
         if self.demands.form is None:
-            yield from self._devices.sets(kept, partial(self._pace_s, self.setting))
+            yield from self._devices.sets(kept, self._pace_s)
 
     def _meets_demands(self, part: Bools) -> bool:
         """Whether all devices are in the part that must do something, and of those that must do
@@ -244,9 +249,17 @@ class PartSearch:
         return [np.array(sorted(set(each)), dtype=np.int64) for each in sets]
 
     def _compute_s(self, part: Bools) -> float:
-        """A bound on the compute of a part, in the times of the whole."""
+        """Seconds of the batch if it were spread perfectly over a part."""
+        profile, numbers = self.setting.profile, self._devices.numbers(part)
         # Fewer devices wait less for the slowest of them.
-        return self._spread_s(self.setting, self._devices.numbers(part)) / slowest_of(len(part))
+        pace = slowest_of(int(part.sum())) / slowest_of(len(part))
+        per_s = sum(
+            number
+            / self._pace_s(kind)
+            / (pace if profile.device(kind).source is Source.DERIVED else 1.0)
+            for kind, number in numbers.items()
+        )
+        return self.global_batch_size / per_s
 
     def _has_room(self, part: Bools, setting: Setting) -> bool:
         """Whether the state may fit on a part; of the whole it is said what is missing."""
@@ -259,31 +272,24 @@ class PartSearch:
     def _budgets(self) -> Floats:
         return np.array(self.demands.budgets(self.setting.cluster), dtype=np.float64)
 
-    def _least_step_s(self, setting: Setting) -> float:
-        """A bound on the step: all communication, or all compute spread perfectly."""
-        model = with_all_resident(CostModel(setting, reshard_after_forward=False))
-        compute_s = self._spread_s(setting, setting.cluster.number_by_kind)
-        return max(model.turns(unevenness=0.0).comm_s, compute_s) + model.overhead_s
-
-    def _spread_s(self, setting: Setting, numbers: Mapping[str | None, int]) -> float:
-        """Seconds of the batch if it were spread perfectly over so many of each kind."""
-        per_s = sum(number / self._pace_s(setting, kind) for kind, number in numbers.items())
-        return self.global_batch_size / per_s
-
-    def _pace_s(self, setting: Setting, kind: str | None) -> float:
+    def _pace_s(self, kind: str | None) -> float:
         """Seconds of a sample in all units on a kind of device, in its best microbatches."""
-        workload = setting.workload
-        key = (kind, workload.param_dtype, setting.cluster.world_size)
-        if key not in self._paces:
-            device = setting.profile.device(kind)
+        if kind not in self._paces:
+            device = self.setting.profile.device(kind)
             largest = min(self.global_batch_size, MAX_MICROBATCH_SIZE)
             whole = np.zeros(1 + largest)
-            for name, number in workload.num_units_by_kind.items():
+            for name, number in self.setting.workload.num_units_by_kind.items():
                 if (unit := device.unit_by_kind.get(name)) is not None:
                     curves = (unit.forward_s, unit.backward_s)
                     whole += number * sum(at_sizes(curve, largest) for curve in curves)
-            self._paces[key] = float((whole[1:] / np.arange(1, 1 + largest)).min())
-        return self._paces[key]
+            self._paces[kind] = float((whole[1:] / np.arange(1, 1 + largest)).min())
+        return self._paces[kind]
+
+
+def _least_step_s(setting: Setting, compute_s: float) -> float:
+    """A bound on the step: all communication, or all compute spread perfectly."""
+    model = with_all_resident(CostModel(setting, reshard_after_forward=False))
+    return max(model.turns(unevenness=0.0).comm_s, compute_s) + model.overhead_s
 
 
 @dataclass(frozen=True)

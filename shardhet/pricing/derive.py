@@ -35,6 +35,7 @@ of its kernels.  It takes longer on hosts of NVIDIA's cards without bfloat16, fr
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import inf, log, sqrt
 from operator import ne
 
@@ -219,6 +220,7 @@ def _unit_profile(
     )
 
 
+@lru_cache(maxsize=4)  # for collectives in one level, and in two
 def _link_paces(cluster: Cluster, stated: float | None) -> list[tuple[float, float]]:
     """Of every link of the ring, the part of its bandwidth that is reached, and bytes/s.
 

@@ -1,7 +1,7 @@
 """The common base of the prices of seconds and of bytes, and measured curves at all sizes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import NamedTuple, Self
 
@@ -17,6 +17,7 @@ from shardhet.records.schedule import LaunchKind, StepForm
 from shardhet.records.workload import Unit, UnitKind, Workload
 
 Floats = NDArray[np.float64]
+FORM_FIELDS = [each.name for each in fields(StepForm)]
 
 
 def at_sizes(curve: Curve, largest: int) -> Floats:
@@ -108,7 +109,9 @@ class Priced:
 
     def in_form(self, form: StepForm) -> Self:
         """The same setting for plans of another form."""
-        return self if form == self.form else replace(self, **asdict(form))
+        if form == self.form:
+            return self
+        return replace(self, **{name: getattr(form, name) for name in FORM_FIELDS})
 
     def among(self, positions: Sequence[int]) -> Self:
         """The same prices where only the devices at these positions take part.

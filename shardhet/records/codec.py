@@ -77,7 +77,7 @@ class Document:
     def to_json(self) -> str:
         """The record as versioned JSON text; equal records give equal text."""
         document = {"version": self.document_version, **to_document(self)}
-        return json.dumps(document, indent=1) + "\n"
+        return _text(document, "\n", {}) + "\n"
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "") -> Self:
@@ -275,13 +275,33 @@ def _object(value: Any, where: str) -> Mapping[Any, Any]:
     return value
 
 
+def _text(value: Any, line: str, known: dict[tuple[int, str], str]) -> str:
+    """``json.dumps(value, indent=1)`` in a ``line``; what is one object is spelled once."""
+    if not value or not isinstance(value, dict | list):
+        return json.dumps(value)
+    key, deeper = (id(value), line), line + " "
+    if key not in known:
+        if isinstance(value, dict):
+            items = value.items()
+            parts = [
+                f"{json.dumps(name)}: {_text(each, deeper, known)}" for name, each in items
+            ]
+        else:
+            parts = [_text(each, deeper, known) for each in value]
+        opening, closing = "{}" if isinstance(value, dict) else "[]"
+        known[key] = f"{opening}{deeper}{f',{deeper}'.join(parts)}{line}{closing}"
+    return known[key]
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, int | float | str) and not isinstance(value, Enum):
         return value
     if is_dataclass(value):
         return to_document(value)
-    if isinstance(value, tuple):
-        return [_plain(each) for each in value]
+    if isinstance(value, tuple):  # what is one object is so in the document
+        distinct = {id(each): each for each in value}
+        plain = {key: _plain(each) for key, each in distinct.items()}
+        return [plain[id(each)] for each in value]
     return value.value if isinstance(value, Enum) else value
 
 

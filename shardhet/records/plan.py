@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
@@ -224,7 +225,9 @@ class Plan(ShownPlan, PlanInGroups, Document):
     @property
     def round_size(self) -> int:
         """The number of samples in one round, over all devices of a group."""
-        return sum(self.ranks[i].rank_batch_size for i in self.groups[0] if self.leads(i))
+        group, others = self.groups[0], (each[1:] for each in self.context_groups or ())
+        leading = sorted({*group}.difference(chain(*others)))
+        return sum(self.ranks[i].rank_batch_size for i in leading)
 
     @property
     def groups(self) -> tuple[range, ...]:

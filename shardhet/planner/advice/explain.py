@@ -7,7 +7,6 @@ says is such a gain, too: that of the best plan at the other speed over this one
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from shardhet.pricing.cost import CostModel
 from shardhet.pricing.part import with_one_more
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec
+from shardhet.records.codec import first_places
 from shardhet.records.profiles import (
     CollectivePoint,
     Collectives,
@@ -67,7 +67,7 @@ class Situation:
     @property
     def kinds(self) -> list[str]:
         """The kinds of its devices, as far as they have names."""
-        return [*dict.fromkeys(each.kind for each in self.cluster.devices if each.kind)]
+        return [*filter(None, self.cluster.number_by_kind)]
 
     @property
     def profile(self) -> Profile:
@@ -226,7 +226,8 @@ def larger_situations(situation: Situation) -> list[Larger]:
     """Situations with more of one resource: on all devices first, then per kind of device.
 
     Of many kinds only the most frequent are asked about, and of more than ``MANY_KINDS`` none,
-    because every situation takes a search.
+    because every situation takes a search; nor about one more of so many that are alike that
+    their sum hardly changes.
     """
     cluster, profile, kinds = situation.cluster, situation.profile, situation.kinds
     tenth = f"{MORE:.0%}".replace("%", " %")
@@ -246,15 +247,15 @@ def larger_situations(situation: Situation) -> list[Larger]:
     if len(everyone) > MANY_KINDS:
         return larger
     if len(kinds) > MAX_KINDS:
-        numbers = Counter(device.kind for device in cluster.devices)
-        kinds = sorted(kinds, key=lambda kind: -numbers[kind])[:MAX_KINDS]
+        kinds = sorted(kinds, key=lambda kind: -cluster.number_by_kind[kind])[:MAX_KINDS]
         everyone = tuple(kinds)
     for kind in kinds:
         one, alone = frozenset({kind}), replace(situation, changed_kind=kind)
         larger.append((Resource.COMPUTE, kind, f"{tenth} faster", _faster(alone, one)))
         roomier = _roomier(alone, one, 1.0, GIB)
         larger.append((Resource.MEMORY, kind, "1 GiB more each", roomier))
-    added = ((kind, with_another(situation, kind)) for kind in everyone)
+    few = (kind for kind in everyone if cluster.number_by_kind[kind] * NEGLIGIBLE <= 1)
+    added = ((kind, with_another(situation, kind)) for kind in few)
     larger += [(Resource.DEVICES, kind, "one more", more) for kind, more in added if more]
     return larger
 
@@ -301,16 +302,18 @@ def _roomier(
         found, library = cluster.devices[position], cluster.node_of[position].library_bytes
         if found.kind not in kinds or found.memory_capacity_bytes is None:
             return found
-        grown = cluster.capacity_for(more(cluster.memory_budget_bytes(position)), library)
+        grown = cluster.capacity_for(more(cluster.budgets[position]), library)
         return replace(found, memory_capacity_bytes=grown)
 
+    looks = [(id(e), node.library_bytes) for node in cluster.nodes for e in node.devices]
+    known = {look: device(i) for look, i in first_places(looks).items()}
     limits = dict(situation.demands.limits)
     for position, stated in limits.items():
         budget = stated.memory_budget_bytes
         if budget is not None and cluster.devices[position].kind in kinds:
             limits[position] = replace(stated, memory_budget_bytes=more(budget))
     return situation.with_cluster(
-        cluster.with_devices(map(device, range(cluster.world_size))),
+        cluster.with_devices(map(known.__getitem__, looks)),
         replace(situation.demands, limits=limits),
     )
 
