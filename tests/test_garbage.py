@@ -6,6 +6,7 @@ Between two collections such tensors take memory that no plan has priced.
 import gc
 import threading
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from shardhet import Plan, Stage
 from shardhet.comm.liveness.heartbeat import activity_of, stack_of
 from shardhet.fsdp import HetFSDP
-from tests.edge_plans import IN_ROUNDS, UNEVEN
+from shardhet.fsdp.probing import known_calls
+from tests.edge_plans import APART, IN_ROUNDS, UNEVEN
 from tests.small_models import Chain
 from tests.test_trainer import PLANS
 from tests.worlds import on_ranks, run_ranks
@@ -57,15 +59,16 @@ def _tensors_in_cycles(rank: int, name: str) -> list[str]:
         gc.enable()
 
 
+def loss_fn(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return (output - target).square().sum(), torch.tensor(len(output))
+
+
 @pytest.mark.parametrize(
     "plan", [UNEVEN, IN_ROUNDS, STAGES], ids=["uneven", "rounds", "stages"]
 )
 @on_ranks(lambda plan: plan.world_size)
 def test_a_model_that_is_dropped_is_free(rank: int, plan: Plan) -> None:
     """Also if its last step has left a loss whose graph would lead back to it."""
-
-    def loss_fn(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        return (output - target).square().sum(), torch.tensor(len(output))
 
     def train() -> list[weakref.ref[nn.Module]]:
         module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
@@ -79,6 +82,28 @@ def test_a_model_that_is_dropped_is_free(rank: int, plan: Plan) -> None:
     kept = train()
     gc.collect()
     assert [each() for each in kept] == [None, None]
+
+
+@pytest.mark.parametrize("plan", [APART, STAGES], ids=["apart", "stages"])
+@on_ranks()
+def test_what_was_found_with_hooks_that_are_gone_is_dropped(rank: int, plan: Plan) -> None:
+    """Also if one rank alone has them, and with calls of another kind in between."""
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model = HetFSDP(module, plan, units=[nn.Linear], loss_fn=loss_fn)
+    x = torch.randn(plan.global_batch_size, WIDTH)[list(plan.sample_indices(model.position))]
+    most = 0
+    with mock.patch.object(known_calls, "MOST_UNUSED", 4):
+        model._runtime.known._most = 4
+        for i in range(16):
+            if rank == 0 or i % 3 == 0:
+                hook = module[0].register_forward_hook(lambda *_: None)
+            model.forward_backward(x, loss_inputs=x)
+            with torch.no_grad():
+                model(x)
+            if rank == 0 or i % 3 == 0:
+                hook.remove()
+            most = max(most, len(model._runtime.known._findings))
+    assert most <= 12
 
 
 def test_looking_at_a_thread_keeps_nothing_of_it() -> None:

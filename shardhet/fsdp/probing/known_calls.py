@@ -33,6 +33,7 @@ _KEEPS = (
     "it from all samples before the step, or from each sample."
 )
 
+MOST_UNUSED = 64  # findings of calls that cannot come again, as with hooks that are gone
 UNKNOWN = -1  # the index of findings that do not exist yet
 
 
@@ -62,7 +63,8 @@ class KnownCalls:
         self._in_stages = in_stages
         modules = prober.module.modules()
         self._dropouts = [each for each in modules if isinstance(each, _DropoutNd)]
-        self._findings: list[Findings] = []
+        self._findings: dict[int, Findings] = {}
+        self._num_found, self._most = 0, MOST_UNUSED
         self._index_by_key: dict[Hashable, int] = {}
         self._choices = choosing_attributes(prober.module)
         self._edits = Edits(prober.module)
@@ -97,8 +99,9 @@ class KnownCalls:
 
     def _key_of(self, call: ModelCall, *, is_training: bool, splits: bool) -> Hashable:
         """What calls have in common that the same findings are for."""
-        if self._edits.are_new():
+        if self._edits.take():
             self._look_anew()
+            self._index_by_key.clear()
             self._choices = choosing_attributes(self._prober.module)
         values = [held.get(name) for held, name in self._choices]
         chosen = tuple([x if isinstance(x, CHOOSING) else choice_of(x) for x in values])
@@ -106,7 +109,7 @@ class KnownCalls:
         shapes: Any = None
         if self._in_stages:
             shapes = call.lengths, *(bool(each.p) for each in self._dropouts)
-        return (*key, self._edits.number, self.function, shapes)
+        return (*key, self.function, shapes)
 
     def probe(
         self, call: ModelCall, run_module: RunModule, *, is_training: bool, splits: bool
@@ -117,6 +120,8 @@ class KnownCalls:
         key = self._key_of(call, is_training=is_training, splits=splits)
         _check_places(self._prober)
         _check_can_be_probed(call)
+        if len(self._findings) > self._most:  # on all ranks
+            self._drop_unused()
         rows = self._control.exchange([float(splits)])
         findings = self._prober.find(
             call if call.num_samples else None,
@@ -126,11 +131,25 @@ class KnownCalls:
         )
         self._writes.take()
         self._counted |= {".".join(filter(None, number)) for number in findings.counted}
-        self._findings.append(findings)
-        index = len(self._findings) - 1
+        index, self._num_found = self._num_found, self._num_found + 1
+        self._findings[index] = findings
         if call.num_samples and findings.is_certain:
             self._index_by_key[key] = index
         return index
+
+    def _drop_unused(self) -> None:
+        """Drop what no rank has a call for, but the newest, of the step in progress.
+        Collective.
+        """
+        mine = {*self._index_by_key.values(), self._index}
+        used = set[int]().union(*self._control.exchange_objects(mine))
+        used.update(range(self._num_found - MOST_UNUSED // 2, self._num_found))
+        self._findings = {i: each for i, each in self._findings.items() if i in used}
+        self._most = len(self._findings) + MOST_UNUSED
+
+    def knows(self, index: int) -> bool:
+        """Whether findings are still there."""
+        return index in self._findings
 
     def findings(self, index: int) -> Findings:
         """Those of a probe."""
@@ -157,7 +176,7 @@ class KnownCalls:
             inside = any(each.startswith(tuple(of_units)) for each in found)
             self._is_late |= follows or (is_cut and inside)
         self._by_forward |= found
-        if self._edits.end_forward():
+        if self._edits.take():
             self._look_anew()
         self._call = None  # whose arguments may be large
 

@@ -278,25 +278,18 @@ def _names_in(value: Any) -> dict[str, Any] | None:
 
 
 class Edits:
-    """How often the program has changed a model between its forwards: its modules, hooks on
+    """Whether the program has changed a model between its forwards: its modules, hooks on
     them, and which parameters and attributes they have.  What a forward itself changes is no
     edit.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.number = 0
         self._module = module
         self._seen: list[tuple[Any, ...]] = []
-        self.end_forward()
+        self.take()
 
-    def are_new(self) -> bool:
-        """Whether there is one since the last forward, or the last call of this."""
-        is_new = self.end_forward()
-        self.number += is_new
-        return is_new
-
-    def end_forward(self) -> bool:
-        """Take over what the forward has changed; whether there is anything."""
+    def take(self) -> bool:
+        """Whether anything was changed since the last call of this."""
         if self._seen and self._look() == self._seen:
             return False
         self._held = [vars(each) for each in self._module.modules()]

@@ -72,6 +72,9 @@ class CallKinds:
         if kind is None or told:  # ranks without samples see less
             raise ValueError(told[0])
         self._kinds[each.index] = kind
+        knows = runtime.known.knows
+        self._kinds = {i: kind for i, kind in self._kinds.items() if knows(i)}
+        self._schedules = {key: s for key, s in self._schedules.items() if knows(key[0])}
 
     def _kind_of(self, findings: Findings) -> CallKind:
         """What belongs to this rank's stage; raises ``ValueError`` for what it cannot do."""
