@@ -31,7 +31,7 @@ a parameter with gradients enabled has a graph: its gradient reaches rows, and i
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -44,6 +44,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from shardhet.fsdp.microbatch.modes import FunctionTensor, OperationMode
 from shardhet.fsdp.params.host_step import host_threads
+from shardhet.fsdp.params.row_calls import ACROSS_ROWS, PRODUCTS, REFUSED, calls
 from shardhet.fsdp.params.row_group import (
     RowNorm,
     Rows,
@@ -264,6 +265,8 @@ def _keep_rows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) 
         if (kwargs or len(args) > 1) and func.__name__ != "__set__":
             args, kwargs = _aligned(func, args, kwargs)
         result = func(*args, **kwargs)
+        if isinstance(result, list | tuple) and func.__name__.startswith("_foreach_"):
+            return [_marked_in(args, i, each) for i, each in enumerate(result)]
         if type(result) is not Tensor or (args and result is args[0]):
             return result
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
@@ -276,6 +279,15 @@ def _keep_rows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) 
         if like is None or func is Tensor.as_subclass or is_compared:
             return result
         return marked(result, like._of, has_rows=all(each._has_rows for each in rows))
+
+
+def _marked_in(args: tuple[Any, ...], place: int, result: Tensor) -> Tensor:
+    """A result of a ``_foreach_`` function: rows, if a tensor of that place is."""
+    lists = (each for each in args if isinstance(each, list | tuple))
+    rows = [each[place] for each in lists if isinstance(each[place], RowTensor)]
+    if not rows:
+        return result
+    return marked(result, rows[0]._of, has_rows=all(each._has_rows for each in rows))
 
 
 def _aligned(
@@ -384,53 +396,31 @@ _COMBINED_AS = {
     "amin": "min",
     "all": "min",
 }
-_REFUSED = (
-    *("argmax", "argmin", "argsort", "aminmax", "cumprod", "cumsum", "kthvalue", "logsumexp"),
-    *("log_softmax", "median", "mode", "nanmean", "nanmedian", "nansum", "prod", "quantile"),
-    *("cummax", "cummin", "logcumsumexp", "nanquantile", "softmin"),
-    *("softmax", "sort", "std", "std_mean", "topk", "unique", "var", "var_mean"),
-)
-_PRODUCTS = ("addmm", "bilinear", "bmm", "cdist", "conv1d", "conv2d", "embedding", "linear",
-             "__matmul__", "__rmatmul__", "dot", "einsum", "inner", "matmul", "mm", "mv",
-             "outer", "svd", "vdot", "tensordot", "vecdot")  # fmt: skip
-_ACROSS_ROWS = ("gather", "index_add", "index_add_", "index_copy", "index_copy_", "index_fill",
-                "index_fill_", "index_put_", "masked_scatter_", "put_", "renorm", "scatter",
-                "scatter_", "scatter_add_", "take", "take_along_dim", "tril_", "triu_",
-                "_foreach_max", "corrcoef", "cov", "diag", "diagonal", "diff", "flip", "flipud",
-                "histc", "layer_norm", "roll", "rot90", "trace", "tril", "triu")  # fmt: skip
-
-
-def _calls(names: Iterable[str]) -> list[Callable[..., Any]]:
-    """The functions and methods of these names."""
-    return [getattr(where, name) for where in (torch, Tensor, functional, torch.linalg)
-            for name in names if hasattr(where, name)]  # fmt: skip
-
-
-_IN_ORDER = frozenset(_calls(("flatten", "ravel", "reshape", "squeeze", "unflatten", "view")))
+_IN_ORDER = frozenset(calls(("flatten", "ravel", "reshape", "squeeze", "unflatten", "view")))
 _LIKE = (Tensor.view_as, Tensor.reshape_as)
 _UNSQUEEZE = (torch.unsqueeze, Tensor.unsqueeze)
 _RESHAPES = (
     *_IN_ORDER,
-    *_calls(("adjoint", "movedim", "moveaxis", "permute", "swapaxes", "swapdims", "t")),
-    *_calls(("transpose",)),
+    *calls(("adjoint", "movedim", "moveaxis", "permute", "swapaxes", "swapdims", "t")),
+    *calls(("transpose",)),
     *_LIKE,
     *_UNSQUEEZE,
     *(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")),
 )
 _JOINS = ("cat", "concat", "concatenate", "dstack", "hstack", "stack", "vstack")
 _COMPARISONS = frozenset(
-    _calls(("__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__", "eq", "ge", "gt",
+    calls(("__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__", "eq", "ge", "gt",
             "isclose", "le", "lt", "ne"))
 )  # fmt: skip
 # Where they take the dimension along which they work, and which it is otherwise.
 _DIM_BY_CALL = {
-    **dict.fromkeys(_calls(("chunk", "split", "tensor_split")), (2, 0)),
-    **dict.fromkeys(_calls(("unbind",)), (1, 0)),
+    **dict.fromkeys(calls(("chunk", "split", "tensor_split")), (2, 0)),
+    **dict.fromkeys(calls(("unbind",)), (1, 0)),
     functional.normalize: (2, 1),
 }
 # Results of another shape that are not computed from the elements.
 _OF_OTHER_SHAPE = frozenset(
-    _calls(("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "to", "type_as"))
+    calls(("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "to", "type_as"))
 )
 _HANDLERS: dict[Any, Callable[[Callable[..., Any], tuple[Any, ...], Kwargs], Any]] = {
     **dict.fromkeys(
@@ -438,10 +428,10 @@ _HANDLERS: dict[Any, Callable[[Callable[..., Any], tuple[Any, ...], Kwargs], Any
     ),
     torch._foreach_norm: _take_norms,
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
-    **dict.fromkeys(_calls((*_COMBINED_AS, *_REFUSED)), _reduce),
-    **dict.fromkeys(_calls(_JOINS), _join),
+    **dict.fromkeys(calls((*_COMBINED_AS, *REFUSED)), _reduce),
+    **dict.fromkeys(calls(_JOINS), _join),
     **dict.fromkeys(_RESHAPES, _reshape),
-    **dict.fromkeys((*_calls((*_PRODUCTS, *_ACROSS_ROWS)), torch.linalg.qr), _refuse),
+    **dict.fromkeys((*calls((*PRODUCTS, *ACROSS_ROWS)), torch.linalg.qr), _refuse),
     torch.autograd.grad: _refuse,
     **dict.fromkeys(_DIM_BY_CALL, _work_along),
     **dict.fromkeys((Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__), _number),
