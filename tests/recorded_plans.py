@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b, sha256
 from pathlib import Path
 
-from shardhet.planner import Demands, PlanError, PlanSolution, solve
-from shardhet.planner.problem.demands import TOLERANCE
+from shardhet.planner import Constraints, PlanError, PlanSolution, solve
+from shardhet.planner.problem.constraints import TOLERANCE
 from shardhet.pricing.setting import Setting
 from tests.test_planner import WORKLOAD, random_case
 
@@ -37,7 +37,7 @@ def record_of(seed: int) -> RecordedPlan:
             Setting(cluster, WORKLOAD, profile),
             global_batch_size=batch,
             tolerance=TOLERANCE,
-            demands=Demands(max_rounds=1),
+            constraints=Constraints(max_rounds=1),
         )
     except PlanError as error:
         return RecordedPlan(seed, 0.0, 0.0, _digest(str(error)))

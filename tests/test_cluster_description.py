@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardhet.planner import Demands, solve
+from shardhet.planner import Constraints, solve
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Link
@@ -108,7 +108,7 @@ def test_the_clusters_that_come_along_can_be_planned_for(path: Path) -> None:
     solution = solve(
         Setting(cluster, workload, profile),
         global_batch_size=4 * cluster.world_size,
-        demands=Demands(max_rounds=1),
+        constraints=Constraints(max_rounds=1),
     )
     assert solution.relative_gap < 0.01
     assert all(rank.fits for rank in solution.predicted.ranks)

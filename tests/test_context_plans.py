@@ -7,7 +7,7 @@ import torch
 
 from shardhet import Cluster, Plan, Setting
 from shardhet.models.decoder import Decoder
-from shardhet.planner import Demands, find_plan, solve
+from shardhet.planner import Constraints, find_plan, solve
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
 from shardhet.profiler.describe import describe
@@ -112,7 +112,7 @@ def of_decoder(num_tokens: int) -> Workload:
 
 
 ONE = made_up(of_decoder(24), link_s=1e-9)
-SHARED = solve(ONE, global_batch_size=1, demands=Demands(may_share_samples=True))
+SHARED = solve(ONE, global_batch_size=1, constraints=Constraints(may_share_samples=True))
 
 
 def test_one_sample_is_shared_where_it_is_asked_for() -> None:
@@ -126,7 +126,7 @@ def test_one_sample_is_shared_where_it_is_asked_for() -> None:
     assert simulate(plan, ONE).step_time_s == pytest.approx(SHARED.predicted.step_time_s)
     assert Plan.from_json(plan.to_json()) == plan
     # Many samples are dealt out as a whole, which exchanges nothing.
-    many = find_plan(ONE, global_batch_size=8, demands=Demands(may_share_samples=True))
+    many = find_plan(ONE, global_batch_size=8, constraints=Constraints(may_share_samples=True))
     assert many.context_groups is None
 
 
@@ -153,7 +153,7 @@ def test_a_sample_that_is_too_long_for_a_card_is_shared() -> None:
     found = solve(
         setting,
         global_batch_size=1,
-        demands=Demands(may_share_samples=True),
+        constraints=Constraints(may_share_samples=True),
         is_bounded=False,
     )
     assert found.plan.context_groups == ((0, 1, 2),)

@@ -7,13 +7,13 @@ from rich.console import Console
 
 from shardhet.apps.launch.crash import crash_panel, read_failures, root_cause, save_failure
 from shardhet.apps.launch.run_folder import RunFolder
-from shardhet.comm.failure import Failure, Kind, LostPeerError
+from shardhet.comm.failure import Failure, FailureKind, LostPeerError
 from shardhet.comm.peers import failure_of
 
 
 def failure(rank: int, *, at_s: float, is_consequence: bool = False) -> Failure:
     return Failure(
-        kind=Kind.LOST if is_consequence else Kind.RAISED,
+        kind=FailureKind.LOST if is_consequence else FailureKind.RAISED,
         ranks=(rank,),
         name=f"rank {rank} (cpu)",
         what=f"ValueError: {rank}",
@@ -57,7 +57,7 @@ def test_a_failure_names_the_line_and_whether_it_follows_from_another(tmp_path: 
     except RuntimeError as error:
         consequence = failure_of(error, rank=0, name="rank 0 (cpu)")
     assert cause.where.startswith(f"{__file__}:")
-    assert (cause.kind, consequence.kind) == (Kind.RAISED, Kind.LOST)
+    assert (cause.kind, consequence.kind) == (FailureKind.RAISED, FailureKind.LOST)
     for each in (cause, consequence):
         save_failure(each, folder)
     assert read_failures(folder) == [consequence, cause]

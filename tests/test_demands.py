@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from shardhet.planner import Demands, DeviceLimits, PlanError, baselines, solve
-from shardhet.planner.candidates.recompute import treatments
+from shardhet.planner import Constraints, DeviceLimits, PlanError, baselines, solve
+from shardhet.planner.candidates.recompute import policies
 from shardhet.planner.forms import BatchRounds
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
 from shardhet.pricing.cost import CostModel
@@ -89,14 +89,14 @@ class Case:
         self.setting = Setting(self.cluster, WORKLOAD, profile)
         self.model = CostModel(self.setting).in_form(form)
         self.batch = int(rng.integers(2, 4))
-        self.choices = treatments(
+        self.choices = policies(
             self.model,
             1 if optimizer_on_host else DEFAULT_EFFORT.recompute_steps,
             on_host=on_host,
             optimizer_on_host=optimizer_on_host,
         )
         self.turns = self.model.turns(
-            unevenness=1.0, recomputed=self.model.treatments(self.choices)
+            unevenness=1.0, recomputed=self.model.policies(self.choices)
         )
         # By class and phase: number of rounds and communication, of rounds that are alike.
         self.rounds = [
@@ -200,7 +200,7 @@ def on_hosts(rng: np.random.Generator, devices: tuple[DeviceSpec, ...]) -> Clust
 def all_plans(
     case: Case,
     batch: int,
-    demands: Demands,
+    demands: Constraints,
     *,
     part: float = 1.0,
 ) -> Iterator[float]:
@@ -229,7 +229,7 @@ def all_plans(
 
 
 def step_time_s(
-    case: Case, taken: Sequence[Option], demands: Demands, part: float
+    case: Case, taken: Sequence[Option], demands: Constraints, part: float
 ) -> float | None:
     """The step with the best shares; None where it breaks a demand or a budget."""
     stores, per_numel_s = [], case.per_numel_s
@@ -283,7 +283,7 @@ def step_time_s(
     return turns_s + case.turns.exposed_comm_s + optimizer_s + case.overhead_s
 
 
-def demands_of(seed: int) -> Demands:
+def demands_of(seed: int) -> Constraints:
     """Of several kinds, by turns; two devices that must be equal in most cases."""
     limits = {
         0: {},
@@ -293,13 +293,13 @@ def demands_of(seed: int) -> Demands:
         4: {1: DeviceLimits(state_share=0.4)},
     }[seed % 5]
     equal = ((0, 1), (1, 2), ())[seed % 3]
-    return Demands(
+    return Constraints(
         limits=limits, equal=(equal,) if equal else (), max_microbatch_size=MAX_MICROBATCH
     )
 
 
 def plans_of_all_forms(
-    seed: int, roomy: float, demands: Demands, batch: int, *, part: float = 1.0
+    seed: int, roomy: float, demands: Constraints, batch: int, *, part: float = 1.0
 ) -> Iterator[float]:
     """The step of every plan with equal rounds."""
     for number in range(1, batch + 1):
@@ -329,7 +329,7 @@ def test_plans_under_demands_are_as_fast_as_the_best_of_all(seed: int) -> None:
     case = Case(seed, roomy=roomy)
     plans = [*plans_of_all_forms(seed, roomy, demands, case.batch)]
     try:
-        solution = solve(case.setting, global_batch_size=case.batch, demands=demands)
+        solution = solve(case.setting, global_batch_size=case.batch, constraints=demands)
     except PlanError:
         # What fits only before it is rounded to rows may be refused.
         assert not [*plans_of_all_forms(seed, roomy, demands, case.batch, part=0.95)]
@@ -352,7 +352,7 @@ def test_optimizers_go_to_hosts_as_in_the_best_of_all_plans(seed: int) -> None:
     effort = Effort(recompute_steps=1)
     try:
         solution = solve(
-            case.setting, global_batch_size=case.batch, demands=demands, effort=effort
+            case.setting, global_batch_size=case.batch, constraints=demands, effort=effort
         )
     except PlanError:
         assert not [*plans_of_all_forms(seed, roomy, demands, case.batch, part=0.95)]
@@ -364,7 +364,7 @@ def test_optimizers_go_to_hosts_as_in_the_best_of_all_plans(seed: int) -> None:
     check_demands(solution.plan, demands)
 
 
-def check_demands(plan: Plan, demands: Demands) -> None:
+def check_demands(plan: Plan, demands: Constraints) -> None:
     for members in demands.equal:
         ranks = [plan.ranks[i] for i in members]
         assert len({(r.microbatch_sizes, r.recomputed_units) for r in ranks}) == 1
@@ -385,11 +385,11 @@ def check_demands(plan: Plan, demands: Demands) -> None:
 )
 def test_exact_shares_are_kept(shares: Sequence[float | None]) -> None:
     case = Case(0, roomy=3.0)
-    demands = Demands(
+    demands = Constraints(
         limits={i: DeviceLimits(state_share=s) for i, s in enumerate(shares) if s is not None}
     )
-    solution = solve(case.setting, global_batch_size=case.batch, demands=demands)
+    solution = solve(case.setting, global_batch_size=case.batch, constraints=demands)
     for rank, share in zip(solution.plan.ranks, shares, strict=True):
         assert share is None or rank.state_share == pytest.approx(share, abs=2e-7)
-    even = baselines.even(case.setting, global_batch_size=case.batch, demands=demands)
+    even = baselines.even(case.setting, global_batch_size=case.batch, constraints=demands)
     assert [r.state_share for r in even.plan.ranks] == pytest.approx([1 / len(shares)] * 3)

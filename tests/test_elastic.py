@@ -167,18 +167,18 @@ def test_a_folder_has_one_writer_until_its_process_ends(
     )
     assert held.stdout is not None
     assert held.stdout.readline() == "held\n"
-    with sole_writer(folder, rank=1, patience_s=0):
+    with sole_writer(folder, rank=1, timeout_s=0):
         pass  # only rank zero writes
     monkeypatch.setattr(sole_writers, "NAMES_HOLDER_AFTER_S", 0.1)
     with (
         pytest.raises(RuntimeError, match=rf"in use by another run, process {held.pid} on"),
-        sole_writer(folder, rank=0, patience_s=0.5),
+        sole_writer(folder, rank=0, timeout_s=0.5),
     ):
         pass
     assert f"is held by process {held.pid} on" in capfd.readouterr().err
     held.kill()
     held.wait()
-    with sole_writer(folder, rank=0, patience_s=5):
+    with sole_writer(folder, rank=0, timeout_s=5):
         assert f"process {os.getpid()} on" in folder.lock_path.read_text()
 
 

@@ -30,7 +30,7 @@ from shardhet.comm.groups import Communicators, default_group
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.step.around import Activity
-from shardhet.fsdp.step.turn_walk import RUNS, Handling
+from shardhet.fsdp.step.schedule_executor import RUNS, Handling
 from shardhet.records.ops import ops_of
 from shardhet.records.schedule import GATHER, LaunchKind
 from shardhet.training.guard import Guard
@@ -96,9 +96,9 @@ def take(
         # in several rounds also by what losses were multiplied.
         syncs, losses = accelerator.syncs, "comm/calls.py read: event"
         if plan.ranks[model.position].optimizer_on_host:
-            gradients = {"comm/lanes.py wait: event"}
+            gradients = {"comm/copy_streams.py wait: event"}
             if course.steps_between_zero_grad > 1:  # to memory that is not pinned
-                gradients.add("fsdp/sharding/residence.py make: copy_")
+                gradients.add("fsdp/sharding/persistence.py make: copy_")
             assert set(syncs) <= {losses, *gradients}, syncs
         else:
             assert set(syncs) == {losses}, syncs
@@ -123,9 +123,9 @@ def launches_of(accelerator: Accelerator) -> Launches:
 def planned_bytes(model: HetFSDP) -> int:
     """What this rank receives in the last step, by its schedule."""
     runtime, comm = model._runtime, model._comm
-    if comm.gather_channel.group is None:
+    if comm.all_gather_channel.group is None:
         return 0
-    ops = ops_of(runtime.walk.schedule)
+    ops = ops_of(runtime.executor.schedule)
     units = [("gather", runtime.root), ("reduce", runtime.root)]
     units += [
         (op.kind.value, runtime.units[op.unit]) for op in ops if isinstance(op.kind, LaunchKind)
@@ -135,7 +135,7 @@ def planned_bytes(model: HetFSDP) -> int:
     for kind, unit in units:
         for flat in unit.flats:
             own = flat.layout.shard_numels[model.position]
-            stays = flat.residence is not None and flat.residence.is_held
+            stays = flat.persistence is not None and flat.persistence.is_held
             if kind == "gather" and comm.is_receiver and not stays:
                 total += (flat.layout.numel - own) * flat.param_dtype.itemsize
             elif kind == "reduce" and flat.is_trainable and not flat.grad.is_private:
@@ -147,14 +147,14 @@ def received_sums(model: HetFSDP, flat: FlatTensor) -> int:
     """Elements that this rank receives in a reduction."""
     comm, numels = model._comm, flat.layout.shard_numels
     others = [i for i in comm.receivers if i != model.position]
-    computing = comm.reduce_channel.computing
+    computing = comm.reduce_scatter_channel.computing
     if computing is None or computing.positions != comm.receivers:
         return numels[model.position] * len(others)
     if not comm.is_receiver:  # its carrier adds up
         return numels[model.position]
     carried = [
         n
-        for n, c in zip(numels, computing.carrier_by_position, strict=True)
+        for n, c in zip(numels, computing.relay_by_position, strict=True)
         if c == model.position
     ]
     return sum(carried) * len(others)
@@ -181,7 +181,7 @@ def check_beside_one_process(
         rank,
         replace(case.problem, options=options),
         case.plan,
-        replace(case.course, clip_at=None),
+        replace(case.resume_facts, clip_at=None),
         place=there,
         take=partial(take, there),
         after=lets_nobody_wait,
@@ -196,8 +196,8 @@ def check_in_two_formats(rank: int, case: Case) -> Launches:
     Numbers of dropout depend on the format, and steps of AdamW blow up errors of rounding.
     """
     shape = replace(case.shape, dropout=0.0)
-    course = replace(case.course, has_dropout=False, optimizer="sgd")
-    case = replace(case, shape=shape, course=course)
+    course = replace(case.resume_facts, has_dropout=False, optimizer="sgd")
+    case = replace(case, shape=shape, resume_facts=course)
     return check_beside_one_process(rank, case, bar=1e-4, param_dtype=torch.float32)
 
 

@@ -14,8 +14,8 @@ from torch import nn
 from shardhet import HetFSDP
 from shardhet.comm.calls import Pending
 from shardhet.fsdp.sharding.comm import CommContext
-from shardhet.fsdp.stages import handover
-from shardhet.fsdp.stages.handover import Arriving, Departures
+from shardhet.fsdp.stages import stage_transfer
+from shardhet.fsdp.stages.stage_transfer import PendingReceive, SendQueue
 from tests.emulated.accelerator import Accelerator
 from tests.emulated.clocks import Event
 from tests.selection import one_in
@@ -83,43 +83,43 @@ def _in_place_of(owner: Any, name: str, made: Callable[[Any], Any]) -> Any:
 
 def _receives_too_early(accelerator: Accelerator) -> Any:
     def without(post: Any) -> Any:
-        def run(arriving: Arriving) -> None:
+        def run(arriving: PendingReceive) -> None:
             arriving._free = Event(accelerator.host)
             post(arriving)
 
         return run
 
-    return _in_place_of(Arriving, "post", without)
+    return _in_place_of(PendingReceive, "post", without)
 
 
 def _reads_too_early(accelerator: Accelerator) -> Any:
     def without(wait: Any) -> Any:
-        def run(arriving: Arriving) -> Any:
+        def run(arriving: PendingReceive) -> Any:
             arriving._pending = Pending()
             return wait(arriving)
 
         return run
 
-    return _in_place_of(Arriving, "wait", without)
+    return _in_place_of(PendingReceive, "wait", without)
 
 
 def _sends_too_early(accelerator: Accelerator) -> Any:
     def without(send: Any) -> Any:
-        def run(departures: Departures, *args: Any) -> None:
+        def run(departures: SendQueue, *args: Any) -> None:
             with accelerator.stream(departures._way.stream):
                 send(departures, *args)
 
         return run
 
-    return _in_place_of(Departures, "send", without)
+    return _in_place_of(SendQueue, "send", without)
 
 
 def _frees_too_early(accelerator: Accelerator) -> Any:
-    def let_go(unsent: deque[Pending], most: int | None = None) -> None:
+    def drain(unsent: deque[Pending], most: int | None = None) -> None:
         while most is not None and len(unsent) > most:
             unsent.popleft()
 
-    return mock.patch.object(handover, "let_go", let_go)
+    return mock.patch.object(stage_transfer, "drain", drain)
 
 
 def _gathers_too_early(accelerator: Accelerator) -> Any:

@@ -12,4 +12,4 @@ from tests.selection import one_in
 def test_a_fault_ends_the_run_with_the_culprit_named(seed: int) -> None:
     outcome = inject(Fault.of(seed))
     assert outcome.verdict == ("untouched" if outcome.deed == "slow" else "named")
-    assert outcome.seconds - outcome.patience_s < SECONDS_BEYOND_PATIENCE
+    assert outcome.seconds - outcome.timeout_s < SECONDS_BEYOND_PATIENCE

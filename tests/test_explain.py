@@ -10,7 +10,7 @@ from shardhet.apps.plan import main as plan_main
 from shardhet.apps.planning.inputs import load, read_request
 from shardhet.apps.planning.report import limit_lines
 from shardhet.config.planning import PlannerConf
-from shardhet.planner import Demands, DeviceLimits, PlanError, PlanSolution, solve
+from shardhet.planner import Constraints, DeviceLimits, PlanError, PlanSolution, solve
 from shardhet.planner.advice.explain import (
     OFF,
     Gain,
@@ -25,7 +25,7 @@ from shardhet.planner.advice.explain import (
     tried,
     with_another,
 )
-from shardhet.planner.problem.demands import TOLERANCE
+from shardhet.planner.problem.constraints import TOLERANCE
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
@@ -48,7 +48,7 @@ SLOW_CARDS = "cards=GTX 1060 3GB | GTX 1660 Ti | 2x GTX 1660 Ti | 2x GTX 1060 3G
 
 
 def situation(
-    *, capacity: float = 50.0, bytes_per_s: float = 1e12, demands: Demands | None = None
+    *, capacity: float = 50.0, bytes_per_s: float = 1e12, demands: Constraints | None = None
 ) -> Situation:
     """Two fast devices and a slow one, each with ``capacity`` times the state."""
     devices = tuple(
@@ -70,11 +70,11 @@ def situation(
             ),
         ),
     )
-    return Situation(setting=setting, demands=demands or Demands())
+    return Situation(setting=setting, constraints=demands or Constraints())
 
 
 def solved(of: Situation, batch: int = BATCH) -> PlanSolution:
-    return solve(of.setting, global_batch_size=batch, demands=of.demands)
+    return solve(of.setting, global_batch_size=batch, constraints=of.constraints)
 
 
 def reached(of: Situation, _least: float) -> float:
@@ -131,7 +131,7 @@ def test_what_is_within_a_change_that_gives_nothing_is_not_asked() -> None:
 @pytest.mark.parametrize("seed", [1])
 def test_what_is_lost_at_other_speeds_is_against_the_best_plan_there(seed: int) -> None:
     cluster, profile, batch = random_case(seed)
-    of = Situation(setting=Setting(cluster, CASES_WORKLOAD, profile), demands=Demands())
+    of = Situation(setting=Setting(cluster, CASES_WORKLOAD, profile), constraints=Constraints())
     here = solved(of, batch)
     loss = lost_at_other_speeds(here, of, lambda there, _: solved(there, batch).samples_per_s)
     lost = []
@@ -158,18 +158,18 @@ def test_more_memory_is_for_devices_of_the_kind_alone() -> None:
 
 
 def test_demands_move_with_their_devices_when_one_is_added() -> None:
-    demands = Demands(limits={0: DeviceLimits(), 2: DeviceLimits()}, equal=((1, 2),))
-    larger = with_another(situation(demands=demands), "fast")
+    demands = Constraints(limits={0: DeviceLimits(), 2: DeviceLimits()}, equal=((1, 2),))
+    larger = with_another(situation(constraints=demands), "fast")
     assert larger is not None
     assert [device.kind for device in larger.cluster.devices] == [*["fast"] * 3, "slow"]
-    assert sorted(larger.demands.limits) == [0, 3]
-    assert larger.demands.equal == ((1, 3),)
+    assert sorted(larger.constraints.limits) == [0, 3]
+    assert larger.constraints.equal == ((1, 3),)
 
 
 def alone(of: Situation) -> Situation:
     """The first device only."""
     cluster = Cluster(nodes=(Node(host="a", devices=of.cluster.devices[:1]),))
-    return of.with_cluster(cluster, Demands())
+    return of.with_cluster(cluster, Constraints())
 
 
 def test_one_more_of_many_devices_that_are_alike_is_not_asked_about() -> None:
@@ -178,7 +178,7 @@ def test_one_more_of_many_devices_that_are_alike_is_not_asked_about() -> None:
     cluster = Cluster(nodes=(*of.cluster.nodes, many))
     added = [
         kind
-        for resource, kind, *_ in larger_situations(of.with_cluster(cluster, of.demands))
+        for resource, kind, *_ in larger_situations(of.with_cluster(cluster, of.constraints))
         if resource is Resource.DEVICES
     ]
     assert added == ["fast"]
@@ -204,7 +204,7 @@ def test_another_device_meets_the_others_as_if_it_was_described(
         document = {"version": 1, "nodes": nodes, "between_nodes": slow}
         cluster = with_libraries(Cluster.from_document(document, source="test"))
         setting = Setting(cluster, WORKLOAD, derive_profile(cluster, WORKLOAD))
-        return Situation(setting=setting, demands=Demands())
+        return Situation(setting=setting, constraints=Constraints())
 
     more = with_another(described(numbers), kinds[0])
     wanted = described((numbers[0] + 1, *numbers[1:]))
@@ -267,7 +267,7 @@ def test_what_more_would_give_is_what_the_command_plans_with_more(
     assert request is not None
     conf, inputs = load(DOOR, request, PlannerConf)
     here = Situation(
-        setting=inputs.setting, demands=conf.to_demands(inputs.setting.cluster.devices)
+        setting=inputs.setting, constraints=conf.to_constraints(inputs.setting.cluster.devices)
     )
     (more,) = (
         more

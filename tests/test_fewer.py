@@ -17,10 +17,10 @@ from shardhet.apps.planning.fewer_devices import (
     whole_hosts,
 )
 from shardhet.apps.planning.inputs import load, read_request
-from shardhet.apps.planning.what_if import Asked, without_some
+from shardhet.apps.planning.what_if import WhatIfQuery, without_some
 from shardhet.config.planning import PlannerConf
-from shardhet.planner import Demands, DeviceLimits, solve
-from shardhet.planner.idle import PartPlan, Positions, active_positions
+from shardhet.planner import Constraints, DeviceLimits, solve
+from shardhet.planner.idle import Positions, SubsetPlan, active_positions
 from shardhet.planner.search.search import Effort
 from shardhet.pricing.part import MeasuredGroups, part_of
 from shardhet.pricing.setting import Setting
@@ -88,13 +88,13 @@ def test_devices_are_idle_where_links_are_slow(
 def test_demanded_devices_stay_and_demands_move_with_their_devices() -> None:
     setting = setting_of("sfs", s_per_byte=SLOW_LINKS)
     limits = {0: DeviceLimits(rank_batch_size=1), 1: DeviceLimits(max_microbatch_size=2)}
-    found = solve(setting, global_batch_size=16, demands=Demands(limits=limits))
+    found = solve(setting, global_batch_size=16, constraints=Constraints(limits=limits))
     assert [rank.rank_batch_size for rank in found.plan.ranks] == [1, 15, 0]
     assert active_positions(found) == (0, 1)
-    alike = solve(setting, global_batch_size=16, demands=Demands(equal=((0, 1),)))
+    alike = solve(setting, global_batch_size=16, constraints=Constraints(equal=((0, 1),)))
     assert [rank.rank_batch_size for rank in alike.plan.ranks] == [8, 8, 0]
-    together = Demands(equal=((0, 2), (1,)), limits={2: DeviceLimits(max_state_share=0.1)})
-    assert together.only((1, 2)) == Demands(limits={1: DeviceLimits(max_state_share=0.1)})
+    together = Constraints(equal=((0, 2), (1,)), limits={2: DeviceLimits(max_state_share=0.1)})
+    assert together.only((1, 2)) == Constraints(limits={1: DeviceLimits(max_state_share=0.1)})
 
 
 def test_collectives_of_other_groups_are_estimated_with_a_spread() -> None:
@@ -147,7 +147,7 @@ def test_a_pattern_of_hosts_fits_none_of_those_left_out() -> None:
         replace(node, host=name) for node, name in zip(of.cluster.nodes, names, strict=True)
     ]
     whole = replace(of.cluster, nodes=tuple(nodes))
-    part = PartPlan((0, 1), of, solve(of, global_batch_size=4))
+    part = SubsetPlan((0, 1), of, solve(of, global_batch_size=4))
     better = BetterWithout(
         whole=whole,
         part=part,
@@ -244,8 +244,8 @@ def test_of_many_devices_the_best_kinds_of_the_best_region_are_kept(tmp_path: Pa
     conf, inputs = load(DOOR, request, PlannerConf)
     effort, cluster = Effort(relative_gap=1e-3), inputs.setting.cluster
     search = partial(solve, global_batch_size=1024, effort=effort, is_bounded=False)
-    best, demands = search(inputs.setting), Demands()
-    asked = Asked(conf=conf, inputs=inputs, demands=demands, best=best, effort=effort)
+    best, demands = search(inputs.setting), Constraints()
+    asked = WhatIfQuery(conf=conf, inputs=inputs, constraints=demands, best=best, effort=effort)
     fewer = without_some(asked)
     assert fewer is not None
     for some in (kinds[:1], kinds[:2]):

@@ -14,7 +14,7 @@ from shardhet.apps.launch.crash import is_repeated, read_failures, save_failure
 from shardhet.apps.launch.leaving import End, agree_on_end
 from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
-from shardhet.comm.failure import Failure, Kind
+from shardhet.comm.failure import Failure, FailureKind
 from shardhet.planner.present import positions_of
 from shardhet.training.hooks.hooks import EndNotice
 from tests.test_elastic import there
@@ -105,7 +105,7 @@ def test_a_failure_of_the_start_before_is_no_cause_but_tells_a_repetition(
 ) -> None:
     folder, cfg = RunFolder(tmp_path), OmegaConf.create({"seed": 1})
     failure = Failure(
-        kind=Kind.RAISED,
+        kind=FailureKind.RAISED,
         ranks=(1,),
         name="rank 1 (cpu)",
         what="KeyError: 17",
@@ -120,7 +120,7 @@ def test_a_failure_of_the_start_before_is_no_cause_but_tells_a_repetition(
     assert is_repeated(replace(failure, at_s=2.0), folder)
     assert not is_repeated(replace(failure, step=4), folder)
     assert not is_repeated(replace(failure, ranks=(0,)), folder)
-    assert not is_repeated(replace(failure, kind=Kind.LOST), folder)
+    assert not is_repeated(replace(failure, kind=FailureKind.LOST), folder)
     folder.begin(cfg)
     assert not is_repeated(failure, folder)
 

@@ -113,8 +113,8 @@ def leads_somewhere(dotted: str) -> bool:
 
 
 def test_modules_that_docstrings_name_are_there() -> None:
-    assert leads_somewhere("fsdp.step.turn_walk.RUNS")
-    assert not leads_somewhere("fsdp.turn_walk.RUNS")
+    assert leads_somewhere("fsdp.step.schedule_executor.RUNS")
+    assert not leads_somewhere("fsdp.schedule_executor.RUNS")
     named = {
         (name_of(path), found)
         for path in FILES

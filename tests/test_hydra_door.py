@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardhet.apps.launch.hydra_door import (
+from shardhet.apps.launch.hydra_entry import (
     flags_first,
     own_config_dir,
     refuse,

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardhet.planner import Demands, DeviceLimits, PlanError, PlanSolution, solve
+from shardhet.planner import Constraints, DeviceLimits, PlanError, PlanSolution, solve
 from shardhet.planner.advice.explain import Situation, larger_situations
-from shardhet.planner.idle import PartSearch, active_positions, with_idle
+from shardhet.planner.idle import SubsetSearch, active_positions, with_idle
 from shardhet.planner.search.search import Effort
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
@@ -91,7 +91,7 @@ def test_described_clusters_without_some_devices(name: str) -> None:
 
 def test_links_that_are_faster_than_derived_are_faster_among_some_too() -> None:
     situation = Situation(
-        setting=derived(Cluster.load(DESCRIBED / "lab.yaml")), demands=Demands()
+        setting=derived(Cluster.load(DESCRIBED / "lab.yaml")), constraints=Constraints()
     )
     [faster] = [
         more.setting
@@ -120,9 +120,9 @@ def test_measured_clusters_without_some_devices() -> None:
         assert_priced_alike(measured, part_of(measured, kept), kept)
 
 
-def demanded_idle(*positions: int) -> Demands:
+def demanded_idle(*positions: int) -> Constraints:
     nothing = DeviceLimits(rank_batch_size=0, max_state_share=0.0)
-    return Demands(limits=dict.fromkeys(positions, nothing))
+    return Constraints(limits=dict.fromkeys(positions, nothing))
 
 
 def test_devices_may_not_be_idle_where_they_have_no_room_for_their_process() -> None:
@@ -131,7 +131,7 @@ def test_devices_may_not_be_idle_where_they_have_no_room_for_their_process() -> 
     setting = replace(setting, profile=replace(setting.profile, devices=reserving))
     demands = demanded_idle(1).with_budgets({1: 2**29})
     with pytest.raises(PlanError):
-        solve(setting, global_batch_size=16, demands=demands)
+        solve(setting, global_batch_size=16, constraints=demands)
 
 
 def every_plan_of_parts(setting: Setting, batch: int) -> list[PlanSolution]:
@@ -144,7 +144,9 @@ def every_plan_of_parts(setting: Setting, batch: int) -> list[PlanSolution]:
             small = solve(part, global_batch_size=batch)
             if number == world_size:
                 found.append(small)
-            elif (plan := with_idle(small, kept, CostModel(setting), Demands())) is not None:
+            elif (
+                plan := with_idle(small, kept, CostModel(setting), Constraints())
+            ) is not None:
                 found.append(plan)
     return found
 
@@ -155,46 +157,46 @@ def test_no_set_of_devices_is_faster_than_the_one_that_was_found(
     kinds: str, s_per_byte: float
 ) -> None:
     setting = setting_of(kinds, s_per_byte=s_per_byte, seconds={"a": 0.02})
-    least_s = min(each.predicted.step_time_s for each in every_plan_of_parts(setting, 6))
+    min_s = min(each.predicted.step_time_s for each in every_plan_of_parts(setting, 6))
     for tolerance in (0.0, 5e-3):
         found = solve(setting, global_batch_size=6, tolerance=tolerance)
         step_s = found.predicted.step_time_s
-        assert step_s <= (1 + tolerance + 1e-6) * least_s
+        assert step_s <= (1 + tolerance + 1e-6) * min_s
     again = solve(
         setting,
         global_batch_size=6,
         tolerance=tolerance,
-        near_part=active_positions(found),
-        at_most_s=step_s * (1 + CLOSE),
+        subset_hint=active_positions(found),
+        cutoff_s=step_s * (1 + CLOSE),
     )
     assert active_positions(again) == active_positions(found)
     with pytest.raises(PlanError):
-        solve(setting, global_batch_size=6, tolerance=tolerance, at_most_s=0.99 * least_s)
+        solve(setting, global_batch_size=6, tolerance=tolerance, cutoff_s=0.99 * min_s)
 
 
 def test_of_alike_nodes_one_is_left_out_and_parts_have_the_kind_that_is_asked() -> None:
     cluster = Cluster.load(DESCRIBED / "a10g_v100_t4_64.yaml")
     every = range(cluster.world_size)
 
-    def search(demands: Demands, with_kind: str | None = None) -> PartSearch:
-        return PartSearch(
+    def search(demands: Constraints, with_kind: str | None = None) -> SubsetSearch:
+        return SubsetSearch(
             setting=derived(cluster),
             global_batch_size=64,
-            demands=demands,
-            at_most_s=inf,
+            constraints=demands,
+            cutoff_s=inf,
             tolerance=0.0,
             solved=lambda *_: pytest.fail("not asked"),
             with_kind=with_kind,
         )
 
     nodes = {frozenset(here) for here in cluster.positions_by_node}
-    limited = Demands(limits={0: DeviceLimits(rank_batch_size=1)})
-    for demands, number in ((Demands(), 3), (limited, 12)):
+    limited = Constraints(limits={0: DeviceLimits(rank_batch_size=1)})
+    for demands, number in ((Constraints(), 3), (limited, 12)):
         sets = search(demands)._sets(np.ones(len(every), dtype=bool))
         assert len(nodes & {frozenset(np.flatnonzero(each)) for each in sets}) == number
     v100s = np.array(["V100" in str(device.kind) for device in cluster.devices])
     for kind, is_asked in (("Tesla V100-SXM2-16GB", True), ("Tesla T4", False), (None, True)):
-        assert search(Demands(), kind)._meets_demands(v100s) == is_asked
+        assert search(Constraints(), kind)._meets_constraints(v100s) == is_asked
 
 
 def test_devices_are_left_idle_also_where_hosts_may_hold_a_part() -> None:
@@ -202,16 +204,16 @@ def test_devices_are_left_idle_also_where_hosts_may_hold_a_part() -> None:
     instance = drawn(1028, sizes=(2, 4))
     profile = derive_profile(instance.cluster, instance.workload, link_fraction=0.37)
     setting = Setting(instance.cluster, instance.workload, profile)
-    on_host = Demands(may_keep_inputs_on_host=True, may_keep_optimizer_on_host=True)
+    on_host = Constraints(may_keep_inputs_on_host=True, may_keep_optimizer_on_host=True)
     found, without = (
         solve(
             setting,
             global_batch_size=instance.batch,
-            demands=demands,
+            constraints=demands,
             tolerance=5e-3,
             is_bounded=False,
         )
-        for demands in (on_host, Demands())
+        for demands in (on_host, Constraints())
     )
     assert len(active_positions(without)) < instance.cluster.world_size
     assert found.predicted.step_time_s <= without.predicted.step_time_s
@@ -222,7 +224,7 @@ def test_of_a_lone_device_a_plan_is_found_that_fits_beside_idle_ones() -> None:
     found = solve(
         Setting(cluster, PLANNER_WORKLOAD, profile),
         global_batch_size=batch,
-        demands=Demands(max_rounds=1),
+        constraints=Constraints(max_rounds=1),
     )
     assert found.fits
     assert len(active_positions(found)) > 1

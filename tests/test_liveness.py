@@ -19,7 +19,7 @@ import torch
 import shardhet
 from shardhet.comm import devices
 from shardhet.comm.channel import progress
-from shardhet.comm.failure import Failure, Kind, ProcessState
+from shardhet.comm.failure import Failure, FailureKind, ProcessState
 from shardhet.comm.liveness import ending, watch
 from shardhet.comm.liveness.diagnosis import (
     LONG_FACTOR,
@@ -63,8 +63,8 @@ def beat(rank: int, **changes: Any) -> Heartbeat:
         doing="forward of unit 'layers.1'",
         is_waiting=False,
         is_long=False,
-        still_s=0.1,
-        patience_s=PATIENCE_S,
+        stalled_s=0.1,
+        timeout_s=PATIENCE_S,
         where="model.py:12",
     )
     return replace(base, **changes)
@@ -78,10 +78,12 @@ def seen(rank: int, *, silent_s: float = 0.0, process: Any = None, **changes: An
     )
 
 
-WAITING = beat(0, is_waiting=True, still_s=LONGER_S)
+WAITING = beat(0, is_waiting=True, stalled_s=LONGER_S)
 
 
-def fault(*peers: SeenPeer, own: Heartbeat = WAITING) -> tuple[Kind, tuple[int, ...]] | None:
+def fault(
+    *peers: SeenPeer, own: Heartbeat = WAITING
+) -> tuple[FailureKind, tuple[int, ...]] | None:
     failure = diagnose(own, {each.last.rank: each for each in peers})
     if failure is None:
         return None
@@ -91,77 +93,80 @@ def fault(*peers: SeenPeer, own: Heartbeat = WAITING) -> tuple[Kind, tuple[int, 
 
 
 def test_a_rank_without_heartbeats_is_accused_after_the_patience() -> None:
-    assert fault(seen(1, silent_s=LONGER_S)) == (Kind.SILENT, (1,))
+    assert fault(seen(1, silent_s=LONGER_S)) == (FailureKind.SILENT, (1,))
     assert fault(seen(1, silent_s=PATIENCE_S - 1)) is None
 
 
 def test_a_rank_that_computes_without_progress_is_accused_and_no_other() -> None:
-    waits = seen(2, is_waiting=True, still_s=LONGER_S)
-    assert fault(seen(1, still_s=LONGER_S), waits) == (Kind.HUNG, (1,))
+    waits = seen(2, is_waiting=True, stalled_s=LONGER_S)
+    assert fault(seen(1, stalled_s=LONGER_S), waits) == (FailureKind.HUNG, (1,))
 
 
 def test_of_several_that_stand_still_those_furthest_behind_are_accused() -> None:
     # On an accelerator, ranks that wait for their device may look as if they computed.
-    ahead = seen(1, still_s=LONGER_S, num_steps=6)
-    behind = [seen(rank, still_s=LONGER_S) for rank in (2, 3)]
-    assert fault(ahead, *behind) == (Kind.HUNG, (2, 3))
+    ahead = seen(1, stalled_s=LONGER_S, num_steps=6)
+    behind = [seen(rank, stalled_s=LONGER_S) for rank in (2, 3)]
+    assert fault(ahead, *behind) == (FailureKind.HUNG, (2, 3))
 
 
 @pytest.mark.parametrize(
     "own",
     [
-        beat(0, is_waiting=False, still_s=LONG_S),
-        beat(0, is_waiting=True, still_s=PATIENCE_S - 1),
-        beat(0, is_waiting=True, still_s=LONGER_S, num_steps=0),  # set-up
-        beat(0, is_waiting=True, still_s=LONGER_S, patience_s=60.0),  # its steps are slow
+        beat(0, is_waiting=False, stalled_s=LONG_S),
+        beat(0, is_waiting=True, stalled_s=PATIENCE_S - 1),
+        beat(0, is_waiting=True, stalled_s=LONGER_S, num_steps=0),  # set-up
+        beat(0, is_waiting=True, stalled_s=LONGER_S, timeout_s=60.0),  # its steps are slow
     ],
 )
 def test_a_rank_that_does_not_wait_in_vain_accuses_nobody(own: Heartbeat) -> None:
-    peers = [seen(1, silent_s=LONGER_S), seen(2, still_s=LONGER_S), seen(3, has_left=True)]
+    peers = [seen(1, silent_s=LONGER_S), seen(2, stalled_s=LONGER_S), seen(3, has_left=True)]
     assert fault(*peers, own=own) is None
 
 
 def test_in_a_call_with_a_limit_the_patience_is_that_limit() -> None:
-    own = beat(0, is_waiting=True, still_s=6.0, limit_s=5.0)
-    assert fault(seen(1, still_s=6.0), own=own) == (Kind.HUNG, (1,))
-    assert fault(seen(1, still_s=6.0), own=replace(own, num_steps=0)) == (Kind.HUNG, (1,))
-    assert fault(seen(1, still_s=6.0, is_long=True), own=own) is None
-    assert fault(seen(1, still_s=4.0), own=own) is None
-    own = replace(own, still_s=5.0 * LONG_FACTOR)
-    is_long = seen(1, still_s=5.0 * LONG_FACTOR, is_long=True)
-    assert fault(is_long, own=own) == (Kind.HUNG, (1,))
+    own = beat(0, is_waiting=True, stalled_s=6.0, limit_s=5.0)
+    assert fault(seen(1, stalled_s=6.0), own=own) == (FailureKind.HUNG, (1,))
+    assert fault(seen(1, stalled_s=6.0), own=replace(own, num_steps=0)) == (
+        FailureKind.HUNG,
+        (1,),
+    )
+    assert fault(seen(1, stalled_s=6.0, is_long=True), own=own) is None
+    assert fault(seen(1, stalled_s=4.0), own=own) is None
+    own = replace(own, stalled_s=5.0 * LONG_FACTOR)
+    is_long = seen(1, stalled_s=5.0 * LONG_FACTOR, is_long=True)
+    assert fault(is_long, own=own) == (FailureKind.HUNG, (1,))
 
 
 def test_a_peer_that_has_seen_slower_steps_is_believed() -> None:
-    slow = seen(2, is_waiting=True, still_s=LONGER_S, patience_s=60.0)
-    assert fault(seen(1, still_s=LONGER_S), slow) is None
+    slow = seen(2, is_waiting=True, stalled_s=LONGER_S, timeout_s=60.0)
+    assert fault(seen(1, stalled_s=LONGER_S), slow) is None
 
 
 def test_a_rank_at_work_is_not_accused_and_protects_the_others() -> None:
-    waits = seen(2, is_waiting=True, still_s=LONG_S)
+    waits = seen(2, is_waiting=True, stalled_s=LONG_S)
     for at_work in (
-        seen(1, still_s=PATIENCE_S - 1),
-        seen(1, still_s=LONG_S - 2, is_long=True),
-        seen(1, is_waiting=True, still_s=1.0),  # it made progress a moment ago
+        seen(1, stalled_s=PATIENCE_S - 1),
+        seen(1, stalled_s=LONG_S - 2, is_long=True),
+        seen(1, is_waiting=True, stalled_s=1.0),  # it made progress a moment ago
     ):
-        own = beat(0, is_waiting=True, still_s=LONG_S)
+        own = beat(0, is_waiting=True, stalled_s=LONG_S)
         assert fault(at_work, waits, own=own) is None
-    assert fault(seen(1, still_s=LONG_S, is_long=True), waits) == (Kind.HUNG, (1,))
+    assert fault(seen(1, stalled_s=LONG_S, is_long=True), waits) == (FailureKind.HUNG, (1,))
 
 
 def test_in_a_long_phase_signs_may_be_missing_unless_the_process_is_stopped() -> None:
     busy = {"silent_s": LONGER_S, "is_long": True}
     assert fault(seen(1, **busy)) is None  # it may hold the interpreter's lock
     stopped = seen(1, **busy, process=ProcessState.STOPPED)
-    assert fault(stopped) == (Kind.SILENT, (1,))
-    own = replace(WAITING, still_s=LONG_S)
-    assert fault(seen(1, silent_s=LONG_S, is_long=True), own=own) == (Kind.SILENT, (1,))
+    assert fault(stopped) == (FailureKind.SILENT, (1,))
+    own = replace(WAITING, stalled_s=LONG_S)
+    assert fault(seen(1, silent_s=LONG_S, is_long=True), own=own) == (FailureKind.SILENT, (1,))
 
 
 def test_a_host_that_does_not_answer_has_no_longer_patience_in_a_long_phase() -> None:
     """As where the last sign came out of ``checkpoint.save``."""
     cut = seen(1, silent_s=LONGER_S, is_long=True, process=ProcessState.CUT)
-    assert fault(cut) == (Kind.SILENT, (1,))
+    assert fault(cut) == (FailureKind.SILENT, (1,))
     assert fault(replace(cut, process=ProcessState.UNKNOWN)) is None
     assert fault(replace(cut, silent_s=PATIENCE_S - 1)) is None
 
@@ -213,10 +218,10 @@ def test_silent_connections_take_few_files_and_not_for_long(
 
 
 def test_a_process_that_is_gone_is_named_soon() -> None:
-    own = replace(WAITING, still_s=SECONDS_FOR_THE_GONE)
+    own = replace(WAITING, stalled_s=SECONDS_FOR_THE_GONE)
     gone = seen(1, process=ProcessState.GONE, silent_s=SILENCE_OF_THE_GONE_S)
-    assert fault(gone, own=own) == (Kind.GONE, (1,))
-    assert fault(gone, own=replace(own, still_s=SECONDS_FOR_THE_GONE - 1)) is None
+    assert fault(gone, own=own) == (FailureKind.GONE, (1,))
+    assert fault(gone, own=replace(own, stalled_s=SECONDS_FOR_THE_GONE - 1)) is None
     # Its last sign, which may say that it leaves, has perhaps not been read.
     assert fault(seen(1, process=ProcessState.GONE), own=own) is None
     # In another container its number says nothing: it gives signs.
@@ -304,20 +309,20 @@ def test_a_stopped_process_has_no_longer_patience_before_the_first_step() -> Non
     own = replace(WAITING, num_steps=0)
     assert fault(seen(1, silent_s=LONGER_S), own=own) is None  # it may be starting
     stopped = seen(1, silent_s=LONGER_S, process=ProcessState.STOPPED)
-    assert fault(stopped, own=own) == (Kind.SILENT, (1,))
+    assert fault(stopped, own=own) == (FailureKind.SILENT, (1,))
 
 
 def test_a_process_in_a_debugger_is_never_accused() -> None:
-    own = replace(WAITING, still_s=LONG_S)
+    own = replace(WAITING, stalled_s=LONG_S)
     for traced in (
         seen(1, silent_s=LONG_S, process=ProcessState.TRACED),
-        seen(1, still_s=LONG_S, is_debugged=True),
+        seen(1, stalled_s=LONG_S, is_debugged=True),
     ):
-        assert fault(traced, seen(2, is_waiting=True, still_s=LONG_S), own=own) is None
+        assert fault(traced, seen(2, is_waiting=True, stalled_s=LONG_S), own=own) is None
 
 
 def test_one_line_says_who_waits_for_whom_and_in_what() -> None:
-    own = replace(WAITING, still_s=20.0)
+    own = replace(WAITING, stalled_s=20.0)
     stopped = seen(1, silent_s=19.0, is_waiting=True, process=ProcessState.STOPPED)
     busy = seen(2, doing="loading the next batch")
     said = standstill(own, {1: stopped, 2: busy, 3: seen(3, is_waiting=True)})
@@ -337,8 +342,8 @@ def test_a_wait_is_told_of_after_a_third_of_the_patience(
     said: list[str] = []
     monkeypatch.setattr(watch, "_say", said.append)
     one = SimpleNamespace(_has_warned=False, _num_reads=1, _seen={}, _rank=0)
-    for still_s, num_said in ((19.0, 0), (59.0, 0), (60.0, 1), (70.0, 1)):
-        own = replace(WAITING, still_s=still_s, patience_s=180.0)
+    for stalled_s, num_said in ((19.0, 0), (59.0, 0), (60.0, 1), (70.0, 1)):
+        own = replace(WAITING, stalled_s=stalled_s, timeout_s=180.0)
         watch.Watch._warn_of_standstill(one, own)  # type: ignore[arg-type]
         assert len(said) == num_said
 
@@ -351,7 +356,7 @@ def test_where_steps_are_long_the_patience_is_five_of_the_slowest(
     found = []
     for num_steps, passed_s in ((1, 60.0), (2, 4.0), (3, 10.0), (4, 1.0)):
         monkeypatch.setattr(progress, "num_steps", before + num_steps)
-        found.append(own.look(passed_s, 15.0).patience_s)
+        found.append(own.look(passed_s, 15.0).timeout_s)
     assert found == [15.0, 20.0, 50.0, 50.0]  # the first step contains the set-up
 
 
@@ -410,15 +415,15 @@ def test_a_launcher_is_found_behind_a_shell(tmp_path: Path) -> None:
 
 def test_a_program_that_has_ended_is_accused_only_if_nobody_is_at_work() -> None:
     left = seen(1, has_left=True, process=ProcessState.GONE)
-    assert fault(left) == (Kind.GONE, (1,))
+    assert fault(left) == (FailureKind.GONE, (1,))
     assert fault(left, seen(2)) is None
 
 
 def test_ranks_that_all_wait_are_all_shown_after_twice_the_patience() -> None:
-    peers = [seen(rank, is_waiting=True, still_s=LONG_S) for rank in (1, 2)]
+    peers = [seen(rank, is_waiting=True, stalled_s=LONG_S) for rank in (1, 2)]
     assert fault(*peers) is None
-    own = replace(WAITING, still_s=MUTUAL_FACTOR * PATIENCE_S)
-    assert fault(*peers, own=own) == (Kind.HUNG, ())
+    own = replace(WAITING, stalled_s=MUTUAL_FACTOR * PATIENCE_S)
+    assert fault(*peers, own=own) == (FailureKind.HUNG, ())
 
 
 def test_a_store_that_does_not_answer_is_named_with_the_rank_that_holds_it() -> None:
@@ -432,22 +437,22 @@ def test_a_store_that_does_not_answer_is_named_with_the_rank_that_holds_it() -> 
 
 
 @pytest.mark.parametrize(
-    ("still_s", "has_ended", "is_busy"),
+    ("stalled_s", "has_ended", "is_busy"),
     [(100.0, False, False), (200.0, False, True), (200.0, True, False)],
 )
 def test_a_host_that_waits_for_its_accelerator_waits_for_others(
-    monkeypatch: pytest.MonkeyPatch, still_s: float, has_ended: bool, is_busy: bool
+    monkeypatch: pytest.MonkeyPatch, stalled_s: float, has_ended: bool, is_busy: bool
 ) -> None:
     stream = SimpleNamespace(query=lambda: has_ended)
     module = SimpleNamespace(current_stream=lambda device: stream)
     monkeypatch.setattr(devices, "module_of", lambda device: module)
     monkeypatch.setattr("shardhet.comm.liveness.heartbeat.local_device_spec", str)
     rank = OwnRank(0, torch.device("cuda", 0))
-    rank.still_s = still_s
-    assert rank._device_is_busy(patience_s=300.0) is is_busy
+    rank.stalled_s = stalled_s
+    assert rank._device_is_busy(timeout_s=300.0) is is_busy
     on_host = OwnRank(0, torch.device("cpu"))
-    on_host.still_s = still_s
-    assert not on_host._device_is_busy(patience_s=300.0)
+    on_host.stalled_s = stalled_s
+    assert not on_host._device_is_busy(timeout_s=300.0)
 
 
 WAITS = "def wait(fifo):\n    return fifo.read_text()\n"

@@ -42,7 +42,7 @@ from shardhet.models.pretrained import (
     language_loss,
 )
 from shardhet.profiler.describe import describe
-from shardhet.profiler.sketch import sketch_model
+from shardhet.profiler.model_spec import trace_model
 from tests.parity import Batch, Course, Problem, check_parity
 from tests.programs import SHARDHET, run
 from tests.selection import one_in, only
@@ -128,7 +128,7 @@ def test_any_language_model_is_counted_from_its_configuration(
     assert folder.objective is OBJECTIVES.get(kind, Objective.NEXT_TOKEN)
     module = folder.on_meta(dtype=torch.float32)
     called = LanguageModel(folder.objective)
-    sketch = sketch_model(called.trained(module, vocab_size=VOCAB_SIZE, seq_len=SEQ_LEN))
+    sketch = trace_model(called.trained(module, vocab_size=VOCAB_SIZE, seq_len=SEQ_LEN))
     assert sketch.goes_on == (kind == "gemma2")  # which caps its logits
     assert sketch.times_loss
     workload = HfConf(path=str(folder.path)).to_workload(

@@ -14,9 +14,9 @@ from shardhet import HetFSDP, Plan, Stage
 from shardhet.comm.channel import Channel
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.stages.exchange import StageExchange
-from shardhet.fsdp.step.turn_walk import RUNS, TurnWalk
+from shardhet.fsdp.step.schedule_executor import RUNS, ScheduleExecutor
 from shardhet.models.decoder import Decoder
-from shardhet.records.ops import Handover, Op, OpKind, ops_of
+from shardhet.records.ops import Op, OpKind, StageTransfer, ops_of
 from shardhet.records.schedule import LaunchKind, Phase, RoundPhase, Schedule
 from tests.emulated.accelerator import Accelerator
 from tests.small_models import small_decoder
@@ -100,18 +100,18 @@ def recorded(model: HetFSDP, found: Recording) -> Iterator[None]:
 
         return mock.patch.object(owner, name, call)
 
-    def turn(walk: TurnWalk) -> None:
+    def turn(walk: ScheduleExecutor) -> None:
         found.schedule = walk.schedule
         now = walk.schedule.turns[walk.cursor]
         found.add(now.phase, walk._units[now.unit].fqn)
 
     def message(exchange: StageExchange, op: Op) -> None:
-        found.add(op.kind, op.handover)
+        found.add(op.kind, op.stage_transfer)
 
     def take(exchange: StageExchange, of: RoundPhase) -> None:
-        cut = Handover.to(exchange._stage, of).stage
+        cut = StageTransfer.to(exchange._stage, of).stage
         if 0 <= cut < len(model.plan.groups) - 1:
-            found.arriving.append((OpKind.RECV, Handover(of, cut)))
+            found.arriving.append((OpKind.RECV, StageTransfer(of, cut)))
 
     def meet(*_: Any) -> None:
         met = ((OpKind.AGREE, ""), [])
@@ -131,7 +131,7 @@ def recorded(model: HetFSDP, found: Recording) -> Iterator[None]:
 
     with ExitStack() as stack:
         for patch in (
-            around(TurnWalk, "begin_turn", turn, after=True),
+            around(ScheduleExecutor, "begin_turn", turn, after=True),
             around(StageExchange, "hand_over", message),
             around(StageExchange, "take", take),
             around(Channel, "exchange", meet),
@@ -159,7 +159,7 @@ def listed(model: HetFSDP, schedule: Schedule, *, in_one_order: bool) -> Step:
 
     def name(op: Op) -> Name:
         fqn = "" if op.unit < 0 else runtime.units[op.unit].fqn
-        return op.kind, fqn if op.handover is None else op.handover
+        return op.kind, fqn if op.stage_transfer is None else op.stage_transfer
 
     found: Step = []
     waited: list[Name] = []

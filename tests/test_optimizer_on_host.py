@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from shardhet import Cluster, DeviceSpec, HetFSDP, Plan, Profile, redistribute
 from shardhet.checkpoint import load, save
-from shardhet.comm.lanes import CopyLane
+from shardhet.comm.copy_streams import CopyStream
 from shardhet.fsdp.params import host_step
-from shardhet.fsdp.params.row_group import RowGroup
+from shardhet.fsdp.params.row_group import ShardGroup
 from shardhet.fsdp.sharding import comm
 from shardhet.models.decoder import Decoder, DecoderConfig
-from shardhet.planner import Demands, solve
+from shardhet.planner import Constraints, solve
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.profiler.batch import ExampleBatch
@@ -48,7 +48,7 @@ def _writes_after_forward(rank: int, waits: bool) -> None:
     with Accelerator().installed() as accelerator:
         plan = Plan.by_hand(microbatch_sizes=[2, 2], optimizer_on_host=[True, False])
         model = HetFSDP(Linear(), plan, units=[nn.Linear], device=accelerator.device)
-        patch = nullcontext() if waits else mock.patch.object(CopyLane, "wait_all")
+        patch = nullcontext() if waits else mock.patch.object(CopyStream, "wait_all")
         with torch.no_grad(), patch:
             for _ in range(2):  # in the first the host waits for a probe
                 model(torch.randn(2, 8).to(accelerator.device))
@@ -148,7 +148,7 @@ def trained(
 
 def _unscales_on_the_host(rank: int, waits: bool) -> None:
     """The scale comes from the device, in a copy that GradScaler does not wait for."""
-    patch = nullcontext() if waits else mock.patch.object(RowGroup, "wait_for_device")
+    patch = nullcontext() if waits else mock.patch.object(ShardGroup, "wait_for_device")
     with Accelerator().installed() as accelerator, patch:
         torch.manual_seed(0)
         plan = Plan.by_hand(microbatch_sizes=[2, 2], optimizer_on_host=[True, False])
@@ -396,7 +396,7 @@ def test_optimizers_of_a_node_share_its_memory_and_its_speed() -> None:
 COPIED = Workload.transformer(
     num_layers=4, width=64, num_heads=2, seq_len=32, vocab_size=128, hidden_width=128
 )
-ON_HOST = Demands(may_keep_optimizer_on_host=True, max_rounds=1)
+ON_HOST = Constraints(may_keep_optimizer_on_host=True, max_rounds=1)
 
 
 def setting_of(nodes: tuple[Node, ...], profiles: Sequence[DeviceProfile]) -> Setting:
@@ -423,7 +423,7 @@ def test_compute_hides_no_more_copies_than_it_lasts(
         profiles.append(replace(profile, optimizer_seconds_per_element=pace))
     node = Node(host="a", devices=tuple(devices), host_bytes_per_s=1e9)
     setting = setting_of((node,), profiles)
-    found = solve(setting, global_batch_size=8, demands=ON_HOST)
+    found = solve(setting, global_batch_size=8, constraints=ON_HOST)
     assert found.plan.ranks[0].optimizer_on_host
     assert found.predicted.step_time_s <= 1.01 * found.lower_bound_s
     assert found.predicted.step_time_s == pytest.approx(step_time_s, rel=5e-3)

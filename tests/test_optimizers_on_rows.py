@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from shardhet import Plan
-from shardhet.fsdp.params.optimizer_gate import ELEMENT_WISE, ROWS
+from shardhet.fsdp.params.optimizer_check import ELEMENT_WISE, ROWS
 from tests.checkpoint_cases import with_gradients
 from tests.edge_plans import ALONE, UNEVEN, every_plan
 from tests.ordinary import Pair

@@ -160,7 +160,7 @@ def _measure(rank: int, plan: Plan, setting: Setting) -> Measured:
 
 def _ideal_s(model: HetFSDP, mine: int, side_s: float) -> float:
     """The longest of compute and transfers in every turn, and the two that nothing hides."""
-    schedule = model._runtime.walk.schedule
+    schedule = model._runtime.executor.schedule
     ops = ops_of(schedule)
     each_s = side_s / sum(isinstance(op.kind, LaunchKind) for op in ops)
     plan = model.plan.ranks[model.position]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardhet.planner import Demands, DeviceLimits, PlanError, solve
+from shardhet.planner import Constraints, DeviceLimits, PlanError, solve
 from shardhet.planner.owners import OwnersProblem, assigned
 from shardhet.planner.stages.find import find_pipeline
 from shardhet.pricing.matrices import Matrices, matrices_s, operations, trained_matrices
@@ -125,9 +125,9 @@ def test_plans_fit_with_owners_that_prediction_and_runtime_agree_on(first: int) 
     for seed in range(first, first + 5):
         cluster, profile, batch = random_case(seed)
         setting = Setting(cluster, WORKLOAD, profile)
-        demands = Demands(max_rounds=1, whole_matrices=EVERY_BLOCK)
+        demands = Constraints(max_rounds=1, whole_matrices=EVERY_BLOCK)
         try:
-            solution = solve(setting, global_batch_size=batch, demands=demands)
+            solution = solve(setting, global_batch_size=batch, constraints=demands)
         except PlanError:
             continue
         num_fitting += 1
@@ -162,13 +162,13 @@ def test_owners_of_another_model_are_refused() -> None:
 
 def test_stages_have_owners_that_prediction_agrees_on() -> None:
     setting = derived(cluster_of(CARDS[:1] * 2, CARDS[2:]))
-    demands = Demands(whole_matrices=EVERY_BLOCK, may_keep_inputs_on_host=True)
+    demands = Constraints(whole_matrices=EVERY_BLOCK, may_keep_inputs_on_host=True)
     found = find_pipeline(
         setting,
         global_batch_size=8,
         smaller=partial(part_of, setting),
         max_stages=2,
-        demands=demands,
+        constraints=demands,
         needs_all=True,
     )
     assert found is not None
@@ -196,9 +196,9 @@ def test_stages_have_owners_that_prediction_agrees_on() -> None:
 )
 def test_what_owners_are_not_chosen_with_is_refused(asked: dict[str, Any], said: str) -> None:
     cluster, profile, batch = random_case(3)
-    demands = Demands(whole_matrices=EVERY_BLOCK, **asked)
+    demands = Constraints(whole_matrices=EVERY_BLOCK, **asked)
     with pytest.raises(ValueError, match=f"together with {said} is not planned for"):
-        solve(Setting(cluster, WORKLOAD, profile), global_batch_size=batch, demands=demands)
+        solve(Setting(cluster, WORKLOAD, profile), global_batch_size=batch, constraints=demands)
 
 
 def test_owners_keep_limits_and_batches_make_room_for_them() -> None:
@@ -206,8 +206,8 @@ def test_owners_keep_limits_and_batches_make_room_for_them() -> None:
     cluster, profile, batch = random_case(3)
     setting = Setting(cluster, WORKLOAD, profile)
     limits = {0: DeviceLimits(max_state_share=0.1, rank_batch_size=2)}
-    demands = Demands(whole_matrices=EVERY_BLOCK, limits=limits)
-    solution = solve(setting, global_batch_size=batch, demands=demands)
+    demands = Constraints(whole_matrices=EVERY_BLOCK, limits=limits)
+    solution = solve(setting, global_batch_size=batch, constraints=demands)
     first = solution.plan.ranks[0]
     assert solution.fits
     assert first.rank_batch_size * solution.plan.num_rounds == 2

@@ -29,7 +29,7 @@ WIDTH = 16
 @contextmanager
 def noting_what_is_let_go() -> Iterator[list[str]]:
     """Yields who let go of a collective while its receives or sends were not waited for."""
-    let_go: list[str] = []
+    drain: list[str] = []
     init = Pending.__init__
 
     def noting_init(self: Any, **given: Any) -> None:
@@ -42,13 +42,13 @@ def noting_what_is_let_go() -> Iterator[list[str]]:
 
     def noting_del(self: Any) -> None:
         if self._receiving or self._sending or self._finish is not None:
-            let_go.append(" ".join(self.launched_by))
+            drain.append(" ".join(self.launched_by))
 
     with (
         mock.patch.object(Pending, "__init__", noting_init),
         mock.patch.object(Pending, "__del__", noting_del, create=True),
     ):
-        yield let_go
+        yield drain
         gc.collect()
 
 
@@ -81,8 +81,11 @@ class _Net:
         self.optimizer.zero_grad()
 
 
-def _everything(rank: int, is_apart: bool) -> list[str]:
-    with on_different_hosts() if is_apart else nullcontext(), noting_what_is_let_go() as let_go:
+def _everything(rank: int, is_independent: bool) -> list[str]:
+    with (
+        on_different_hosts() if is_independent else nullcontext(),
+        noting_what_is_let_go() as drain,
+    ):
         net = _Net(rank)
         net.model.get_parameter("2.weight").register_hook(lambda grad: grad * 2)
         net.step()
@@ -100,13 +103,13 @@ def _everything(rank: int, is_apart: bool) -> list[str]:
         net.check()
         redistribute(net.model, net.optimizer, NEXT_PLAN)
         net.step()
-    return let_go
+    return drain
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("is_apart", [True, False], ids=["gloo", "shared memory"])
-def test_nothing_is_let_go_that_is_in_flight(is_apart: bool) -> None:
-    assert run_ranks(_everything, 3, is_apart) == [[]] * 3
+@pytest.mark.parametrize("is_independent", [True, False], ids=["gloo", "shared memory"])
+def test_nothing_is_let_go_that_is_in_flight(is_independent: bool) -> None:
+    assert run_ranks(_everything, 3, is_independent) == [[]] * 3
 
 
 @on_ranks(3)
@@ -135,7 +138,7 @@ def test_a_step_of_stages_leaves_nothing_in_flight(rank: int) -> None:
 
 
 def _connects(rank: int) -> list[str]:
-    with Accelerator().installed() as accelerator, noting_what_is_let_go() as let_go:
+    with Accelerator().installed() as accelerator, noting_what_is_let_go() as drain:
         made = Communicators.over(default_group(None), accelerator.device)
         gather, _, control = made.channels((0, 1, 2), rank)
         among_computing(gather, (0, 1, 1), control=control, device=accelerator.device)
@@ -144,7 +147,7 @@ def _connects(rank: int) -> list[str]:
         batch = batch_of(STAGES.global_batch_size)
         model.forward_backward(*(each[mine].to(accelerator.device) for each in batch))
     # What stages hand over in a step is let go in the order of its stream.
-    return [each for each in let_go if "handover.py" not in each]
+    return [each for each in drain if "handover.py" not in each]
 
 
 @pytest.mark.campaign  # steps stay

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardhet import HetFSDP, Plan, Stage, gather_features
-from shardhet.fsdp.stages.calls import Absent
+from shardhet.fsdp.stages.calls import MetaPlaceholder
 from shardhet.models.decoder import Decoder
 from shardhet.training.dealing.batches import Share
 from tests.beside import Beside, is_exact
@@ -268,15 +268,15 @@ def test_what_reaches_a_later_stage_is_handed_over(way: str, numbers: list[int])
 
 
 def test_an_absent_tensor_has_a_shape_and_no_value() -> None:
-    absent = Absent.like(torch.empty(2, 3, device="meta"), torch.device("cpu"))
+    absent = MetaPlaceholder.like(torch.empty(2, 3, device="meta"), torch.device("cpu"))
     param = nn.Parameter(torch.ones(3))
     made = nn.functional.layer_norm(absent * param, (3,), param)[:, 1:]
-    assert isinstance(made, Absent)
+    assert isinstance(made, MetaPlaceholder)
     assert made.shape == (2, 2)
     assert made.device.type == "cpu"
     ones = absent.new_ones(2) + torch.ones_like(absent)[:, 0]
     assert ones.tolist() == [2, 2]
-    assert isinstance(torch.cat([absent, torch.ones(1, 3)]), Absent)
+    assert isinstance(torch.cat([absent, torch.ones(1, 3)]), MetaPlaceholder)
     for use in (
         lambda: absent.sum().item(),
         lambda: bool((absent > 0).all()),

@@ -13,9 +13,9 @@ import pytest
 from torch import Tensor
 
 from shardhet import Plan
-from shardhet.comm.lanes import Copy, CopyLane
+from shardhet.comm.copy_streams import Copy, CopyStream
 from shardhet.fsdp.microbatch.host_inputs import HostInput
-from shardhet.fsdp.sharding.residence import GradientOnHost, RowsOnHost
+from shardhet.fsdp.sharding.persistence import GradientOnHost, RowsOnHost
 from tests.emulated.clocks import Event
 from tests.parity import check_parity
 from tests.patchwork import Case, draw_case, draw_rounds
@@ -71,7 +71,7 @@ def in_tiles(case: Case) -> Case:
         case,
         plan=replace(case.plan, ranks=tuple(ranks)),
         shape=replace(case.shape, dropout=0.0),
-        course=replace(case.course, has_dropout=False),
+        resume_facts=replace(case.resume_facts, has_dropout=False),
     )
 
 
@@ -112,7 +112,7 @@ def check_block(
 
 
 def check_on_hosts(rank: int, case: Case) -> None:
-    check_parity(rank, case.problem, case.plan, case.course)
+    check_parity(rank, case.problem, case.plan, case.resume_facts)
 
 
 @pytest.mark.sampled(4)
@@ -156,9 +156,9 @@ def _drop_input_at_once(each: HostInput, _comm: Any) -> None:
 
 
 def _launch_at_once() -> Any:
-    launch = CopyLane.launch
+    launch = CopyStream.launch
 
-    def launch_at_once(lane: CopyLane, make: Any, *, after: Any, **others: Any) -> Copy:
+    def launch_at_once(lane: CopyStream, make: Any, *, after: Any, **others: Any) -> Copy:
         at_once = Event(after._host) if isinstance(after, Event) else after
         return launch(lane, make, after=at_once, **others)  # type: ignore[no-any-return]
 
@@ -169,11 +169,11 @@ def _launch_at_once() -> Any:
 WAITS: dict[tuple[str, str], tuple[type, str, Callable[[], Any]]] = {
     ("optimizer", "gather"): (RowsOnHost, "wait_on", mock.MagicMock),
     ("optimizer", "host"): (GradientOnHost, "_wait", mock.MagicMock),
-    ("optimizer", "reduce stream"): (CopyLane, "hold", lambda: _drop_copy_at_once),
-    ("optimizer", "copies"): (CopyLane, "launch", _launch_at_once),
+    ("optimizer", "reduce stream"): (CopyStream, "hold", lambda: _drop_copy_at_once),
+    ("optimizer", "copies"): (CopyStream, "launch", _launch_at_once),
     ("inputs", "compute for the copy in"): (HostInput, "on_device", lambda: _on_device_at_once),
     ("inputs", "compute for the copy out"): (HostInput, "drop", lambda: _drop_input_at_once),
-    ("inputs", "copies for compute"): (CopyLane, "launch", _launch_at_once),
+    ("inputs", "copies for compute"): (CopyStream, "launch", _launch_at_once),
 }
 ON_DEVICE_ALONE = ("reduce stream", "copies", "copies for compute")
 

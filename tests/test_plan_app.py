@@ -13,7 +13,7 @@ from shardhet.apps.plan import DOOR
 from shardhet.apps.plan import main as plan_main
 from shardhet.apps.planning.inputs import load, read_request
 from shardhet.apps.planning.sentences import form_lines
-from shardhet.apps.planning.what_if import Asked, forms
+from shardhet.apps.planning.what_if import WhatIfQuery, forms
 from shardhet.apps.simulate import main as simulate_main
 from shardhet.config.compose import conf_dir
 from shardhet.config.models import DecoderConf, SampleShape
@@ -111,8 +111,8 @@ def test_hosts_whose_stated_memory_is_the_limit_are_told_what_they_lack(tmp_path
     request = read_request(DOOR, [f"cluster={path}", "model=llama_7b", "global_batch_size=4"])
     assert request is not None
     conf, inputs = load(DOOR, request, PlannerConf)
-    demands = conf.to_demands(inputs.setting.cluster.devices)
-    asked = Asked(conf=conf, inputs=inputs, demands=demands, best=None)
+    demands = conf.to_constraints(inputs.setting.cluster.devices)
+    asked = WhatIfQuery(conf=conf, inputs=inputs, constraints=demands, best=None)
     [larger] = [each for each in forms(asked) if each.change.startswith("more memory of hosts")]
     told = re.fullmatch(
         r"which keeps (\S+) GiB on a \(16.0 stated\) and (\S+) GiB on b \(8.0 stated\).",

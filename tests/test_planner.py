@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardhet.planner import Demands, DeviceLimits, PlanError, find_plan, solve
+from shardhet.planner import Constraints, DeviceLimits, PlanError, find_plan, solve
 from shardhet.planner.baselines import compute_only, even, memory_only
 from shardhet.planner.forms import BatchRounds
 from shardhet.planner.problem.problem import Group, Problem
@@ -75,20 +75,22 @@ def test_a_batch_that_does_not_fit_is_told_the_largest_that_does(
     """In the form that needs the least memory; two rounds keep gradients beside the second."""
     setting, _ = random_setting(3)
     budgets = dict.fromkeys(range(setting.cluster.world_size), int(0.45 * STATE_BYTES))
-    demands = Demands(max_rounds=max_rounds).with_budgets(budgets)
-    assert solve(setting, global_batch_size=largest, demands=demands).fits
+    demands = Constraints(max_rounds=max_rounds).with_budgets(budgets)
+    assert solve(setting, global_batch_size=largest, constraints=demands).fits
     for batch in (largest + 1, 3 * largest):
         said = f"batch of {batch} does not fit .* Lower global_batch_size to {largest},"
         with pytest.raises(PlanError, match=said):
-            solve(setting, global_batch_size=batch, demands=demands)
+            solve(setting, global_batch_size=batch, constraints=demands)
 
 
 def test_where_no_sample_fits_beside_the_state_what_it_leaves_is_told() -> None:
     setting, batch = random_setting(2)
     budget = int(1.1 * STATE_BYTES / setting.cluster.world_size)
-    demands = Demands().with_budgets(dict.fromkeys(range(setting.cluster.world_size), budget))
+    demands = Constraints().with_budgets(
+        dict.fromkeys(range(setting.cluster.world_size), budget)
+    )
     with pytest.raises(PlanError, match="no single sample beside it") as raised:
-        solve(setting, global_batch_size=batch, demands=demands)
+        solve(setting, global_batch_size=batch, constraints=demands)
     figures = [float(each) for each in re.findall(r"([\d.]+) GiB", str(raised.value))]
     needed, of, left, with_copies, state = figures
     assert of == pytest.approx(budget / 2**30, rel=1e-2)
@@ -100,15 +102,15 @@ def test_where_no_sample_fits_beside_the_state_what_it_leaves_is_told() -> None:
 @pytest.mark.parametrize("batch", [6, 7])
 def test_even_batches_are_even_over_all_rounds_where_they_can_be(batch: int) -> None:
     setting, _ = random_setting(12)
-    even_ones = Demands(has_even_batches=True)
+    even_ones = Constraints(has_even_batches=True)
     assert setting.cluster.world_size == 3
-    best = solve(setting, global_batch_size=batch, demands=even_ones)
+    best = solve(setting, global_batch_size=batch, constraints=even_ones)
     for number in range(1, batch + 1):
         gathers = {"reshard_after_forward": False, "reshard_after_backward": False}
         form = StepForm(num_rounds=number, **gathers)
         demands = replace(even_ones, form=form)
         try:
-            plan = solve(setting, global_batch_size=batch, demands=demands)
+            plan = solve(setting, global_batch_size=batch, constraints=demands)
         except PlanError:
             continue
         totals = [sum(plan.plan.ranks[i].microbatch_sizes) for i in range(3)]
@@ -169,7 +171,7 @@ def test_demands_on_single_devices_are_met() -> None:
         0: DeviceLimits(rank_batch_size=2, recomputes=True),
         1: DeviceLimits(memory_budget_bytes=budget, max_microbatch_size=1),
     }
-    solution = solve(setting, global_batch_size=batch, demands=Demands(limits=limits))
+    solution = solve(setting, global_batch_size=batch, constraints=Constraints(limits=limits))
     first, second = solution.plan.ranks[:2]
     assert first.rank_batch_size == 2
     assert first.recomputed_units == ("*",)

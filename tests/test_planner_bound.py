@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shardhet.planner import Demands, DeviceLimits, PlanError, PlanSolution, solve
+from shardhet.planner import Constraints, DeviceLimits, PlanError, PlanSolution, solve
 from shardhet.planner.idle import active_positions
 from shardhet.planner.stages.bound import together_on_kinds_s
 from shardhet.pricing.setting import Setting
@@ -11,16 +11,18 @@ from tests.selection import one_in
 from tests.test_planner import WORKLOAD, random_case
 
 
-def demanded(seed: int, world_size: int) -> Demands:
+def demanded(seed: int, world_size: int) -> Constraints:
     """Even state, one exact share, or exact shares of all devices."""
     rng = np.random.default_rng(seed)
     if seed % 3 == 0:
-        return Demands(has_even_state=True)
+        return Constraints(has_even_state=True)
     if seed % 3 == 1:
         share = float(rng.uniform(0, 0.5))
-        return Demands(limits={0: DeviceLimits(state_share=share)})
+        return Constraints(limits={0: DeviceLimits(state_share=share)})
     shares = rng.dirichlet(np.ones(world_size)).tolist()
-    return Demands(limits={i: DeviceLimits(state_share=each) for i, each in enumerate(shares)})
+    return Constraints(
+        limits={i: DeviceLimits(state_share=each) for i, each in enumerate(shares)}
+    )
 
 
 @pytest.mark.parametrize("seed", one_in(24, range(24)))
@@ -30,7 +32,7 @@ def test_no_bound_is_above_a_plan_that_fits(seed: int) -> None:
     setting = Setting(cluster, WORKLOAD, profile)
     demands = demanded(seed, cluster.world_size)
     try:
-        plan = solve(setting, global_batch_size=batch, demands=demands)
+        plan = solve(setting, global_batch_size=batch, constraints=demands)
     except PlanError:
         return
     if plan.plan.last_round_size is not None:
@@ -42,17 +44,17 @@ def test_no_bound_is_above_a_plan_that_fits(seed: int) -> None:
     assert plan.lower_bound_s >= 0.9 * plan.predicted.step_time_s
     # What is seen before candidates are listed rules out no step as long, but for ties.
     best_s = plan.predicted.step_time_s * (1 + 1e-4)
-    again = solve(setting, global_batch_size=batch, demands=demands, at_most_s=best_s)
+    again = solve(setting, global_batch_size=batch, constraints=demands, cutoff_s=best_s)
     assert again.predicted.step_time_s == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
 
 
-def bound_of(setting: Setting, batch: int, demands: Demands, other: PlanSolution) -> float:
+def bound_of(setting: Setting, batch: int, demands: Constraints, other: PlanSolution) -> float:
     """The bound on plans as the ``other``, whether one is found or not; no plan found is below.
 
     0 if in the plan that was found some devices are idle, and not those of the other.
     """
     try:
-        plan = solve(setting, global_batch_size=batch, demands=demands)
+        plan = solve(setting, global_batch_size=batch, constraints=demands)
     except PlanError as error:
         return error.lower_bound_s
     active = active_positions(plan)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardhet.planner import Demands, PlanError, solve
+from shardhet.planner import Constraints, PlanError, solve
 from shardhet.planner.candidates.candidates import TableBuilder
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, Node
@@ -44,7 +44,7 @@ def test_a_batch_that_is_too_large_is_refused_before_anything_is_listed(
 
     monkeypatch.setattr(TableBuilder, "table", listed)
     with pytest.raises(PlanError, match="plans are searched up to 131,072 on one device"):
-        solve(roomy(2), global_batch_size=10**7, demands=Demands(max_rounds=1))
+        solve(roomy(2), global_batch_size=10**7, constraints=Constraints(max_rounds=1))
 
 
 def test_what_would_take_minutes_is_refused_by_name() -> None:

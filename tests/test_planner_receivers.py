@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from experiments.planner.campaign import instance, row_of
-from shardhet.planner import Demands, PlanError, solve
+from shardhet.planner import Constraints, PlanError, solve
 from tests.selection import one_in
 
 
@@ -29,7 +29,7 @@ def test_optimizers_on_hosts_leave_room_for_shares() -> None:
     found = solve(
         replace(setting, cluster=cluster),
         global_batch_size=batch,
-        demands=Demands(may_keep_optimizer_on_host=True),
+        constraints=Constraints(may_keep_optimizer_on_host=True),
     )
     assert found.predicted.step_time_s == pytest.approx(19.517, rel=1e-3)
 
@@ -39,8 +39,8 @@ def test_optimizers_on_hosts_leave_room_for_shares() -> None:
 def test_a_plan_to_prefer_is_found_where_links_depend_on_shares(seed: int) -> None:
     setting, batch, demands, _, _ = instance(seed)
     try:
-        fastest = solve(setting, global_batch_size=batch, demands=demands)
+        fastest = solve(setting, global_batch_size=batch, constraints=demands)
     except PlanError:
         return
-    chosen = solve(setting, global_batch_size=batch, demands=demands, tolerance=5e-3)
+    chosen = solve(setting, global_batch_size=batch, constraints=demands, tolerance=5e-3)
     assert chosen.predicted.step_time_s <= 1.006 * fastest.predicted.step_time_s

@@ -42,12 +42,12 @@ def check_of_all(problem: Problem, found: Found) -> None:
     of_all = search(problem)
     assert of_all.value.objective_s == pytest.approx(found.value.objective_s, rel=1e-9)
     assert of_all.relative_gap <= 1e-9
-    least_s = of_all.value.objective_s
+    min_s = of_all.value.objective_s
     for choices in of_all.runners_up:
         value = problem.evaluate(choices)
         assert value is not None
-        assert value.objective_s >= least_s
-        least_s = value.objective_s
+        assert value.objective_s >= min_s
+        min_s = value.objective_s
 
 
 @pytest.mark.parametrize("differ", one_in(2, [False, True]))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardhet.apps.cli.plots import Lane, draw_timeline
+from shardhet.apps.cli.plots import TimelineTrack, draw_timeline
 from shardhet.apps.plot import main
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
@@ -53,7 +53,7 @@ def test_memory_in_pictures_has_the_unit_of_tables(monkeypatch: pytest.MonkeyPat
     seen: list[Any] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, _path: seen.append(figure))
     for budget, unit in ((2**26, "MiB"), (2**34, "GiB")):
-        lane = Lane(
+        lane = TimelineTrack(
             label="0 x", spans=[("agree", 0.0, 1.0)], memory_bytes=held, budget_bytes=budget
         )
         draw_timeline("a step", [lane], Path("unused.png"))

@@ -31,7 +31,7 @@ from shardhet.apps.run.run_log import RunLog
 from shardhet.apps.run.task import make_module
 from shardhet.comm.channel import progress
 from shardhet.config.checks import ConfigError
-from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.constraints import Constraints
 from shardhet.planner.stages.again import planned_again
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.records.cluster import Link, Node
@@ -268,7 +268,7 @@ def test_stages_take_the_devices_of_a_cluster_in_any_order() -> None:
     seconds = compute_seconds(plan, slower, places)
     assert seconds[1] == pytest.approx(2 * seconds[2])
     assert seconds[0] == pytest.approx(compute_seconds(plan, setting, places)[0])
-    anew = planned_again(plan, slower, places, stages=[1], demands=Demands())
+    anew = planned_again(plan, slower, places, stages=[1], constraints=Constraints())
     assert anew.ranks[0] == plan.ranks[0]
     batches = [rank.rank_batch_size for rank in anew.ranks]
     assert batches == [6, 2, 4]

@@ -18,7 +18,7 @@ from shardhet.checkpoint.replicas import replicas as replicas_module
 from shardhet.checkpoint.replicas.source import Version, choose, versions_in
 from shardhet.checkpoint.replicas.transfer import Copying
 from shardhet.comm.liveness.watch import watch_ranks
-from shardhet.records.stages import Nodes, carriers, keepers
+from shardhet.records.stages import Nodes, backup_positions, relays
 from tests.checkpoint_cases import (
     OPTIMIZERS,
     State,
@@ -86,9 +86,9 @@ def load_under(
 
 def test_rows_are_carried_by_a_computing_rank_of_the_node_if_there_is_one() -> None:
     nodes = Nodes.of(["a", "a", "b", "b", "b", "c"])
-    assert carriers(nodes, [True] * 6) == (0, 1, 2, 3, 4, 5)
-    assert carriers(nodes, [True, False, False, True, True, False]) == (0, 0, 3, 3, 4, 4)
-    assert carriers(nodes, [False, False, True, False, False, False]) == (2,) * 6
+    assert relays(nodes, [True] * 6) == (0, 1, 2, 3, 4, 5)
+    assert relays(nodes, [True, False, False, True, True, False]) == (0, 0, 3, 3, 4, 4)
+    assert relays(nodes, [False, False, True, False, False, False]) == (2,) * 6
 
 
 @pytest.mark.parametrize("seed", one_in(12, range(NUM_CASES)))
@@ -251,7 +251,7 @@ def test_keepers_are_on_other_nodes_and_level_what_nodes_hold() -> None:
         nodes = Nodes.of([str(rng.randint(0, 4)) for _ in range(size)])
         num_bytes = [rng.choice([0, 10, 1000, rng.randrange(10**6)]) for _ in range(size)]
         free = [10**9] * size
-        found = keepers(nodes, num_bytes, free)
+        found = backup_positions(nodes, num_bytes, free)
         if len(nodes) == 1:
             assert found == [None] * size
             continue

@@ -13,8 +13,8 @@ from experiments.resident.run import Adapted
 from shardhet import Cluster, Plan, Workload, find_plan
 from shardhet.apps.planning.sentences import form_lines
 from shardhet.models.decoder import Block, Decoder, DecoderConfig
-from shardhet.planner import Demands, solve
-from shardhet.planner.problem.demands import DeviceLimits
+from shardhet.planner import Constraints, solve
+from shardhet.planner.problem.constraints import DeviceLimits
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
 from shardhet.records.workload import UnitKind
@@ -70,10 +70,12 @@ def test_the_planner_keeps_what_the_smallest_computing_card_has_room_for() -> No
     each = {i: DeviceLimits(rank_batch_size=4) for i in range(2)}
     for part in (0.0, 0.45, 0.55, 4.0):
         here = setting([4 * GIB, SMALL * GIB + part * whole])
-        demands = Demands(max_rounds=1, limits=each)
-        solution = solve(here, global_batch_size=8, demands=demands)
+        demands = Constraints(max_rounds=1, limits=each)
+        solution = solve(here, global_batch_size=8, constraints=demands)
         without = solve(
-            here, global_batch_size=8, demands=replace(demands, may_keep_frozen_weights=False)
+            here,
+            global_batch_size=8,
+            constraints=replace(demands, may_keep_frozen_weights=False),
         )
         plan = solution.plan
         assert not without.plan.resident_units

@@ -219,7 +219,7 @@ def test_a_loss_that_is_not_finite_in_any_round_drops_the_whole_step(
         assert all(param.grad is None for param in both.model.parameters())
         runtime = both.model._runtime
         assert all(unit.state is UnitState.SHARDED for unit in runtime.all_units)
-        assert not runtime.walk._launched
+        assert not runtime.executor._launched
     both.step(*batch)
 
 
@@ -252,7 +252,7 @@ def test_rounds_are_dropped_on_demand(rank: int) -> None:
     both, batch = small(plan), tokens(plan.global_batch_size)
     model = both.model
     run_round(model, 0, *batch)
-    walk = model._runtime.walk
+    walk = model._runtime.executor
     in_flight = [unit for _, unit in walk._launched]
     assert in_flight
     with mock.patch.object(walk, "_wait", wraps=walk._wait) as wait:

@@ -6,7 +6,7 @@ from torch import nn
 
 from shardhet import HetFSDP, Plan
 from shardhet.fsdp.step.around import Visits
-from shardhet.fsdp.step.turn_walk import RUNS
+from shardhet.fsdp.step.schedule_executor import RUNS
 from shardhet.pricing.launches import PRICES
 from shardhet.pricing.setting import Setting
 from shardhet.records.schedule import PASSES

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardhet import HetFSDP, Plan
 from shardhet.comm import calls
-from shardhet.comm.calls import SWITCH, Gathering, Reduction
+from shardhet.comm.calls import SWITCH, AllGather, ReduceScatter
 from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import all_gather_uneven
 from shardhet.comm.devices import BufferPool
@@ -26,11 +26,16 @@ from shardhet.extras.shared_host.arena import (
     NUM_PLACES,
     READ,
     Arena,
-    Board,
     PeerArena,
+    SharedCounters,
     own_arena,
 )
-from shardhet.extras.shared_host.transport import CHUNK_BYTES, Neighbours, SharedHost, meet
+from shardhet.extras.shared_host.transport import (
+    CHUNK_BYTES,
+    SharedHost,
+    SharedMemoryGroup,
+    meet,
+)
 from tests import test_collectives, test_deaths
 from tests.drawn_steps import on_rank
 from tests.hosts import on_different_hosts
@@ -52,7 +57,7 @@ def shared_host() -> SharedHost:
     return met[0]
 
 
-def neighbours() -> Neighbours:
+def neighbours() -> SharedMemoryGroup:
     """What it speaks through."""
     return shared_host().neighbours
 
@@ -100,7 +105,7 @@ def test_long_shards_are_summed_chunk_by_chunk(rank: int) -> None:
     channel = Channel(dist.group.WORLD, seats, seats.index(rank), shared_host())
     full = torch.arange(3 * numel, dtype=torch.float64) * (rank + 1)
     output = torch.empty(numel, dtype=torch.float64)
-    summed = Reduction(output, full, [numel] * 3, channel, (0, 1, 2), BufferPool())
+    summed = ReduceScatter(output, full, [numel] * 3, channel, (0, 1, 2), BufferPool())
     pending = shared_host().reduce(summed)
     test_collectives.finish(pending)
     expected = torch.arange(3 * numel, dtype=torch.float64).split(numel)[channel.position] * 6
@@ -125,7 +130,7 @@ def test_more_collectives_than_places_may_be_under_way(rank: int) -> None:
     for shard in shards:
         output = torch.empty(8) if rank == 1 else None
         own = shard if rank == 0 else torch.empty(0)
-        pending = shared_host().gather(Gathering(output, own, (8, 0), channel, (1,)))
+        pending = shared_host().gather(AllGather(output, own, (8, 0), channel, (1,)))
         started.append((pending, output, shard))
     for pending, output, shard in started:
         test_collectives.finish(pending)
@@ -160,12 +165,12 @@ def refuse(*_: object) -> None:
 def ask_where_one_may_not(rank: int) -> bool:
     assert dist.group.WORLD is not None
     if rank != 1:
-        return Neighbours.meet(dist.group.WORLD) is None
+        return SharedMemoryGroup.meet(dist.group.WORLD) is None
     with (
         mock.patch("shardhet.extras.shared_host.arena._peers", {}),
         mock.patch("shardhet.extras.shared_host.arena.PeerArena", refuse),
     ):
-        return Neighbours.meet(dist.group.WORLD) is None
+        return SharedMemoryGroup.meet(dist.group.WORLD) is None
 
 
 def test_all_send_messages_where_one_may_not_read() -> None:
@@ -261,7 +266,7 @@ def test_a_forked_process_leaves_the_arena_alone(rank: int) -> None:
 
 def test_a_peer_that_says_its_last_word_and_ends_is_not_lost() -> None:
     words = torch.zeros(BOARD_WORDS, dtype=torch.int64)
-    board = Board(words, pid=2**22 + 1, patience_s=60.0)  # of no process
+    board = SharedCounters(words, pid=2**22 + 1, timeout_s=60.0)  # of no process
 
     def say_it(*_: object) -> bool:
         words[READ] = 5
@@ -276,7 +281,7 @@ def test_a_peer_that_says_its_last_word_and_ends_is_not_lost() -> None:
 
 def test_a_peer_that_lives_and_never_comes_is_waited_for_as_long_as_the_group_allows() -> None:
     words = torch.zeros(BOARD_WORDS, dtype=torch.int64)
-    board = Board(words, pid=os.getpid(), patience_s=0.2)
+    board = SharedCounters(words, pid=os.getpid(), timeout_s=0.2)
     start_s = time.monotonic()
     with pytest.raises(TimeoutError, match=rf"{os.getpid()}.* not come for 0.2 s"):
         board.wait_for(READ, 1)
@@ -291,7 +296,7 @@ def test_what_is_being_read_lives_until_it_has_been(rank: int) -> None:
     if rank == 1:
         time.sleep(0.3)
     own = torch.empty(0) if shard is None else shard
-    pending = shared_host().gather(Gathering(output, own, (1000, 0), channel, (1,)))
+    pending = shared_host().gather(AllGather(output, own, (1000, 0), channel, (1,)))
     del shard, own
     if rank == 0:
         del pending

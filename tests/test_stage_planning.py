@@ -16,12 +16,12 @@ from shardhet.apps.plan import DOOR as PLAN_DOOR
 from shardhet.apps.plan import main as plan_main
 from shardhet.apps.planning.inputs import load as plan_load
 from shardhet.apps.planning.inputs import read_request
-from shardhet.apps.planning.stages import Rivals, rival_lines, units_in_short
+from shardhet.apps.planning.stages import Alternatives, rival_lines, units_in_short
 from shardhet.apps.simulate import main as simulate_main
 from shardhet.config.planning import Inputs, PlannerConf
-from shardhet.planner import Demands, solve
-from shardhet.planner.find import NO_DEMANDS
-from shardhet.planner.problem.demands import DeviceLimits
+from shardhet.planner import Constraints, solve
+from shardhet.planner.find import NO_CONSTRAINTS
+from shardhet.planner.problem.constraints import DeviceLimits
 from shardhet.planner.stages.find import PipelineSearch, find_pipeline
 from shardhet.planner.stages.groups import Positions, Stages, orders_of_stages
 from shardhet.planner.stages.likely import FORMS, Trial
@@ -128,8 +128,8 @@ def test_a_step_is_no_shorter_than_any_stage_and_link(
     assert step_s >= num_rounds * max(link_s, back_s)
     rounds_s, onces_s = zip(*((each.round_s, each.once_s) for each in stages), strict=True)
     for held in (None, in_flight):
-        least_s = least_step_s(rounds_s, onces_s, (hops_s, backs_s), num_rounds, held, max)
-        assert step_s >= least_s - 1e-9
+        min_s = least_step_s(rounds_s, onces_s, (hops_s, backs_s), num_rounds, held, max)
+        assert step_s >= min_s - 1e-9
     assert min(fewer_s, alike_s) >= step_s - 1e-9
 
 
@@ -176,7 +176,7 @@ def test_of_few_devices_all_groups_are_listed() -> None:
     search = searched(derived(cluster), 4)
     assert search.plans.looks_of((4,)) == search.plans.looks_of((5,))
     limits = {5: DeviceLimits(memory_budget_bytes=2**30)}
-    search = PipelineSearch(search.setting, search.smaller, 4, Demands(limits=limits))
+    search = PipelineSearch(search.setting, search.smaller, 4, Constraints(limits=limits))
     assert search.plans.looks_of((4,)) != search.plans.looks_of((5,))
 
 
@@ -187,7 +187,7 @@ def test_of_few_devices_all_groups_are_listed() -> None:
 # waiting at both ends of a step decides; the expected cut is not the best; the best order is
 # expected to be the 34th or the 42nd; and a cut needs three rounds more in flight.
 @pytest.mark.parametrize(
-    ("seed", "at_most_s"),
+    ("seed", "cutoff_s"),
     [
         (2, 0.0131),
         (4, 0.0748),
@@ -204,13 +204,13 @@ def test_of_few_devices_all_groups_are_listed() -> None:
         ),
     ],
 )
-def test_what_trying_all_partitions_found_is_found(seed: int, at_most_s: float) -> None:
+def test_what_trying_all_partitions_found_is_found(seed: int, cutoff_s: float) -> None:
     instance = drawn(seed)
     found = find_pipeline(
         instance.setting, global_batch_size=instance.batch, smaller=instance.part
     )
     assert found is not None
-    assert found.step_time_s <= at_most_s
+    assert found.step_time_s <= cutoff_s
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_what_trying_all_partitions_found_is_found(seed: int, at_most_s: float) 
 def test_what_is_known_of_planned_stages_holds_for_others(seed: int) -> None:
     """Of fewer units and less in flight, where memory binds."""
     instance, random = drawn(seed), Random(seed)
-    search = PipelineSearch(instance.setting, instance.part, instance.batch, Demands())
+    search = PipelineSearch(instance.setting, instance.part, instance.batch, Constraints())
     groups = [
         (0,),
         *{each for stages in orders_of_stages(instance.cluster, 2) for each in stages},
@@ -241,10 +241,10 @@ def test_what_is_known_of_planned_stages_holds_for_others(seed: int) -> None:
     known = 0
     for each, first, stop, form, _ in stages:
         held = random.randint(1, 4)
-        least_s = search.plans.known_s(each, form, held)[first, stop]
+        min_s = search.plans.known_s(each, form, held)[first, stop]
         found = search.plans.solved(each, first, stop, form, held)
-        assert least_s <= (inf if found is None else found.times.round_s)
-        known += least_s > 0
+        assert min_s <= (inf if found is None else found.times.round_s)
+        known += min_s > 0
     assert known
 
 
@@ -257,7 +257,7 @@ def searched_with(
     in_host: float = 1e10,
     batch: int = 4,
     host_bytes: int | None = None,
-    demands: Demands = NO_DEMANDS,
+    demands: Constraints = NO_CONSTRAINTS,
 ) -> PipelineSearch:
     """The search for hosts of T4s with so many bytes each."""
     link = Link(latency_s=1e-5, bandwidth_bytes_per_s=in_host)
@@ -296,7 +296,7 @@ def test_no_bound_rejects_a_pipeline_of_slow_stages() -> None:
     found = best_of_rest(search, pipelines, 0.3, 1e-3)
     assert found.best is not None
     seconds, trial, _ = found.best
-    assert search.expected.least_s(stages, trial) <= seconds < 0.221
+    assert search.expected.min_s(stages, trial) <= seconds < 0.221
 
 
 def test_two_rounds_may_fit_where_four_do_not() -> None:
@@ -387,12 +387,12 @@ def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
     assert found is not None
     assert found.lower_bound_s <= best_s * (1 + 1e-9)
     assert found.step_time_s <= best_s * 1.01
-    least_s = min(
-        search.expected.least_s(stages, trial)
+    min_s = min(
+        search.expected.min_s(stages, trial)
         for stages in orders_of_stages(setting.cluster, 3)
         for trial in all_trials(search, stages)
     )
-    assert least_s <= best_s * (1 + 1e-9)
+    assert min_s <= best_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -422,7 +422,7 @@ def searched(setting: Setting, batch: int) -> PipelineSearch:
     def smaller(positions: Positions) -> Setting:
         return derived(setting.cluster.only(positions))
 
-    return PipelineSearch(setting, smaller, batch, Demands())
+    return PipelineSearch(setting, smaller, batch, Constraints())
 
 
 def test_no_plan_without_stages_beats_the_bound_either() -> None:
@@ -439,8 +439,8 @@ def test_the_bound_holds_for_stages_that_are_faster_than_the_whole() -> None:
     search = searched(setting, 64)
     halves = (0, 1, 2, 3), (4, 5, 6, 7)
     trials = all_trials(search, halves)
-    least_s = min(search.expected.least_s(halves, each) for each in trials)
-    assert search.speeds.least_of_any_s() <= least_s
+    min_s = min(search.expected.min_s(halves, each) for each in trials)
+    assert search.speeds.least_of_any_s() <= min_s
 
 
 def seconds_beside_collectives(rank: RankTimeline, timeline: Timeline) -> float:
@@ -493,9 +493,9 @@ def test_a_plan_for_other_devices_is_not_priced() -> None:
 def test_what_is_told_beside_stages_is_of_their_memory_and_of_plans_without_them(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    shown: list[Rivals] = []
+    shown: list[Alternatives] = []
 
-    def lines(found: PipelineSolution, rivals: Rivals, inputs: Inputs) -> Iterator[str]:
+    def lines(found: PipelineSolution, rivals: Alternatives, inputs: Inputs) -> Iterator[str]:
         shown.append(rivals)
         return rival_lines(found, rivals, inputs)
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardhet.pricing.cost import CostModel
-from shardhet.records.ops import Handover, intervals, messages_between, phases_of
+from shardhet.records.ops import StageTransfer, intervals, messages_between, phases_of
 from shardhet.records.plan import Plan, PlannedUnit
 from shardhet.records.schedule import Phase, RoundPhase, one_forward_one_backward
 from shardhet.records.stages import Stage, rounds_in_flight, stage_by_unit
@@ -185,27 +185,29 @@ def test_a_pipeline_completes_iff_rounds_in_flight_do_not_grow(
 
 def messages_of(
     stage: int, in_flight: Sequence[int], num_rounds: int, *, in_one_order: bool
-) -> list[Handover]:
+) -> list[StageTransfer]:
     """The messages of a stage in the order of launching; checks what a phase needs."""
-    launched: list[Handover] = []
-    has_room: set[Handover] = set()
+    launched: list[StageTransfer] = []
+    has_room: set[StageTransfer] = set()
     phases = phases_of(stage, in_flight, num_rounds, in_one_order=in_one_order)
     for of, ready, before, after in phases:
         assert not has_room.intersection(ready)
         has_room.update(ready)
         launched += before
-        needed = Handover.to(stage, of)
+        needed = StageTransfer.to(stage, of)
         if 0 <= needed.stage < len(in_flight) - 1:
             assert needed in launched
             ahead = max(each.of.round for each in has_room if each.of.phase is of.phase)
             assert ahead <= of.round + 1
-        assert all(each in has_room or each == Handover.by(stage, each.of) for each in launched)
+        assert all(
+            each in has_room or each == StageTransfer.by(stage, each.of) for each in launched
+        )
         launched += after
     assert len(launched) == len(set(launched))
     return launched
 
 
-def complete_in_step(programs: list[list[Handover]]) -> bool:
+def complete_in_step(programs: list[list[StageTransfer]]) -> bool:
     """Whether stages that each do one thing at a time, sender and receiver together, end."""
     at = [0] * len(programs)
     while True:

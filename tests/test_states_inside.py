@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-import shardhet.fsdp.door
+import shardhet.fsdp.module_proxy
 from shardhet import HetFSDP, Plan
 from tests.checkpoint_cases import Odd
 from tests.edge_plans import UNEVEN, every_plan
@@ -79,7 +79,7 @@ def test_they_are_loaded_into_parts_of_the_model(rank: int, plan: Plan) -> None:
 )
 @ends_all_ranks(2)
 def test_what_cannot_be_whole_is_refused_on_all_ranks(rank: int, fault: str, says: str) -> None:
-    shardhet.fsdp.door.SECONDS_FOR_ALL_TO_COME = 1.0  # type: ignore[attr-defined]
+    shardhet.fsdp.module_proxy.SECONDS_FOR_ALL_TO_COME = 1.0  # type: ignore[attr-defined]
     pair = Pair(UNEVEN)
     if fault == "alone" and rank == 0:
         pair.module.state_dict()

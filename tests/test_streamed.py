@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shardhet.apps.cli.streamed import Waiting
+from shardhet.apps.cli.streamed import Spinner
 from shardhet.apps.plan import main
 from shardhet.apps.planning import answering
 
@@ -15,7 +15,7 @@ from shardhet.apps.planning import answering
 def test_waiting_is_told_on_a_terminal_only() -> None:
     for is_terminal in (True, False):
         out = io.StringIO()
-        with Waiting(Console(file=out, force_terminal=is_terminal)).for_("planning"):
+        with Spinner(Console(file=out, force_terminal=is_terminal)).for_("planning"):
             time.sleep(0.2)
         assert ("planning ..." in out.getvalue()) == is_terminal
 

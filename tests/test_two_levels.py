@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardhet import Cluster, DeviceSpec, HetFSDP, Plan, Workload, find_plan
-from shardhet.planner import Demands, DeviceLimits
+from shardhet.planner import Constraints, DeviceLimits
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.setting import Setting
@@ -32,7 +32,7 @@ def test_rows_cross_once_per_node_and_not_twice(numbers: tuple[int, ...], part: 
     nodes = [node for node, number in enumerate(numbers) for _ in range(number)]
     geometry = TwoLevels.among(Nodes(tuple(nodes)), [True] * len(nodes))
     assert geometry is not None
-    once = sum(len(takers) - 1 for takers in geometry.takers)
+    once = sum(len(takers) - 1 for takers in geometry.node_leaders)
     in_a_ring = sum(ring_crossings(nodes, owner) for owner in range(len(nodes)))
     assert once / in_a_ring == pytest.approx(part, abs=0.005)
 
@@ -143,10 +143,10 @@ def test_the_planner_takes_two_levels_where_they_are_faster(
     """
     setting = _setting(numbers, bytes_per_s)
     each = DeviceLimits(rank_batch_size=2)
-    demands = Demands(limits=dict.fromkeys(range(sum(numbers)), each))
+    demands = Constraints(limits=dict.fromkeys(range(sum(numbers)), each))
     batch = 2 * sum(numbers)
-    plan = find_plan(setting, global_batch_size=batch, demands=demands)
-    flat = find_plan(_in_one_level(setting), global_batch_size=batch, demands=demands)
+    plan = find_plan(setting, global_batch_size=batch, constraints=demands)
+    flat = find_plan(_in_one_level(setting), global_batch_size=batch, constraints=demands)
     assert bool(plan.two_level_units) == (gain > 1)
     assert not flat.two_level_units
     step_s, flat_s = (simulate(each, setting).step_time_s for each in (plan, flat))

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from shardhet.profiler.batch import ExampleBatch, TrainedModel
-from shardhet.profiler.sketch import sketch_model
+from shardhet.profiler.model_spec import trace_model
 from shardhet.profiler.stopwatch import Stopwatch
 from shardhet.profiler.unit_runner import MAX_MICROBATCHES, UnitRunner
 
@@ -50,7 +50,7 @@ def make_runner(
         param_dtype=torch.float32,
         reduce_dtype=reduce_dtype,
     )
-    sketch = sketch_model(model)
+    sketch = trace_model(model)
     runner = UnitRunner(
         model,
         sketch.units[0],

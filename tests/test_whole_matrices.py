@@ -138,9 +138,9 @@ def end_step(
 
 
 def train(
-    rank: int, plan: Plan, kind: str, clip_at: float | None, is_apart: bool
+    rank: int, plan: Plan, kind: str, clip_at: float | None, is_independent: bool
 ) -> list[Tensor]:
-    with on_different_hosts() if is_apart else nullcontext():
+    with on_different_hosts() if is_independent else nullcontext():
         pair = Wholes(plan, kind)
     for step in range(NUM_STEPS):
         pair.step(step, clip_at)

@@ -20,7 +20,7 @@ from experiments.common.results import Page, columns, console, parser_of
 from shardhet.apps.plan import DOOR
 from shardhet.apps.planning.inputs import load, read_request
 from shardhet.config.planning import PlannerConf
-from shardhet.planner import Demands, PlanError, PlanSolution, solve
+from shardhet.planner import Constraints, PlanError, PlanSolution, solve
 from shardhet.planner.stages.find import MAX_STAGES, find_pipeline
 from shardhet.planner.stages.solution import PipelineSolution
 from shardhet.pricing.hosts import UPDATE_BYTES
@@ -33,7 +33,7 @@ BFLOAT16 = ("desktop", "small_desktop", "office_10", "office_3")  # the others a
 HOST_NUMELS_PER_S = 2e9  # of optimizers
 AS_STATED = ("link_fraction=0.37", "usable_memory_fraction=0.9", "seq_len=2048")
 BY_DEFAULT = ("seq_len=2048",)
-ON_HOSTS = Demands(may_keep_inputs_on_host=True, may_keep_optimizer_on_host=True)
+ON_HOSTS = Constraints(may_keep_inputs_on_host=True, may_keep_optimizer_on_host=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +87,10 @@ def setting_of(cluster: str, model: str, batch: int, keys: Sequence[str]) -> Set
     return load(DOOR, request, PlannerConf)[1].setting
 
 
-def planned(setting: Setting, batch: int, demands: Demands) -> PlanSolution | None:
+def planned(setting: Setting, batch: int, demands: Constraints) -> PlanSolution | None:
     """The fastest plan, if one fits."""
     try:
-        return solve(setting, global_batch_size=batch, demands=demands, tolerance=0.0)
+        return solve(setting, global_batch_size=batch, constraints=demands, tolerance=0.0)
     except PlanError:
         return None
 
@@ -142,15 +142,15 @@ def row_of(key: tuple[str, str, int], total: float, cells: Any) -> Row:
     fast, started_s = with_fast_hosts(setting), time.process_time()
     found = planned(fast, batch, ON_HOSTS)
     search_s = time.process_time() - started_s
-    inputs = Demands(may_keep_inputs_on_host=True)
+    inputs = Constraints(may_keep_inputs_on_host=True)
     plan = None if found is None else found.plan
     return Row(
         **dict(zip(("cluster", "model", "batch"), key, strict=True)),
         sum_of_speeds=total,
         stated_one_round=cells["today"],
-        one_round=share(planned(setting, batch, Demands(max_rounds=1)), total),
+        one_round=share(planned(setting, batch, Constraints(max_rounds=1)), total),
         stated_rounds=cells["rounds"],
-        rounds=share(planned(setting, batch, Demands()), total),
+        rounds=share(planned(setting, batch, Constraints()), total),
         stated_inputs_on_host=cells["inputs_on_host"],
         inputs_on_host=share(planned(setting, batch, inputs), total),
         stated_optimizer_on_host=cells["optimizer_on_host"],
@@ -173,7 +173,7 @@ def in_stages(key: tuple[str, str, int], total: float, cells: Any) -> InStages:
         stated_rounds=cells["rounds"],
         stated_part=cells["part_of_the_devices"],
         stated_pipeline=cells["pipeline"],
-        without_stages=share(planned(setting, batch, Demands()), total),
+        without_stages=share(planned(setting, batch, Constraints()), total),
         pipeline=share(found, total),
         stages="; ".join(
             f"{len(stage.units)} units on {','.join(map(str, positions))}"

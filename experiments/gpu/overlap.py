@@ -35,7 +35,7 @@ from experiments.gpu.scale import RECOMPUTED, Job
 from shardhet import HetFSDP
 from shardhet.comm.groups import GROUPS_FOR_ONE
 from shardhet.fsdp.sharding.unit import FSDPUnit
-from shardhet.fsdp.step.turn_walk import RUNS, Handling
+from shardhet.fsdp.step.schedule_executor import RUNS, Handling
 from shardhet.records.schedule import GATHER, LaunchKind
 
 NAME, TRACE = "overlap", "trace"

@@ -24,7 +24,7 @@ from experiments.gpu.results import (
 )
 from experiments.gpu.scale import Job
 from shardhet import Plan, simulate
-from shardhet.planner import Demands, solve
+from shardhet.planner import Constraints, solve
 from shardhet.profiler.measure import Measurement
 
 NAME = "prediction"
@@ -68,7 +68,9 @@ def found_plan(job: Job, measured: Measurement, record: Recorder) -> dict[str, P
     """What the planner chooses for twice what fits at once."""
     size = job.scale.microbatch_size
     solution = solve(
-        measured.setting, global_batch_size=2 * size, demands=Demands(max_microbatch_size=size)
+        measured.setting,
+        global_batch_size=2 * size,
+        constraints=Constraints(max_microbatch_size=size),
     )
     [rank] = solution.plan.ranks
     sizes = " + ".join(map(str, rank.microbatch_sizes))

@@ -43,7 +43,7 @@ from experiments.gpu.results import (
 from experiments.gpu.scale import MLP_RATIO, PARAM_DTYPE, REDUCE_DTYPE, Job
 from shardhet import HetFSDP, Plan
 from shardhet.apps.cli.quantities import counted
-from shardhet.comm.lanes import Copy, CopyLane
+from shardhet.comm.copy_streams import Copy, CopyStream
 from shardhet.fsdp.step.around import Activity, Observed
 from shardhet.models.decoder import DecoderConfig
 
@@ -245,16 +245,16 @@ def train(
 
 def late_copies(device: torch.device) -> AbstractContextManager[Any]:
     """Keep the streams of copies from and to the host busy before each copy."""
-    multiply, launch = _multiply(device), CopyLane.launch
+    multiply, launch = _multiply(device), CopyStream.launch
 
-    def late(lane: CopyLane, make: Callable[[], None], **others: Any) -> Copy:
+    def late(lane: CopyStream, make: Callable[[], None], **others: Any) -> Copy:
         def make_late() -> None:
             multiply()
             make()
 
         return launch(lane, make_late, **others)
 
-    return mock.patch.object(CopyLane, "launch", late)
+    return mock.patch.object(CopyStream, "launch", late)
 
 
 def _multiply(device: torch.device) -> Callable[[], None]:

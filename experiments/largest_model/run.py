@@ -21,7 +21,7 @@ from experiments.common.systems import fsdp2
 from shardhet import Cluster, DeviceSpec, HetFSDP, Plan, Setting
 from shardhet.comm.calls import SWITCH
 from shardhet.models.decoder import Decoder, DecoderConfig
-from shardhet.planner import Demands, PlanError, find_plan
+from shardhet.planner import Constraints, PlanError, find_plan
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.describe import describe
 from shardhet.records.cluster import Node
@@ -153,10 +153,10 @@ def plan_of(num_layers: int, limits: list[int], *, on_host: bool) -> Plan | None
         ),
         collectives=collectives((1, 2**20), gather_s_per_byte=1e-10, reduce_s_per_byte=1e-10),
     )
-    demands = Demands(may_keep_inputs_on_host=on_host, may_keep_optimizer_on_host=on_host)
+    demands = Constraints(may_keep_inputs_on_host=on_host, may_keep_optimizer_on_host=on_host)
     setting = Setting(cluster, workload, profile)
     try:
-        plan = find_plan(setting, global_batch_size=BATCH, demands=demands)
+        plan = find_plan(setting, global_batch_size=BATCH, constraints=demands)
     except PlanError:
         return None
     return plan

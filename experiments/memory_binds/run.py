@@ -14,7 +14,7 @@ from experiments.common.systems import Rounds, TimedStep, by_plan, check_same_st
 from experiments.memory_binds.model import Model, batch_of
 from experiments.pipelines.over_links.run import HEADER, STEPS, Arm, Sample, Turns
 from shardhet import DeviceSpec, Plan, find_plan
-from shardhet.planner import Demands
+from shardhet.planner import Constraints
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.profiler.batch import ExampleBatch, TrainedModel
@@ -29,9 +29,9 @@ MIB = 2**20
 ROUNDS = Rounds(num_rounds=5, num_steps=2)
 ONE_ROUND = "one round"
 ARMS = {  # what the planner may choose
-    ONE_ROUND: Demands(max_rounds=1),
-    "rounds": Demands(),
-    "rounds and host memory": Demands(
+    ONE_ROUND: Constraints(max_rounds=1),
+    "rounds": Constraints(),
+    "rounds and host memory": Constraints(
         may_keep_inputs_on_host=True, may_keep_optimizer_on_host=True
     ),
 }
@@ -90,7 +90,7 @@ def _arms(setting: Setting) -> list[Arm]:
     """What the planner finds."""
     arms = []
     for name, demands in ARMS.items():
-        plan = find_plan(setting, global_batch_size=GLOBAL_BATCH_SIZE, demands=demands)
+        plan = find_plan(setting, global_batch_size=GLOBAL_BATCH_SIZE, constraints=demands)
         predicted_s = CostModel(setting).predict(plan).step_time_s
         arms.append(Arm(name, plan, tuple(range(len(SPEEDS))), predicted_s))
     return arms

@@ -14,7 +14,14 @@ import torch.distributed as dist
 from experiments.common.unlike import USABLE_FRACTION
 from experiments.mixed_cluster.clusters import Case
 from shardhet import Plan
-from shardhet.planner import Demands, DeviceLimits, PlanError, PlanSolution, baselines, solve
+from shardhet.planner import (
+    Constraints,
+    DeviceLimits,
+    PlanError,
+    PlanSolution,
+    baselines,
+    solve,
+)
 from shardhet.profiler.batch import ExampleBatch, TrainedModel
 from shardhet.profiler.measure import Measurement, MeasuringEffort, measure
 from shardhet.training.emulation import EmulatedDevice
@@ -59,14 +66,14 @@ def make_plans(case: Case, measurement: Measurement) -> list[Planned]:
     }
     batch = case.work.global_batch_size
     return [
-        _attempt(name, partial(make, setting, global_batch_size=batch, demands=demands))
+        _attempt(name, partial(make, setting, global_batch_size=batch, constraints=demands))
         for name, make in makers.items()
     ]
 
 
-def demands_of(case: Case, recomputes: bool | None) -> Demands:
+def demands_of(case: Case, recomputes: bool | None) -> Constraints:
     """Which ranks compute, how much at a time, and whether units may be recomputed."""
-    return Demands(
+    return Constraints(
         limits={
             position: DeviceLimits(
                 recomputes=recomputes,

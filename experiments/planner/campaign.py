@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.common import by_seed
-from shardhet.planner import Demands, DeviceLimits, PlanError, solve
+from shardhet.planner import Constraints, DeviceLimits, PlanError, solve
 from shardhet.planner.candidates.recompute import recompute_choices
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
@@ -82,7 +82,7 @@ def curve_of(rng: np.random.Generator, curve: str) -> dict[int, tuple[float, flo
     return seconds
 
 
-def instance(seed: int) -> tuple[Setting, int, Demands, str, str]:
+def instance(seed: int) -> tuple[Setting, int, Constraints, str, str]:
     """The setting, the batch, the demands, and the names of curve and demand."""
     rng = np.random.default_rng(seed)
     curve, demand = CURVES[seed % 4], DEMANDS[int(rng.integers(len(DEMANDS)))]
@@ -121,25 +121,27 @@ def instance(seed: int) -> tuple[Setting, int, Demands, str, str]:
     return setting, batch, demands_of(rng, demand, number), curve, demand
 
 
-def demands_of(rng: np.random.Generator, demand: str, number: int) -> Demands:
+def demands_of(rng: np.random.Generator, demand: str, number: int) -> Constraints:
     """The demands by this name on so many devices."""
     if demand == "idle":
-        return Demands(limits={number - 1: DeviceLimits(rank_batch_size=0)})
+        return Constraints(limits={number - 1: DeviceLimits(rank_batch_size=0)})
     if demand == "exact":
-        return Demands(limits={0: DeviceLimits(state_share=float(rng.uniform(0, 0.7)))})
+        return Constraints(limits={0: DeviceLimits(state_share=float(rng.uniform(0, 0.7)))})
     if demand == "all_exact":
         shares = rng.dirichlet(np.ones(number)).tolist()
-        return Demands(limits={i: DeviceLimits(state_share=s) for i, s in enumerate(shares)})
+        return Constraints(
+            limits={i: DeviceLimits(state_share=s) for i, s in enumerate(shares)}
+        )
     if demand == "even":
-        return Demands(has_even_state=True)
-    return Demands(equal=((0, 1),)) if demand == "equal" else Demands()
+        return Constraints(has_even_state=True)
+    return Constraints(equal=((0, 1),)) if demand == "equal" else Constraints()
 
 
 class Exhaustive:
     """The best of all plans of an instance, each priced as it would run."""
 
-    def __init__(self, setting: Setting, batch: int, demands: Demands) -> None:
-        self.setting, self.batch, self.demands = setting, batch, demands
+    def __init__(self, setting: Setting, batch: int, demands: Constraints) -> None:
+        self.setting, self.batch, self.constraints = setting, batch, demands
         self.number = setting.cluster.world_size
         self.best_s = np.inf
         self.num_tried = 0
@@ -155,7 +157,7 @@ class Exhaustive:
 
     def ranks_of(self, i: int, choices: Sequence[tuple[str, ...]]) -> list[RankPlan]:
         """What the device at ``i`` may compute."""
-        limits = self.demands.limits.get(i)
+        limits = self.constraints.limits.get(i)
         stated = None if limits is None else limits.rank_batch_size
         found = []
         for batch in range(self.batch + 1) if stated is None else [stated]:
@@ -177,7 +179,7 @@ class Exhaustive:
         """Whether sets of equal devices compute the same."""
         return all(
             len({(ranks[i].microbatch_sizes, ranks[i].recomputed_units) for i in each}) == 1
-            for each in self.demands.equal
+            for each in self.constraints.equal
         )
 
     def share_out(self, ranks: Sequence[RankPlan]) -> None:
@@ -204,17 +206,17 @@ class Exhaustive:
 
     def shares_of(self, ranks: Sequence[RankPlan]) -> Iterator[list[float]]:
         """For the fastest optimizer, as even as there is room, and in proportion to room."""
-        if self.demands.has_even_state:
+        if self.constraints.has_even_state:
             yield [1 / self.number] * self.number
             return
-        fixed = self.demands.state_shares(self.number)
+        fixed = self.constraints.state_shares(self.number)
         lines = [self.model.lines_of(rank) for rank in ranks]
         fits = [
             max(0.0, float(((budget - own) / per_numel).min()))
             for (own, per_numel), budget in zip(lines, self.budgets, strict=True)
         ]
         room = np.array(fits) / WORKLOAD.numel
-        for each in self.demands.equal:
+        for each in self.constraints.equal:
             room[list(each)] = room[list(each)].min()
         room[list(fixed)] = 0.0
         rest = 1 - sum(fixed.values())
@@ -226,7 +228,7 @@ class Exhaustive:
                 for rank in ranks
             ]
         )
-        for each in self.demands.equal:
+        for each in self.constraints.equal:
             seconds[list(each)] = seconds[list(each)].max()
         for rate in (1 / (seconds + 1e-12), np.ones(self.number), room):
             low, high = 0.0, 1e12
@@ -240,11 +242,11 @@ class Exhaustive:
             yield [fixed.get(i, float(share)) for i, share in enumerate(shares)]
 
 
-def planned(setting: Setting, batch: int, demands: Demands) -> tuple[float, float, float]:
+def planned(setting: Setting, batch: int, demands: Constraints) -> tuple[float, float, float]:
     """The planner's step and bound, and the seconds of its processor."""
     started_s = time.process_time()
     try:
-        solution = solve(setting, global_batch_size=batch, demands=demands)
+        solution = solve(setting, global_batch_size=batch, constraints=demands)
     except PlanError as error:
         planned_s, bound_s = 0.0, error.lower_bound_s
     else:

@@ -7,7 +7,7 @@ from experiments.common.unlike import MixedCluster
 from experiments.decoders import decoder_config
 from shardhet import Plan
 from shardhet.models.decoder import DecoderConfig
-from shardhet.planner import Demands, baselines, solve
+from shardhet.planner import Constraints, baselines, solve
 from shardhet.pricing.setting import Setting
 
 MAX_MICROBATCH_SIZE = 8
@@ -65,9 +65,9 @@ CASES = (
 def plans_of(case: Case, setting: Setting) -> Mapping[str, Plan]:
     """Good and bad ones, by name."""
     batch = case.global_batch_size
-    demands = Demands(max_microbatch_size=MAX_MICROBATCH_SIZE)
-    best = solve(setting, global_batch_size=batch, demands=demands).plan
-    even = baselines.even(setting, global_batch_size=batch, demands=demands).plan
+    demands = Constraints(max_microbatch_size=MAX_MICROBATCH_SIZE)
+    best = solve(setting, global_batch_size=batch, constraints=demands).plan
+    even = baselines.even(setting, global_batch_size=batch, constraints=demands).plan
     return {"planned": best, "even": even, "upside down": _upside_down(best)}
 
 

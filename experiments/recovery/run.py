@@ -31,7 +31,7 @@ HEADER = ["deed", "faults", "as they should", "s to the last rank's end (p10-p90
 class Outcome(Fault):
     """What came of it."""
 
-    patience_s: float  # of the others with the rank at fault
+    timeout_s: float  # of the others with the rank at fault
     verdict: str  # "named", "untouched", or what went wrong
     seconds: float  # from the deed to the end of the last rank that was not at fault
 
@@ -55,7 +55,7 @@ def inject(fault: Fault) -> Outcome:
     ends_s = [answer[1] for answer in ended.values() if answer is not None]
     return Outcome(
         **asdict(fault),
-        patience_s=fault.limit_s,
+        timeout_s=fault.limit_s,
         verdict=_verdict(fault, ended, codes, waited_for),
         seconds=round(max(ends_s, default=time.monotonic()) - done_at_s, 2),
     )
@@ -98,7 +98,7 @@ def as_markdown(outcomes: list[Outcome]) -> str:
         Bar(claim="faults whose end was not as it should be", measured=len(bad), at_most=0),
         Bar(
             claim="seconds to the end beyond the patience, the most",
-            measured=max(each.seconds - each.patience_s for each in outcomes),
+            measured=max(each.seconds - each.timeout_s for each in outcomes),
             at_most=SECONDS_BEYOND_PATIENCE,
         ),
     ]

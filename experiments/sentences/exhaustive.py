@@ -92,7 +92,7 @@ class Combination:
     """What all devices do."""
 
     form: StepForm
-    least_s: float  # no plan that does this is faster
+    min_s: float  # no plan that does this is faster
     recomputed: int
     ranks: tuple[RankPlan, ...]  # without shares
 
@@ -133,7 +133,7 @@ class Exhaustive:
     def combinations(self) -> list[Combination]:
         """All of them, the fastest first."""
         found = [each for form in self.asked.forms() for each in self._of_form(form)]
-        return sorted(found, key=lambda each: each.least_s)
+        return sorted(found, key=lambda each: each.min_s)
 
     def realized(self, combination: Combination) -> tuple[Plan, StepCost] | None:
         """The plan with its price; None if no shares that are tried fit, rounded to rows."""
@@ -194,11 +194,11 @@ class Exhaustive:
         order = [i for each in self.sets for i in each]
         rates = self.rates[order]
         optimizer_s = _level(joined.room, rates, model.workload.numel)
-        least_s = lister.step_s(joined.seconds) + optimizer_s
-        for k in np.nonzero(least_s <= self.limit_s)[0]:
+        min_s = lister.step_s(joined.seconds) + optimizer_s
+        for k in np.nonzero(min_s <= self.limit_s)[0]:
             yield Combination(
                 form,
-                float(least_s[k]),
+                float(min_s[k]),
                 int(joined.recomputed[k]),
                 lister.ranks(tables, joined.picks[k]),
             )

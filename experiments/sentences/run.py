@@ -21,10 +21,10 @@ import numpy as np
 from experiments.common import by_seed
 from experiments.common.results import markdown_table
 from experiments.sentences.exhaustive import Asked, Combination, Exhaustive, TooManyError
-from shardhet.planner import Demands, PlanError, PlanSolution, solve
+from shardhet.planner import Constraints, PlanError, PlanSolution, solve
 from shardhet.planner.idle import active_positions
 from shardhet.planner.preference import FULL
-from shardhet.planner.problem.demands import TOLERANCE
+from shardhet.planner.problem.constraints import TOLERANCE
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.pricing.step_cost import StepCost
@@ -138,13 +138,16 @@ def curve_of(
 def judged(seed: int) -> Row:
     """What the planner says, and which of it is false."""
     started_s, (asked, curve) = time.process_time(), draw(seed)
-    demands = Demands(
+    demands = Constraints(
         max_rounds=asked.max_rounds, max_microbatch_size=asked.max_microbatch_size
     )
     chosen: PlanSolution | None = None
     try:
         chosen = solve(
-            asked.setting, global_batch_size=asked.batch, demands=demands, tolerance=TOLERANCE
+            asked.setting,
+            global_batch_size=asked.batch,
+            constraints=demands,
+            tolerance=TOLERANCE,
         )
         bound_s = chosen.lower_bound_s
     except PlanError as error:
@@ -186,7 +189,7 @@ def _falsehoods(asked: Asked, chosen: PlanSolution | None, bound_s: float) -> It
     assert chosen.fastest_s is not None
     limit_s, active = (1 + TOLERANCE) * chosen.fastest_s, active_positions(chosen)
     every = Exhaustive(asked, limit_s=limit_s, active=active)
-    faster = [each for each in every.combinations if each.least_s < bound_s * (1 - ROUNDING)]
+    faster = [each for each in every.combinations if each.min_s < bound_s * (1 - ROUNDING)]
     for plan, cost in _realized(every, faster):
         if cost.step_time_s < bound_s * (1 - ROUNDING):
             yield f"bound: {cost.step_time_s / bound_s - 1:.1e} {_told(plan, cost)}"

@@ -41,7 +41,7 @@ TELLING = (
         "parity",
         "optim",
         "planner",
-        "hydra_door",
+        "hydra_entry",
         "rounds",
         "pipelines",
         "ordinary_calls",

@@ -30,7 +30,7 @@ from experiments.common.systems import (
 )
 from experiments.decoders import decoder_config, make_decoder, random_batches
 from shardhet import HetFSDP, Plan
-from shardhet.fsdp.params.optimizer_gate import rows_of
+from shardhet.fsdp.params.optimizer_check import rows_of
 from shardhet.models.decoder import DecoderConfig
 from shardhet.planner.owners import OwnersProblem, assigned
 from shardhet.pricing.matrices import Matrices, operations

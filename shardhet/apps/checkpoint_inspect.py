@@ -63,12 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.tensors:
         for name, each in tensors.items():
             console.print(f"{name} {list(each.shape)} {_dtype(each)}", markup=False)
-    verdict = (
+    status = (
         f"Complete: all {_num_files(saved)} files match their digests."
         if saved.manifest is not None
         else "Complete, but written without digests: its files cannot be verified."
     )
-    console.print(verdict)
+    console.print(status)
 
 
 def _show_line(path: Path, console: Console) -> bool:

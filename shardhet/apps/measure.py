@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardhet.apps.cli.help import show_help
-from shardhet.apps.launch.hydra_door import enter, launched_environment, refuse
+from shardhet.apps.launch.hydra_entry import enter, launched_environment, refuse
 from shardhet.apps.launch.launch import start_ranks
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.config.checks import ConfigError

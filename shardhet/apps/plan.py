@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from shardhet.apps.cli.streamed import WideConsole, refusing, say
 from shardhet.apps.planning.heading import heading
-from shardhet.apps.planning.inputs import Door, load, read_request
+from shardhet.apps.planning.inputs import CommandSpec, load, read_request
 from shardhet.config.checks import check_folder_output, check_outputs
 from shardhet.config.planning import PlannerConf
 
-DOOR = Door(
+DOOR = CommandSpec(
     command="shardhet plan",
     config_name="planner",
     usage="""\
@@ -35,11 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Of a ConfigError, or files that do not match.
     with refusing("\nNothing was planned."):
         conf, inputs = load(DOOR, request, PlannerConf)
-        demands = conf.to_demands(inputs.setting.cluster.devices)
+        constraints = conf.to_constraints(inputs.setting.cluster.devices)
         check_outputs(out=conf.out, picture=conf.picture)
         check_folder_output("setting_out", conf.setting_out)
         console = WideConsole()
         say(console, *heading(conf, inputs))
         from shardhet.apps.planning.answering import answer
 
-        answer(conf, inputs, demands, console)
+        answer(conf, inputs, constraints, console)

@@ -8,8 +8,8 @@ from rich.console import Console
 from shardhet.apps.cli.quantities import counted, duration, of_budget
 from shardhet.apps.cli.streamed import WideConsole, figures_table, refusing, say
 from shardhet.apps.planning.heading import source_line
-from shardhet.apps.planning.inputs import Door, load, read_request
-from shardhet.apps.planning.report import Row, rows_of
+from shardhet.apps.planning.inputs import CommandSpec, load, read_request
+from shardhet.apps.planning.report import DeviceRow, rows_of
 from shardhet.config.checks import ConfigError, check_outputs
 from shardhet.config.planning import Inputs, SimulateConf
 from shardhet.records.plan import Plan
@@ -17,7 +17,7 @@ from shardhet.simulator.simulation import timeline_of
 from shardhet.simulator.stages import price_of
 from shardhet.simulator.timeline import Timeline, Work
 
-DOOR = Door(
+DOOR = CommandSpec(
     command="shardhet simulate",
     config_name="simulate",
     usage="""\
@@ -58,7 +58,7 @@ def _load_plan(path: str) -> Plan:
 
 
 def _show(
-    inputs: Inputs, plan: Plan, timeline: Timeline, found: Sequence[Row], console: Console
+    inputs: Inputs, plan: Plan, timeline: Timeline, found: Sequence[DeviceRow], console: Console
 ) -> None:
     step_s = timeline.step_time_s
     samples_per_s = plan.global_batch_size / step_s
@@ -100,7 +100,7 @@ def _write(
     conf: SimulateConf,
     inputs: Inputs,
     timeline: Timeline,
-    found: Sequence[Row],
+    found: Sequence[DeviceRow],
     console: Console,
 ) -> None:
     if conf.trace is not None:
@@ -108,8 +108,8 @@ def _write(
         say(console, f"written to {conf.trace}")
     if conf.picture is not None:
         from shardhet.apps.cli.plots import draw_timeline
-        from shardhet.apps.planning.pictures import lanes
+        from shardhet.apps.planning.pictures import tracks
 
         title = f"one step of {inputs.name}, simulated"
-        draw_timeline(title, lanes(timeline, found), Path(conf.picture))
+        draw_timeline(title, tracks(timeline, found), Path(conf.picture))
         say(console, f"drawn to {conf.picture}")

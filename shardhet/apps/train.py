@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardhet.apps.cli.help import show_help
 from shardhet.apps.cli.streamed import say
-from shardhet.apps.launch.hydra_door import enter, launched_environment, refuse
+from shardhet.apps.launch.hydra_entry import enter, launched_environment, refuse
 from shardhet.apps.launch.launch import start_ranks
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.launch.sole_writer import sole_writer

@@ -34,7 +34,7 @@ from shardhet.checkpoint.state.ranks import Ranks
 from shardhet.comm.channel import phase, progress
 from shardhet.comm.collectives import whole_of
 from shardhet.fsdp import HetFSDP
-from shardhet.fsdp.params.optimizer_gate import forget_states
+from shardhet.fsdp.params.optimizer_check import forget_states
 from shardhet.fsdp.redistribution import FlatMove, follow, moves, room_under, why_not
 from shardhet.fsdp.sharding.comm import HostRoom
 from shardhet.fsdp.stages.channels import comm_of_units
@@ -89,8 +89,8 @@ def redistribute(model: HetFSDP, optimizer: Optimizers, plan: Plan) -> None:
         counts = (_num_moments(states) for found in held for states in found.values())
         num_moments = max(counts, default=0)
         room = room_under(model, plan, num_moments)
-        if room is not None and (lack := room.lack(num_moments)) is not None:
-            raise CheckpointError(lack)
+        if room is not None and (shortfall := room.shortfall(num_moments)) is not None:
+            raise CheckpointError(shortfall)
         return plan.digest, held, {part.fqn for part in parts if part.rows.numel}
 
     found = ranks.agree(examine, call=CALL)
@@ -154,8 +154,8 @@ def _move(move: FlatMove, model: HetFSDP, trained: _Trained) -> None:
         _move_states(move, model, optimizer, states)
     whole_rows = move.whole(flat.rows_on_device(), model)
     flat.comm = move.comm
-    if flat.residence is not None:
-        flat.residence.comm = move.comm
+    if flat.persistence is not None:
+        flat.persistence.comm = move.comm
     flat.redistribute(move.layout, whole_rows, on_host=move.on_host)
 
 
@@ -203,7 +203,7 @@ def _moved(move: FlatMove, model: HetFSDP, i: int, value: Any, state: HeldState)
     ]
     empty = torch.zeros(numels[model.position], dtype=DTYPES[str(state.dtype)])
     mine = (value if isinstance(value, Tensor) else empty).to(model.device, empty.dtype)
-    whole = whole_of(mine.reshape(-1), numels, model._comm.gather_channel)
+    whole = whole_of(mine.reshape(-1), numels, model._comm.all_gather_channel)
     if piece is not None:
         return whole.view(piece)
     here = move.layout.rows(i, model.position)

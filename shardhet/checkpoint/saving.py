@@ -22,7 +22,7 @@ from torch import nn
 
 from shardhet.checkpoint.format import files
 from shardhet.checkpoint.format.entries import check_agree
-from shardhet.checkpoint.state.held import Held
+from shardhet.checkpoint.state.held import RankState
 from shardhet.checkpoint.state.job import CALL, Job
 from shardhet.checkpoint.state.optimizer_state import Optimizers
 from shardhet.checkpoint.state.ranks import Ranks, check_order
@@ -122,7 +122,7 @@ def _begin(
     ranks = Ranks(model)
     path = Path(path).absolute()
     ranks.meet(CALL)
-    held = Held(ranks)
+    held = RankState(ranks)
     holdings = ranks.agree(lambda: held.collect(model, optimizer, path, extra), call=CALL)
 
     def begin() -> bool:

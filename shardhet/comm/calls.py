@@ -87,7 +87,7 @@ class Pending:
         return not self._sending or all(work.is_completed() for work in self._sending)
 
 
-def let_go(unsent: deque[Pending], most: int | None = None) -> None:
+def drain(unsent: deque[Pending], most: int | None = None) -> None:
     """Drop what peers have received, and wait for all but ``most``; None: for nothing."""
     while unsent and ((most is not None and len(unsent) > most) or unsent[0].is_sent()):
         unsent.popleft().wait_sent()
@@ -158,7 +158,7 @@ class Messages:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gathering:
+class AllGather:
     """An all-gather of shards; see ``collectives.all_gather_uneven``."""
 
     output: Tensor | None  # [sum(split_numels)]; None if this rank receives nothing
@@ -179,7 +179,7 @@ class Gathering:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reduction:
+class ReduceScatter:
     """A reduce-scatter of gradients; see ``collectives.reduce_scatter_uneven``."""
 
     output: Tensor  # [split_numels[position]]
@@ -208,10 +208,10 @@ class Transport(Protocol):
         ``within_s``, and ``LostPeerError`` if a process is gone.
         """
 
-    def gather(self, call: Gathering) -> Pending:
+    def gather(self, call: AllGather) -> Pending:
         """Perform ``collectives.all_gather_uneven``.  Collective."""
 
-    def reduce(self, call: Reduction) -> Pending:
+    def reduce(self, call: ReduceScatter) -> Pending:
         """Perform ``collectives.reduce_scatter_uneven``.  Collective."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -227,10 +227,10 @@ def pieces_of(flat: Tensor, split_numels: Sequence[int]) -> list[Tensor]:
     return [flat[stop - n : stop] for n, stop in zip(split_numels, stops, strict=True)]
 
 
-def in_rank_order(by_position: Sequence[T], seats: Channel) -> list[T]:
+def in_rank_order(by_position: Sequence[T], channel: Channel) -> list[T]:
     """Return what ``by_position`` has for each rank of the group."""
     result = list(by_position)
-    for position, rank in enumerate(seats.rank_by_position):
+    for position, rank in enumerate(channel.rank_by_position):
         result[rank] = by_position[position]
     return result
 
@@ -252,7 +252,7 @@ def sum_into(output: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def received_sum(
-    call: Reduction, messages: Messages, positions: Sequence[int], own: Tensor | None
+    call: ReduceScatter, messages: Messages, positions: Sequence[int], own: Tensor | None
 ) -> Callable[[], None]:
     """Receive parts from ``positions``; what then puts their sum, in this order, in the output.
 
@@ -280,20 +280,20 @@ def received_sum(
 
 
 def _check_splits(
-    shard: Tensor, full: Tensor | None, split_numels: Sequence[int], seats: Channel
+    shard: Tensor, full: Tensor | None, split_numels: Sequence[int], channel: Channel
 ) -> None:
-    if len(split_numels) != seats.world_size:
+    if len(split_numels) != channel.world_size:
         raise ValueError(
-            f"{len(split_numels)} split sizes for {seats.world_size} ranks. Give one a rank."
+            f"{len(split_numels)} split sizes for {channel.world_size} ranks. Give one a rank."
         )
-    if shard.numel() != split_numels[seats.position]:
+    if shard.numel() != split_numels[channel.position]:
         raise ValueError(
-            f"position {seats.position}: the shard has {shard.numel()} elements but its "
-            f"split is {split_numels[seats.position]}."
+            f"position {channel.position}: the shard has {shard.numel()} elements but its "
+            f"split is {split_numels[channel.position]}."
         )
     if full is not None and full.numel() != sum(split_numels):
         raise ValueError(
-            f"position {seats.position}: the whole tensor has {full.numel()} elements but "
+            f"position {channel.position}: the whole tensor has {full.numel()} elements but "
             f"the splits sum to {sum(split_numels)}."
         )
 

@@ -111,7 +111,7 @@ class ComputingRanks:
     """
 
     positions: tuple[int, ...]
-    carrier_by_position: tuple[int, ...]  # itself for one that computes
+    relay_by_position: tuple[int, ...]  # itself for one that computes
     group: dist.ProcessGroup | None = None  # of the computing; None on the others
 
 

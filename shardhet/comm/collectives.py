@@ -22,10 +22,10 @@ from torch import Tensor
 
 from shardhet.comm import devices, nccl
 from shardhet.comm.calls import (
-    Gathering,
+    AllGather,
     Messages,
     Pending,
-    Reduction,
+    ReduceScatter,
     in_rank_order,
     pieces_of,
     received_sum,
@@ -47,7 +47,7 @@ def all_gather_uneven(
 
     ``receivers`` are positions.  Every rank of the channel calls this, in the same order.
     """
-    call = Gathering(output, shard, split_numels, channel, receivers)
+    call = AllGather(output, shard, split_numels, channel, receivers)
     if channel.transport is not None and devices.is_on_host(shard):
         gathering: Pending = channel.transport.gather(call)
         return gathering
@@ -78,14 +78,14 @@ def reduce_scatter_uneven(
     Parts are added in plan order, so a repeated call gives the same bits; backends that do
     the summation themselves may promise less.  ``full`` is read until ``wait_sent`` returns.
     """
-    call = Reduction(output, full, split_numels, channel, contributors, scratch)
+    call = ReduceScatter(output, full, split_numels, channel, contributors, scratch)
     if channel.transport is not None and devices.is_on_host(output):
         reducing: Pending = channel.transport.reduce(call)
         return reducing
     return _algorithms(channel, output.device).reduce(call)
 
 
-def _gather_by_send_recv(call: Gathering) -> Pending:
+def _gather_by_send_recv(call: AllGather) -> Pending:
     messages = Messages(call.channel)
     if call.output is not None:
         for position, piece in enumerate(pieces_of(call.output, call.split_numels)):
@@ -98,7 +98,7 @@ def _gather_by_send_recv(call: Gathering) -> Pending:
     return pending
 
 
-def _reduce_by_send_recv(call: Reduction) -> Pending:
+def _reduce_by_send_recv(call: ReduceScatter) -> Pending:
     messages, own = Messages(call.channel), None
     if call.full is not None:
         pieces = pieces_of(call.full, call.split_numels)
@@ -108,7 +108,7 @@ def _reduce_by_send_recv(call: Reduction) -> Pending:
     return messages.post(finish=received_sum(call, messages, sorted(call.contributors), own))
 
 
-def _gather_by_all_to_all(call: Gathering) -> Pending:
+def _gather_by_all_to_all(call: AllGather) -> Pending:
     """Gather with gloo and CUDA tensors, which gloo cannot send point to point."""
     output, shard, world_size = call.output, call.shard, call.channel.world_size
     counts_in = [shard.numel() * (i in call.receivers) for i in range(world_size)]
@@ -122,7 +122,7 @@ def _gather_by_all_to_all(call: Gathering) -> Pending:
     return Pending(receiving=[work], sending=[work], finish=copy_out, tensors=[shard])
 
 
-def _reduce_by_all_to_all(call: Reduction) -> Pending:
+def _reduce_by_all_to_all(call: ReduceScatter) -> Pending:
     """Reduce with gloo and CUDA tensors, which gloo cannot send point to point."""
     output, full, world_size = call.output, call.full, call.channel.world_size
     pieces = [output] * world_size if full is None else pieces_of(full, call.split_numels)
@@ -158,8 +158,8 @@ def _exchange_pieces(
 
 
 class _Algorithms(NamedTuple):
-    gather: Callable[[Gathering], Pending]
-    reduce: Callable[[Reduction], Pending]
+    gather: Callable[[AllGather], Pending]
+    reduce: Callable[[ReduceScatter], Pending]
 
 
 _SEND_RECV = _Algorithms(_gather_by_send_recv, _reduce_by_send_recv)

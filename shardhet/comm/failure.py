@@ -42,7 +42,7 @@ def raise_as_peers(error: RuntimeError) -> NoReturn:
     raise LostPeerError(str(error)) from error
 
 
-class Kind(StrEnum):
+class FailureKind(StrEnum):
     """How a rank has failed."""
 
     RAISED = "raised"  # an exception
@@ -56,7 +56,7 @@ class Kind(StrEnum):
 class Failure:
     """How one rank, or several at once, failed, as other ranks and the launcher read it."""
 
-    kind: Kind
+    kind: FailureKind
     ranks: tuple[int, ...]  # none if all wait for each other
     name: str  # of the first, with its device: "rank 2 (cpu on alpha)"
     what: str  # "ValueError: ...", or what the others know of it
@@ -75,7 +75,7 @@ class Failure:
     @property
     def message(self) -> str:
         """What the other ranks raise."""
-        if self.kind is Kind.RAISED:
+        if self.kind is FailureKind.RAISED:
             return f"{self.name} failed in {self.doing}: {self.what}\n{ADVICE}"
         return f"{self.what}\nAll ranks stop."
 
@@ -87,7 +87,7 @@ class Failure:
     def from_json(cls, text: str | bytes) -> Self:
         """The inverse of ``to_json``."""
         values = json.loads(text)
-        values |= {"kind": Kind(values["kind"]), "ranks": tuple(values["ranks"])}
+        values |= {"kind": FailureKind(values["kind"]), "ranks": tuple(values["ranks"])}
         return cls(**values)
 
 

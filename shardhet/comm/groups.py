@@ -85,12 +85,12 @@ class Communicators:
             gather=gather, reduce=reduce, control=control or group, transports=transports
         )
 
-    def channels(self, seats: tuple[int, ...], rank: int) -> list[Channel]:
-        """Return the channels for gathers, reductions and agreements, ordered by ``seats``."""
+    def channels(self, rank_by_position: tuple[int, ...], rank: int) -> list[Channel]:
+        """The channels for gathers, reductions and agreements, with ranks by position."""
         groups = (self.gather, self.reduce, self.control)
-        position = seats.index(rank)
+        position = rank_by_position.index(rank)
         return [
-            Channel(group, seats, position, transport)
+            Channel(group, rank_by_position, position, transport)
             for group, transport in zip(groups, self.transports or (None,) * 3, strict=True)
         ]
 
@@ -320,7 +320,7 @@ def _without_splitting(num_ranks: int) -> Iterator[None]:
 
 def among_computing(
     channel: Channel,
-    carrier_by_position: Sequence[int],
+    relay_by_position: Sequence[int],
     *,
     control: Channel,
     device: torch.device,
@@ -330,17 +330,17 @@ def among_computing(
     A position whose carrier is -1 has no part in its collectives, and no rows.  Collective.
     Only NCCL, whose collectives need all ranks of a communicator, has use for it.
     """
-    positions = tuple(i for i, carrier in enumerate(carrier_by_position) if i == carrier)
+    positions = tuple(i for i, relay in enumerate(relay_by_position) if i == relay)
     group = channel.group
     is_nccl = group is not None and devices.backend_of(group, device) == "nccl"
     if group is None or not is_nccl or len(positions) == channel.world_size:
         return replace(channel, computing=None)
     ranks = tuple(sorted(channel.rank_by_position[i] for i in positions))
     part, is_new = _part_with(group, [ranks], control=control, device=device)
-    computing = ComputingRanks(positions, tuple(carrier_by_position), part)
+    computing = ComputingRanks(positions, tuple(relay_by_position), part)
     channel = replace(channel, computing=computing)
     if is_new:
-        splits = [int(carrier >= 0) for carrier in carrier_by_position]
+        splits = [int(relay >= 0) for relay in relay_by_position]
         _run_once(channel, splits, positions, device)
     return channel
 
@@ -356,7 +356,7 @@ def in_two_levels(
     if geometry is None or group is None or devices.backend_of(group, device) != "nccl":
         return replace(channel, levels=None)
     nodes = {
-        tuple(sorted(channel.rank_by_position[i] for i in geometry.mates(position)))
+        tuple(sorted(channel.rank_by_position[i] for i in geometry.node_peers(position)))
         for position in geometry.positions
     }
     parts = sorted(ranks for ranks in nodes if len(ranks) > 1)

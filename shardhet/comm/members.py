@@ -56,9 +56,9 @@ class Members:
         with Peers(communicators, hello, names, device).guard("meeting the other ranks"):
             announced = hello.exchange_objects(device_spec or local_device_spec(device))
             check_same_on_all_ranks(plan.to_json(), what="plan", channel=hello)
-            seats = match_devices([each.device for each in plan.ranks], announced)
-        gather, reduce, control = communicators.channels(seats, rank)
-        names = [f"rank {r} ({announced[r]})" for r in seats]
+            rank_by_position = match_devices([each.device for each in plan.ranks], announced)
+        gather, reduce, control = communicators.channels(rank_by_position, rank)
+        names = [f"rank {r} ({announced[r]})" for r in rank_by_position]
         for stage, positions in enumerate(plan.groups if plan.stages else ()):
             for i in positions:
                 names[i] += f" of stage {stage}"
@@ -68,7 +68,7 @@ class Members:
             reduce=reduce,
             control=control,
             peers=Peers(communicators, control, names, device),
-            nodes=Nodes.of([announced[r].host or "" for r in seats]),
+            nodes=Nodes.of([announced[r].host or "" for r in rank_by_position]),
         )
 
 

@@ -32,10 +32,10 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from shardhet.comm.calls import (
-    Gathering,
+    AllGather,
     Messages,
     Pending,
-    Reduction,
+    ReduceScatter,
     in_rank_order,
     pieces_of,
     received_sum,
@@ -44,149 +44,166 @@ from shardhet.comm.channel import Channel
 from shardhet.comm.failure import failing_as_peers
 
 
-class _Ring(NamedTuple):
+class _Communicator(NamedTuple):
     """A communicator of ranks that compute in a collective, and who carries whose rows."""
 
     group: dist.ProcessGroup | None  # None on a rank outside of it, or that is alone in it
-    carriers_by_position: tuple[tuple[int, ...], ...]  # one for each communicator like it
+    relays_by_position: tuple[tuple[int, ...], ...]  # one for each communicator like it
     root_by_position: dict[int, int]  # the rank within ``group``
 
     def root(self, owner: int) -> int:
         """The rank within ``group`` that carries the rows of ``owner`` there."""
         return next(
             self.root_by_position[i]
-            for i in self.carriers_by_position[owner]
+            for i in self.relays_by_position[owner]
             if i in self.root_by_position
         )
 
 
 @failing_as_peers()
-def gather(call: Gathering, otherwise: Callable[[Gathering], Pending]) -> Pending:
+def gather(call: AllGather, otherwise: Callable[[AllGather], Pending]) -> Pending:
     """Perform ``all_gather_uneven``, or ``otherwise`` where no communicator has its ranks."""
-    ring = _ring_of(call, call.receivers)
-    if ring is None:
+    communicator = _ring_of(call, call.receivers)
+    if communicator is None:
         return otherwise(call)
     pieces = _pieces_or_none(call.output, call)
-    if pieces is not None and _are_in_one(call, ring):
+    if pieces is not None and _are_in_one(call, communicator):
         assert call.output is not None
         _named("all_gather_single", "all_gather_into_tensor")(
-            call.output, call.shard, group=ring.group
+            call.output, call.shard, group=communicator.group
         )
-    elif pieces is not None and _are_all(call, ring):
+    elif pieces is not None and _are_all(call, communicator):
         in_order = in_rank_order(pieces, call.channel)
-        dist.all_gather(in_order, call.shard, group=ring.group)
+        dist.all_gather(in_order, call.shard, group=communicator.group)
     else:
-        return _gather_in_group(call, ring, pieces)
+        return _gather_in_group(call, communicator, pieces)
     return Pending()  # see [Note: Streams of NCCL]
 
 
-def _gather_in_group(call: Gathering, ring: _Ring, pieces: list[Tensor] | None) -> Pending:
+def _gather_in_group(
+    call: AllGather, communicator: _Communicator, pieces: list[Tensor] | None
+) -> Pending:
     messages, position = Messages(call.channel), call.channel.position
-    for owner, carriers in enumerate(ring.carriers_by_position):
+    for owner, relays in enumerate(communicator.relays_by_position):
         if owner == position:
-            for carrier in carriers:
-                messages.send(call.shard, carrier)
-        elif position in carriers and pieces is not None:
+            for relay in relays:
+                messages.send(call.shard, relay)
+        elif position in relays and pieces is not None:
             messages.receive(pieces[owner], owner)
     handed = messages.post()
     if pieces is None:
         return handed
     handed.wait()  # the broadcasts read what carriers have received
     call.copy_own_shard()
-    _each_piece(dist.broadcast, pieces, ring, "group_src")
+    _each_piece(dist.broadcast, pieces, communicator, "group_src")
     return handed
 
 
 @failing_as_peers()
-def reduce(call: Reduction, otherwise: Callable[[Reduction], Pending]) -> Pending:
+def reduce(call: ReduceScatter, otherwise: Callable[[ReduceScatter], Pending]) -> Pending:
     """Perform ``reduce_scatter_uneven``, or ``otherwise`` where no communicator has its ranks.
 
     What ``full`` has for this rank and those that it carries for is overwritten.
     """
-    ring = _ring_of(call, call.contributors)
-    if ring is None:
+    communicator = _ring_of(call, call.contributors)
+    if communicator is None:
         return otherwise(call)
     pieces = _pieces_or_none(call.full, call)
-    if pieces is not None and _are_in_one(call, ring):
+    if pieces is not None and _are_in_one(call, communicator):
         assert call.full is not None
         _named("reduce_scatter_single", "reduce_scatter_tensor")(
-            call.output, call.full, group=ring.group
+            call.output, call.full, group=communicator.group
         )
-    elif pieces is not None and _are_all(call, ring):
+    elif pieces is not None and _are_all(call, communicator):
         in_order = in_rank_order(pieces, call.channel)
-        dist.reduce_scatter(call.output, in_order, group=ring.group)
+        dist.reduce_scatter(call.output, in_order, group=communicator.group)
     else:
-        return _reduce_in_group(call, ring, pieces)
+        return _reduce_in_group(call, communicator, pieces)
     return Pending()  # see [Note: Streams of NCCL]
 
 
-def _reduce_in_group(call: Reduction, ring: _Ring, pieces: list[Tensor] | None) -> Pending:
+def _reduce_in_group(
+    call: ReduceScatter, communicator: _Communicator, pieces: list[Tensor] | None
+) -> Pending:
     if pieces is not None:
-        _each_piece(dist.reduce, pieces, ring, "group_dst")
+        _each_piece(dist.reduce, pieces, communicator, "group_dst")
     messages, position = Messages(call.channel), call.channel.position
-    for owner, carriers in enumerate(ring.carriers_by_position):
-        if owner != position and position in carriers and pieces is not None:
+    for owner, relays in enumerate(communicator.relays_by_position):
+        if owner != position and position in relays and pieces is not None:
             messages.send(pieces[owner], owner)
-    carriers = ring.carriers_by_position[position]
-    own = pieces[position] if position in carriers and pieces is not None else None
-    add_up = received_sum(call, messages, carriers, own)
-    if call.output.numel() and set(carriers) - {position}:
+    relays = communicator.relays_by_position[position]
+    own = pieces[position] if position in relays and pieces is not None else None
+    add_up = received_sum(call, messages, relays, own)
+    if call.output.numel() and set(relays) - {position}:
         return messages.post(finish=add_up)
     add_up()
     return messages.post()
 
 
 def _each_piece(
-    collective: Callable[..., object], pieces: list[Tensor], ring: _Ring, root: str
+    collective: Callable[..., object],
+    pieces: list[Tensor],
+    communicator: _Communicator,
+    root: str,
 ) -> None:
     """Run ``collective`` on every piece, as one group, with its carrier as the root."""
-    if ring.group is None:
+    if communicator.group is None:
         return  # this rank is alone on its node
-    with distributed_c10d._coalescing_manager(ring.group, pieces[0].device):
+    with distributed_c10d._coalescing_manager(communicator.group, pieces[0].device):
         for owner, piece in enumerate(pieces):
             if piece.numel():
-                collective(piece, group=ring.group, **{root: ring.root(owner)})
+                collective(piece, group=communicator.group, **{root: communicator.root(owner)})
 
 
-def _pieces_or_none(flat: Tensor | None, call: Gathering | Reduction) -> list[Tensor] | None:
+def _pieces_or_none(
+    flat: Tensor | None, call: AllGather | ReduceScatter
+) -> list[Tensor] | None:
     return None if flat is None else pieces_of(flat, call.split_numels)
 
 
-def _ring_of(call: Gathering | Reduction, positions: Sequence[int]) -> _Ring | None:
-    seats, computing, levels = call.channel, call.channel.computing, call.channel.levels
+def _ring_of(call: AllGather | ReduceScatter, positions: Sequence[int]) -> _Communicator | None:
+    channel, computing, levels = call.channel, call.channel.computing, call.channel.levels
     if levels is not None and tuple(positions) == levels.geometry.positions:
-        mates = levels.geometry.mates(seats.position) if seats.position in positions else ()
-        return _Ring(levels.group, levels.geometry.takers, _roots(mates, seats))
-    everyone = tuple(range(seats.world_size))
+        node_peers = (
+            levels.geometry.node_peers(channel.position)
+            if channel.position in positions
+            else ()
+        )
+        return _Communicator(
+            levels.group, levels.geometry.node_leaders, _roots(node_peers, channel)
+        )
+    everyone = tuple(range(channel.world_size))
     if tuple(positions) == everyone:
-        return _Ring(seats.group, tuple((i,) for i in everyone), _roots(everyone, seats))
+        return _Communicator(
+            channel.group, tuple((i,) for i in everyone), _roots(everyone, channel)
+        )
     if computing is None or tuple(positions) != computing.positions:
         return None
-    carriers = computing.carrier_by_position
-    if any(n and carrier < 0 for n, carrier in zip(call.split_numels, carriers, strict=True)):
+    relays = computing.relay_by_position
+    if any(n and relay < 0 for n, relay in zip(call.split_numels, relays, strict=True)):
         return None  # the rows of another stage, which this one has asked for
-    alone = tuple((i,) for i in carriers)
-    return _Ring(computing.group, alone, _roots(computing.positions, seats))
+    alone = tuple((i,) for i in relays)
+    return _Communicator(computing.group, alone, _roots(computing.positions, channel))
 
 
-def _roots(positions: Sequence[int], seats: Channel) -> dict[int, int]:
+def _roots(positions: Sequence[int], channel: Channel) -> dict[int, int]:
     """The rank of each position in a group of them, whose ranks are in ascending order."""
-    ascending = sorted(positions, key=seats.rank_by_position.__getitem__)
+    ascending = sorted(positions, key=channel.rank_by_position.__getitem__)
     return {position: rank for rank, position in enumerate(ascending)}
 
 
-def _are_all(call: Gathering | Reduction, ring: _Ring) -> bool:
+def _are_all(call: AllGather | ReduceScatter, communicator: _Communicator) -> bool:
     """Whether every rank of the channel takes part, and none of the pieces is empty."""
-    return ring.group is call.channel.group and 0 not in call.split_numels
+    return communicator.group is call.channel.group and 0 not in call.split_numels
 
 
-def _are_in_one(call: Gathering | Reduction, ring: _Ring) -> bool:
+def _are_in_one(call: AllGather | ReduceScatter, communicator: _Communicator) -> bool:
     """Whether the pieces have the layout of NCCL's own even collectives.
 
     With equal pieces, NCCL's list collectives go through a buffer as large as the whole tensor.
     """
     in_order = call.channel.rank_by_position == tuple(range(call.channel.world_size))
-    return in_order and len(set(call.split_numels)) == 1 and _are_all(call, ring)
+    return in_order and len(set(call.split_numels)) == 1 and _are_all(call, communicator)
 
 
 def _named(name: str, name_before: str) -> Callable[..., dist.Work]:

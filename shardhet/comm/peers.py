@@ -47,7 +47,7 @@ import torch.distributed as dist
 
 from shardhet.comm import devices
 from shardhet.comm.channel import Channel, progress
-from shardhet.comm.failure import Failure, Kind, LostPeerError, birth, holder_of
+from shardhet.comm.failure import Failure, FailureKind, LostPeerError, birth, holder_of
 from shardhet.comm.groups import Communicators
 
 SECONDS_TO_HEAR_THE_CAUSE = 3.0
@@ -107,8 +107,8 @@ class Shortage:
     def limit_bytes(self) -> int:
         """The most that a plan may be predicted to need of the device from now on.
 
-        With A allocated, x asked for and p predicted: 0.9 A p / max(p, A + x), that is what
-        fitted, less in the ratio by which more was needed than predicted, and a tenth.
+        0.9 A p / max(p, A + x), with A bytes allocated, x requested and p predicted: what
+        fitted, reduced by the factor of the underprediction and by another tenth.
         """
         needed = self.allocated_bytes + self.asked_bytes
         predicted = self.predicted_bytes or needed
@@ -137,7 +137,7 @@ def failure_of(error: BaseException, *, rank: int, name: str, what: str = "") ->
     """
     is_lost = any(isinstance(each, LostPeerError) for each in (error, error.__cause__))
     return Failure(
-        kind=Kind.LOST if is_lost else Kind.RAISED,
+        kind=FailureKind.LOST if is_lost else FailureKind.RAISED,
         ranks=(rank,),
         name=name,
         what=what or "".join(traceback.format_exception_only(error)).strip(),
@@ -152,7 +152,7 @@ def report(failure: Failure, store: Any) -> Failure:
 
     A program may catch what a rank has raised, and go on with another group of ranks.
     """
-    key = FAILURE + (progress.model if failure.kind is Kind.RAISED else "")
+    key = FAILURE + (progress.model if failure.kind is FailureKind.RAISED else "")
     return Failure.from_json(store.compare_set(key, "", failure.to_json()))
 
 
@@ -246,7 +246,7 @@ class Peers:
         self._is_broken = True
         what = f"{type(error).__name__}: {error}{memory}"
         failure = failure_of(error, rank=dist.get_rank(), name=name, what=what)
-        if failure.kind is Kind.RAISED:
+        if failure.kind is FailureKind.RAISED:
             with suppress(RuntimeError):
                 report(failure, _store_of_all())
         self._communicators.break_connections()

@@ -323,10 +323,10 @@ def no_such_key(known: DictConfig, dotted: str) -> str:
     nodes = ((name, known._get_node(name)) for name in keys)
     groups = {name: node for name, node in nodes if isinstance(node, DictConfig)}
     close = close or [f"{name}.{key}" for name, node in groups.items() if key in list(node)]
-    mend = f" Did you mean {f'{where}.' if where else ''}{close[0]}?" if close else ""
-    mend = f" It is a key of {' and '.join(others)}." if others else mend
+    remedy = f" Did you mean {f'{where}.' if where else ''}{close[0]}?" if close else ""
+    remedy = f" It is a key of {' and '.join(others)}." if others else remedy
     there = f"{where or 'the configuration'} has {', '.join(keys)}"
-    return f"{dotted}: no such key; {there}.{mend}"
+    return f"{dotted}: no such key; {there}.{remedy}"
 
 
 CHOICES = "Available options"  # of a group of which an unknown one was named

@@ -38,8 +38,8 @@ class ImportedConf(ModelConf):
         """The model's workload, counted on tensors without memory."""
         import torch
 
-        from shardhet.profiler.describe import describe_sketch
-        from shardhet.profiler.sketch import sketch_model
+        from shardhet.profiler.describe import describe_spec
+        from shardhet.profiler.model_spec import trace_model
 
         for key in ("vocab_size", "seq_len"):
             if getattr(samples, key) is not None:
@@ -50,7 +50,7 @@ class ImportedConf(ModelConf):
             reduce_dtype=torch.float32,
         )
         with config_errors("model"):
-            return describe_sketch(sketch_model(model), model)
+            return describe_spec(trace_model(model), model)
 
     def trained(self) -> "TrainedModel":
         """The model on the meta device, and how it is trained."""

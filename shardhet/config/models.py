@@ -305,8 +305,8 @@ class HfConf(ModelConf):
         """The model's workload, counted on tensors without memory."""
         import torch
 
-        from shardhet.profiler.describe import describe_sketch
-        from shardhet.profiler.sketch import sketch_model
+        from shardhet.profiler.describe import describe_spec
+        from shardhet.profiler.model_spec import trace_model
 
         folder = self.folder()
         seq_len = samples.seq_len or min(self.usual_seq_len, folder.max_seq_len or 2**62)
@@ -319,7 +319,7 @@ class HfConf(ModelConf):
         with config_errors("model"):
             dtype: torch.dtype = getattr(torch, param_dtype)
             model = self.trained(dtype=torch.float32, param_dtype=dtype, seq_len=seq_len)
-            return describe_sketch(sketch_model(model), model)
+            return describe_spec(trace_model(model), model)
 
     def trained(
         self,

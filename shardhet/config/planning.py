@@ -30,7 +30,7 @@ from shardhet.config.checks import (
 from shardhet.config.compose import register_schemas
 from shardhet.config.models import ModelConf, SampleShape
 from shardhet.config.train import check_fp16_accumulation
-from shardhet.planner.problem.demands import TOLERANCE, Demands, DeviceLimits
+from shardhet.planner.problem.constraints import TOLERANCE, Constraints, DeviceLimits
 from shardhet.planner.stages.groups import MAX_STAGES
 from shardhet.pricing import derive
 from shardhet.pricing.part import part_of
@@ -351,8 +351,8 @@ class PlannerConf(InputsConf):
                 "Drop one of them."
             )
 
-    def to_demands(self, devices: Sequence[DeviceSpec]) -> Demands:
-        """The demands on these devices; ConfigError if a limit matches none of them."""
+    def to_constraints(self, devices: Sequence[DeviceSpec]) -> Constraints:
+        """The constraints on these devices; ConfigError if a limit matches none of them."""
         limits: dict[int, DeviceLimits] = {}
         for key, limit in self.limits.items():
             record = limit.to_record(f"limits.{key}")
@@ -363,7 +363,7 @@ class PlannerConf(InputsConf):
                         "by another key too. Put its limits under one key."
                     )
                 limits[position] = record
-        demands = Demands(
+        constraints = Constraints(
             limits=limits,
             equal=tuple(map(tuple, self.equal)),
             max_microbatch_size=self.max_microbatch_size,
@@ -375,8 +375,8 @@ class PlannerConf(InputsConf):
             whole_matrices=EVERY_BLOCK if self.whole_matrices else (),
         )
         with config_errors():
-            demands.check(len(devices))
-        return demands
+            constraints.check(len(devices))
+        return constraints
 
 
 @dataclass(kw_only=True)

@@ -286,15 +286,15 @@ class TrainConf(RanksConf):
         held = self._plan_holds_for
         if held is None:
             return
-        lack = held.lack(
+        mismatch = held.mismatch(
             param_dtype=self.precision.value,
             tokens_per_sample=self.data.seq_len,
             num_moments=self.optim.to_record().count_moments(),
         )
-        if lack is not None:
+        if mismatch is not None:
             raise ConfigError(
-                f"{lack}. Train as it says (precision=, data.seq_len=, optim=), or plan again "
-                "for this run."
+                f"{mismatch}. Train as it says (precision=, data.seq_len=, optim=), or plan "
+                "again for this run."
             )
 
     def check_resume(self) -> None:

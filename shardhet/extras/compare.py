@@ -13,7 +13,7 @@ from typing import Any, Self
 from rich.table import Table
 
 from shardhet.apps.cli.display import device_name
-from shardhet.apps.cli.plots import Lane, draw_timeline
+from shardhet.apps.cli.plots import TimelineTrack, draw_timeline
 from shardhet.apps.cli.quantities import duration
 from shardhet.apps.cli.streamed import WideConsole, figures_table
 from shardhet.apps.launch.run_folder import RunFolder
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shown = differences if given.all else differences[:NUM_SHOWN]
     console.print("Computations that differ most from what was measured before the run:")
     console.print(_table_of_units(shown))
-    console.print(verdict(pairs), markup=False)
+    console.print(explain_difference(pairs), markup=False)
     if given.picture is not None:
         draw_timeline(f"one step of {given.run}", _lanes(folder, names), given.picture)
         console.print(f"drawn to {given.picture}", markup=False)
@@ -162,16 +162,18 @@ def _measured_events(folder: RunFolder) -> dict[int, tuple[list[dict[str, Any]],
     return found
 
 
-def _lanes(folder: RunFolder, names: Sequence[str]) -> list[Lane]:
+def _lanes(folder: RunFolder, names: Sequence[str]) -> list[TimelineTrack]:
     """What each device does, as predicted and below it in the first traced step."""
     predicted, measured = _predicted_events(folder), _measured_events(folder)
-    lanes = []
+    tracks = []
     for i, (events, num_steps) in sorted(measured.items()):
-        lanes += [
-            Lane(label=f"{names[i]}, predicted", spans=_spans(predicted.get(i, []), 1)),
-            Lane(label="measured", spans=_spans(events, num_steps)),
+        tracks += [
+            TimelineTrack(
+                label=f"{names[i]}, predicted", spans=_spans(predicted.get(i, []), 1)
+            ),
+            TimelineTrack(label="measured", spans=_spans(events, num_steps)),
         ]
-    return lanes
+    return tracks
 
 
 def _spans(events: Sequence[dict[str, Any]], num_steps: int) -> list[tuple[str, float, float]]:
@@ -209,7 +211,7 @@ def differences_of(device: str, predicted: StepParts, measured: StepParts) -> li
     ]
 
 
-def verdict(pairs: Sequence[tuple[str, StepParts, StepParts]]) -> str:
+def explain_difference(pairs: Sequence[tuple[str, StepParts, StepParts]]) -> str:
     """Where most of the difference is: computing on all devices or on one, or waiting on all.
 
     Where one device is late the others wait, and not itself; for links all of them do.  A

@@ -23,10 +23,9 @@ from shardhet.fsdp.microbatch.signature import BatchDims
 from shardhet.fsdp.microbatch.surroundings import CacheSwitch
 from shardhet.fsdp.options import batch_dims, checked, device_for
 from shardhet.fsdp.params import host_step
-from shardhet.fsdp.params.optimizer_gate import ParamsBefore
-from shardhet.fsdp.params.row_group import RowGroup, Rows
+from shardhet.fsdp.params.optimizer_check import OriginalParams
+from shardhet.fsdp.params.row_group import Rows, ShardGroup
 from shardhet.fsdp.params.row_params import ParamHooks, guard
-from shardhet.fsdp.rounds_door import ModuleInRounds, in_tuple
 from shardhet.fsdp.sharding.build import build_units, find_pieces, planned_units
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.flat import FlatTensor
@@ -39,6 +38,7 @@ from shardhet.fsdp.step.mean_loss import MeanLoss
 from shardhet.fsdp.step.round_by_round import RoundByRound
 from shardhet.fsdp.step.runtime import Runtime
 from shardhet.fsdp.step.unit_by_unit import unit_by_unit
+from shardhet.fsdp.step_api import ModuleInRounds, in_tuple
 from shardhet.fsdp.surface import guard_root
 from shardhet.fsdp.tokens.skeleton import Skeleton
 from shardhet.records.cluster import DeviceSpec
@@ -117,7 +117,7 @@ class HetFSDP(ModuleInRounds):
         watch_unless_decided(plan.world_size, device)
         self._control, self._peers = members.control, members.peers
         self._comm = CommContext(device, members.gather, members.reduce, members.nodes)
-        hooks, before, norms = ParamHooks(module), ParamsBefore(module), BatchNorms(module)
+        hooks, before, norms = ParamHooks(module), OriginalParams(module), BatchNorms(module)
         with self._peers.guard("wrapping the model"):
             self._comm.follow(plan, self._control)
             norms.warn(plan, position=members.control.position)
@@ -139,7 +139,7 @@ class HetFSDP(ModuleInRounds):
             )
         self.plan = replace(plan, units=planned_units([*built, root]))
         self._flats = [flat for unit in (*built, root) for flat in unit.flats]
-        self._rows = RowGroup(self._comm, members.control, self._peers, weakref.ref(self))
+        self._rows = ShardGroup(self._comm, members.control, self._peers, weakref.ref(self))
         _know_params(self, hooks, before)
         self.module, self._ragged = module, known_ragged(module, ragged)
         self._caches = CacheSwitch(module)
@@ -297,7 +297,7 @@ class HetFSDP(ModuleInRounds):
         self._runtime.observers.is_traced = is_traced
 
 
-def _know_params(model: HetFSDP, hooks: ParamHooks, before: ParamsBefore) -> None:
+def _know_params(model: HetFSDP, hooks: ParamHooks, before: OriginalParams) -> None:
     """Let optimizers step rows, and refuse those that hold parameters from ``before``."""
     model._param_by_fqn = _in_order(before.by_fqn, model._flats)
     if not model._rows.is_alone:  # a lone rank stores whole parameters
@@ -325,7 +325,7 @@ def _in_order(fqns: Iterable[str], flats: Sequence[FlatTensor]) -> dict[str, nn.
 
 
 def _with_rows(
-    flat: FlatTensor, i: int, group: RowGroup
+    flat: FlatTensor, i: int, group: ShardGroup
 ) -> tuple[nn.Parameter, Callable[[], Rows]]:
     """A sharded parameter, and what says which rows are here; it keeps no rows alive."""
     fqn, cuts = flat.slots[i].fqn, flat.cuts  # a list that stays the same

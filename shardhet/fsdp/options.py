@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from shardhet.comm import devices
 from shardhet.fsdp.microbatch.signature import BatchDims
-from shardhet.fsdp.params.optimizer_gate import are_rows
+from shardhet.fsdp.params.optimizer_check import are_rows
 from shardhet.fsdp.sharding.build import MixedPrecision
 from shardhet.fsdp.surface import ModuleWithState
 from shardhet.records.codec import meant
@@ -53,7 +53,7 @@ def _check_wrapped(module: Any) -> None:
         )
 
 
-def _check_apart(module: nn.Module) -> None:
+def _check_no_aliasing(module: nn.Module) -> None:
     """Raise ``ValueError`` if a trainable parameter has elements that another tensor has, too.
 
     In one process a step of the one is a step of the other, but rows are copies.
@@ -108,7 +108,7 @@ def checked(
     precision = MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     _check_wrapped(module)
     plan = plan_of(given)
-    _check_apart(module)
+    _check_no_aliasing(module)
     for field in fields(precision):
         check_dtype(field.name, getattr(precision, field.name))
     computed = precision.param_dtype or next(
@@ -116,11 +116,11 @@ def checked(
     )
     held = plan.holds_for
     if held is not None and computed is not None:
-        lack = held.lack(param_dtype=str(computed).removeprefix("torch."))
+        mismatch = held.mismatch(param_dtype=str(computed).removeprefix("torch."))
         there = f"torch.{held.param_dtype}"
-        if lack is not None:
+        if mismatch is not None:
             raise ValueError(
-                f"{lack}. Pass param_dtype={there} (to HetTrainer "
+                f"{mismatch}. Pass param_dtype={there} (to HetTrainer "
                 f'options={{"param_dtype": {there}}}), or plan for {computed} (shardhet plan '
                 "precision=FP32, BF16 or FP16)."
             )

@@ -11,7 +11,7 @@ from shardhet.fsdp.module import HetFSDP
 from shardhet.fsdp.sharding.build import ROOT_FQN, cut_by_plan
 from shardhet.fsdp.sharding.comm import CommContext, FlatKind, HostRoom
 from shardhet.fsdp.sharding.flat import FlatTensor
-from shardhet.fsdp.sharding.residence import check_resident_units
+from shardhet.fsdp.sharding.persistence import check_resident_units
 from shardhet.fsdp.stages.channels import check_names
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.layout import FlatLayout
@@ -32,7 +32,7 @@ class FlatMove:
     def whole(self, shard: Tensor, model: HetFSDP) -> Tensor:
         """All ranks' ``shard``s, [numel], in the order of the new layout.  Collective."""
         before = self.flat.layout
-        whole = whole_of(shard, before.shard_numels, model._comm.gather_channel)
+        whole = whole_of(shard, before.shard_numels, model._comm.all_gather_channel)
         if before.param_spans == self.layout.param_spans:
             return whole
         moved = whole.new_zeros(self.layout.numel)

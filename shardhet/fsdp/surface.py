@@ -19,7 +19,7 @@ from shardhet.comm import devices
 from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME, Channel
 from shardhet.comm.groups import side_channel
 from shardhet.comm.peers import Peers
-from shardhet.fsdp.door import (
+from shardhet.fsdp.module_proxy import (
     keep_out_arguments,
     loads_by_itself,
     stand_ins,
@@ -27,9 +27,9 @@ from shardhet.fsdp.door import (
     watch_inside,
     with_stand_ins,
 )
-from shardhet.fsdp.params.row_group import RowGroup
+from shardhet.fsdp.params.row_group import ShardGroup
 from shardhet.fsdp.params.state import (
-    RowBox,
+    LocalShard,
     gather_params,
     load_state_dict,
     sharded_state_dict,
@@ -393,7 +393,7 @@ class ModuleWithState(ModuleOfRows):
             )
         return _IncompatibleKeys(*misfits)
 
-    def _watch_states(self, rows: RowGroup) -> None:
+    def _watch_states(self, rows: ShardGroup) -> None:
         """Let hooks on the state dicts of this be those on the module's, and run with them, and
         state dicts inside be whole.
         """
@@ -416,7 +416,7 @@ class ModuleWithState(ModuleOfRows):
         end = {0: lambda *_: vars(self).update(held)}
         vars(self).update(_modules={}, _load_state_dict_post_hooks=end)
 
-    def sharded_state_dict(self) -> dict[str, RowBox]:
+    def sharded_state_dict(self) -> dict[str, LocalShard]:
         """This rank's rows of every parameter, sharing memory with the model."""
         return sharded_state_dict(self._flats)
 

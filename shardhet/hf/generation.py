@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardhet.fsdp import HetFSDP
-from shardhet.fsdp.door import around
+from shardhet.fsdp.module_proxy import around
 
 
 def generate(model: nn.Module, inputs: Tensor | None = None, **kwargs: Any) -> Any:

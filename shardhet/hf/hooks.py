@@ -63,7 +63,7 @@ class HookCallback(TrainerCallback):
         if het.plan is not self._plan:
             assert loader is not None, "a step was trained"
             self._plan = self._trainer.plan = het.plan
-            loader.deal(Share.of_step(het.plan, het.position))
+            loader.set_share(Share.of_step(het.plan, het.position))
         if self._run.is_over:
             control.should_save = control.should_training_stop = True
 

@@ -19,7 +19,7 @@ from shardhet.hf.rank_loss import untrained
 from shardhet.hf.view import TrainerView
 from shardhet.records.layout import Span
 from shardhet.training.dealing.batches import (
-    DealtCollator,
+    LocalBatchCollator,
     OneRowEach,
     PlanBatchSampler,
     PlanLoader,
@@ -126,7 +126,7 @@ def plan_loader(
     return PlanLoader(
         dataset,
         PlanBatchSampler(order, share, whole=whole),
-        DealtCollator(OneRowEach(collate), share, whole=whole),
+        LocalBatchCollator(OneRowEach(collate), share, whole=whole),
         worker_init_fn=seeded if is_training else None,
         num_workers=args.dataloader_num_workers,
         pin_memory=args.dataloader_pin_memory and not devices.is_on_host(args.device),

@@ -178,8 +178,9 @@ def find_kind(
 ) -> LossKind:
     """Find out how losses combine, given batches and two parts of each.  Collective.
 
-    ``between`` are other samples, computed before the first are again, so that what is kept of
-    them shows.  ``loss_of`` takes a batch and what is said to be the number of items in it.  A
+    ``between``: other samples, run before the first batch is run again, so that state that a
+    loss keeps between calls shows as a difference.  ``loss_of`` takes a batch and what is said
+    to be the number of items in it.  A
     mean is over all labels unless those without first positions fit much better, or, where the
     model's own loss is of next tokens (``predicts_next``), better.  Raises on every rank if no
     kind fits.

@@ -22,7 +22,7 @@ from shardhet.comm.channel import phase
 from shardhet.comm.liveness.watch import HANG_TIMEOUT_S, watch_ranks
 from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.params.host_step import check_room, fused_on_host
-from shardhet.fsdp.params.optimizer_gate import look_at
+from shardhet.fsdp.params.optimizer_check import look_at
 from shardhet.hf.arguments import check_optimizer, checked, is_same_device
 from shardhet.hf.counting import InputCounts
 from shardhet.hf.evaluation import EvaluationPass

@@ -16,12 +16,12 @@ That no other plan of the candidates is faster than the bound follows from, in t
                           better than the best plan is not searched, and its bound counts too
 
 Nothing is proven of plans whose last round is smaller, or of which devices are left idle
-(``idle.PartSearch``).
+(``idle.SubsetSearch``).
 """
 
 from typing import TYPE_CHECKING, Any
 
-from shardhet.planner.problem.demands import Demands, DeviceLimits
+from shardhet.planner.problem.constraints import Constraints, DeviceLimits
 from shardhet.planner.problem.solution import PlanError, PlanSolution
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shardhet.planner.search.search import Effort
 
 __all__ = [
-    "Demands",
+    "Constraints",
     "DeviceLimits",
     "Effort",
     "PlanError",

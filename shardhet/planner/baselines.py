@@ -11,8 +11,8 @@ Cephalo's own programme is in ``experiments/planner``.
 from dataclasses import replace
 from functools import partial
 
-from shardhet.planner.find import NO_DEMANDS, solve
-from shardhet.planner.problem.demands import Demands
+from shardhet.planner.find import NO_CONSTRAINTS, solve
+from shardhet.planner.problem.constraints import Constraints
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
 from shardhet.pricing.setting import Setting
@@ -23,26 +23,26 @@ def _solve_as(
     setting: Setting,
     *,
     global_batch_size: int,
-    form: Demands,
-    demands: Demands = NO_DEMANDS,
+    form: Constraints,
+    constraints: Constraints = NO_CONSTRAINTS,
     effort: Effort = DEFAULT_EFFORT,
     near: StepForm | None = None,
 ) -> PlanSolution:
-    """The best plan of one form that also meets ``demands``; ``near`` as in ``solve``."""
+    """The best plan of one form that also meets ``constraints``; ``near`` as in ``solve``."""
     if form.has_even_state:
         limits = {
             i: replace(each, state_share=None, max_state_share=None)
-            for i, each in demands.limits.items()
+            for i, each in constraints.limits.items()
         }
-        demands = replace(demands, limits=limits)
+        constraints = replace(constraints, limits=limits)
     return solve(
         setting,
         global_batch_size=global_batch_size,
-        demands=replace(
-            demands,
+        constraints=replace(
+            constraints,
             has_even_batches=form.has_even_batches,
             has_even_state=form.has_even_state,
-            max_rounds=form.max_rounds or demands.max_rounds,
+            max_rounds=form.max_rounds or constraints.max_rounds,
         ),
         effort=effort,
         is_bounded=False,
@@ -50,7 +50,7 @@ def _solve_as(
     )
 
 
-even = partial(_solve_as, form=Demands(has_even_batches=True, has_even_state=True))
-compute_only = partial(_solve_as, form=Demands(has_even_state=True))
-memory_only = partial(_solve_as, form=Demands(has_even_batches=True))
-one_round = partial(_solve_as, form=Demands(max_rounds=1))
+even = partial(_solve_as, form=Constraints(has_even_batches=True, has_even_state=True))
+compute_only = partial(_solve_as, form=Constraints(has_even_state=True))
+memory_only = partial(_solve_as, form=Constraints(has_even_batches=True))
+one_round = partial(_solve_as, form=Constraints(max_rounds=1))

@@ -12,7 +12,7 @@ from math import inf
 
 import numpy as np
 
-from shardhet.planner.problem.demands import Demands, host_bytes
+from shardhet.planner.problem.constraints import Constraints, host_bytes
 from shardhet.planner.problem.problem import Floats, fill_level
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.pricing.cost import CostModel
@@ -25,7 +25,7 @@ MAX_REFINED = 4  # divisions as in the best plan so far
 
 def within_hosts(
     model: CostModel,
-    demands: Demands,
+    constraints: Constraints,
     ranks: Sequence[RankPlan],
     room: Floats,
     row_numel: float,
@@ -37,13 +37,13 @@ def within_hosts(
         if on_host and node.host_memory_bytes is not None:
             inputs = sum(
                 ranks[i].rank_batch_size
-                * model.of_member(demands.member(i)).host_bytes_per_sample(ranks[i])
+                * model.of_member(constraints.member(i)).host_bytes_per_sample(ranks[i])
                 for i in here
             )
             left = (node.host_memory_bytes - inputs) / model.workload.state_bytes_per_element
             left -= len(on_host) * row_numel  # that rounding to rows may add
             room[on_host] = as_evenly(room[on_host], max(0.0, left))
-            for equal in map(list, demands.equal):
+            for equal in map(list, constraints.equal):
                 room[equal] = room[equal].min()
     return room
 
@@ -56,16 +56,17 @@ def as_evenly(room: Floats, wanted: float) -> Floats:
 
 
 def divisions(
-    demands: Demands, cluster: Cluster, found: Sequence[PlanSolution]
+    constraints: Constraints, cluster: Cluster, found: Sequence[PlanSolution]
 ) -> Iterator[Parts]:
-    """The memory of each host among all of its devices, or among some with least or most of
-    their own; then as in the best plan of ``found``, which may grow meanwhile.
+    """Ways to divide each host's memory: evenly among all its devices; among those with the
+    least, or the most, memory of their own; then as the best plan in ``found`` uses it (the
+    caller may append to ``found``).
 
     None if no host says how much it has, or nothing may be kept there.
     """
-    if min(host_bytes(demands, cluster)) == inf:
+    if min(host_bytes(constraints, cluster)) == inf:
         return
-    budgets, known = demands.budgets(cluster), list[Parts]()
+    budgets, known = constraints.budgets(cluster), list[Parts]()
     most = max(map(len, cluster.positions_by_node))
     numbers = dict.fromkeys(-(-most // 2**i) for i in range(most.bit_length() + 1))
     for number, sign in product(numbers, (1, -1)):

@@ -25,7 +25,7 @@ from math import inf
 import numpy as np
 
 from shardhet.planner.candidates.role_times import MAX_MICROBATCH_SIZE
-from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.constraints import Constraints
 from shardhet.planner.problem.problem import Bools, Floats, Ints
 from shardhet.planner.problem.solution import PlanError, PlanSolution
 from shardhet.planner.residents import with_all_resident
@@ -56,11 +56,14 @@ def active_positions(solution: PlanSolution) -> Positions:
 
 
 def with_idle(
-    solution: PlanSolution, positions: Sequence[int], prices: CostModel, demands: Demands
+    solution: PlanSolution,
+    positions: Sequence[int],
+    prices: CostModel,
+    constraints: Constraints,
 ) -> PlanSolution | None:
     """A plan of the devices at some positions as a plan of all; None if it does not fit.
 
-    ``prices`` and ``demands`` are those of all devices.
+    ``prices`` and ``constraints`` are those of all devices.
     """
     cluster = prices.cluster
     if len(positions) == cluster.world_size:
@@ -75,13 +78,13 @@ def with_idle(
     if groups is not None:
         groups = tuple(tuple(positions[i] for i in each) for each in groups)
     plan = replace(solution.plan, ranks=ranks, context_groups=groups)
-    predicted = prices.predict(plan).within(demands.budgets(cluster))
+    predicted = prices.predict(plan).within(constraints.budgets(cluster))
     found = replace(solution, plan=plan, predicted=predicted)
     return found if found.fits else None
 
 
 @dataclass(frozen=True, slots=True)
-class PartPlan:
+class SubsetPlan:
     """Some devices of a cluster, and their plan."""
 
     positions: Positions
@@ -95,13 +98,13 @@ class PartPlan:
 
 
 @dataclass(kw_only=True)
-class PartSearch:
+class SubsetSearch:
     """The parts of a cluster that were tried, and those that were faster than all before."""
 
     setting: Setting
     global_batch_size: int
-    demands: Demands
-    at_most_s: float  # slower plans are not asked for
+    constraints: Constraints
+    cutoff_s: float  # slower plans are not asked for
     tolerance: float  # parts of more devices are searched for if they are as much slower
     # The plan for a part, of at most so many seconds; ValueError if there is none.
     solved: Callable[[Positions, Setting, float], PlanSolution]
@@ -111,23 +114,23 @@ class PartSearch:
     missed: PlanError | None = None  # why there is none
     missed_s: dict[Positions, float] = field(default_factory=dict)  # bounds on what was missed
     num_searched: int = 0
-    found: list[PartPlan] = field(default_factory=list)
+    found: list[SubsetPlan] = field(default_factory=list)
     _seen: set[bytes] = field(default_factory=set)
     _paces: dict[str | None, float] = field(default_factory=dict)
 
     @cached_property
     def _devices(self) -> "_Devices":
-        profile, demands = self.setting.profile, self.demands
-        told = (demands.limits, demands.equal, demands.context_groups)
+        profile, constraints = self.setting.profile, self.constraints
+        told = (constraints.limits, constraints.equal, constraints.context_groups)
         are_told = any(map(bool, (*told, profile.groups, profile.pairs)))
         return _Devices(self.setting.cluster, are_told)
 
-    def run(self) -> PartPlan | None:
+    def run(self) -> SubsetPlan | None:
         """The fastest part that was found, which may be the whole; None if there is none."""
-        demands = self.demands
+        constraints = self.constraints
         first = self._devices.mask(self.near) if self.near else self._devices.every
         parts = [first]
-        if not (demands.has_even_state or demands.has_even_batches):
+        if not (constraints.has_even_state or constraints.has_even_batches):
             parts += self._parts(first)
             if self.near:
                 parts += self._sets(self._devices.every)
@@ -135,7 +138,7 @@ class PartSearch:
             parts = list(self._parts(self._devices.mask(self.found[-1].positions)))
         return self.found[-1] if self.found else None
 
-    def _most_s(self, number: int, found: Sequence[PartPlan]) -> float:
+    def _most_s(self, number: int, found: Sequence[SubsetPlan]) -> float:
         """Steps on so many devices must be shorter than this to be worth it."""
         known = [(len(e.positions), e.step_s) for e in (*self.found[-1:], *found)]
         # Devices that gain next to nothing are not left out for it.
@@ -158,10 +161,10 @@ class PartSearch:
         far = inf if self.near else FAR
         bounded: list[tuple[tuple[bool, float], float, Positions, Setting]] = []
         for part in parts:
-            if (key := part.tobytes()) in self._seen or not self._meets_demands(part):
+            if (key := part.tobytes()) in self._seen or not self._meets_constraints(part):
                 continue
             self._seen.add(key)
-            most_s = min(self.at_most_s, self._most_s(int(part.sum()), ()))
+            most_s = min(self.cutoff_s, self._most_s(int(part.sum()), ()))
             compute_s = self._compute_s(part)
             if compute_s >= most_s:
                 continue
@@ -176,28 +179,28 @@ class PartSearch:
                 order = (is_fine, bound_s / (far if is_first else 1))
                 bounded.append((order, bound_s, positions, setting))
         bounded.sort(key=lambda each: each[0])
-        faster: list[PartPlan] = []
+        faster: list[SubsetPlan] = []
         for (is_fine, _), bound_s, positions, setting in bounded:
             if faster and is_fine:
                 break  # such sets are looked at beside what is faster
-            at_most_s = min(self.at_most_s, self._most_s(len(positions), faster))
+            cutoff_s = min(self.cutoff_s, self._most_s(len(positions), faster))
             is_whole = len(positions) == len(kept)
-            if bound_s >= at_most_s or (
+            if bound_s >= cutoff_s or (
                 self.num_searched >= self._max_searches and not is_whole
             ):
                 continue
             self.num_searched += 1
             try:
-                solution = self.solved(positions, setting, at_most_s)
-            except ValueError as error:  # or demands need the devices that are left out
+                solution = self.solved(positions, setting, cutoff_s)
+            except ValueError as error:  # or constraints need the devices that are left out
                 if isinstance(error, PlanError):
                     self.missed = self.missed if self.missed and not is_whole else error
                     self.missed_s[positions] = error.lower_bound_s
                 continue
             if is_whole:
                 self.whole = solution
-            found = PartPlan(positions, setting, solution)
-            if found.step_s < at_most_s:
+            found = SubsetPlan(positions, setting, solution)
+            if found.step_s < cutoff_s:
                 faster.append(found)
         enough_s = (1 + NO_GAIN) * min((each.step_s for each in faster), default=inf)
         enough = [each for each in faster if each.step_s <= enough_s]
@@ -215,7 +218,7 @@ class PartSearch:
         inside = kept & ~kept.all()
         for members in self._sets(kept):
             yield kept & ~members
-        if self.demands.form is None:
+        if self.constraints.form is None:
             for members in self._sets(self._devices.every):
                 yield inside | members
 
@@ -226,13 +229,13 @@ class PartSearch:
         """
         if self.whole is not None:
             yield kept & ~self._devices.mask(active_positions(self.whole))
-            if self.demands.form is None:
+            if self.constraints.form is None:
                 ranks = self.whole.plan.ranks
                 yield kept & [not rank.microbatch_sizes for rank in ranks]
-        if self.demands.form is None:
+        if self.constraints.form is None:
             yield from self._devices.sets(kept, self._pace_s)
 
-    def _meets_demands(self, part: Bools) -> bool:
+    def _meets_constraints(self, part: Bools) -> bool:
         """Whether all devices are in the part that must do something, and of those that must do
         alike all or none.
         """
@@ -240,12 +243,14 @@ class PartSearch:
         has_kind = self.with_kind is None or any(
             kind == self.with_kind for kind in self._devices.numbers(part)
         )
-        return bool(part.any() and has_kind and part[self.demands.needed].all() and all(alike))
+        return bool(
+            part.any() and has_kind and part[self.constraints.needed].all() and all(alike)
+        )
 
     @cached_property
     def _alike(self) -> list[Ints]:
         """The positions of each set of devices that must do alike."""
-        sets = (*self.demands.equal, *self.demands.context_groups)
+        sets = (*self.constraints.equal, *self.constraints.context_groups)
         return [np.array(sorted(set(each)), dtype=np.int64) for each in sets]
 
     def _compute_s(self, part: Bools) -> float:
@@ -263,14 +268,14 @@ class PartSearch:
 
     def _has_room(self, part: Bools, setting: Setting) -> bool:
         """Whether the state may fit on a part; of the whole it is said what is missing."""
-        if part.all() or self.demands.may_keep_optimizer_on_host:
+        if part.all() or self.constraints.may_keep_optimizer_on_host:
             return True
         stored = CostModel(setting).bytes_per_stored_numel * setting.workload.numel
         return bool(self._budgets[part].sum() >= stored)
 
     @cached_property
     def _budgets(self) -> Floats:
-        return np.array(self.demands.budgets(self.setting.cluster), dtype=np.float64)
+        return np.array(self.constraints.budgets(self.setting.cluster), dtype=np.float64)
 
     def _pace_s(self, kind: str | None) -> float:
         """Seconds of a sample in all units on a kind of device, in its best microbatches."""

@@ -6,7 +6,7 @@ from math import inf
 import numpy as np
 
 from shardhet.planner.candidates.candidates import TableBuilder
-from shardhet.planner.problem.demands import Demands, host_bytes
+from shardhet.planner.problem.constraints import Constraints, host_bytes
 from shardhet.planner.problem.problem import Limits, Problem
 from shardhet.planner.problem.solution import PlanError
 from shardhet.planner.search.oracle import Oracle
@@ -42,9 +42,11 @@ def nearest_miss(problem: Problem, builder: TableBuilder, *, stride: int = 1) ->
     per_numel = model.bytes_per_stored_numel
     room = sum(group.count * float(group.room.max()) for group in problem.groups)
     if room >= problem.state_numel:
-        if min(host_bytes(builder.demands, model.cluster)) < inf:
+        if min(host_bytes(builder.constraints, model.cluster)) < inf:
             return hosts_too_small(model)
-        return _no_sample_fits(model, builder.demands, problem.state_numel, room * per_numel)
+        return _no_sample_fits(
+            model, builder.constraints, problem.state_numel, room * per_numel
+        )
     is_rest = problem.state_numel < model.workload.numel * (1 - 1e-6)
     state, who = (
         ("the rest of the state, beside what limits fix, of", "the other devices")
@@ -71,7 +73,7 @@ def hosts_too_small(model: CostModel) -> str:
 
 
 def _no_sample_fits(
-    model: CostModel, demands: Demands, state_numel: float, room_bytes: float
+    model: CostModel, constraints: Constraints, state_numel: float, room_bytes: float
 ) -> str:
     """The state fits in the room of idle devices; say what a single sample needs at best."""
     every = RankPlan(
@@ -81,10 +83,10 @@ def _no_sample_fits(
         tiled_units=EVERY_UNIT if model.may_tile else (),
     )
     one = np.array([1])
-    budgets = demands.budgets(model.cluster)
+    budgets = constraints.budgets(model.cluster)
     needed, taken = dict[int, float](), dict[int, float]()  # also by the idle; for the sample
     for i, device in enumerate(model.cluster.devices):
-        if demands.rank_batch_size(i) != 0:
+        if constraints.rank_batch_size(i) != 0:
             needed[i] = float(model.working_bytes(device.kind, every, one, one)[0])
             taken[i] = needed[i] - model.profile.device(device.kind).reserved_bytes
     enough = [i for i in needed if needed[i] <= budgets[i]]

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardhet.planner.problem.demands import NO_LIMITS, Demands
+from shardhet.planner.problem.constraints import NO_LIMITS, Constraints
 from shardhet.planner.problem.solution import PlanError, PlanSolution
 from shardhet.planner.search.assignment import silenced
 from shardhet.planner.task import TOO_SLOW
@@ -136,9 +136,7 @@ class _Programme:
         self._high = np.concatenate([np.zeros(num), of.room / self._whole, equal])
         self._low = np.concatenate([np.full(2 * num, -inf), equal])
 
-    def solve(
-        self, most_s: float, least_s: float = 0.0, *, is_whole: bool = False
-    ) -> Any | None:
+    def solve(self, most_s: float, min_s: float = 0.0, *, is_whole: bool = False) -> Any | None:
         """The least T within these limits, in seconds; None if there is none."""
         from scipy.optimize import (  # imported here: half a second
             Bounds,
@@ -153,7 +151,7 @@ class _Programme:
             most = np.minimum(most, np.minimum(fitting, of.room // of.numels[:, None]))
         columns = most.size + num + 1
         high = np.concatenate([most.ravel(), np.full(num, inf), [most_s / self._scale_s]])
-        low = np.append(np.zeros(columns - 1), least_s / self._scale_s)
+        low = np.append(np.zeros(columns - 1), min_s / self._scale_s)
         whole = np.append(np.ones(most.size), np.zeros(num + 1))
         options = {"time_limit": MOST_S, "mip_rel_gap": GAP} if is_whole else {}
         with silenced():
@@ -171,16 +169,16 @@ class _Programme:
                 found[key] = float(found[key]) * self._scale_s
         return found
 
-    def bound_s(self, least_s: float, most_s: float) -> float:
+    def bound_s(self, min_s: float, most_s: float) -> float:
         """The least T at which the relaxation fits, with what fits of each shape alone."""
         tries = 12 if most_s < inf else 0
         for _ in range(tries):
-            middle = (least_s * most_s) ** 0.5
+            middle = (min_s * most_s) ** 0.5
             if self.solve(middle) is None:
-                least_s = middle
+                min_s = middle
             else:
                 most_s = middle
-        return least_s
+        return min_s
 
     def owners(self, found: Any, bound_s: float) -> Owners:
         """The assignment of a solution."""
@@ -191,50 +189,52 @@ class _Programme:
 
 
 def owned_batches(
-    batches: Callable[[Demands], PlanSolution],
+    batches: Callable[[Constraints], PlanSolution],
     prices: CostModel,
-    demands: Demands,
-    at_most_s: float,
+    constraints: Constraints,
+    cutoff_s: float,
 ) -> PlanSolution:
     """The plan with whole matrices; the fastest batches beside which they fit.
 
     A step is its turns, and then the slowest optimizer: batches and owners meet in memory only.
     So batches are planned for all of the budgets, and for less of them while owners do not fit.
     """
-    budgets, bound_s, missed = demands.budgets(prices.cluster), 0.0, PlanError(TOO_SLOW)
-    rows = replace(demands, whole_matrices=())
+    budgets, bound_s, missed = constraints.budgets(prices.cluster), 0.0, PlanError(TOO_SLOW)
+    rows = replace(constraints, whole_matrices=())
     for part in PARTS:
         less = {i: int(part * budget) for i, budget in enumerate(budgets)}
         try:
             solution = batches(rows.with_budgets(less) if part < 1 else rows)
             bound_s = bound_s or solution.lower_bound_s
-            found = with_owners(solution, prices, demands)
+            found = with_owners(solution, prices, constraints)
         except PlanError as error:
             if not bound_s:
                 raise
             missed = error
             continue
-        if found.predicted.step_time_s > at_most_s:
+        if found.predicted.step_time_s > cutoff_s:
             raise PlanError(TOO_SLOW)
         return replace(found, lower_bound_s=bound_s, fastest_s=None)
     raise missed
 
 
-def with_owners(solution: PlanSolution, model: CostModel, demands: Demands) -> PlanSolution:
+def with_owners(
+    solution: PlanSolution, model: CostModel, constraints: Constraints
+) -> PlanSolution:
     """The plan with the whole matrices that are demanded.
 
     Batches and what is recomputed stay; state is stored anew, within the room beside them.
     The time is that of Muon (``pricing.matrices``).  Raises ``PlanError`` if nothing fits.
     """
     model = model.for_plan(solution.plan)
-    plan, budgets = solution.plan, demands.budgets(model.cluster)
-    shapes = _shapes(model, demands)
+    plan, budgets = solution.plan, constraints.budgets(model.cluster)
+    shapes = _shapes(model, constraints)
     if not shapes:
         nothing = Owners(np.zeros((0, plan.world_size)), np.array(plan.state_shares), 0.0, 0.0)
-        plan = _owned_plan(plan, shapes, nothing, demands.whole_matrices)
+        plan = _owned_plan(plan, shapes, nothing, constraints.whole_matrices)
         predicted = model.predict(plan).within(budgets)
         return replace(solution, plan=plan, predicted=predicted)
-    room, per_numel = _room(solution, model, demands)
+    room, per_numel = _room(solution, model, constraints)
     alike: dict[object, list[int]] = {}
     for i, rank in enumerate(plan.ranks):
         look = rank.device, rank.microbatch_sizes, rank.recomputed_units, budgets[i]
@@ -243,7 +243,7 @@ def with_owners(solution: PlanSolution, model: CostModel, demands: Demands) -> P
         found = assigned(_problem(model, plan, shapes, np.maximum(room, 0.0)))
         if found is None:
             break
-        whole = _owned_plan(plan, shapes, found, demands.whole_matrices)
+        whole = _owned_plan(plan, shapes, found, constraints.whole_matrices)
         predicted = model.predict(whole).within(budgets)
         stored = np.array([each.stored_numel for each in predicted.ranks], dtype=np.float64)
         total = np.array([float(each.memory.total_bytes) for each in predicted.ranks])
@@ -261,16 +261,18 @@ def with_owners(solution: PlanSolution, model: CostModel, demands: Demands) -> P
     )
 
 
-def _room(solution: PlanSolution, model: CostModel, demands: Demands) -> tuple[Floats, Floats]:
+def _room(
+    solution: PlanSolution, model: CostModel, constraints: Constraints
+) -> tuple[Floats, Floats]:
     """Elements that each device has room for beside its batch, and bytes of each."""
     ranks, costs = solution.plan.ranks, solution.predicted.ranks
-    budgets = demands.budgets(model.cluster)
+    budgets = constraints.budgets(model.cluster)
     per_numel = np.array([model.bytes_per_numel_range(rank)[1] for rank in ranks])
     used = np.array([float(cost.memory.total_bytes) for cost in costs])
     stored = np.array([float(cost.stored_numel) for cost in costs])
     takes_part = [bool(rank.microbatch_sizes) or rank.state_share > 0 for rank in ranks]
     shares = [
-        1.0 if (most := demands.limits.get(i, NO_LIMITS).max_state_share) is None else most
+        1.0 if (most := constraints.limits.get(i, NO_LIMITS).max_state_share) is None else most
         for i in range(len(ranks))
     ]
     room = np.minimum(
@@ -279,17 +281,17 @@ def _room(solution: PlanSolution, model: CostModel, demands: Demands) -> tuple[F
     return np.where(takes_part, room, 0.0), per_numel
 
 
-def _shapes(model: CostModel, demands: Demands) -> Matrices:
+def _shapes(model: CostModel, constraints: Constraints) -> Matrices:
     """The matrices of the units, by shape; a stage may have none."""
     found = Matrices()
     for unit in model.workload.units:
-        if is_matched(unit.fqn, demands.whole_matrices):
+        if is_matched(unit.fqn, constraints.whole_matrices):
             kind = model.workload.kind_of(unit)
             found.update(kind.param_shapes[i] for i in trained_matrices(kind))
-    if not found and not demands.has_one_level:
+    if not found and not constraints.has_one_level:
         raise PlanError(
             "plan: whole_matrices, but no unit that is named as in "
-            f"{list(demands.whole_matrices)} has matrices that are trained. Leave it out."
+            f"{list(constraints.whole_matrices)} has matrices that are trained. Leave it out."
         )
     return found
 

@@ -18,7 +18,7 @@ from itertools import product
 import numpy as np
 
 from shardhet.planner.candidates.table import CandidateTable
-from shardhet.planner.problem.demands import NO_LIMITS, Demands
+from shardhet.planner.problem.constraints import NO_LIMITS, Constraints
 from shardhet.planner.problem.problem import Limits, Problem, Value
 from shardhet.planner.problem.solution import NoRoomForRowsError, PlanError, PlanSolution
 from shardhet.planner.receivers import Computing, depends_on_shares
@@ -45,15 +45,17 @@ def preferred(best: PlanSolution, pools: Sequence[Bounded], limit_s: float) -> P
     limit_s *= 1 + ROUNDING
     tasks = [[task for bound_s, task in each if bound_s <= limit_s] for each in pools]
     _, first = pools[0][0]
-    model, demands = first.model, first.demands
-    for wish, pool in product(_wishes(demands, model), tasks):
+    model, constraints = first.model, first.constraints
+    for wish, pool in product(_wishes(constraints, model), tasks):
         few_first = sorted(pool, key=lambda task: task.rounds.number)
-        wished = [replace(wish.of(task), at_most_s=limit_s) for task in few_first]
+        wished = [replace(wish.of(task), cutoff_s=limit_s) for task in few_first]
         found: list[PlanSolution] = []
         tight: list[FormTask] = []
         for task in wished:
             number = task.rounds.number
-            if any(_burden(each, model) <= (number > 1, 0.0, number, 0.0) for each in found):
+            if any(
+                _complexity(each, model) <= (number > 1, 0.0, number, 0.0) for each in found
+            ):
                 break  # no plan of more rounds is preferred
             try:
                 found += [each] if (each := _within(task)) else []
@@ -62,10 +64,10 @@ def preferred(best: PlanSolution, pools: Sequence[Bounded], limit_s: float) -> P
         if not found:
             found = [each for task in tight if (each := _fast_enough(task))]
         if found:
-            chosen = min(found, key=lambda each: _burden(each, model))
+            chosen = min(found, key=lambda each: _complexity(each, model))
             chosen = replace(
                 chosen,
-                predicted=chosen.predicted.within(demands.budgets(model.cluster)),
+                predicted=chosen.predicted.within(constraints.budgets(model.cluster)),
                 lower_bound_s=min(best.lower_bound_s, chosen.predicted.step_time_s),
                 fastest_s=best_s,
             )
@@ -77,10 +79,12 @@ def preferred(best: PlanSolution, pools: Sequence[Bounded], limit_s: float) -> P
     return replace(best, fastest_s=best_s)
 
 
-def lacks(
-    solution: PlanSolution, demands: Demands, cluster: Cluster
+def unmet_preferences(
+    solution: PlanSolution, constraints: Constraints, cluster: Cluster
 ) -> tuple[bool, bool, int, float]:
-    """What a plan has not of what is wished first; then, how many devices do something."""
+    """Sort key: the unmet preferences (a full device, unlike work on alike devices), then
+    fewer idle devices, then the step time.
+    """
     ranks = solution.plan.ranks
     doing = {
         id(rank): (
@@ -90,7 +94,7 @@ def lacks(
         )
         for rank in ranks
     }
-    sets = ({id(ranks[i]) for i in each} for each in _alike(demands, cluster))
+    sets = ({id(ranks[i]) for i in each} for each in _alike(constraints, cluster))
     are_unlike = any(len({doing[each] for each in of_set}) > 1 for of_set in sets)
     num_active = sum(bool(rank.microbatch_sizes or rank.state_share > 0) for rank in ranks)
     return _fullest(solution) > FULL, are_unlike, -num_active, solution.predicted.step_time_s
@@ -105,46 +109,48 @@ def _fullest(solution: PlanSolution) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
-    """What is wished besides the demands."""
+class _Preference:
+    """What is wished besides the constraints."""
 
     equal: Sequence[Sequence[int]]
     part: float  # of every budget that may be filled
 
     def of(self, task: FormTask) -> FormTask:
         """The task with the wish."""
-        setting, demands = task.model.setting, replace(task.demands, equal=self.equal)
+        setting, constraints = task.model.setting, replace(task.constraints, equal=self.equal)
         if self.part < 1:
             cluster, stated = setting.cluster.with_part_of_budgets(self.part)
-            for i, each in demands.limits.items():
+            for i, each in constraints.limits.items():
                 if each.memory_budget_bytes is not None:
                     budget = int(self.part * each.memory_budget_bytes)
                     stated[i] = min(budget, stated.get(i, budget))
-            demands = demands.with_budgets(stated)
+            constraints = constraints.with_budgets(stated)
             setting = replace(setting, cluster=cluster)
-        return replace(task, model=replace(task.model, setting=setting), demands=demands)
+        return replace(
+            task, model=replace(task.model, setting=setting), constraints=constraints
+        )
 
 
-def _wishes(demands: Demands, model: CostModel) -> Iterator[_Wish]:
+def _wishes(constraints: Constraints, model: CostModel) -> Iterator[_Preference]:
     """The most first."""
-    alike = _alike(demands, model.cluster)
+    alike = _alike(constraints, model.cluster)
     for part in (FULL, 1.0):
-        for equal in dict.fromkeys((alike, tuple(map(tuple, demands.equal)))):
-            yield _Wish(equal, part)
+        for equal in dict.fromkeys((alike, tuple(map(tuple, constraints.equal)))):
+            yield _Preference(equal, part)
 
 
-def _alike(demands: Demands, cluster: Cluster) -> tuple[tuple[int, ...], ...]:
+def _alike(constraints: Constraints, cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     """Sets of equal devices: those demanded, and the rest by role."""
-    held = {i for each in (*demands.equal, *demands.context_groups) for i in each}
+    held = {i for each in (*constraints.equal, *constraints.context_groups) for i in each}
     members: dict[int, list[int]] = {}
-    for i, role in enumerate(demands.roles(cluster)):
+    for i, role in enumerate(constraints.roles(cluster)):
         if i not in held:
             members.setdefault(id(role), []).append(i)
     alike = [tuple(each) for each in members.values() if len(each) > 1]
-    return (*map(tuple, demands.equal), *alike)
+    return (*map(tuple, constraints.equal), *alike)
 
 
-def _burden(solution: PlanSolution, model: CostModel) -> tuple[bool, float, int, float]:
+def _complexity(solution: PlanSolution, model: CostModel) -> tuple[bool, float, int, float]:
     """Whether there are rounds, how many units are recomputed, how many rounds there are, and
     how full the fullest device is.
     """
@@ -164,37 +170,37 @@ def _num_treated(model: CostModel, rank: RankPlan) -> float:
 
 
 def _within(task: FormTask) -> PlanSolution | None:
-    """The plan to prefer of those that meet the demands and are fast enough; None if none does.
+    """The plan to prefer of those that meet the constraints and are fast enough, if one does.
 
     Raises ``NoRoomForRowsError`` if perhaps some does that leaves less room for rows.
     """
-    model, demands = task.model, task.demands
-    computing, met = Computing.every(demands, model.cluster.world_size), None
+    model, constraints = task.model, task.constraints
+    computing, met = Computing.every(constraints, model.cluster.world_size), None
     if depends_on_shares(model):
         met = _fast_enough(task)
         if met is None:
             return None
-        computing = Computing.as_in(met, demands, unevenness_of(model, met))
+        computing = Computing.as_in(met, constraints, unevenness_of(model, met))
     builder = task.builder(computing)
     try:
-        table, found, _ = search_table(builder, task.effort, task.at_most_s)
+        table, found, _ = search_table(builder, task.effort, task.cutoff_s)
     except NoRoomForRowsError:
         return _met_or_tight(met)
     except PlanError:
         return met
     value = table.rounded.evaluate(found.choices)
-    if value is None or value.objective_s > task.at_most_s:
+    if value is None or value.objective_s > task.cutoff_s:
         return _met_or_tight(met)
-    limits = _lengthened(value, table.problem, task.at_most_s)
-    wide = builder.table(task.at_most_s, within_s=limits.phases_s)
+    limits = _lengthened(value, table.problem, task.cutoff_s)
+    wide = builder.table(task.cutoff_s, within_s=limits.phases_s)
     if wide.problem.counts.max() == 1:
         limits = replace(
             limits,
             totals_s=wide.rounded.totals_above(value.phases_s),
-            total_s=sum(value.phases_s) + task.at_most_s - value.objective_s,
+            total_s=sum(value.phases_s) + task.cutoff_s - value.objective_s,
         )
     assigned = assign(
-        wide.rounded, limits, value.phases_s, _fullness(task, wide), task.at_most_s
+        wide.rounded, limits, value.phases_s, _fullness(task, wide), task.cutoff_s
     )
     tried = [(table, found.choices)]
     if assigned is not None:
@@ -202,12 +208,12 @@ def _within(task: FormTask) -> PlanSolution | None:
     for of_table, choices in tried:
         problem = of_table.rounded
         phases_s = sum(problem.phases_of(choices))
-        optimizer_s = max(value.optimizer_s, task.at_most_s - problem.fixed_s - phases_s)
+        optimizer_s = max(value.optimizer_s, task.cutoff_s - problem.fixed_s - phases_s)
         for plan in plans_of_choices(
-            model, demands, of_table, choices, optimizer_s, to_one_level=True
+            model, constraints, of_table, choices, optimizer_s, to_one_level=True
         ):
-            solution = priced(plan, model, demands)
-            if solution.fits and solution.predicted.step_time_s <= task.at_most_s:
+            solution = priced(plan, model, constraints)
+            if solution.fits and solution.predicted.step_time_s <= task.cutoff_s:
                 return solution
     return _met_or_tight(met)
 
@@ -222,38 +228,38 @@ def _fast_enough(task: FormTask) -> PlanSolution | None:
     """The fastest plan of the task, where room for rows is tight or links depend on shares."""
     # A bound on other plans is of use only where it says which shares to look at next.
     solutions, _, _ = solve_form(replace(task, is_bounded=depends_on_shares(task.model)))
-    fast = [each for each in solutions if each.predicted.step_time_s <= task.at_most_s]
+    fast = [each for each in solutions if each.predicted.step_time_s <= task.cutoff_s]
     return fast[0] if fast else None
 
 
-def _lengthened(value: Value, problem: Problem, at_most_s: float) -> Limits:
-    """Limits on candidates of a step of at most ``at_most_s``.
+def _lengthened(value: Value, problem: Problem, cutoff_s: float) -> Limits:
+    """Limits on candidates of a step of at most ``cutoff_s``.
 
     Where devices of a group may differ, the sum of the limits is within it.  Else any phase
     may take all the time that is left, while the others take as long as those of ``value``.
     """
-    left_s = max(0.0, at_most_s - value.objective_s)
+    left_s = max(0.0, cutoff_s - value.objective_s)
     if problem.counts.max() > 1:
         left_s /= 2 * problem.num_phases  # half is for the optimizer
     return Limits(tuple(each + left_s for each in value.phases_s))
 
 
 def _fullness(task: FormTask, table: CandidateTable) -> Fullness:
-    model, demands, problem = task.model, task.demands, table.problem
-    exact = demands.state_shares(model.cluster.world_size)
-    numbers = np.array([_num_treated(model, each) for each in table.treatments])
+    model, constraints, problem = task.model, task.constraints, table.problem
+    exact = constraints.state_shares(model.cluster.world_size)
+    numbers = np.array([_num_treated(model, each) for each in table.policies])
     recomputed = np.zeros_like(problem.batch)
     budget = np.zeros(len(problem.groups))
     is_known = np.zeros(len(problem.groups), dtype=bool)
     for g, group in enumerate(problem.groups):
-        positions = table.bundles[g][0]
-        of_members = [demands.budget_bytes(model.cluster, i) for i in positions]
+        positions = table.equal_groups[g][0]
+        of_members = [constraints.budget_bytes(model.cluster, i) for i in positions]
         budget[g] = len(positions) * max(1, min(of_members)) / model.bytes_per_stored_numel
         is_known[g] = max(of_members) == min(of_members) and not any(
-            demands.has_even_state
+            constraints.has_even_state
             or i in exact
-            or demands.member(i)
-            or demands.limits.get(i, NO_LIMITS).max_state_share is not None
+            or constraints.member(i)
+            or constraints.limits.get(i, NO_LIMITS).max_state_share is not None
             for i in positions
         )
         counts = numbers[table.choices[g]] * (group.batch > 0) * len(positions)

@@ -7,7 +7,7 @@ from functools import partial
 from math import inf
 
 from shardhet.planner.find import find_plan
-from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.constraints import Constraints
 from shardhet.planner.problem.solution import PlanError
 from shardhet.planner.stages.find import find_pipeline
 from shardhet.pricing.cost import CostModel
@@ -56,7 +56,7 @@ def plan_for(
     measured: Setting,
     *,
     global_batch_size: int,
-    demands: Demands | None = None,
+    constraints: Constraints | None = None,
     budgets: Mapping[int, int] | None = None,
     max_stages: int = 1,
 ) -> Plan:
@@ -71,12 +71,12 @@ def plan_for(
     setting = part_of(measured, positions)
     # The part has its devices in the order of the measured cluster.
     order = sorted(range(len(present)), key=positions.__getitem__)
-    demands = (demands or Demands()).with_budgets(
+    constraints = (constraints or Constraints()).with_budgets(
         {order.index(i): nbytes for i, nbytes in (budgets or {}).items()}
     )
     plan, problem, places, flat_s = None, None, tuple(range(len(present))), inf
     try:
-        plan = find_plan(setting, global_batch_size=global_batch_size, demands=demands)
+        plan = find_plan(setting, global_batch_size=global_batch_size, constraints=constraints)
         flat_s = CostModel(setting).predict(plan).step_time_s
     except PlanError as error:
         problem = error
@@ -86,8 +86,8 @@ def plan_for(
             global_batch_size=global_batch_size,
             smaller=partial(part_of, setting),
             max_stages=max_stages,
-            demands=demands,
-            at_most_s=flat_s,
+            constraints=constraints,
+            cutoff_s=flat_s,
             needs_all=True,
         )
         if found is not None and found.step_time_s < flat_s:

@@ -7,7 +7,7 @@ The unevenness of the busiest port is (``TurnPrices.unevenness``)
     u = max over i of  max( s_i (K - r_i),  r_i (1 - s_i) ) R / (R - 1).
 
 So fewer devices that compute, each with more of the state, may communicate for less time, and
-memory or demands may force u above 1.  ``who_computes`` lists the sets of devices that may
+memory or constraints may force u above 1.  ``who_computes`` lists the sets of devices that may
 compute, each with the least u that shares can reach.  Of the plans in which exactly these
 compute and u is between a and b, none is better than one with collectives as with a, where
 
@@ -27,7 +27,7 @@ import numpy as np
 
 from shardhet.planner.candidates.candidates import TableBuilder
 from shardhet.planner.candidates.role_times import PortShares
-from shardhet.planner.problem.demands import NO_LIMITS, Demands, Role
+from shardhet.planner.problem.constraints import NO_LIMITS, Constraints, Role
 from shardhet.planner.problem.problem import Bools, Floats
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.pricing.cost import CostModel
@@ -42,22 +42,22 @@ ROUNDING = 1e-9  # of shares
 class Computing:
     """Plans in which one set of devices computes and unevenness is in an interval."""
 
-    demands: Demands  # the others do not compute
+    constraints: Constraints  # the others do not compute
     number: int  # of those that do
     unevenness: float  # no such plan has less
     bound_s: float  # nor a shorter step
     most_unevenness: float = inf
 
     @classmethod
-    def every(cls, demands: Demands, world_size: int) -> Self:
+    def every(cls, constraints: Constraints, world_size: int) -> Self:
         """All plans, priced as with even shares."""
-        return cls(demands, world_size, 1.0, 0.0)
+        return cls(constraints, world_size, 1.0, 0.0)
 
     @classmethod
-    def as_in(cls, met: PlanSolution, demands: Demands, unevenness: float) -> Self:
+    def as_in(cls, met: PlanSolution, constraints: Constraints, unevenness: float) -> Self:
         """Plans in which the same devices compute as in one that was met."""
         computes = np.array([rank.rank_batch_size > 0 for rank in met.plan.ranks])
-        return cls(_without(demands, ~computes), int(computes.sum()), unevenness, 0.0)
+        return cls(_without(constraints, ~computes), int(computes.sum()), unevenness, 0.0)
 
     def stored(self, world_size: int) -> PortShares:
         """How much devices may store in such a plan."""
@@ -80,7 +80,7 @@ def depends_on_shares(model: CostModel) -> bool:
     return model.cluster.world_size > 1 and any(weights)
 
 
-def who_computes(builder: TableBuilder, demands: Demands) -> list[Computing] | None:
+def who_computes(builder: TableBuilder, constraints: Constraints) -> list[Computing] | None:
     """The sets of devices that may compute: as many as possible, then by their bounds.
 
     Devices of one role are interchangeable, so only their numbers matter.  None if there are
@@ -88,18 +88,18 @@ def who_computes(builder: TableBuilder, demands: Demands) -> list[Computing] | N
     """
     model = builder.model
     options = [
-        _numbers(len(bundles), demands.rank_batch_size(bundles[0][0]))
-        for bundles in builder.bundles
+        _numbers(len(equal_groups), constraints.rank_batch_size(equal_groups[0][0]))
+        for equal_groups in builder.equal_groups
     ]
     if prod(map(len, options)) > MAX_SETS:
         return None
-    shares = _PossibleShares(builder, demands)
+    shares = _PossibleShares(builder, constraints)
     turns_of: dict[float, Turns] = {}
     found = []
     for numbers in product(*options):
         computes = np.zeros(model.cluster.world_size, dtype=bool)
-        for number, bundles in zip(numbers, builder.bundles, strict=True):
-            for positions in bundles[:number]:
+        for number, equal_groups in zip(numbers, builder.equal_groups, strict=True):
+            for positions in equal_groups[:number]:
                 computes[list(positions)] = True
         unevenness = shares.least_unevenness(computes)
         if unevenness == inf:
@@ -109,7 +109,7 @@ def who_computes(builder: TableBuilder, demands: Demands) -> list[Computing] | N
         bound_s = max(turns_of[unevenness].comm_s, builder.least_compute_s(numbers))
         found.append(
             Computing(
-                _without(demands, ~computes),
+                _without(constraints, ~computes),
                 int(computes.sum()),
                 unevenness,
                 bound_s + model.overhead_s,
@@ -125,28 +125,28 @@ def _numbers(count: int, stated: int | None) -> list[int]:
     return [count if stated else 0]
 
 
-def _without(demands: Demands, idle: Bools) -> Demands:
-    """The demands, and no samples for these devices."""
-    limits = dict(demands.limits)
+def _without(constraints: Constraints, idle: Bools) -> Constraints:
+    """The constraints, and no samples for these devices."""
+    limits = dict(constraints.limits)
     for position in np.flatnonzero(idle).tolist():
         limits[position] = replace(limits.get(position, NO_LIMITS), rank_batch_size=0)
-    return replace(demands, limits=limits)
+    return replace(constraints, limits=limits)
 
 
 class _PossibleShares:
     """What each device may store, if it computes and if it does not, as part of the model."""
 
-    def __init__(self, builder: TableBuilder, demands: Demands) -> None:
+    def __init__(self, builder: TableBuilder, constraints: Constraints) -> None:
         model, world_size = builder.model, builder.model.cluster.world_size
         self._total = builder.state.whole / model.workload.numel
         row = builder.state.row / model.workload.numel
-        exact = demands.state_shares(world_size)
-        if demands.has_even_state:
+        exact = constraints.state_shares(world_size)
+        if constraints.has_even_state:
             exact = dict.fromkeys(range(world_size), 1 / world_size)
         self._low = np.zeros(world_size)
         self._high = np.zeros((2, world_size))  # without samples, with some
         known: dict[int, tuple[float, float]] = {}
-        for i, role in enumerate(demands.roles(model.cluster)):
+        for i, role in enumerate(constraints.roles(model.cluster)):
             if id(role) not in known:
                 known[id(role)] = (_room(builder, role, 0), _room(builder, role, 1))
             most = exact.get(i, role.limits.max_state_share)
@@ -168,9 +168,7 @@ class _PossibleShares:
 def _room(builder: TableBuilder, role: Role, batch: int) -> float:
     """The most elements that fit besides no sample or one; negative if not even these do."""
     choices = [
-        each
-        for each in builder.treatments
-        if role.host is not None or not each.optimizer_on_host
+        each for each in builder.policies if role.host is not None or not each.optimizer_on_host
     ]
     room = builder.model.of_member(role.member).room_for_state(
         choices,

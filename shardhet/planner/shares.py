@@ -10,7 +10,7 @@ import numpy as np
 from shardhet.planner.candidates.table import Candidate, CandidateTable
 from shardhet.planner.forms import BatchRounds
 from shardhet.planner.hosts import as_evenly, within_hosts
-from shardhet.planner.problem.demands import Demands, host_bytes
+from shardhet.planner.problem.constraints import Constraints, host_bytes
 from shardhet.planner.problem.problem import Choice, Floats
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.planner.receivers import depends_on_shares, least_uneven_shares
@@ -25,7 +25,7 @@ LEVEL_BISECTIONS = 50
 
 def fitting_plans(
     model: CostModel,
-    demands: Demands,
+    constraints: Constraints,
     table: CandidateTable,
     met: Sequence[tuple[Choice, ...]],
 ) -> list[PlanSolution]:
@@ -38,33 +38,35 @@ def fitting_plans(
         if value is None:
             continue
         spread = []
-        for plan in plans_of_choices(model, demands, table, choices, value.optimizer_s):
-            spread.append(priced(plan, model, demands))
+        for plan in plans_of_choices(model, constraints, table, choices, value.optimizer_s):
+            spread.append(priced(plan, model, constraints))
             if spread[-1].fits and not depends_on_shares(model):
                 return spread[-1:]  # the others are not faster
         if not any(each.fits for each in spread):
-            spread += [moved for each in spread if (moved := _rows_moved(each, model, demands))]
+            spread += [
+                moved for each in spread if (moved := _rows_moved(each, model, constraints))
+            ]
         fitting = [each for each in spread if each.fits]
         if fitting:
             return fitting
     return []
 
 
-def priced(plan: Plan, model: CostModel, demands: Demands) -> PlanSolution:
+def priced(plan: Plan, model: CostModel, constraints: Constraints) -> PlanSolution:
     """The plan with its predicted cost, without a bound."""
-    predicted = model.predict(plan).within(demands.budgets(model.cluster))
+    predicted = model.predict(plan).within(constraints.budgets(model.cluster))
     return PlanSolution(plan=plan, predicted=predicted, lower_bound_s=0.0)
 
 
 def _rows_moved(
-    solution: PlanSolution, model: CostModel, demands: Demands
+    solution: PlanSolution, model: CostModel, constraints: Constraints
 ) -> PlanSolution | None:
     """The plan with less on devices that are too full by a few rows; None if none fits.
 
     What they may not store goes to the others, in proportion to their room.
     """
-    held = {*demands.state_shares(model.cluster.world_size), *chain(*demands.equal)}
-    if demands.has_even_state or held:
+    held = {*constraints.state_shares(model.cluster.world_size), *chain(*constraints.equal)}
+    if constraints.has_even_state or held:
         return None
     per_share = np.array(
         [
@@ -98,7 +100,7 @@ def _rows_moved(
 
 def plans_of_choices(
     model: CostModel,
-    demands: Demands,
+    constraints: Constraints,
     table: CandidateTable,
     choices: Sequence[Choice],
     optimizer_s: float,
@@ -112,20 +114,20 @@ def plans_of_choices(
     least time.
     """
     number = len(model.cluster.devices)
-    demanded = demands.state_shares(number)
-    if demands.has_even_state:
-        taken, _ = _taken(model, demands, table, choices, inf)
-        yield _plan(model, demands, table.rounds, taken, np.full(number, 1 / number))
+    demanded = constraints.state_shares(number)
+    if constraints.has_even_state:
+        taken, _ = _taken(model, constraints, table, choices, inf)
+        yield _plan(model, constraints, table.rounds, taken, np.full(number, 1 / number))
         return
     wanted = table.problem.state_numel
     ways = [(optimizer_s, True)] * to_one_level + [(optimizer_s, False), (inf, False)]
     for within_s, is_level in ways:
-        taken, room = _taken(model, demands, table, choices, within_s)
+        taken, room = _taken(model, constraints, table, choices, within_s)
         if any(each.optimizer_on_host for each in taken):
             ranks = tuple(map(_rank_plan, taken, [0.0] * number, model.cluster.devices))
-            room = within_hosts(model, demands, ranks, room, table.problem.row_numel)
+            room = within_hosts(model, constraints, ranks, room, table.problem.row_numel)
         stored = (
-            _to_one_level(model, demands, taken, room, wanted)
+            _to_one_level(model, constraints, taken, room, wanted)
             if is_level
             else as_evenly(room, wanted)
         )
@@ -133,33 +135,33 @@ def plans_of_choices(
         shares *= 1 - sum(demanded.values())
         for position, share in demanded.items():
             shares[position] = share
-        yield _plan(model, demands, table.rounds, taken, shares)
+        yield _plan(model, constraints, table.rounds, taken, shares)
     if depends_on_shares(model):
         computes = np.array([bool(each.microbatch_sizes) for each in taken])
         part = (1 - sum(demanded.values())) / (table.problem.state_numel or 1.0)
         spread = least_uneven_shares(computes, room * part, demanded)
         if spread is not None:
-            yield _plan(model, demands, table.rounds, taken, spread)
+            yield _plan(model, constraints, table.rounds, taken, spread)
 
 
 def _to_one_level(
     model: CostModel,
-    demands: Demands,
+    constraints: Constraints,
     taken: Sequence[Candidate],
     room: Floats,
     wanted: float,
 ) -> Floats:
     """Elements on each device within its room, such that all are filled to the same part."""
-    roles = list(zip(map(id, demands.roles(model.cluster)), map(id, taken), strict=True))
+    roles = list(zip(map(id, constraints.roles(model.cluster)), map(id, taken), strict=True))
     first, lines = first_places(roles), []
     for i in first.values():
-        own = model.of_member(demands.member(i))
+        own = model.of_member(constraints.member(i))
         lines.append(own.lines_of(_rank_plan(taken[i], 0.0, model.cluster.devices[i])))
     # [roles, moments], of each role as many as of that with the most
     most = max(each.shape[1] for each in lines)
     padded = [np.pad(each, ((0, 0), (0, most - each.shape[1])), "edge") for each in lines]
     beside, per_numel = np.moveaxis(np.array(padded), 1, 0)
-    budgets = np.array(demands.budgets(model.cluster), dtype=np.float64)[[*first.values()]]
+    budgets = np.array(constraints.budgets(model.cluster), dtype=np.float64)[[*first.values()]]
     number = {role: n for n, role in enumerate(first)}
     numbers = np.array([number[role] for role in roles])
     low, high = 0.0, 1.0
@@ -167,7 +169,7 @@ def _to_one_level(
         level = (low + high) / 2
         fits = ((level * budgets[:, None] - beside) / per_numel).min(axis=1)
         stored = np.clip(fits[numbers], 0.0, room)
-        for positions in map(list, demands.equal):
+        for positions in map(list, constraints.equal):
             stored[positions] = stored[positions].min()
         low, high = (level, high) if stored.sum() < wanted else (low, level)
     return stored
@@ -175,7 +177,7 @@ def _to_one_level(
 
 def _taken(
     model: CostModel,
-    demands: Demands,
+    constraints: Constraints,
     table: CandidateTable,
     choices: Sequence[Choice],
     optimizer_s: float,
@@ -184,7 +186,7 @@ def _taken(
     problem, number = table.rounded, len(model.cluster.devices)
     taken: dict[int, Candidate] = {}
     room = np.zeros(number)
-    next_of_group = [iter(bundles) for bundles in table.bundles]
+    next_of_group = [iter(equal_groups) for equal_groups in table.equal_groups]
     for choice in choices:
         members = problem.groups[choice.group].num_members
         candidate = table.candidate(choice.group, choice.candidate)
@@ -195,24 +197,26 @@ def _taken(
         positions = list(chain.from_iterable(sets))
         taken |= dict.fromkeys(positions, candidate)
         room[positions] = left / members
-        for each in sets if demands.context_groups and demands.member(sets[0][0]) else ():
-            own = _rooms_of_members(model, demands, candidate, each)
+        for each in (
+            sets if constraints.context_groups and constraints.member(sets[0][0]) else ()
+        ):
+            own = _rooms_of_members(model, constraints, candidate, each)
             own -= table.problem.row_numel
             room[list(each)] = own * min(1.0, left / own.sum())
     return [taken[position] for position in range(number)], room
 
 
 def _rooms_of_members(
-    model: CostModel, demands: Demands, candidate: Candidate, positions: Sequence[int]
+    model: CostModel, constraints: Constraints, candidate: Candidate, positions: Sequence[int]
 ) -> Floats:
     """Elements that fit on each member of a context group."""
     cluster, sizes = model.cluster, candidate.microbatch_sizes
-    of_hosts = host_bytes(demands, cluster)
+    of_hosts = host_bytes(constraints, cluster)
     rooms = [
-        model.of_member(demands.member(i)).room_for_state(
+        model.of_member(constraints.member(i)).room_for_state(
             [_rank_plan(candidate, 0.0, cluster.devices[i])],
             cluster.devices[i].kind,
-            demands.budget_bytes(cluster, i),
+            constraints.budget_bytes(cluster, i),
             batches=np.array([sum(sizes)]),
             sizes=np.array([max(sizes, default=1)]),
             host_bytes=of_hosts[i],
@@ -224,7 +228,7 @@ def _rooms_of_members(
 
 def _plan(
     model: CostModel,
-    demands: Demands,
+    constraints: Constraints,
     rounds: BatchRounds,
     taken: Sequence[Candidate],
     shares: Floats,
@@ -234,7 +238,7 @@ def _plan(
     looks = [(id(candidate), share, id(device)) for candidate, share, device in trios]
     known = {look: _rank_plan(*trios[i]) for look, i in first_places(looks).items()}
     ranks = [*map(known.__getitem__, looks)]
-    groups = [each for each in demands.context_groups if taken[min(each)].microbatch_sizes]
+    groups = [each for each in constraints.context_groups if taken[min(each)].microbatch_sizes]
     for i, member in (pair for each in groups for pair in each.items()):
         ranks[i] = replace(ranks[i], token_share=member.token_share)
     return Plan(

@@ -14,7 +14,7 @@ from shardhet.planner.candidates.table import CandidateTable
 from shardhet.planner.forms import BatchRounds
 from shardhet.planner.hosts import divisions, step_s
 from shardhet.planner.misses import hosts_too_small, nearest_miss
-from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.constraints import Constraints
 from shardhet.planner.problem.problem import Limits, Problem
 from shardhet.planner.problem.solution import NoRoomForRowsError, PlanError, PlanSolution
 from shardhet.planner.receivers import Computing, depends_on_shares, who_computes
@@ -41,15 +41,15 @@ class FormTask:
 
     model: CostModel  # in the form
     rounds: BatchRounds
-    demands: Demands  # of one round
+    constraints: Constraints  # of one round
     effort: Effort
     is_bounded: bool = True  # else the bound holds for plans that meet shares to the element
-    at_most_s: float = inf  # slower plans are not asked for
+    cutoff_s: float = inf  # slower plans are not asked for
     is_only_faster: bool = False  # nor is how much slower the best of the form is
     has_endless_memory: bool = False  # plans need not fit: for a bound
 
     @property
-    def spared_memory(self) -> tuple[float, ...]:
+    def memory_frugality(self) -> tuple[float, ...]:
         """More for forms whose plans need less memory."""
         form, resident = self.model.form, self.model.resident_units
         num_resident = inf if resident == EVERY_UNIT else len(resident)
@@ -59,9 +59,9 @@ class FormTask:
     @property
     def has_shares(self) -> bool:
         """Whether shares are demanded, which the problem makes room for with some rows more."""
-        demands = self.demands
-        shares = demands.state_shares(self.model.cluster.world_size)
-        return bool(demands.has_even_state or shares)
+        constraints = self.constraints
+        shares = constraints.state_shares(self.model.cluster.world_size)
+        return bool(constraints.has_even_state or shares)
 
     @property
     def is_exact(self) -> bool:
@@ -69,8 +69,8 @@ class FormTask:
 
         With hosts, they are priced as if all devices of a host copied at once.
         """
-        demands, is_even = self.demands, self.rounds.are_equal
-        on_hosts = demands.may_keep_inputs_on_host or demands.may_keep_optimizer_on_host
+        constraints, is_even = self.constraints, self.rounds.are_equal
+        on_hosts = constraints.may_keep_inputs_on_host or constraints.may_keep_optimizer_on_host
         return is_even and not on_hosts and not depends_on_shares(self.model)
 
     def builder(
@@ -78,7 +78,7 @@ class FormTask:
         computing: Computing | None = None,
         *,
         row_part: float = 1.0,
-        is_lenient: bool = False,
+        is_relaxed: bool = False,
     ) -> TableBuilder:
         """Lists candidates, of all plans or of some."""
         listing = partial(
@@ -88,12 +88,12 @@ class FormTask:
             has_endless_memory=self.has_endless_memory,
             effort=self.effort,
             row_part=row_part,
-            is_lenient=is_lenient,
+            is_relaxed=is_relaxed,
         )
         if computing is None:
-            return listing(demands=self.demands)
+            return listing(constraints=self.constraints)
         return listing(
-            demands=computing.demands,
+            constraints=computing.constraints,
             unevenness=computing.unevenness,
             stored=computing.stored(self.model.cluster.world_size),
         )
@@ -107,9 +107,9 @@ def solve_form(task: FormTask) -> tuple[list[PlanSolution], float, PlanError | N
     """
     sets = None
     if depends_on_shares(task.model):
-        sets = who_computes(task.builder(), task.demands)
+        sets = who_computes(task.builder(), task.constraints)
     if not sets:
-        every = Computing.every(task.demands, task.model.cluster.world_size)
+        every = Computing.every(task.constraints, task.model.cluster.world_size)
         solution, bound_s, error = _solve_for(task, every)
         found = [] if solution is None else [solution]
         return found, bound_s - _share_dependent_s(task.model), error
@@ -162,7 +162,7 @@ def _solve_for(
         missed, bound_s = error, error.lower_bound_s
     else:
         bound_s = solution.lower_bound_s
-    if task.is_bounded and (task.has_shares or task.demands.equal):
+    if task.is_bounded and (task.has_shares or task.constraints.equal):
         bound_s = min(bound_s, _lenient_bound_s(task, computing))
     return solution, bound_s, missed
 
@@ -174,8 +174,8 @@ def _lenient_bound_s(task: FormTask, computing: Computing) -> float:
     equal devices store the same to the element.  So its own bound does not hold for plans
     whose shares are a few rows smaller.
     """
-    builder = task.builder(computing, is_lenient=True)
-    most_s = task.at_most_s + builder.unequal_s
+    builder = task.builder(computing, is_relaxed=True)
+    most_s = task.cutoff_s + builder.unequal_s
     cut_s = min(builder.first_cut_s(), most_s)
     while True:
         bound_s = inf
@@ -200,13 +200,13 @@ def _best_plan(task: FormTask, computing: Computing) -> PlanSolution:
     Where devices share the memory of hosts, divisions of it are tried until none is faster.
     """
     fitting, missed = _fitting(task, computing)
-    demands, parts = computing.demands, None
-    for parts in divisions(demands, task.model.cluster, fitting):
+    constraints, parts = computing.constraints, None
+    for parts in divisions(constraints, task.model.cluster, fitting):
         best_s = min(map(step_s, fitting), default=inf)
         if best_s <= missed.lower_bound_s * (1 + HOSTS_GAP):
             break
-        within = replace(computing, demands=demands.with_budgets(parts, "host_bytes"))
-        faster = replace(task, at_most_s=min(task.at_most_s, best_s))
+        within = replace(computing, constraints=constraints.with_budgets(parts, "host_bytes"))
+        faster = replace(task, cutoff_s=min(task.cutoff_s, best_s))
         with suppress(PlanError):
             fitting += _fitting(faster, within)[0]
     if not fitting and parts is not None:
@@ -227,8 +227,8 @@ def _fitting(task: FormTask, computing: Computing) -> tuple[list[PlanSolution], 
     fitting: list[PlanSolution] = []
     missed: NoRoomForRowsError | None = None
     # A plan may store some rows less, and be faster, than what makes room for demanded shares.
-    most_s = task.at_most_s * (1 + ROUNDING) if task.has_shares else inf
-    limit_s = task.at_most_s * (1 + ROWS_GAP * task.has_shares)
+    most_s = task.cutoff_s * (1 + ROUNDING) if task.has_shares else inf
+    limit_s = task.cutoff_s * (1 + ROWS_GAP * task.has_shares)
     for row_part in ROW_PARTS:
         builder = task.builder(computing, row_part=row_part)
         try:
@@ -239,7 +239,7 @@ def _fitting(task: FormTask, computing: Computing) -> tuple[list[PlanSolution], 
             missed = missed or error
             continue
         choices = (found.choices, *found.runners_up)
-        plans = fitting_plans(task.model, computing.demands, table, choices)
+        plans = fitting_plans(task.model, computing.constraints, table, choices)
         fitting += [each for each in plans if step_s(each) <= most_s]
         missed = NoRoomForRowsError(
             "plan: no share fits once it is rounded to rows. Raise a budget.",
@@ -251,7 +251,7 @@ def _fitting(task: FormTask, computing: Computing) -> tuple[list[PlanSolution], 
     return fitting, missed
 
 
-def _close_cut_s(builder: TableBuilder, cut_s: float, at_most_s: float = inf) -> float:
+def _close_cut_s(builder: TableBuilder, cut_s: float, cutoff_s: float = inf) -> float:
     """A cut that leaves fewer batches where there are many; else ``cut_s`` itself.
 
     A plan with batches that are multiples of a stride is not faster than the best, so its step
@@ -267,13 +267,13 @@ def _close_cut_s(builder: TableBuilder, cut_s: float, at_most_s: float = inf) ->
             if not table.is_cut:
                 every = builder.table(cut_s, stride=stride, has_less=True).rounded
                 message = nearest_miss(every, builder, stride=stride)
-                raise PlanError(message, lower_bound_s=builder.least_s) from None
-            cut_s = min(at_most_s, cut_s * CUT_GROWTH)
-            if cut_s == at_most_s:
+                raise PlanError(message, lower_bound_s=builder.min_s) from None
+            cut_s = min(cutoff_s, cut_s * CUT_GROWTH)
+            if cut_s == cutoff_s:
                 return cut_s
             stride = builder.stride(cut_s)
             continue
-        cut_s = min(at_most_s, found.value.objective_s * (1 + ROUNDING))
+        cut_s = min(cutoff_s, found.value.objective_s * (1 + ROUNDING))
         closer = builder.stride(cut_s)
         if closer > stride / 2:
             break
@@ -284,7 +284,7 @@ def _close_cut_s(builder: TableBuilder, cut_s: float, at_most_s: float = inf) ->
 def search_table(
     builder: TableBuilder,
     effort: Effort,
-    at_most_s: float = inf,
+    cutoff_s: float = inf,
     *,
     is_only_faster: bool = False,
 ) -> tuple[CandidateTable, Found, bool]:
@@ -292,25 +292,25 @@ def search_table(
 
     The bound holds for shares of any size; the choices leave room to round shares to rows,
     and the last value is whether they are slower for it.  The cut is not raised beyond
-    ``at_most_s``: nothing slower is asked for.  With ``is_only_faster``, the search ends once
+    ``cutoff_s``: nothing slower is asked for.  With ``is_only_faster``, the search ends once
     nothing can be that fast.
     """
-    if at_most_s < inf and not builder.may_be_within(at_most_s * (1 + ROUNDING)):
+    if cutoff_s < inf and not builder.may_be_within(cutoff_s * (1 + ROUNDING)):
         raise PlanError(TOO_SLOW)
-    limit_s = at_most_s * (1 + effort.relative_gap) if is_only_faster else inf
-    cut_s = _close_cut_s(builder, min(builder.first_cut_s(), at_most_s), at_most_s)
+    limit_s = cutoff_s * (1 + effort.relative_gap) if is_only_faster else inf
+    cut_s = _close_cut_s(builder, min(builder.first_cut_s(), cutoff_s), cutoff_s)
     while True:
         builder.check_listed(cut_s, is_whole=False)
         table = builder.table(cut_s)
-        is_last = not table.is_cut or cut_s >= at_most_s
+        is_last = not table.is_cut or cut_s >= cutoff_s
         error, bound_s, is_tight = PlanError, inf, False
-        if at_most_s < inf and is_last and not _may_be_within(table.problem, at_most_s):
+        if cutoff_s < inf and is_last and not _may_be_within(table.problem, cutoff_s):
             raise PlanError(TOO_SLOW)
         try:
-            found = search(table.problem, effort, at_most_s=limit_s)
+            found = search(table.problem, effort, cutoff_s=limit_s)
             if table.rounded.evaluate(found.choices) is None:
                 error, bound_s = NoRoomForRowsError, found.lower_bound_s
-                tighter = search(table.rounded, effort, at_most_s=limit_s)
+                tighter = search(table.rounded, effort, cutoff_s=limit_s)
                 is_tight = tighter.value.objective_s > found.value.objective_s * (1 + ROWS_GAP)
                 found = replace(tighter, lower_bound_s=bound_s)
         except NothingFitsError:
@@ -323,27 +323,28 @@ def search_table(
         else:
             if is_last or found.value.objective_s <= cut_s:
                 return table, found, is_tight
-        cut_s = min(cut_s * CUT_GROWTH, at_most_s)
+        cut_s = min(cut_s * CUT_GROWTH, cutoff_s)
 
 
-def _may_be_within(problem: Problem, at_most_s: float) -> bool:
-    """Whether a step of at most ``at_most_s`` may exist; false proves that none does.
+def _may_be_within(problem: Problem, cutoff_s: float) -> bool:
+    """Whether a step of at most ``cutoff_s`` may exist; false proves that none does.
 
     A device whose own phases, each at least as long as in any plan, take longer is in no such
     step.
     """
     if not problem.batch.any():
         return False
-    least_s = problem.least_phases_s()
-    left_s = at_most_s * (1 + ROUNDING) - problem.fixed_s - problem.least_optimizer_s
+    min_s = problem.least_phases_s()
+    left_s = cutoff_s * (1 + ROUNDING) - problem.fixed_s - problem.least_optimizer_s
     limits = Limits(
-        (inf,) * problem.num_phases, totals_s=problem.totals_above(least_s), total_s=left_s
+        (inf,) * problem.num_phases, totals_s=problem.totals_above(min_s), total_s=left_s
     )
     return Oracle(problem).is_feasible(limits)
 
 
 def endless_memory_bound_s(task: FormTask, limit_s: float) -> tuple[float, LeastCompute]:
-    """No plan of several rounds is faster than the first or the limit, nor one of one round.
+    """A lower bound on the step of every plan, of one round or of several (or ``limit_s``, if
+    that is lower), and a bound on compute alone.
 
     Put together into one round, the rounds of a plan compute as much on every device, in the
     same microbatches, and communicate no less; only memory forbids it.  One round would cut
@@ -351,13 +352,13 @@ def endless_memory_bound_s(task: FormTask, limit_s: float) -> tuple[float, Least
     is a bound on the compute of the batch alone.
     """
     builder, unsure_s = task.builder(), _share_dependent_s(task.model)
-    at_most_s = limit_s + unsure_s
+    cutoff_s = limit_s + unsure_s
     try:
-        _, found, _ = search_table(builder, task.effort, at_most_s, is_only_faster=True)
-        least_s = found.lower_bound_s
+        _, found, _ = search_table(builder, task.effort, cutoff_s, is_only_faster=True)
+        min_s = found.lower_bound_s
     except PlanError as error:  # else one round has too many samples
-        least_s = at_most_s if str(error) == TOO_SLOW else unsure_s
-    return least_s - unsure_s, builder.least_compute()
+        min_s = cutoff_s if str(error) == TOO_SLOW else unsure_s
+    return min_s - unsure_s, builder.least_compute()
 
 
 def least_step_of_rounds_s(
@@ -393,7 +394,7 @@ def _share_dependent_s(model: CostModel) -> float:
     return _most_slowed(model) * (of_both[0] - of_both[1])
 
 
-def spared_s(model: CostModel) -> float:
+def max_saving_s(model: CostModel) -> float:
     """How much plans that do not reshard after forward are at most faster than those that do.
 
     Each turn gains at most the gather that it is spared, times what compute loses beside it.

@@ -74,7 +74,7 @@ class CostModel(TurnPrices, MemoryPrices):
         among = self.among(active)
         turns = among.turns(
             unevenness=among.unevenness_of(ranks, stored, active),
-            recomputed=self.treatments(ranks),
+            recomputed=self.policies(ranks),
         )
         compute: dict[tuple[object, ...], _Seconds] = {}
         parts_by_kind: dict[str | None, list[_Seconds]] = {}
@@ -148,7 +148,7 @@ class CostModel(TurnPrices, MemoryPrices):
             )
         ]
 
-    def treatments(self, ranks: Sequence[RankPlan]) -> list[tuple[str, ...]]:
+    def policies(self, ranks: Sequence[RankPlan]) -> list[tuple[str, ...]]:
         """Distinct lists of patterns by which ranks treat units alike, or not."""
         found = dict.fromkeys(rank.recomputed_units for rank in ranks)
         on_host = dict.fromkeys(rank.inputs_on_host for rank in ranks if rank.inputs_on_host)

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from shardhet.pricing.priced import Priced
 from shardhet.pricing.setting import Setting
-from shardhet.pricing.step_cost import Moments, RankCost
+from shardhet.pricing.step_cost import MemoryPeaks, RankCost
 from shardhet.records.cluster import Cluster, Node
 from shardhet.records.ops import HeldUnits, held_units
 from shardhet.records.plan import Plan, RankPlan
@@ -117,7 +117,7 @@ class HostPrices(Priced):
         """The most of ``host_numel_bytes``, while a copy is launched."""
         return float(self.host_numel_bytes.max()) + self._moved_bytes / self.workload.numel
 
-    def launching_copies(self, moments: Moments) -> Moments:
+    def launching_copies(self, moments: MemoryPeaks) -> MemoryPeaks:
         """The moments of a rank with rows on the host in which it launches copies of them.
 
         It does not run a microbatch meanwhile.

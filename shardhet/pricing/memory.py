@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from shardhet.pricing.hosts import COPIES_HELD, HostInputPrices
 from shardhet.pricing.priced import UnitRun, at_sizes
-from shardhet.pricing.step_cost import MemoryParts, Moments
+from shardhet.pricing.step_cost import MemoryParts, MemoryPeaks
 from shardhet.records.ops import MAX_ROUNDS
 from shardhet.records.plan import RankPlan
 from shardhet.records.workload import Unit, Workload
@@ -34,13 +34,13 @@ Ints = NDArray[np.int64]
 
 
 @lru_cache(maxsize=32)
-def _known_moments(workload: Workload) -> dict[object, dict[tuple[object, ...], Moments]]:
+def _known_moments(workload: Workload) -> dict[object, dict[tuple[object, ...], MemoryPeaks]]:
     """Moments of plans for a workload, by form, which are the same on parts of a cluster."""
     return {}
 
 
 @dataclass(frozen=True)
-class MomentPrices(HostInputPrices):
+class PeakMemoryPrices(HostInputPrices):
     """Bytes in the turns of a step in a setting."""
 
     @cached_property
@@ -101,8 +101,9 @@ class MomentPrices(HostInputPrices):
 
     @cached_property
     def _numel_bytes(self) -> tuple[Floats, Floats]:
-        """[turns + 1] bytes per stored element, and what they are less than in ``state`` since
-        rows of gradients do not exist yet.  Shares are taken to be the same of each unit.
+        """[turns + 1] bytes per stored element, and by how many bytes that is below the full
+        state because gradient shards do not exist yet.  Shares are taken to be the same of each
+        unit.
         """
         workload, held = self.workload, self.held
         of_grads = workload.grad_bytes_per_element
@@ -134,7 +135,7 @@ class MomentPrices(HostInputPrices):
         return number * float(self.trained_bytes.max(initial=0.0)) / self.workload.numel
 
     @cached_property
-    def _moments(self) -> dict[tuple[object, ...], Moments]:
+    def _moments(self) -> dict[tuple[object, ...], MemoryPeaks]:
         levels = len(self.cluster.nodes) if self.two_level_units else 0
         of_stage = (self.in_flight, self.receives, self.hands_on_bytes)
         few = min(self.num_rounds, max(MAX_ROUNDS, COPIES_HELD))  # more rounds have the same
@@ -148,7 +149,7 @@ class MomentPrices(HostInputPrices):
         )
         return _known_moments(self.workload).setdefault(key, {})
 
-    def moments(self, rank: RankPlan) -> Moments:
+    def moments(self, rank: RankPlan) -> MemoryPeaks:
         """Those in which the rank may hold the most while it computes."""
         key = (*self.treated(rank), rank.inputs_on_host, rank.optimizer_on_host)
         if key not in self._moments:
@@ -158,7 +159,7 @@ class MomentPrices(HostInputPrices):
             self._moments[key] = found.fullest()
         return self._moments[key]
 
-    def moments_by_turn(self, rank: RankPlan) -> Moments:
+    def moments_by_turn(self, rank: RankPlan) -> MemoryPeaks:
         """[turns + 1] of at most ``MAX_ROUNDS`` rounds; the last is after all turns."""
         held, units = self.held, self.visited_units
         inputs = np.array([float(self._input_bytes[unit.fqn]) for unit in units])
@@ -168,12 +169,16 @@ class MomentPrices(HostInputPrices):
         coming = np.where(leaves, inputs, 0.0)
         after = np.append(inputs[1:], float(self.hands_on_bytes))
         before = np.append(0.0, coming[:-1])
-        staying = np.cumsum(inputs - coming)
+        always_unsharded = np.cumsum(inputs - coming)
         others = self.in_flight - 1  # rounds, all of whose inputs and graphs are held
         passing = coming + after  # its own input, and what it returns or the gradient of that
         passing += (others > 0) * coming[-1]  # with which the backward that follows begins
         in_backward = held.is_backward * (before + has_grad * inputs)[held.unit]
-        of_inputs = (staying + passing)[held.unit] + in_backward + others * staying[-1]
+        of_inputs = (
+            (always_unsharded + passing)[held.unit]
+            + in_backward
+            + others * always_unsharded[-1]
+        )
         # At each end of a stage, what it receives next is on its way, and what it sent last.
         of_inputs = of_inputs + 2 * (self.receives * inputs[0] + self.hands_on_bytes)
         of_graphs = np.cumsum(graphs)[held.unit] + others * graphs.sum()
@@ -187,7 +192,7 @@ class MomentPrices(HostInputPrices):
         if rank.optimizer_on_host and self.is_alone:
             # Its rows are what is gathered, and its whole gradients go to the host.
             unsharded, grads = np.zeros(len(unsharded)), self._whole_grad_bytes
-        return Moments(
+        return MemoryPeaks(
             unsharded_bytes=unsharded,
             grad_bytes=grads,
             input_bytes=np.append(of_inputs, 0.0),
@@ -222,7 +227,7 @@ class MomentPrices(HostInputPrices):
 
 
 @dataclass(frozen=True)
-class MemoryPrices(MomentPrices):
+class MemoryPrices(PeakMemoryPrices):
     """Bytes of ranks in a setting."""
 
     def num_recomputed(self, rank: RankPlan) -> int:

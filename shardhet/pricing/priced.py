@@ -71,7 +71,7 @@ class Known:
         default_factory=dict
     )
     # What devices may do with units, by number of steps and what hosts may hold.
-    treatments: dict[tuple[int, bool, bool], tuple[RankPlan, ...]] = field(default_factory=dict)
+    policies: dict[tuple[int, bool, bool], tuple[RankPlan, ...]] = field(default_factory=dict)
     # Shares of the last plan, and the elements that they are.
     stored: tuple[tuple[float, ...], list[int]] | None = None
     # Settings of parts of the cluster, and what is known of each, by positions.

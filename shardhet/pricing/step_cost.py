@@ -65,7 +65,7 @@ class MemoryParts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moments:
+class MemoryPeaks:
     """Moments of a step on one rank, [J]; each may be the one in which it holds the most.
 
     In moment j it holds ``unsharded + grads + b sample + S numel + running(m)`` bytes for b
@@ -94,24 +94,26 @@ class Moments:
     def _bytes(self) -> Floats:
         return np.stack((self.fixed_bytes, self.sample_bytes, self.numel_bytes))
 
-    def only(self, kept: Bools) -> "Moments":
+    def only(self, kept: Bools) -> "MemoryPeaks":
         """Some of the moments."""
         arrays = {name: each[kept] for name, each in self._arrays.items()}
-        return Moments(**arrays, runs=tuple(np.array(self.runs)[kept].tolist()))
+        return MemoryPeaks(**arrays, runs=tuple(np.array(self.runs)[kept].tolist()))
 
-    def and_also(self, others: "Moments") -> "Moments":
+    def and_also(self, others: "MemoryPeaks") -> "MemoryPeaks":
         """These moments and others."""
         pairs = zip(self._arrays.items(), others._arrays.values(), strict=True)
         arrays = {name: np.append(own, other) for (name, own), other in pairs}
-        return Moments(**arrays, runs=(*self.runs, *others.runs))
+        return MemoryPeaks(**arrays, runs=(*self.runs, *others.runs))
 
     @property
     def _arrays(self) -> dict[str, Floats]:
         names = [each.name for each in fields(self) if each.name != "runs"]
         return {name: getattr(self, name) for name in names}
 
-    def fullest(self) -> "Moments":
-        """Those of which no other one, or two others, always need as much."""
+    def fullest(self) -> "MemoryPeaks":
+        """The moments that can be the peak. Left out are those that never need more than
+        some other one, or than the larger of their two neighbours.
+        """
         found = self.only(~self._between_neighbours())
         nbytes, runs = found._bytes, np.array(found.runs)
         # [i, j]: moment j needs at least as much as i, and comes first if they are equal.

@@ -26,7 +26,7 @@ PHASES = tuple(Phase)
 MOST_FEW_ROUNDS = 256  # of different unevenness, that are kept
 
 
-class CommBeside(NamedTuple):
+class OverlappedComm(NamedTuple):
     """Collectives of a step, by sorts of rounds: the first, those between, and the last."""
 
     num_rounds: tuple[int, ...]  # of each sort
@@ -238,7 +238,7 @@ class TurnPrices(Priced):
 
     def beside(
         self, *, unevenness: float, recomputed: Sequence[Sequence[str]] = ()
-    ) -> CommBeside:
+    ) -> OverlappedComm:
         """What overlaps the turns of each class of ``turns``, by rounds that are alike, and
         seconds of launches that overlap none.
 
@@ -252,7 +252,7 @@ class TurnPrices(Priced):
             unevenness,
             tuple(map(tuple, recomputed)),
         )
-        return CommBeside(
+        return OverlappedComm(
             num_rounds=tuple(numbers),
             comm_s=np.array(numbers)[:, None, None] * few.beside_s,
             exposed_s=sum(numbers[n] * seconds for n, seconds in few.exposed) + few.root_s,

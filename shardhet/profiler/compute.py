@@ -16,7 +16,7 @@ import torch
 from shardhet.comm import devices
 from shardhet.profiler.batch import TrainedModel
 from shardhet.profiler.describe import trained_dtype
-from shardhet.profiler.sketch import ModelSketch, pass_on
+from shardhet.profiler.model_spec import ModelSpec, pass_on
 from shardhet.profiler.stopwatch import Stopwatch, timing_of
 from shardhet.profiler.unit_runner import Started, UnitRunner
 from shardhet.records.profiles import ComputePoint, UnitProfile
@@ -115,7 +115,7 @@ class ComputeMeasurement:
     def __init__(
         self,
         model: TrainedModel,
-        sketch: ModelSketch,
+        model_spec: ModelSpec,
         workload: Workload,
         *,
         device: torch.device,
@@ -124,7 +124,7 @@ class ComputeMeasurement:
         emulated: EmulatedDevice | None,
     ) -> None:
         """``memory_bytes`` is what this rank may use."""
-        self._model = model if sketch.times_loss else replace(model, loss_fn=pass_on)
+        self._model = model if model_spec.times_loss else replace(model, loss_fn=pass_on)
         self._device = device
         self._workload = workload
         self._memory_bytes = memory_bytes
@@ -143,7 +143,7 @@ class ComputeMeasurement:
             self._sizes[kind.name] = sizes
             self._runners[kind.name] = UnitRunner(
                 model,
-                sketch.unit_by_kind[kind.name],
+                model_spec.unit_by_kind[kind.name],
                 device=device,
                 max_samples=sizes[-1],
                 stopwatch=self._stopwatch,

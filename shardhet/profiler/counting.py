@@ -19,7 +19,7 @@ from shardhet.fsdp.sharding.unit import UnitModule
 from shardhet.fsdp.tokens.attention import attending_by, attention
 from shardhet.fsdp.tokens.tiles import Tiles
 from shardhet.profiler.batch import ExampleBatch, LossFn
-from shardhet.profiler.sketch import ModelSketch, TensorInput, UnitCall, UnitSketch
+from shardhet.profiler.model_spec import ModelSpec, TensorInput, UnitCall, UnitSpec
 
 Shape = tuple[int, ...]
 aten = torch.ops.aten
@@ -101,8 +101,8 @@ class Counts:
 
 
 def count_unit(
-    sketch: ModelSketch,
-    unit: UnitSketch,
+    model_spec: ModelSpec,
+    unit: UnitSpec,
     num_samples: int,
     *,
     param_dtype: torch.dtype | None,
@@ -113,13 +113,13 @@ def count_unit(
     """Count what the unit costs for ``num_samples`` samples, in ``tiles`` if they are given."""
     total = Counts()
     for call in unit.calls:
-        function = call.function(sketch.model, param_dtype=param_dtype, loss_fn=loss_fn)
+        function = call.function(model_spec.model, param_dtype=param_dtype, loss_fn=loss_fn)
         if tiles is not None:
-            module = sketch.model.get_submodule(call.module_fqn)
+            module = model_spec.model.get_submodule(call.module_fqn)
             unit_module = UnitModule(call.module_fqn, module, function, is_trainable=True)
             function = tiles.function_of(unit_module)
         params = [slot.current for slot in unit.draft.slots]
-        with sketch.fake_mode:
+        with model_spec.fake_mode:
             total += _count_call(function, call, params, num_samples, device)
     return total
 
@@ -189,7 +189,7 @@ def _count_call(
 
 
 def count_loss_outside(
-    sketch: ModelSketch,
+    model_spec: ModelSpec,
     batch: ExampleBatch,
     *,
     param_dtype: torch.dtype | None,
@@ -214,13 +214,18 @@ def count_loss_outside(
         modes.enter_context(live)
         return output.detach().requires_grad_()
 
-    assert sketch.head_fqn is not None
-    head = sketch.model.get_submodule(sketch.head_fqn)
-    with sketch.fake_mode, torch.enable_grad(), casting_units(sketch, param_dtype), modes:
+    assert model_spec.head_fqn is not None
+    head = model_spec.model.get_submodule(model_spec.head_fqn)
+    with (
+        model_spec.fake_mode,
+        torch.enable_grad(),
+        casting_units(model_spec, param_dtype),
+        modes,
+    ):
         modes.callback(head.register_forward_hook(begin).remove)
         given = batch.map(fake).cast(param_dtype)
-        with CacheSwitch(sketch.model).off():
-            logits = logits_of(sketch.model(*given.args, **given.kwargs))
+        with CacheSwitch(model_spec.model).off():
+            logits = logits_of(model_spec.model(*given.args, **given.kwargs))
         loss = loss_fn(logits, *given.loss_inputs)
         del logits
         kept_bytes = live.live_bytes
@@ -229,15 +234,15 @@ def count_loss_outside(
 
 
 @contextmanager
-def casting_units(sketch: ModelSketch, param_dtype: torch.dtype | None) -> Iterator[None]:
+def casting_units(model_spec: ModelSpec, param_dtype: torch.dtype | None) -> Iterator[None]:
     """Context in which units get their inputs cast to ``param_dtype``."""
 
     def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
         return cast_arguments(args, kwargs, param_dtype)
 
     with ExitStack() as handles:
-        for call in (call for unit in sketch.units for call in unit.calls):
-            module = sketch.model.get_submodule(call.module_fqn)
+        for call in (call for unit in model_spec.units for call in unit.calls):
+            module = model_spec.model.get_submodule(call.module_fqn)
             handle = module.register_forward_pre_hook(before, with_kwargs=True)
             handles.callback(handle.remove)
         yield

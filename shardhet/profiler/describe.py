@@ -26,7 +26,7 @@ from shardhet.pricing.setting import Setting
 from shardhet.profiler.batch import ExampleBatch, LossFn, TrainedModel
 from shardhet.profiler.counting import Counts, count_loss_outside, count_unit, steady
 from shardhet.profiler.here import cluster_here, said_of
-from shardhet.profiler.sketch import CPU, ModelSketch, UnitSketch, pass_on, sketch_model
+from shardhet.profiler.model_spec import CPU, ModelSpec, UnitSpec, pass_on, trace_model
 from shardhet.records.cluster import Cluster
 from shardhet.records.kinds import described_cluster
 from shardhet.records.plan import EVERY_UNIT, Plan, RankPlan
@@ -86,14 +86,14 @@ def describe(
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
     )
-    sketch = sketch_model(trained, device)
-    if loss_fn is None and not isinstance(sketch.output, Mapping):  # as HetTrainer's models
+    model_spec = trace_model(trained, device)
+    if loss_fn is None and not isinstance(model_spec.output, Mapping):  # as HetTrainer's models
         try:
-            loss_pair(sketch.output)
+            loss_pair(model_spec.output)
         except TypeError as error:
             warnings.warn(f"describe: {error}", stacklevel=2)
-    return describe_sketch(
-        sketch,
+    return describe_spec(
+        model_spec,
         trained,
         tokens_per_sample=tokens_per_sample,
         num_moments=num_moments,
@@ -209,8 +209,8 @@ def as_example(batch: Example) -> ExampleBatch:
     return ExampleBatch(args=(batch,) if isinstance(batch, Tensor) else tuple(batch))
 
 
-def describe_sketch(
-    sketch: ModelSketch,
+def describe_spec(
+    model_spec: ModelSpec,
     model: TrainedModel,
     *,
     tokens_per_sample: int | None = None,
@@ -221,13 +221,13 @@ def describe_sketch(
     kinds = []
     stored = orig_dtype(model.module)
     in_flight = model.param_dtype or stored
-    in_head = pass_on if sketch.goes_on else model.loss_fn
+    in_head = pass_on if model_spec.goes_on else model.loss_fn
     num_tokens = tokens_per_sample or tokens_of(model.batch.tensors)
     tiles = _tiles_of(num_tokens, device)
-    for name, unit in sketch.unit_by_kind.items():
+    for name, unit in model_spec.unit_by_kind.items():
         counted = partial(
             count_unit,
-            sketch,
+            model_spec,
             unit,
             param_dtype=model.param_dtype,
             loss_fn=in_head,
@@ -240,11 +240,11 @@ def describe_sketch(
                 steady(partial(counted, num_samples=size, tiles=tiles)) for size in SIZES
             ]
             kind = replace(kind, token_wise=_token_wise(kind, _kind(name, unit, *in_tiles)))
-        if sketch.goes_on and any(call.is_head for call in unit.calls):
+        if model_spec.goes_on and any(call.is_head for call in unit.calls):
             assert model.loss_fn is not None
             outside = partial(
                 count_loss_outside,
-                sketch,
+                model_spec,
                 param_dtype=model.param_dtype,
                 loss_fn=model.loss_fn,
                 device=device,
@@ -264,14 +264,14 @@ def describe_sketch(
                 frozen_as_stored=_is_frozen_as_stored(unit, model.module),
             )
         )
-    order = [unit.kind for unit in sketch.units]
+    order = [unit.kind for unit in model_spec.units]
     return Workload(
         kinds=tuple(sorted(kinds, key=lambda kind: order.index(kind.name))),
-        units=tuple(Unit(fqn=unit.fqn, kind=unit.kind) for unit in sketch.units),
+        units=tuple(Unit(fqn=unit.fqn, kind=unit.kind) for unit in model_spec.units),
         tokens_per_sample=num_tokens,
         param_dtype=_name(in_flight),
         reduce_dtype=_name(model.reduce_dtype or trained_dtype(model.module)),
-        state_bytes_per_element=_state_bytes_per_element(sketch, num_moments),
+        state_bytes_per_element=_state_bytes_per_element(model_spec, num_moments),
         num_moments=num_moments,
     )
 
@@ -302,20 +302,20 @@ def _token_wise(whole: UnitKind, tiled: UnitKind) -> TokenWise | None:
     )
 
 
-def _state_bytes_per_element(sketch: ModelSketch, num_moments: int) -> float:
+def _state_bytes_per_element(model_spec: ModelSpec, num_moments: int) -> float:
     """Mean bytes of parameter, gradient and moments; a frozen parameter has only itself."""
-    slots = [slot for unit in sketch.units for slot in unit.draft.slots]
+    slots = [slot for unit in model_spec.units for slot in unit.draft.slots]
     numel = sum(slot.shape.numel() for slot in slots)
     nbytes = sum(
         slot.shape.numel()
-        * sketch.stored_itemsizes[slot.fqn]
+        * model_spec.stored_itemsizes[slot.fqn]
         * (1 + (1 + num_moments) * slot.is_trainable)
         for slot in slots
     )
     return nbytes / max(1, numel)
 
 
-def _gathered_bytes(unit: UnitSketch, in_flight: torch.dtype) -> int | None:
+def _gathered_bytes(unit: UnitSpec, in_flight: torch.dtype) -> int | None:
     """Bytes of the gathered parameters, if not all of them are in the dtype ``in_flight``."""
     dtypes = [
         in_flight if slot.current.is_floating_point() else slot.current.dtype
@@ -329,7 +329,7 @@ def _gathered_bytes(unit: UnitSketch, in_flight: torch.dtype) -> int | None:
     )
 
 
-def _is_frozen_as_stored(unit: UnitSketch, module: nn.Module) -> bool:
+def _is_frozen_as_stored(unit: UnitSpec, module: nn.Module) -> bool:
     """Whether frozen parameters, of which there are some, are gathered in their own dtype."""
     stored = dict(module.named_parameters(remove_duplicate=False))
     frozen = [slot for slot in unit.draft.slots if not slot.is_trainable]
@@ -359,7 +359,7 @@ def _most_common_dtype(params: Iterable[nn.Parameter]) -> torch.dtype:
     return max(numels, key=numels.__getitem__)
 
 
-def _kind(name: str, unit: UnitSketch, smaller: Counts, larger: Counts) -> UnitKind:
+def _kind(name: str, unit: UnitSpec, smaller: Counts, larger: Counts) -> UnitKind:
     def per_sample(figure: str) -> int:
         grown: int = getattr(larger, figure) - getattr(smaller, figure)
         return max(0, grown)

@@ -22,10 +22,10 @@ from shardhet.pricing.setting import Setting
 from shardhet.profiler.assemble import RankReport, TrafficReport, make_cluster, make_profile
 from shardhet.profiler.batch import TrainedModel
 from shardhet.profiler.compute import MIN_ROUNDS, ComputeMeasurement, peaks_into
-from shardhet.profiler.describe import describe_sketch, trained_dtype
+from shardhet.profiler.describe import describe_spec, trained_dtype
 from shardhet.profiler.here import HostPartReport
+from shardhet.profiler.model_spec import ModelSpec, trace_model
 from shardhet.profiler.reserved import Reserved, find_reserved
-from shardhet.profiler.sketch import ModelSketch, sketch_model
 from shardhet.profiler.traffic import (
     Channels,
     CollectiveSamples,
@@ -140,11 +140,11 @@ class _Session:
     def run(self) -> Measurement:
         """Measure everything."""
         self._on_progress("counting the model's FLOPs and bytes", 0.0)
-        sketch = sketch_model(self._model, self._device)
-        workload = self._workload(sketch)
+        model_spec = trace_model(self._model, self._device)
+        workload = self._workload(model_spec)
         compute = ComputeMeasurement(
             self._model,
-            sketch,
+            model_spec,
             workload,
             device=self._device,
             memory_bytes=(self._spec.memory_capacity_bytes or 2**62) - self._reserved.nbytes,
@@ -163,12 +163,12 @@ class _Session:
             pairs=tuple(traffic.pairs),
         )
 
-    def _workload(self, sketch: ModelSketch) -> Workload:
+    def _workload(self, model_spec: ModelSpec) -> Workload:
         """The workload, counted once by the first rank."""
         workload = None
         if self._channels.control.position == 0:
-            workload = describe_sketch(
-                sketch,
+            workload = describe_spec(
+                model_spec,
                 self._model,
                 num_moments=self._optimizer.count_moments(),
                 device=self._device,

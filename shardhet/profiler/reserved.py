@@ -45,11 +45,11 @@ def find_reserved(device: torch.device, control: Channel) -> Reserved:
 
 def reserved_on_card(own: CardUse, all_ranks: Sequence[CardUse]) -> Reserved:
     """The memory besides tensors of one process on a card."""
-    mates = [use for use in all_ranks if use.uuid == own.uuid]
-    uncached = own.used_bytes - sum(use.cached_bytes for use in mates)
+    card_peers = [use for use in all_ranks if use.uuid == own.uuid]
+    uncached = own.used_bytes - sum(use.cached_bytes for use in card_peers)
     return Reserved(
-        max(0, uncached // len(mates)),
-        f"memory of all processes on the card, divided by the {len(mates)} measured there",
+        max(0, uncached // len(card_peers)),
+        f"memory of all processes on the card, divided by the {len(card_peers)} measured there",
     )
 
 

@@ -20,13 +20,13 @@ from torch.utils._pytree import tree_leaves
 from shardhet.comm import devices
 from shardhet.fsdp.microbatch.batching import flatten
 from shardhet.fsdp.microbatch.layered import Visit, run_visit
-from shardhet.fsdp.microbatch.surroundings import RandomStates, Seeded, Surrounding
+from shardhet.fsdp.microbatch.surroundings import RandomStates, Seeded, VisitContext
 from shardhet.fsdp.sharding.build import UnitDraft, draft_units
 from shardhet.fsdp.sharding.materialize import materialize, move_buffers
 from shardhet.fsdp.sharding.unit import find_units
 from shardhet.profiler.batch import TrainedModel
 from shardhet.profiler.describe import trained_dtype
-from shardhet.profiler.sketch import TensorInput, UnitCall, UnitSketch, copy_with
+from shardhet.profiler.model_spec import TensorInput, UnitCall, UnitSpec, copy_with
 from shardhet.profiler.stopwatch import Stopwatch
 from shardhet.records.layout import Span
 
@@ -55,7 +55,7 @@ class UnitRunner:
     def __init__(
         self,
         model: TrainedModel,
-        unit: UnitSketch,
+        unit: UnitSpec,
         *,
         device: torch.device,
         max_samples: int,
@@ -144,7 +144,7 @@ class UnitRunner:
         microbatch_sizes: tuple[int, ...],
     ) -> Visit:
         fqn = call.unit_call.module_fqn
-        around: tuple[Surrounding, ...] = ()
+        around: tuple[VisitContext, ...] = ()
         if self._module.get_submodule(fqn).training:
             around = (Seeded(self._random, fqn, call=0, step=0, first_sample=0),)
         return Visit(

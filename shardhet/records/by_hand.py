@@ -180,10 +180,10 @@ def patterns_of(claim: Any, key: str, every: tuple[str, ...]) -> tuple[str, ...]
     if is_truth(claim):
         return every if claim else ()
     if isinstance(claim, str) or not isinstance(claim, Iterable):  # a str is one of letters
-        mend = f" Write [{claim!r}]." if isinstance(claim, str) else ""
+        remedy = f" Write [{claim!r}]." if isinstance(claim, str) else ""
         raise ValueError(
             f"plan: {key} is {claim!r} for a device but must be True, False or a list of "
-            f"patterns.{mend}"
+            f"patterns.{remedy}"
         )
     listed = list(claim)
     wrong = [each for each in listed if not isinstance(each, str)]

@@ -14,7 +14,7 @@ without samples has the same list, and its turns take no time.  In each phase of
 
 Ranks without stages meet between phases, to share samples and the loss; gathers for backward
 are launched before.  The root is left out: all ranks gather it first and reduce it last.
-``fsdp.step.turn_walk`` takes a rank through the list, and the simulator runs it.
+``fsdp.step.schedule_executor`` takes a rank through the list, and the simulator runs it.
 
 [Note: Rounds of a pipeline]
 One forward, one backward (Narayanan et al., "Efficient large-scale language model training on
@@ -31,7 +31,7 @@ a device of the next the samples that both have.  Gradients go the same way back
 
 [Note: One order of messages]
 NCCL does not promise that communicators make progress beside each other.  So all ranks launch
-messages in one order: no rank launches one after another message that has to wait for it.  With
+messages in one order: no message is launched behind another one that waits for it.  With
 K rounds in flight on a stage and K' on the next, the forward of round x is handed over before
 the backward of round r if and only if x <= r + c; a stage computes round r + K' - 1 before the
 backward of r, and the one before it at most r + K - 1, so K' - 1 <= c <= K - 1.  With
@@ -64,19 +64,19 @@ from shardhet.records.schedule import (
 )
 
 
-class Handover(NamedTuple):
+class StageTransfer(NamedTuple):
     """What a stage hands to the next one in a forward, or gets from it in a backward."""
 
     of: RoundPhase
     stage: int  # the earlier of the two
 
     @classmethod
-    def to(cls, stage: int, of: RoundPhase) -> "Handover":
+    def to(cls, stage: int, of: RoundPhase) -> "StageTransfer":
         """What ``stage`` receives for the phase."""
         return cls(of, stage - (of.phase is Phase.FORWARD))
 
     @classmethod
-    def by(cls, stage: int, of: RoundPhase) -> "Handover":
+    def by(cls, stage: int, of: RoundPhase) -> "StageTransfer":
         """What ``stage`` sends after the phase."""
         return cls(of, stage - (of.phase is Phase.BACKWARD))
 
@@ -85,9 +85,9 @@ class StagePhase(NamedTuple):
     """A phase of a stage, and its messages around it, in the order of launching."""
 
     of: RoundPhase
-    ready: tuple[Handover, ...]  # received from now on: the memory is there
-    before: tuple[Handover, ...]
-    after: tuple[Handover, ...]
+    ready: tuple[StageTransfer, ...]  # received from now on: the memory is there
+    before: tuple[StageTransfer, ...]
+    after: tuple[StageTransfer, ...]
 
 
 def phases_of(
@@ -101,10 +101,10 @@ def phases_of(
     held = [min(each, num_rounds) for each in in_flight]
     borders = [i for i in (stage - 1, stage) if 0 <= i < len(held) - 1]
     queues = [_between(i, held, num_rounds) for i in borders]
-    possible: set[Handover] = set()
+    possible: set[StageTransfer] = set()
 
-    def launch() -> tuple[Handover, ...]:
-        launched: list[Handover] = []
+    def launch() -> tuple[StageTransfer, ...]:
+        launched: list[StageTransfer] = []
         for queue in queues:
             number = next((i for i, each in enumerate(queue) if each not in possible), None)
             going = queue[:number] if in_one_order else [e for e in queue if e in possible]
@@ -116,16 +116,16 @@ def phases_of(
     order = one_forward_one_backward(num_rounds, held[stage])
     for now, following in zip(order, [*order[1:], order[-1]], strict=True):
         ahead = (now, following, now._replace(round=now.round + 1))
-        received = dict.fromkeys(Handover.to(stage, each) for each in ahead)
+        received = dict.fromkeys(StageTransfer.to(stage, each) for each in ahead)
         ready = [e for e in received if e not in possible and any(e in q for q in queues)]
         possible.update(ready)
         before = launch()
-        possible.add(Handover.by(stage, now))
+        possible.add(StageTransfer.by(stage, now))
         phases.append(StagePhase(now, tuple(ready), before, launch()))
     return phases
 
 
-def _between(stage: int, held: Sequence[int], num_rounds: int) -> list[Handover]:
+def _between(stage: int, held: Sequence[int], num_rounds: int) -> list[StageTransfer]:
     """What ``stage`` and the next hand each other; see [Note: One order of messages]."""
     ahead = min(held[stage + 1], held[stage] - 1)
     forwards = [RoundPhase(x, Phase.FORWARD) for x in range(num_rounds)]
@@ -133,7 +133,7 @@ def _between(stage: int, held: Sequence[int], num_rounds: int) -> list[Handover]
     for number in range(num_rounds):
         order += forwards[number + ahead if number else 0 : number + ahead + 1]
         order.append(RoundPhase(number, Phase.BACKWARD))
-    return [Handover(each, stage) for each in order]
+    return [StageTransfer(each, stage) for each in order]
 
 
 class Message(NamedTuple):
@@ -178,7 +178,9 @@ class Op(NamedTuple):
 
     kind: Phase | LaunchKind | OpKind
     unit: int = -1  # of a turn or a launch, among those of the stage
-    handover: Handover | None = None  # of a message, the same on both sides, or of its room
+    stage_transfer: StageTransfer | None = (
+        None  # of a message, the same on both sides, or of its room
+    )
     after: tuple[int, ...] = ()  # ops that have ended before, in the order of waiting
 
 
@@ -199,8 +201,8 @@ def ops_of(
     for each in phases_of(stage, in_flight or (1,), number, in_one_order=in_one_order):
         if not in_flight and ops.cursor:
             ops.due = [ops.add(OpKind.AGREE)]
-        for handover in each.ready:
-            ops.add(OpKind.ROOM, handover=handover)
+        for stage_transfer in each.ready:
+            ops.add(OpKind.ROOM, stage_transfer=stage_transfer)
         ops.hand_over(stage, each.before)
         ops.launch_ahead()
         ops.due += ops.received.pop(each.of, ())
@@ -268,13 +270,13 @@ class _Ops:
             waits.append(launched.popleft())
         launched.append(self.add(kind, *waits, unit=unit))
 
-    def hand_over(self, stage: int, handovers: Sequence[Handover]) -> None:
+    def hand_over(self, stage: int, handovers: Sequence[StageTransfer]) -> None:
         """Launch messages."""
         for each in handovers:
-            if each == Handover.to(stage, each.of):
-                self.received[each.of] = [self.add(OpKind.RECV, handover=each)]
+            if each == StageTransfer.to(stage, each.of):
+                self.received[each.of] = [self.add(OpKind.RECV, stage_transfer=each)]
             else:
-                self.sent.append(self.add(OpKind.SEND, handover=each))
+                self.sent.append(self.add(OpKind.SEND, stage_transfer=each))
 
 
 MAX_ROUNDS = 3  # those between the first and the last are alike

@@ -142,7 +142,7 @@ class HoldsFor:
     tokens_per_sample: int
     num_moments: int  # that the optimizer keeps per parameter
 
-    def lack(self, **found: str | int) -> str | None:
+    def mismatch(self, **found: str | int) -> str | None:
         """What of a run, by field, is another or more than the plan was made for; or None."""
         for name, here in found.items():
             there = getattr(self, name)

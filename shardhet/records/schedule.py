@@ -46,7 +46,7 @@ class LaunchKind:
     """A kind of transfer that a step launches.
 
     Its price is in ``pricing.launches.PRICES``, what a rank does in
-    ``fsdp.step.turn_walk.RUNS``.
+    ``fsdp.step.schedule_executor.RUNS``.
     """
 
     value: str  # its name in traces and figures
@@ -203,7 +203,7 @@ class Shape:
 
     trainable_units: frozenset[int]
     form: StepForm
-    staying_units: frozenset[int] = frozenset()  # gathered and reduced with the root
+    always_unsharded_units: frozenset[int] = frozenset()  # gathered and reduced with the root
 
 
 Turns = tuple[Turn, ...]
@@ -265,11 +265,11 @@ def mark_reductions(turns: Turns, shape: Shape) -> Turns:
     )
 
 
-def clear_staying(turns: Turns, shape: Shape) -> Turns:
+def clear_always_unsharded(turns: Turns, shape: Shape) -> Turns:
     """Launch nothing for units that stay unsharded for the whole step, like the root."""
     return tuple(
         replace(turn, ahead=(), reshards=False, after=())
-        if turn.unit in shape.staying_units
+        if turn.unit in shape.always_unsharded_units
         else turn
         for turn in turns
     )
@@ -285,7 +285,7 @@ def make_schedule(
     form: StepForm = ONE_ROUND,
     first_round: int = 0,
     owed: frozenset[int] = frozenset(),
-    staying_units: frozenset[int] = frozenset(),
+    always_unsharded_units: frozenset[int] = frozenset(),
     in_flight: int = 1,
 ) -> Schedule:
     """The schedule of a step that visits ``segments`` in forward and returns in reverse.
@@ -294,13 +294,17 @@ def make_schedule(
     If ``first_round`` is not 0, it is that of the rest of a step whose earlier rounds visited
     other units and have left the gradients of the units in ``owed``.
     """
-    shape = Shape(trainable_units=trainable_units, form=form, staying_units=staying_units)
+    shape = Shape(
+        trainable_units=trainable_units,
+        form=form,
+        always_unsharded_units=always_unsharded_units,
+    )
     order = one_forward_one_backward(form.num_rounds, in_flight)
     turns = bare_turns(segments, [each for each in order if each.round >= first_round])
     for each in PASSES:
         turns = each(turns, shape)
     return Schedule(
-        turns=clear_staying(turns, shape),
+        turns=clear_always_unsharded(turns, shape),
         segments=tuple(segments),
         trainable_units=trainable_units,
         form=form,
@@ -312,7 +316,7 @@ def rest_of_step(
     schedule: Schedule,
     first_round: int,
     owed: frozenset[int],
-    staying_units: frozenset[int] = frozenset(),
+    always_unsharded_units: frozenset[int] = frozenset(),
 ) -> Schedule:
     """The schedule of the same visits from ``first_round`` on, where all other units than
     those that stay are sharded.
@@ -323,7 +327,7 @@ def rest_of_step(
         form=schedule.form,
         first_round=first_round,
         owed=owed,
-        staying_units=staying_units,
+        always_unsharded_units=always_unsharded_units,
     )
 
 

@@ -50,7 +50,7 @@ class Nodes:
         return position == self.node_by_position.index(self.node_by_position[position])
 
 
-def carriers(nodes: Nodes, computes: Sequence[bool]) -> tuple[int, ...]:
+def relays(nodes: Nodes, computes: Sequence[bool]) -> tuple[int, ...]:
     """For every position the one that takes part in collectives for it: itself if it computes.
 
     Otherwise a computing one of its node, or of any node if none computes there: of those
@@ -61,9 +61,9 @@ def carriers(nodes: Nodes, computes: Sequence[bool]) -> tuple[int, ...]:
     for i, node in enumerate(nodes.node_by_position):
         computing = [j for j in range(len(computes)) if computes[j]]
         near = [j for j in computing if nodes.node_by_position[j] == node]
-        carrier = i if computes[i] else min(near or computing, key=carried.__getitem__)
-        carried[carrier] += carrier != i
-        found.append(carrier)
+        relay = i if computes[i] else min(near or computing, key=carried.__getitem__)
+        carried[relay] += relay != i
+        found.append(relay)
     return tuple(found)
 
 
@@ -80,7 +80,7 @@ class TwoLevels:
 
     nodes: Nodes
     computes: tuple[bool, ...]  # by position
-    takers: tuple[tuple[int, ...], ...]  # by position, in the order of nodes
+    node_leaders: tuple[tuple[int, ...], ...]  # by position, in the order of nodes
 
     @classmethod
     def among(cls, nodes: Nodes, computes: Sequence[bool]) -> "TwoLevels | None":
@@ -88,21 +88,21 @@ class TwoLevels:
         to a node twice.
         """
         at = [[i for i in nodes.positions(n) if computes[i]] for n in range(len(nodes))]
-        near = carriers(nodes, computes)
+        near = relays(nodes, computes)
         if sum(map(bool, at)) < 2 or max(map(len, at)) < 2:
             return None
         # Foreign rows are dealt out in turn: each position of a node takes as many as another.
         number = [0] * len(nodes)
         found = []
         for i, home in enumerate(nodes.node_by_position):
-            takers = []
+            node_leaders = []
             for node, here in enumerate(at):
                 if node == home and here:
-                    takers.append(near[i])
+                    node_leaders.append(near[i])
                 elif here:
-                    takers.append(here[number[node] % len(here)])
+                    node_leaders.append(here[number[node] % len(here)])
                     number[node] += 1
-            found.append(tuple(takers))
+            found.append(tuple(node_leaders))
         return cls(nodes, tuple(computes), tuple(found))
 
     @property
@@ -110,13 +110,13 @@ class TwoLevels:
         """Those that compute."""
         return tuple(i for i, computes in enumerate(self.computes) if computes)
 
-    def mates(self, position: int) -> tuple[int, ...]:
+    def node_peers(self, position: int) -> tuple[int, ...]:
         """The positions that compute on the node of ``position``, itself among them."""
         node = self.nodes.node_by_position[position]
         return tuple(i for i in self.nodes.positions(node) if self.computes[i])
 
 
-def keepers(
+def backup_positions(
     nodes: Nodes, num_bytes: Sequence[int], free_bytes: Sequence[int]
 ) -> list[int | None]:
     """For every position the one, on another node, that keeps a copy of its rows.
@@ -143,10 +143,12 @@ def keepers(
             return (held[node] + added) / max(1, free_bytes[nodes.positions(node)[0]])
 
         node = min(others, key=lambda node: (fullness(node), node))
-        keeper = min(nodes.positions(node), key=lambda position: (kept[position], position))
+        backup_position = min(
+            nodes.positions(node), key=lambda position: (kept[position], position)
+        )
         held[node] += num_bytes[i]
-        kept[keeper] += num_bytes[i]
-        found[i] = keeper
+        kept[backup_position] += num_bytes[i]
+        found[i] = backup_position
     return found
 
 
@@ -276,13 +278,13 @@ class PlanInGroups:
         return [self.ranks[i].token_share or 1.0 for i in self.context_group(position)]
 
     def refuse_stages(
-        self: Any, caller: str, mend: str = "Give it a plan without stages"
+        self: Any, caller: str, remedy: str = "Give it a plan without stages"
     ) -> None:
         """Raise ``ValueError`` if the plan has stages, for a ``caller`` that has none."""
         if self.stages is not None:
             raise ValueError(
                 f"{caller}: the plan has {len(self.stages)} stages, with which it cannot do "
-                f"anything yet. {mend}."
+                f"anything yet. {remedy}."
             )
 
 

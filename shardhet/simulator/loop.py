@@ -79,13 +79,13 @@ class Loop:
                 seconds = of.seconds_of[op.kind][op.unit]
                 made = Transfer(of.stage, of.unit_fqns[op.unit], op.kind, seconds)
                 place, name = (of.stage, op.kind.resource), (of.stage, i)
-            elif op.handover is not None and op.kind is not OpKind.ROOM:
-                (number, phase), cut = op.handover
+            elif op.stage_transfer is not None and op.kind is not OpKind.ROOM:
+                (number, phase), cut = op.stage_transfer
                 sender, to = (cut, cut + 1) if phase is Phase.FORWARD else (cut + 1, cut)
                 text = f"round {number} from stage {sender} to {to}"
                 seconds = self._hops_s[cut][phase is Phase.BACKWARD]
                 made = Transfer(sender, text, Work.HAND_OVER, seconds)
-                place, name = (cut, phase.value), op.handover
+                place, name = (cut, phase.value), op.stage_transfer
             elif op.kind is OpKind.AGREE:
                 made = Transfer(of.stage, "", Work.AGREE, 0.0)
                 place, name = (-1, ""), (num_meetings,)

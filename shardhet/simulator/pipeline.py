@@ -181,7 +181,7 @@ def least_step_s(
     for round_s, message_s in zip(rounds_s[:-1], both_s, strict=True):
         before_s.append(before_s[-1] + round_s + message_s)
     through_s = before_s[-1] + rounds_s[-1]
-    least_s = through_s
+    min_s = through_s
     after_s: Any = 0.0  # likewise
     for i in range(last, -1, -1):
         round_s = rounds_s[i]
@@ -190,12 +190,12 @@ def least_step_s(
             left = num_rounds - begun * in_flight[i]
             rest_s = larger(left * round_s, after_s + (left + 1) / 2 * round_s)
             own_s = larger(own_s, begun * (round_s + after_s) + rest_s)
-        least_s = larger(larger(least_s, before_s[i] + own_s), own_s + onces_s[i])
+        min_s = larger(larger(min_s, before_s[i] + own_s), own_s + onces_s[i])
         if i:
             slower_s = larger(hops_s[0][i - 1], hops_s[1][i - 1])
-            least_s = larger(least_s, through_s + (num_rounds - 1) * slower_s)
+            min_s = larger(min_s, through_s + (num_rounds - 1) * slower_s)
             after_s = after_s + round_s + both_s[i - 1]
-    return least_s
+    return min_s
 
 
 def link_between(

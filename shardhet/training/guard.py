@@ -101,8 +101,8 @@ class Guard(Hook):
             model.zero_grad()
 
     def look(self, step: int, loss: float | None, norm: HostCopy) -> str | None:
-        """Why the step is bad, if that is to be known before its update; else it is judged
-        when the run is settled, by then the step after it.
+        """Why the step is bad, or None. Judged at once if a bad update has to be prevented;
+        else later, in ``settle``, which the next step calls at the latest.
         """
         self.settle()
         if self.looks_before_update:  # an accelerator goes idle: the host cannot run ahead

@@ -21,8 +21,8 @@ from typing import Any
 from shardhet.checkpoint import redistribute
 from shardhet.comm.channel import phase
 from shardhet.fsdp.step.around import Activity, Observed
-from shardhet.planner import Demands, PlanError, solve
-from shardhet.planner.problem.demands import TOLERANCE
+from shardhet.planner import Constraints, PlanError, solve
+from shardhet.planner.problem.constraints import TOLERANCE
 from shardhet.planner.stages.again import planned_again
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import DeviceSpec
@@ -116,7 +116,7 @@ class Rebalancer(Hook):
         setting: Setting | str | Path,
         *,
         replans: bool = True,
-        demands: Demands | None = None,
+        constraints: Constraints | None = None,
         devices: Sequence[DeviceSpec] = (),
         then: "Callable[[int, Plan, Rebalancer], None]" = lambda step, plan, self: None,
     ) -> None:
@@ -125,13 +125,13 @@ class Rebalancer(Hook):
         Args:
             setting: what the plan was made from, or the folder that ``shardhet measure`` wrote.
             replans: whether to follow another plan where that is faster.
-            demands: what new plans have to respect besides budgets of memory.
+            constraints: what new plans have to respect besides budgets of memory.
             devices: to be named by position; none: those of the plan.
             then: is called once a new plan is followed, after a step.
         """
         self._setting = setting if isinstance(setting, Setting) else Setting.load(setting)
         self.replans, self._then = replans, then
-        self._demands, self._devices = demands or Demands(), devices
+        self._constraints, self._devices = constraints or Constraints(), devices
         self.found: Imbalance | None = None  # after the last step
 
     def begin(self, run: Hooks) -> None:
@@ -141,9 +141,9 @@ class Rebalancer(Hook):
         devices = self._devices or [each.device for each in model.plan.ranks]
         self._names = [str(each) for each in devices]
         self._places = places_of(model.plan, setting)  # in the cluster, by position
-        demands = replace(self._demands, whole_matrices=model.plan.whole_matrices or ())
-        self._placed_demands = _of_places(demands, self._places)
-        self._placed_demands.check(setting.cluster.world_size)
+        constraints = replace(self._constraints, whole_matrices=model.plan.whole_matrices or ())
+        self._placed_constraints = _of_places(constraints, self._places)
+        self._placed_constraints.check(setting.cluster.world_size)
         self._slowness: Mapping[int, float] = {}  # by position, found so far
         setting.check_plan(model.plan, name="setting")
         expected_s = compute_seconds(model.plan, setting, self._places)
@@ -289,7 +289,9 @@ class Rebalancer(Hook):
         )
 
     def _best(self, slowness: Mapping[int, float], setting: Setting) -> Plan:
-        """The best plan at these speeds; that of the others stays in stages with no news."""
+        """The best plan at these speeds. In a pipeline, stages whose speeds did not change
+        keep their plan.
+        """
         before = self._model.plan
         if before.stages is not None:
             if before.resident_units:
@@ -304,13 +306,13 @@ class Rebalancer(Hook):
                 stages=[
                     s for s, group in enumerate(before.groups) if any(is_news[i] for i in group)
                 ],
-                demands=self._placed_demands,
+                constraints=self._placed_constraints,
                 tolerance=TOLERANCE,
             )
         solution = solve(
             setting,
             global_batch_size=before.global_batch_size,
-            demands=replace(self._placed_demands, form=before.form),
+            constraints=replace(self._placed_constraints, form=before.form),
             tolerance=TOLERANCE,
         )
         ranks = tuple(
@@ -320,12 +322,12 @@ class Rebalancer(Hook):
         return replace(solution.plan, ranks=ranks, units=before.units)
 
 
-def _of_places(demands: Demands, places: Sequence[int]) -> Demands:
+def _of_places(constraints: Constraints, places: Sequence[int]) -> Constraints:
     """Demands on positions of a plan, as on those of its cluster."""
     return replace(
-        demands,
-        limits={places[i]: each for i, each in demands.limits.items()},
-        equal=tuple(tuple(places[i] for i in each) for each in demands.equal),
+        constraints,
+        limits={places[i]: each for i, each in constraints.limits.items()},
+        equal=tuple(tuple(places[i] for i in each) for each in constraints.equal),
     )
 
 

@@ -25,11 +25,11 @@ GRANTED = {"seq_len": "tokens of a sample", "schedule": "the learning rate"}
 
 
 def check_goes_on(
-    state: Mapping[str, Any] | None, course: Mapping[str, Any], *, source: str
+    state: Mapping[str, Any] | None, resume_facts: Mapping[str, Any], *, source: str
 ) -> None:
     """Raise ``ValueError`` if the next batches would not be those that come next.
 
-    ``course`` has what they depend on besides the step, by the names of ``REMEDIES`` and
+    ``resume_facts`` has what they depend on besides the step, by the names of ``REMEDIES`` and
     ``GRANTED``.  Another learning rate schedule, or samples of another length, are wishes that
     are granted, with a warning.
     """
@@ -38,10 +38,10 @@ def check_goes_on(
             f"resume: {source} does not say which data it has seen, so it was not written by "
             "shardhet train. Load it in a program of your own, or start a new run."
         )
-    check_unchanged(state, course, REMEDIES, source=f"resume: {source}")
+    check_unchanged(state, resume_facts, REMEDIES, source=f"resume: {source}")
     for name, what in GRANTED.items():
-        if state.get(name, course[name]) != course[name]:
-            logger.warning("%s: %s, and %s from now on", what, state[name], course[name])
+        if state.get(name, resume_facts[name]) != resume_facts[name]:
+            logger.warning("%s: %s, and %s from now on", what, state[name], resume_facts[name])
 
 
 def check_unchanged(

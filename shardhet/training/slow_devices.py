@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import log
 
 from shardhet.planner.advice.explain import Situation, at_other_speed
-from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.constraints import Constraints
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan
@@ -96,7 +96,7 @@ def at_speeds(setting: Setting, slowness_by_position: Mapping[int, float]) -> Se
         profile = setting.profile
         same = replace(profile.device(kind), device_kind=name)
         profile = replace(profile, devices=(*profile.devices, same))
-        here = Situation(setting=replace(setting, profile=profile), demands=Demands())
+        here = Situation(setting=replace(setting, profile=profile), constraints=Constraints())
         setting = at_other_speed(here, frozenset({name}), 1 / slowness).setting
     return replace(setting, cluster=setting.cluster.with_devices(devices))
 

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardhet.comm import devices
 from shardhet.fsdp.microbatch.modes import tensors_among
-from shardhet.fsdp.stages.calls import Absent
+from shardhet.fsdp.stages.calls import MetaPlaceholder
 from tests.emulated.clocks import Clock, Event, Host, Stream
 from tests.emulated.device_thread import backward_elsewhere
 from tests.emulated.memory import Access, Held, Memory, RaceError
@@ -139,7 +139,7 @@ class Accelerator:
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An operation of torch, on the current stream if it concerns the device."""
         given = list(tensors_among((args, kwargs)))
-        if any(isinstance(tensor, Absent) for tensor in given):
+        if any(isinstance(tensor, MetaPlaceholder) for tensor in given):
             return self._run_on_shapes(func, args, kwargs)
         target = kwargs.get("device")
         makes = target is not None and target.type == "cpu" and target.index is not None
@@ -185,7 +185,7 @@ class Accelerator:
         """With tensors that have no values: nothing is read."""
         result = func(*args, **kwargs)
         for tensor in tensors_among(result):
-            if not isinstance(tensor, Absent) and tensor.device.type == "cpu":
+            if not isinstance(tensor, MetaPlaceholder) and tensor.device.type == "cpu":
                 self.take_in(tensor)
         return result
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from shardhet.fsdp.microbatch.surroundings import Context, Surrounding
+from shardhet.fsdp.microbatch.surroundings import Context, VisitContext
 from shardhet.fsdp.sharding.unit import UnitModule
 from shardhet.fsdp.step.around import Visits
 from shardhet.records.schedule import Phase
@@ -12,7 +12,7 @@ from shardhet.records.schedule import Phase
 seen: Counter[tuple[str, str]] = Counter()
 
 
-class Counted(Surrounding):
+class Counted(VisitContext):
     def __init__(self, fqn: str) -> None:
         self._fqn = fqn
 
@@ -29,8 +29,8 @@ class Counted(Surrounding):
         return None
 
 
-def beside(around: Callable[..., list[Surrounding]]) -> Callable[..., list[Surrounding]]:
-    def with_counts(visits: Visits, module: UnitModule, *others: Any) -> list[Surrounding]:
+def beside(around: Callable[..., list[VisitContext]]) -> Callable[..., list[VisitContext]]:
+    def with_counts(visits: Visits, module: UnitModule, *others: Any) -> list[VisitContext]:
         return [*around(visits, module, *others), Counted(module.fqn)]
 
     return with_counts

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.step.around import Activity
-from shardhet.fsdp.step.turn_walk import Handling
+from shardhet.fsdp.step.schedule_executor import Handling
 from shardhet.pricing.priced import Priced
 from shardhet.records.schedule import LaunchKind, Phase, Shape, Turns
 from shardhet.records.workload import UnitKind

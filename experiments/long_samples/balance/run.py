@@ -25,7 +25,7 @@ from experiments.common.results import Bar, Page, Spread, parser_of
 from shardhet import DeviceSpec, HetFSDP, Plan
 from shardhet.fsdp.tokens import attention, cutting
 from shardhet.models.decoder import Decoder, DecoderConfig
-from shardhet.planner import Demands, find_plan
+from shardhet.planner import Constraints, find_plan
 from shardhet.profiler.batch import ExampleBatch, TrainedModel
 from shardhet.profiler.measure import MeasuringEffort, measure
 from shardhet.records.layout import Span
@@ -116,7 +116,7 @@ def compete(rank: int, num_tokens: int) -> list[Row]:
         effort=MeasuringEffort(max_microbatch_size=1, time_limit_s=20.0),
     )
     shared = find_plan(
-        found.setting, global_batch_size=1, demands=Demands(may_share_samples=True)
+        found.setting, global_batch_size=1, constraints=Constraints(may_share_samples=True)
     )
     plans = {
         SHARED: shared,

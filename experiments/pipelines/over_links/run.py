@@ -350,9 +350,9 @@ def memory_bars(held: Sequence[HeldBytes], page: Page) -> list[Bar]:
 class Turns:
     """Steps of one case, by plan and turn."""
 
-    def __init__(self, samples: Sequence[Any], case: str, least_s: float) -> None:
+    def __init__(self, samples: Sequence[Any], case: str, min_s: float) -> None:
         own = [each for each in samples if each.case == case]
-        self.case, self.least_s = case, least_s
+        self.case, self.min_s = case, min_s
         self.plans = {each.plan: each for each in own}
         turns = {(each.plan, each.turn): [] for each in own}
         for each in own:
@@ -369,7 +369,7 @@ class Turns:
 
     def share(self, plan: str) -> float:
         """Of the sum of the devices' speeds."""
-        return self.least_s / median(self.of(plan))
+        return self.min_s / median(self.of(plan))
 
     def error(self, plan: str) -> float | None:
         """Of the prediction."""

@@ -25,17 +25,17 @@ from rich.console import Console
 
 from experiments.common import by_seed
 from experiments.common.results import markdown_table
-from shardhet.apps.cli.streamed import Waiting
+from shardhet.apps.cli.streamed import Spinner
 from shardhet.apps.plan import DOOR
 from shardhet.apps.planning.answering import show
 from shardhet.apps.planning.inputs import composed, read_request
-from shardhet.apps.planning.what_if import Asked, forms, that_fit
+from shardhet.apps.planning.what_if import WhatIfQuery, forms, that_fit
 from shardhet.config.compose import to_checked
 from shardhet.config.models import HfConf, LoraConf, SampleShape
 from shardhet.config.planning import Inputs, PlannedPrecision, PlannerConf
 from shardhet.planner import PlanError
 from shardhet.planner.advice.explain import Situation, at_other_speed, larger_situations
-from shardhet.planner.problem.demands import TOLERANCE
+from shardhet.planner.problem.constraints import TOLERANCE
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster
@@ -189,15 +189,15 @@ class Judge:
     def said(self, conf: PlannerConf, inputs: Inputs) -> Said:
         """What ``shardhet plan`` prints."""
         to = Console(file=io.StringIO(), width=400, highlight=False)
-        waiting = Waiting(to)
-        demands = conf.to_demands(inputs.setting.cluster.devices)
+        waiting = Spinner(to)
+        demands = conf.to_constraints(inputs.setting.cluster.devices)
         try:
             show(conf, inputs, demands, to, waiting)
         except PlanError as error:
             alone, of_alone = conf.without_stages(inputs)
             lines = [str(error)]
             if conf.explain:
-                asked = Asked(conf=alone, inputs=of_alone, demands=demands, best=None)
+                asked = WhatIfQuery(conf=alone, inputs=of_alone, constraints=demands, best=None)
                 lines += that_fit(asked)
             to.print("\n".join(lines), markup=False, soft_wrap=True)
         assert isinstance(to.file, io.StringIO)
@@ -273,7 +273,9 @@ class Judge:
         if change == "one more":
             larger = self._with_one_more(of)
             return None if larger is None else self.rate(larger, max_stages=1)
-        here = Situation(setting=inputs.setting, demands=alone.to_demands(self.cluster.devices))
+        here = Situation(
+            setting=inputs.setting, constraints=alone.to_constraints(self.cluster.devices)
+        )
         for resource, kind, named, more in larger_situations(here):
             what = f"all {resource.value}" if kind is None else f"{resource.value} of {kind}"
             if (what, named) == (of, change):
@@ -357,7 +359,7 @@ class Judge:
                 return
             alone, inputs = self.conf.without_stages(self.inputs)
             here = Situation(
-                setting=inputs.setting, demands=alone.to_demands(self.cluster.devices)
+                setting=inputs.setting, constraints=alone.to_constraints(self.cluster.devices)
             )
             worst = 0.0
             for kind in dict.fromkeys(str(each.kind) for each in self.cluster.devices):
@@ -384,8 +386,8 @@ class Judge:
             rate = self.rate(global_batch_size=batch)
             self.is_so("does not fit", rate is not None, f"batch of {batch}: {rate}")
         alone, of_alone = self.conf.without_stages(self.inputs)
-        demands = alone.to_demands(self.cluster.devices)
-        asked = Asked(conf=alone, inputs=of_alone, demands=demands, best=None)
+        demands = alone.to_constraints(self.cluster.devices)
+        asked = WhatIfQuery(conf=alone, inputs=of_alone, constraints=demands, best=None)
         for each in forms(asked):
             rate = self._with_keys(each.change)
             claimed = told.get(each.change)

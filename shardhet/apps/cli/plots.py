@@ -39,7 +39,7 @@ class DeviceBar:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lane:
+class TimelineTrack:
     """One line of a timeline."""
 
     label: str
@@ -48,10 +48,12 @@ class Lane:
     budget_bytes: float = 0.0
 
 
-def draw_plan(title: str, bars: Sequence[DeviceBar], lanes: Sequence[Lane], path: Path) -> None:
+def draw_plan(
+    title: str, bars: Sequence[DeviceBar], tracks: Sequence[TimelineTrack], path: Path
+) -> None:
     """Draw batches, shares and memory by device side by side, and the step's timeline below."""
     plt = pyplot()
-    heights = [LANE_INCHES * len(bars) + 1.2, LANE_INCHES * len(lanes) + 1.2]
+    heights = [LANE_INCHES * len(bars) + 1.2, LANE_INCHES * len(tracks) + 1.2]
     drawing = plt.figure(figsize=(WIDTH_INCHES, sum(heights)), layout="constrained")
     drawing.suptitle(title)
     above, below = drawing.subfigures(2, 1, height_ratios=heights)
@@ -64,17 +66,17 @@ def draw_plan(title: str, bars: Sequence[DeviceBar], lanes: Sequence[Lane], path
     share_axes.set_xlabel("% of the state, each")
     _draw_memory(memory_axes, bars)
     batch_axes.invert_yaxis()
-    _draw_lanes(below.subplots(), lanes)
+    _draw_lanes(below.subplots(), tracks)
     drawing.savefig(path)
     plt.close(drawing)
 
 
-def draw_timeline(title: str, lanes: Sequence[Lane], path: Path) -> None:
+def draw_timeline(title: str, tracks: Sequence[TimelineTrack], path: Path) -> None:
     """Draw what every device does over a step, and the memory that lanes say it holds."""
     plt = pyplot()
-    says_memory = any(lane.memory_bytes for lane in lanes)
-    unit = unit_of(max(lane.budget_bytes for lane in lanes))
-    heights = [LANE_INCHES * len(lanes) + 1.2, *([3.0] if says_memory else [])]
+    says_memory = any(track.memory_bytes for track in tracks)
+    unit = unit_of(max(track.budget_bytes for track in tracks))
+    heights = [LANE_INCHES * len(tracks) + 1.2, *([3.0] if says_memory else [])]
     drawing, panels = plt.subplots(
         len(heights),
         squeeze=False,
@@ -84,15 +86,15 @@ def draw_timeline(title: str, lanes: Sequence[Lane], path: Path) -> None:
         layout="constrained",
     )
     drawing.suptitle(title)
-    _draw_lanes(panels[0, 0], lanes)
+    _draw_lanes(panels[0, 0], tracks)
     if says_memory:
         panels[0, 0].set_xlabel("")
         memory_axes = panels[1, 0]
-        for lane in lanes:
-            if lane.memory_bytes:
-                seconds, held = zip(*lane.memory_bytes, strict=True)
+        for track in tracks:
+            if track.memory_bytes:
+                seconds, held = zip(*track.memory_bytes, strict=True)
                 shown = [each / BYTES_BY_UNIT[unit] for each in held]
-                memory_axes.step(seconds, shown, where="post", label=lane.label)
+                memory_axes.step(seconds, shown, where="post", label=track.label)
         memory_axes.set_ylabel(f"{unit} held")
         memory_axes.set_xlabel("seconds")
         memory_axes.set_ylim(bottom=0)
@@ -116,15 +118,15 @@ def _draw_memory(axes: Any, bars: Sequence[DeviceBar]) -> None:
     axes.legend(fontsize="x-small", ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
-def _draw_lanes(axes: Any, lanes: Sequence[Lane]) -> None:
+def _draw_lanes(axes: Any, tracks: Sequence[TimelineTrack]) -> None:
     """Draw a bar per lane, coloured by kind of work."""
     for work, (color, label) in SHOWN_BY_WORK.items():
-        for i, lane in enumerate(lanes):
-            spans = [(start, seconds) for what, start, seconds in lane.spans if what == work]
+        for i, track in enumerate(tracks):
+            spans = [(start, seconds) for what, start, seconds in track.spans if what == work]
             if spans:
                 axes.broken_barh(spans, (i - 0.4, 0.8), color=color, label=label)
                 label = "_"  # the legend names each once
-    axes.set_yticks(range(len(lanes)), [lane.label for lane in lanes])
+    axes.set_yticks(range(len(tracks)), [track.label for track in tracks])
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
     axes.legend(fontsize="x-small", ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))

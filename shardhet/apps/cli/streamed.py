@@ -84,7 +84,7 @@ class StreamedTable:
         say(self._console, f"+{'-' * (sum(self._widths) + 3 * len(self._widths) - 1)}+")
 
 
-class Waiting:
+class Spinner:
     """Says on a terminal what is being done."""
 
     def __init__(self, console: Console) -> None:

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from shardhet.apps.cli.streamed import WideConsole
 from shardhet.apps.launch.run_folder import RunFolder, write_whole
-from shardhet.comm.failure import Failure, Kind
+from shardhet.comm.failure import Failure, FailureKind
 from shardhet.comm.liveness.ending import OF_THIS_RANK
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def is_repeated(failure: Failure, folder: RunFolder) -> bool:
     """Whether its rank failed in the same way, at the same step, when it last started."""
     paths = (folder.failure_path(failure.rank), folder.failure_before_path(failure.rank))
     before = [Failure.from_json(path.read_text()) for path in paths if path.exists()]
-    return failure.kind is not Kind.LOST and any(
+    return failure.kind is not FailureKind.LOST and any(
         (each.what, each.step) == (failure.what, failure.step) for each in before
     )
 
@@ -84,7 +84,7 @@ def root_cause(said: Sequence[Failure], silent: Iterable[Failure]) -> Failure | 
     report, in the order in which they ended.
     """
     by_time = sorted(said, key=lambda failure: failure.at_s)
-    causes = [failure for failure in by_time if failure.kind is not Kind.LOST]
+    causes = [failure for failure in by_time if failure.kind is not FailureKind.LOST]
     spoken = {failure.rank for failure in said}
     killed = [failure for failure in silent if failure.rank not in spoken]
     return next(iter([*causes, *killed, *by_time]), None)

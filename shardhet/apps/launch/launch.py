@@ -22,7 +22,7 @@ from shardhet.apps.launch.crash import (
     root_cause,
 )
 from shardhet.apps.launch.run_folder import IN_MEMORY, RunFolder
-from shardhet.comm.failure import Failure, Kind
+from shardhet.comm.failure import Failure, FailureKind
 
 INTERRUPTED = "Ctrl-C"
 LOCALHOST = "localhost"
@@ -144,7 +144,7 @@ def _cause(folder: RunFolder, log_dir: Path, failures: Mapping[int, Any]) -> Fai
     ended = sorted(failures.items(), key=lambda item: item[1].timestamp)
     silent = [
         Failure(
-            kind=Kind.GONE,
+            kind=FailureKind.GONE,
             ranks=(rank,),
             name=f"rank {rank} (process {failure.pid})",
             what=_ending(failure.exitcode),

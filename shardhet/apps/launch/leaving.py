@@ -41,8 +41,8 @@ def agree_on_end(model: HetFSDP, notice: EndNotice, env: RankEnv, *, is_complete
 def leave(reason: str | None) -> None:
     """End this rank; ``reason`` is the notice that it was given itself, None if others were.
 
-    Raises ``SystemExit`` on a rank that is to be started again.  Others end with status 0; an
-    agent that has not been told to leave itself is.
+    Raises ``SystemExit`` on a rank that is to be started again.  Other ranks end with status 0.
+    If the agent itself got no notice, it is ended, too.
     """
     if reason is None:
         raise SystemExit(STARTS_AGAIN)

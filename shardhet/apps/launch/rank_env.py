@@ -13,7 +13,7 @@ STAMP_KEY = "shardhet/run_stamp"
 # The ports where the ranks of an srun step meet unless MASTER_PORT is set: below the ephemeral
 # ports of systems, and a different one for each job and step.
 FIRST_SRUN_PORT, NUM_SRUN_PORTS = 12_000, 20_000
-MAX_STEPS_APART = 7
+MAX_STEP_ID_GAP = 7
 
 # Kept open until the process ends: if the first rank hosts the store itself, its peers and the
 # later process group use it.
@@ -63,7 +63,7 @@ class RankEnv:
         nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
         job = int(environment["SLURM_JOB_ID"])
         step = int(environment.get("SLURM_STEP_ID", "0"))
-        port = FIRST_SRUN_PORT + (job * MAX_STEPS_APART + step) % NUM_SRUN_PORTS
+        port = FIRST_SRUN_PORT + (job * MAX_STEP_ID_GAP + step) % NUM_SRUN_PORTS
         return cls(
             rank=int(environment["SLURM_PROCID"]),
             world_size=int(environment["SLURM_STEP_NUM_TASKS"]),

@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def sole_writer(
-    folder: RunFolder, rank: int, *, patience_s: float = PATIENCE_WITH_ORPHANS_S
+    folder: RunFolder, rank: int, *, timeout_s: float = PATIENCE_WITH_ORPHANS_S
 ) -> Iterator[None]:
     """Context in which rank zero holds the folder; other ranks do nothing.
 
     The system lets go of it when the process ends, however it does.  Raises ``RuntimeError``
-    on rank zero if another process has held it for ``patience_s``.  Where files cannot be
+    on rank zero if another process has held it for ``timeout_s``.  Where files cannot be
     locked, it warns and goes on.
     """
     if rank != 0:
@@ -56,7 +56,7 @@ def sole_writer(
                 waited_s = time.monotonic() - begin_s
                 file.seek(0)
                 holder = file.read().strip()
-                if waited_s >= patience_s:
+                if waited_s >= timeout_s:
                     raise RuntimeError(
                         f"run_dir: {folder.path} is in use by another run, "
                         f"{holder or 'another process'}. Stop that run, or name another folder."
@@ -65,7 +65,7 @@ def sole_writer(
                     has_named = True
                     sys.stderr.write(
                         f"run_dir: {folder.path} is held by {holder or 'another process'}; "
-                        f"waiting up to {patience_s:.0f} s for it to end\n"
+                        f"waiting up to {timeout_s:.0f} s for it to end\n"
                     )
                     sys.stderr.flush()
                 time.sleep(SECONDS_BETWEEN_TRIES)

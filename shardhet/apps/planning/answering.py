@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from shardhet.apps.cli.quantities import counted
-from shardhet.apps.cli.streamed import Waiting, say
+from shardhet.apps.cli.streamed import Spinner, say
 from shardhet.apps.planning.fewer_devices import LEAST_GAIN, without_idle
 from shardhet.apps.planning.keeping import keep_plan
 from shardhet.apps.planning.report import (
@@ -24,7 +24,7 @@ from shardhet.apps.planning.report import (
 from shardhet.apps.planning.stages import pipeline_below, rival_lines, rivals_of
 from shardhet.apps.planning.what_if import (
     MAX_SHOWN,
-    Asked,
+    WhatIfQuery,
     could_be_float16,
     forms,
     show_best,
@@ -35,7 +35,7 @@ from shardhet.apps.planning.what_if import (
 )
 from shardhet.config.checks import number_of
 from shardhet.config.planning import Inputs, PlannerConf
-from shardhet.planner import Demands, PlanError, PlanSolution, solve
+from shardhet.planner import Constraints, PlanError, PlanSolution, solve
 from shardhet.planner.advice.explain import (
     MANY_KINDS,
     NEGLIGIBLE,
@@ -56,24 +56,30 @@ COMPARED = Effort(relative_gap=1e-4)
 COMPARED_IF_UNLIKE = Effort(relative_gap=1e-3, max_exact_additions=1e7)
 
 
-def answer(conf: PlannerConf, inputs: Inputs, demands: Demands, console: Console) -> None:
+def answer(
+    conf: PlannerConf, inputs: Inputs, constraints: Constraints, console: Console
+) -> None:
     """Plan, show, and write; where no plan exists, say what would help, and exit with 1."""
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
-    waiting = Waiting(errors)
+    waiting = Spinner(errors)
     try:
-        show(conf, inputs, demands, console, waiting)
+        show(conf, inputs, constraints, console, waiting)
     except PlanError as error:
         say(errors, str(error))
         alone, of_alone = conf.without_stages(inputs)
-        asked = Asked(conf=alone, inputs=of_alone, demands=demands, best=None)
+        query = WhatIfQuery(conf=alone, inputs=of_alone, constraints=constraints, best=None)
         with waiting.for_("trying what would help"):
-            for line in that_fit(asked):
+            for line in that_fit(query):
                 say(errors, line)
         raise SystemExit(1) from None
 
 
 def show(
-    conf: PlannerConf, inputs: Inputs, demands: Demands, console: Console, waiting: Waiting
+    conf: PlannerConf,
+    inputs: Inputs,
+    constraints: Constraints,
+    console: Console,
+    waiting: Spinner,
 ) -> None:
     """Plan, show and write the plan at once, then what takes more planning as it comes."""
     whole = conf, inputs
@@ -81,24 +87,24 @@ def show(
     flat, without = None, None
     if whole[0].max_stages > 1:
         with waiting.for_("planning"), suppress(PlanError):
-            flat = _best(conf, inputs, demands)
-        if _show_faster_pipeline(*whole, demands, flat, console, waiting):
+            flat = _best(conf, inputs, constraints)
+        if _show_faster_pipeline(*whole, constraints, flat, console, waiting):
             return
     with waiting.for_("planning"):
-        solution = flat or _best(conf, inputs, demands)
+        solution = flat or _best(conf, inputs, constraints)
         if conf.leave_out == "auto":
             part = None if conf.measured else conf.part_of(inputs)
-            without = without_some(_asked(conf, inputs, demands, solution)) or without_idle(
+            without = without_some(_asked(conf, inputs, constraints, solution)) or without_idle(
                 inputs, solution, smaller=part
             )
         if without is not None:
             inputs = replace(inputs, setting=without.part.setting)
-            demands = demands.only(without.part.positions)
-            solution = _best(conf, inputs, demands)
-        asked = _asked(conf, inputs, demands, solution)
+            constraints = constraints.only(without.part.positions)
+            solution = _best(conf, inputs, constraints)
+        query = _asked(conf, inputs, constraints, solution)
         report = PlanReport(
             inputs=inputs,
-            demands=demands,
+            constraints=constraints,
             solution=solution,
             times=simulate(solution.plan, inputs.setting),
             note=owners_note(solution) if conf.whole_matrices else "",
@@ -110,25 +116,25 @@ def show(
     if conf.explain:
         say(console, *proof_lines(report))
     if conf.baselines:
-        note = _comparison_note(demands, inputs.setting.cluster.world_size)
-        show_simpler(asked, console, waiting, note=note)
+        note = _comparison_note(constraints, inputs.setting.cluster.world_size)
+        show_simpler(query, console, waiting, note=note)
     if not conf.what_if_s:
         return
-    _show_what_would_help(asked, solution, console, waiting)
+    _show_what_would_help(query, solution, console, waiting)
     if conf.explain:
         with waiting.for_("planning for other speeds"):
-            line = _steadiness(asked)
+            line = _steadiness(query)
         say(console, line)
 
 
 def _show_what_would_help(
-    asked: Asked, solution: PlanSolution, console: Console, waiting: Waiting
+    query: WhatIfQuery, solution: PlanSolution, console: Console, waiting: Spinner
 ) -> None:
     """What limits the plan, and what would help: the best of it, or everything."""
-    conf, begin_s = asked.conf, time.monotonic()
-    more = more_of_each(asked.here(asked.demands), asked.reached)
+    conf, begin_s = query.conf, time.monotonic()
+    more = more_of_each(query.here(query.constraints), query.reached)
     more.sort(key=lambda each: each.is_advice)  # after what it is within
-    variants = [*forms(asked), *more]
+    variants = [*forms(query), *more]
 
     def gains(some: Sequence[Variant], num_best: int | None = None) -> Iterator[Gain]:
         left_s = inf if conf.explain else conf.what_if_s - (time.monotonic() - begin_s)
@@ -166,10 +172,10 @@ def _show_what_would_help(
 def _show_faster_pipeline(
     conf: PlannerConf,
     inputs: Inputs,
-    demands: Demands,
+    constraints: Constraints,
     flat: PlanSolution | None,
     console: Console,
-    waiting: Waiting,
+    waiting: Spinner,
 ) -> bool:
     """Show and write a pipeline if one is faster than the plan without stages.
 
@@ -178,22 +184,26 @@ def _show_faster_pipeline(
     effort = _compared(inputs.setting)
     alone, of_alone = conf.without_stages(inputs)
     with waiting.for_("planning stages"):
-        better = None if flat is None else without_some(_asked(alone, of_alone, demands, flat))
+        better = (
+            None if flat is None else without_some(_asked(alone, of_alone, constraints, flat))
+        )
         flat_s = inf if flat is None else flat.predicted.step_time_s
-        found = pipeline_below(conf, inputs, demands, flat_s)
+        found = pipeline_below(conf, inputs, constraints, flat_s)
     if found is None:
         say(console, f"No faster pipeline of up to {conf.max_stages} stages was found.")
         return False
     with waiting.for_("planning parts of the devices"):
         report = PlanReport(
             inputs=inputs,
-            demands=demands,
+            constraints=constraints,
             solution=found,
             times=timeline_of(found.predicted),
             note=f"A pipeline of {counted(len(found.groups), 'stage')}:",
         )
         fewer = None if better is None else better.part
-        rivals = rivals_of(found, conf, inputs, flat, fewer, demands=demands, effort=effort)
+        rivals = rivals_of(
+            found, conf, inputs, flat, fewer, constraints=constraints, effort=effort
+        )
     show_plan(report, console)
     say(console, *rival_lines(found, rivals, inputs), *conf.explain * [*proof_lines(report)])
     _tell_time(conf, inputs, reached := found.samples_per_s, console)
@@ -231,12 +241,12 @@ def _compared(setting: Setting) -> Effort:
     return COMPARED if len(kinds) <= MANY_KINDS else COMPARED_IF_UNLIKE
 
 
-def _steadiness(asked: Asked) -> str:
+def _steadiness(query: WhatIfQuery) -> str:
     """What the plan loses if one kind of device is not as fast as the profile says."""
-    assert asked.best is not None
-    here = asked.here(asked.demands)
-    fastest = replace(asked, conf=replace(asked.conf, tolerance=0.0))
-    loss = lost_at_other_speeds(asked.best, here, fastest.reached)
+    assert query.best is not None
+    here = query.here(query.constraints)
+    fastest = replace(query, conf=replace(query.conf, tolerance=0.0))
+    loss = lost_at_other_speeds(query.best, here, fastest.reached)
     if loss is None:
         why = (
             "one kind"
@@ -253,15 +263,19 @@ def _steadiness(asked: Asked) -> str:
     )
 
 
-def _asked(conf: PlannerConf, inputs: Inputs, demands: Demands, best: PlanSolution) -> Asked:
+def _asked(
+    conf: PlannerConf, inputs: Inputs, constraints: Constraints, best: PlanSolution
+) -> WhatIfQuery:
     effort = _compared(inputs.setting)
-    return Asked(conf=conf, inputs=inputs, demands=demands, best=best, effort=effort)
+    return WhatIfQuery(
+        conf=conf, inputs=inputs, constraints=constraints, best=best, effort=effort
+    )
 
 
-def _comparison_note(demands: Demands, world_size: int) -> str:
-    """Which demands the simpler plans cannot meet."""
-    limits = demands.limits.values()
-    if not (limits or demands.equal):
+def _comparison_note(constraints: Constraints, world_size: int) -> str:
+    """Which constraints the simpler plans cannot meet."""
+    limits = constraints.limits.values()
+    if not (limits or constraints.equal):
         return ""
     fixed = "even batches are not those that limits fix; " * any(
         each.rank_batch_size is not None for each in limits
@@ -274,11 +288,11 @@ def _comparison_note(demands: Demands, world_size: int) -> str:
     return f" ({fixed.removesuffix('; ')})" if fixed else ""
 
 
-def _best(conf: PlannerConf, inputs: Inputs, demands: Demands) -> PlanSolution:
+def _best(conf: PlannerConf, inputs: Inputs, constraints: Constraints) -> PlanSolution:
     return solve(
         inputs.setting,
         global_batch_size=conf.global_batch_size,
-        demands=demands,
+        constraints=constraints,
         tolerance=conf.tolerance,
     )
 

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import groupby
 
 from shardhet.config.planning import Inputs
-from shardhet.planner.idle import PartPlan, Positions, active_positions, node_type
+from shardhet.planner.idle import Positions, SubsetPlan, active_positions, node_type
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.pricing.part import MeasuredGroups, part_of
 from shardhet.pricing.setting import Setting
@@ -28,7 +28,7 @@ class BetterWithout:
     """Devices that are better left out, and what the job gains."""
 
     whole: Cluster
-    part: PartPlan  # the devices that stay
+    part: SubsetPlan  # the devices that stay
     param_dtype: str  # with all devices
     samples_per_s_with_all: float | None  # None: the plan of all leaves the same ones idle
     is_described: bool  # the cluster can be planned for by names of hosts
@@ -105,7 +105,7 @@ def without_idle(
     there = (smaller or partial(part_of, setting))(kept)
     return BetterWithout(
         whole=setting.cluster,
-        part=PartPlan(kept, there, solution),
+        part=SubsetPlan(kept, there, solution),
         param_dtype=there.workload.param_dtype,
         samples_per_s_with_all=None,
         is_described=smaller is not None,

@@ -52,7 +52,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class CommandSpec:
     """The properties of one command."""
 
     command: str  # "shardhet plan"
@@ -61,9 +61,9 @@ class Door:
     num_files: int = 0  # expected arguments that are not key=value
 
 
-def read_request(door: Door, arguments: Sequence[str]) -> Request | None:
+def read_request(command_spec: CommandSpec, arguments: Sequence[str]) -> Request | None:
     """Parse the command line; None if it only asked for help or for the configuration."""
-    parser = argparse.ArgumentParser(prog=door.command, add_help=False)
+    parser = argparse.ArgumentParser(prog=command_spec.command, add_help=False)
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--cfg", choices=["job"])
     parser.add_argument("--config-dir", type=Path)
@@ -80,15 +80,15 @@ def read_request(door: Door, arguments: Sequence[str]) -> Request | None:
     request = Request(overrides, files, given.config_dir)
     register_planning_schemas()
     if given.help:
-        show_help(door, request, Console(highlight=False))
+        show_help(command_spec, request, Console(highlight=False))
         return None
     if given.cfg:
-        cfg, _ = composed(door, request)
+        cfg, _ = composed(command_spec, request)
         say(Console(highlight=False), OmegaConf.to_yaml(cfg))
         return None
-    if len(files) != door.num_files:
+    if len(files) != command_spec.num_files:
         named = f" ({', '.join(files)}; keys are written key=value)" if files else ""
-        parser.error(f"{counted(len(files), 'file')} given{named}, but:\n{door.usage}")
+        parser.error(f"{counted(len(files), 'file')} given{named}, but:\n{command_spec.usage}")
     return request
 
 
@@ -107,7 +107,7 @@ def _spelled_out(override: str) -> str:
     return override
 
 
-def composed(door: Door, request: Request) -> tuple[DictConfig, dict[str, str]]:
+def composed(command_spec: CommandSpec, request: Request) -> tuple[DictConfig, dict[str, str]]:
     """The configuration and the file chosen for each group; errors are SystemExit."""
     overrides = [each for each in request.overrides if not each.startswith(LIMITS)]
     changed = [each for each in overrides if each.startswith("cluster.")]
@@ -119,7 +119,7 @@ def composed(door: Door, request: Request) -> tuple[DictConfig, dict[str, str]]:
         initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE),
     ):
         try:
-            cfg = compose(door.config_name, overrides, return_hydra_config=True)
+            cfg = compose(command_spec.config_name, overrides, return_hydra_config=True)
             _set_limits(cfg, [each for each in request.overrides if each.startswith(LIMITS)])
         except (HydraException, OmegaConfBaseException) as error:
             raise _refusal(request, error) from None
@@ -181,9 +181,11 @@ def _choose(group: str, choice: str, known: Sequence[str]) -> str:
     return f"{group}: choose one of {', '.join(known)}{or_file}.{meant}"
 
 
-def load(door: Door, request: Request, schema: type[Conf]) -> tuple[Conf, Inputs]:
+def load(
+    command_spec: CommandSpec, request: Request, schema: type[Conf]
+) -> tuple[Conf, Inputs]:
     """The checked configuration and the inputs that it names; errors are ConfigError."""
-    cfg, choices = composed(door, request)
+    cfg, choices = composed(command_spec, request)
     _refuse_ignored(request, cfg)
     conf = to_checked(cfg, schema)
 
@@ -231,9 +233,9 @@ def _descriptions() -> list[str]:
     return sorted(path.stem for path in (conf_dir() / "cluster" / DESCRIBED).glob("*.yaml"))
 
 
-def show_help(door: Door, request: Request, console: Console) -> None:
+def show_help(command_spec: CommandSpec, request: Request, console: Console) -> None:
     """Show how the command is used, the choices of each group, and all keys with values."""
-    say(console, door.usage)
+    say(console, command_spec.usage)
     groups = {
         "cluster": choices_by_group(conf_dir() / "cluster")[DESCRIBED],
         "model": choices_by_group(conf_dir())["model"],
@@ -241,6 +243,6 @@ def show_help(door: Door, request: Request, console: Console) -> None:
     console.print("\nChoose one of each group:\n")
     console.print(choices_table(groups))
     console.print("\nChange any value; these are the defaults:\n")
-    text = (conf_dir() / f"{door.config_name}.yaml").read_text(encoding="utf-8")
+    text = (conf_dir() / f"{command_spec.config_name}.yaml").read_text(encoding="utf-8")
     _, _, keys = text.partition("  - _self_\n")
     say(console, indented(keys), FLAGS)

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardhet.apps.cli.plots import DeviceBar, Lane, draw_plan
-from shardhet.apps.planning.report import PlanReport, Row, rows
+from shardhet.apps.cli.plots import DeviceBar, TimelineTrack, draw_plan
+from shardhet.apps.planning.report import DeviceRow, PlanReport, rows
 from shardhet.pricing.step_cost import MemoryParts
 from shardhet.simulator.simulation import simulate
 from shardhet.simulator.timeline import Timeline, Work
@@ -29,10 +29,10 @@ def draw_report(report: PlanReport, path: Path) -> None:
         f"samples: {report.solution.samples_per_s:,.4g} samples/s predicted"
     )
     timeline = simulate(plan, inputs.setting)
-    draw_plan(title, bars, lanes(timeline, found), path)
+    draw_plan(title, bars, tracks(timeline, found), path)
 
 
-def lanes(timeline: Timeline, found: Sequence[Row]) -> list[Lane]:
+def tracks(timeline: Timeline, found: Sequence[DeviceRow]) -> list[TimelineTrack]:
     """One lane per row of devices that do the same, and one for the links."""
     drawn = []
     for row in found:
@@ -41,17 +41,19 @@ def lanes(timeline: Timeline, found: Sequence[Row]) -> list[Lane]:
         held = [(point.time_s, point.nbytes) for point in rank.memory]
         held.append((timeline.step_time_s, held[-1][1]))
         budget = row.cost.memory_budget_bytes
-        lane = Lane(label=row.label, spans=spans, memory_bytes=held, budget_bytes=budget)
-        drawn.append(lane)
+        track = TimelineTrack(
+            label=row.label, spans=spans, memory_bytes=held, budget_bytes=budget
+        )
+        drawn.append(track)
         copied = [(each.work.value, each.start_s, each.seconds) for each in rank.copies]
         if copied:
-            drawn.append(Lane(label=f"{row.label}, copies", spans=copied))
+            drawn.append(TimelineTrack(label=f"{row.label}, copies", spans=copied))
     sent: dict[str, list[tuple[str, float, float]]] = {}
     for each in timeline.collectives:
         label = "links" if timeline.num_stages == 1 else f"links of stage {each.stage}"
         label = "links between stages" if each.work is Work.HAND_OVER else label
         sent.setdefault(label, []).append((each.work.value, each.start_s, each.seconds))
-    return [*drawn, *(Lane(label=label, spans=sent[label]) for label in sorted(sent))]
+    return [*drawn, *(TimelineTrack(label=label, spans=sent[label]) for label in sorted(sent))]
 
 
 def _bytes_by_part(memory: MemoryParts) -> Mapping[str, float]:

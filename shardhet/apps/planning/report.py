@@ -27,7 +27,7 @@ from shardhet.apps.planning.sentences import (
 )
 from shardhet.apps.planning.stages import pipeline_lines, pipeline_proof, units_in_short
 from shardhet.config.planning import Inputs
-from shardhet.planner import Demands, PlanSolution
+from shardhet.planner import Constraints, PlanSolution
 from shardhet.planner.advice.explain import Gain, Resource, fullest_kinds, slowest_kinds
 from shardhet.planner.idle import active_positions
 from shardhet.planner.stages.bound import together_s
@@ -59,7 +59,7 @@ class PlanReport:
     """A plan and what is reported about it at once."""
 
     inputs: Inputs
-    demands: Demands
+    constraints: Constraints
     solution: PlanSolution | PipelineSolution
     times: Timeline  # simulated
     note: str  # on its matrices, or that it has stages
@@ -67,7 +67,7 @@ class PlanReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DeviceRow:
     """Neighbouring devices that do the same."""
 
     label: str  # ``0-7 NVIDIA A100`` or ``0 NVIDIA A100``
@@ -80,7 +80,7 @@ class Row:
     tokens: str  # of its samples; "": the plan has no context groups
 
 
-def rows(report: PlanReport) -> list[Row]:
+def rows(report: PlanReport) -> list[DeviceRow]:
     """The plan's devices in plan order; neighbours that do the same share a row."""
     solution = report.solution
     return rows_of(solution.plan, solution.predicted, report.times, solution.places)
@@ -91,7 +91,7 @@ def rows_of(
     predicted: StepCost | PipelinePrice,
     times: Timeline,
     places: Sequence[int] | None = None,
-) -> list[Row]:
+) -> list[DeviceRow]:
     """The rows of a plan with these predictions.
 
     Devices are named by ``places``, or by their positions in the plan.
@@ -105,7 +105,7 @@ def rows_of(
         i = max(positions, key=lambda each: costs[each].memory.total_bytes)
         numbers_here = ranges([numbered[each] for each in positions])
         found.append(
-            Row(
+            DeviceRow(
                 f"{numbers_here} {plan.ranks[i].device.kind or 'device'}",
                 positions,
                 plan.ranks[i],
@@ -159,7 +159,7 @@ def _columns(unit: str, plan: Plan) -> tuple[str, ...]:
     return (*staged, *usual, *shared, *("matrices", "optimizer") * bool(plan.whole_matrices))
 
 
-def _cells(unit: str, row: Row, plan: Plan, units: Sequence[str]) -> tuple[str, ...]:
+def _cells(unit: str, row: DeviceRow, plan: Plan, units: Sequence[str]) -> tuple[str, ...]:
     """What devices do and store; memory in ``unit``.
 
     How many matrices it has whole, if any device has, and the seconds of its optimizer.
@@ -185,7 +185,7 @@ def _cells(unit: str, row: Row, plan: Plan, units: Sequence[str]) -> tuple[str, 
     )
 
 
-def _memory_cell(row: Row, unit: str) -> str:
+def _memory_cell(row: DeviceRow, unit: str) -> str:
     """``18.1 of 21.6 (24 on the card)``."""
     text = of_budget_in(unit, row.cost.memory.total_bytes, row.cost.memory_budget_bytes)
     card = row.rank.device.memory_capacity_bytes
@@ -255,7 +255,7 @@ def proof_lines(report: PlanReport) -> Iterator[str]:
     if isinstance(solution, PipelineSolution):
         yield pipeline_proof(solution, report.inputs.setting.workload)
     elif not report.note:
-        yield proven_line(solution, report.demands)
+        yield proven_line(solution, report.constraints)
         yield from preferred_lines(solution)
 
 
@@ -282,7 +282,7 @@ def _on_host_lines(report: PlanReport) -> Iterator[str]:
             )
 
 
-def _row_on_host(row: Row, workload: Workload) -> Iterator[str]:
+def _row_on_host(row: DeviceRow, workload: Workload) -> Iterator[str]:
     """What devices keep on their hosts."""
     rank, memory = row.rank, row.cost.memory
     each = " each" if len(row.positions) > 1 else ""

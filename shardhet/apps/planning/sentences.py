@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from shardhet.apps.cli.quantities import counted
-from shardhet.planner import Demands, PlanSolution
+from shardhet.planner import Constraints, PlanSolution
 from shardhet.planner.candidates.role_times import MAX_MICROBATCH_SIZE
 from shardhet.planner.forms import FIRST_ROUNDS
 from shardhet.planner.idle import active_positions
@@ -77,16 +77,22 @@ def resident_lines(plan: Plan, workload: Workload) -> Iterator[str]:
     )
 
 
-def proven_line(solution: PlanSolution, demands: Demands) -> str:
+def proven_line(solution: PlanSolution, constraints: Constraints) -> str:
     """What the search has shown, and of which plans (docs/architecture.md)."""
     relative_gap = solution.relative_gap
     limit = f"more than {relative_gap:.2%}" if relative_gap >= SHOWN_GAP else f"{SHOWN_GAP:.2%}"
-    has_demands, world_size = bool(demands.limits or demands.equal), solution.plan.world_size
+    has_demands, world_size = (
+        bool(constraints.limits or constraints.equal),
+        solution.plan.world_size,
+    )
     idle = world_size - len(active_positions(solution))
     busy = " that leave no device idle" * (world_size > 1)
     if idle:
         busy += f", or only the {idle} that {'is' if idle == 1 else 'are'} idle here"
-    most, first = demands.max_rounds, min(FIRST_ROUNDS, demands.max_rounds or FIRST_ROUNDS)
+    most, first = (
+        constraints.max_rounds,
+        min(FIRST_ROUNDS, constraints.max_rounds or FIRST_ROUNDS),
+    )
     if solution.plan.context_groups:
         busy += ", in these context groups with these parts of the tokens"
     rounds = "one round" if most == 1 else f"1 to {first} equal rounds"
@@ -95,7 +101,7 @@ def proven_line(solution: PlanSolution, demands: Demands) -> str:
     return (
         f"No plan that was looked at{' and meets the demands' * has_demands} is predicted to "
         f"be {limit} faster: any batches and shares{busy}; microbatches of up to "
-        f"{min(MAX_MICROBATCH_SIZE, demands.max_microbatch_size or MAX_MICROBATCH_SIZE):,} "
+        f"{min(MAX_MICROBATCH_SIZE, constraints.max_microbatch_size or MAX_MICROBATCH_SIZE):,} "
         f"samples; recomputation kind by kind, in quarters; {rounds}."
     )
 

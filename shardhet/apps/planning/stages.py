@@ -9,8 +9,8 @@ from math import ceil
 from shardhet.apps.cli.quantities import MIB, duration
 from shardhet.apps.planning.fewer_devices import named, ranges
 from shardhet.config.planning import Inputs, PlannerConf
-from shardhet.planner import Demands, PlanError, PlanSolution, solve
-from shardhet.planner.idle import PartPlan
+from shardhet.planner import Constraints, PlanError, PlanSolution, solve
+from shardhet.planner.idle import SubsetPlan
 from shardhet.planner.search.search import Effort
 from shardhet.planner.stages.find import find_pipeline
 from shardhet.planner.stages.groups import Positions
@@ -20,7 +20,7 @@ from shardhet.records.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
-class Rivals:
+class Alternatives:
     """What a pipeline is compared with."""
 
     flat: PlanSolution | None  # of all devices without stages; None: nothing fits
@@ -33,11 +33,11 @@ def rivals_of(
     conf: PlannerConf,
     inputs: Inputs,
     flat: PlanSolution | None,
-    fewer: PartPlan | None,
+    fewer: SubsetPlan | None,
     *,
-    demands: Demands,
+    constraints: Constraints,
     effort: Effort,
-) -> Rivals:
+) -> Alternatives:
     """Plans of parts of the cluster: ``fewer``, and the devices of each stage.
 
     All stages compute in the precision of the whole; a part alone may do so in another.
@@ -52,16 +52,16 @@ def rivals_of(
             solution = solve(
                 setting,
                 global_batch_size=conf.global_batch_size,
-                demands=demands.only(positions),
+                constraints=constraints.only(positions),
                 effort=effort,
                 is_bounded=False,
             )
             alone.append((positions, solution, setting.workload.param_dtype))
-    return Rivals(flat, tuple(alone))
+    return Alternatives(flat, tuple(alone))
 
 
 def pipeline_below(
-    conf: PlannerConf, inputs: Inputs, demands: Demands, at_most_s: float
+    conf: PlannerConf, inputs: Inputs, constraints: Constraints, cutoff_s: float
 ) -> PipelineSolution | None:
     """A pipeline whose step is shorter than this; None if none was found."""
     found = find_pipeline(
@@ -69,11 +69,11 @@ def pipeline_below(
         global_batch_size=conf.global_batch_size,
         smaller=conf.part_of(inputs),
         max_stages=conf.max_stages,
-        demands=demands,
+        constraints=constraints,
         tolerance=conf.tolerance,
-        at_most_s=at_most_s,
+        cutoff_s=cutoff_s,
     )
-    return None if found is None or found.step_time_s >= at_most_s else found
+    return None if found is None or found.step_time_s >= cutoff_s else found
 
 
 def units_in_short(fqns: Sequence[str], of_model: Sequence[str]) -> str:
@@ -136,7 +136,7 @@ def _mib(nbytes: int) -> str:
     return f"{mib:,.{0 if mib >= 10 else 2}f} MiB"
 
 
-def rival_lines(found: PipelineSolution, rivals: Rivals, inputs: Inputs) -> Iterator[str]:
+def rival_lines(found: PipelineSolution, rivals: Alternatives, inputs: Inputs) -> Iterator[str]:
     """Other ways to use the devices, and when they would win."""
     cluster, step_s = inputs.setting.cluster, found.step_time_s
     if rivals.flat is None:

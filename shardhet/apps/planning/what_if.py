@@ -9,17 +9,17 @@ from math import inf
 from rich.console import Console
 
 from shardhet.apps.cli.quantities import GIB, counted, duration
-from shardhet.apps.cli.streamed import StreamedTable, Waiting, say
+from shardhet.apps.cli.streamed import Spinner, StreamedTable, say
 from shardhet.apps.planning.fewer_devices import LEAST_GAIN, BetterWithout, named
 from shardhet.apps.planning.report import speed_part
 from shardhet.apps.planning.stages import pipeline_below
 from shardhet.config.models import HfConf, LoraConf
 from shardhet.config.planning import Inputs, PlannedPrecision, PlannerConf
-from shardhet.planner import Demands, PlanError, PlanSolution, solve
+from shardhet.planner import Constraints, PlanError, PlanSolution, solve
 from shardhet.planner.advice.explain import Gain, Situation, Variant
 from shardhet.planner.baselines import compute_only, even, memory_only, one_round
 from shardhet.planner.candidates.groupings import FEW
-from shardhet.planner.idle import PartPlan, Positions, active_positions
+from shardhet.planner.idle import Positions, SubsetPlan, active_positions
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
 from shardhet.planner.task import TOO_SLOW
 from shardhet.pricing.derive import meets_over_gloo, slowest_of
@@ -33,12 +33,12 @@ LORA_RANK, LORA_TARGETS = 8, ("q_proj", "v_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class WhatIfQuery:
     """What was planned for, in plans without stages, and the plan."""
 
     conf: PlannerConf
     inputs: Inputs
-    demands: Demands
+    constraints: Constraints
     best: PlanSolution | None  # None: no plan fits
     effort: Effort = DEFAULT_EFFORT
 
@@ -63,12 +63,12 @@ class Asked:
         return solve(
             there.setting,
             global_batch_size=self.conf.global_batch_size,
-            demands=there.demands,
+            constraints=there.constraints,
             effort=self.effort,
             tolerance=self.conf.tolerance or None,  # equally fast plans are equally good here
             is_bounded=False,
             near=None if self.best is None else self.best.plan.form,
-            at_most_s=self.step_s(least),
+            cutoff_s=self.step_s(least),
         )
 
     def near(self, there: Situation, least: float) -> PlanSolution:
@@ -82,12 +82,12 @@ class Asked:
         return solve(
             there.setting,
             global_batch_size=self.conf.global_batch_size,
-            demands=there.demands,
+            constraints=there.constraints,
             effort=self.effort,
             is_bounded=False,
             near=best.plan.form,
-            near_part=part_like(best, there),
-            at_most_s=_fastest_s(best) * best.samples_per_s / least if least else inf,
+            subset_hint=subset_like(best, there),
+            cutoff_s=_fastest_s(best) * best.samples_per_s / least if least else inf,
             with_kind=there.changed_kind,
         )
 
@@ -102,16 +102,16 @@ class Asked:
         """``value_of`` the plan ``near``."""
         return self.value_of(self.near(there, least))
 
-    def here(self, demands: Demands) -> Situation:
-        """The same devices with other demands."""
-        return Situation(setting=self.inputs.setting, demands=demands)
+    def here(self, constraints: Constraints) -> Situation:
+        """The same devices with other constraints."""
+        return Situation(setting=self.inputs.setting, constraints=constraints)
 
 
 def _fastest_s(best: PlanSolution) -> float:
     return best.fastest_s or best.predicted.step_time_s
 
 
-def part_like(best: PlanSolution, there: Situation) -> Positions:
+def subset_like(best: PlanSolution, there: Situation) -> Positions:
     """The devices that take part in a plan, in a situation with as many or one more.
 
     It stands beside the last one that is like it, and takes part if that does.
@@ -125,13 +125,13 @@ def part_like(best: PlanSolution, there: Situation) -> Positions:
     return tuple(sorted(taken))
 
 
-def without_some(asked: Asked) -> BetterWithout | None:
+def without_some(query: WhatIfQuery) -> BetterWithout | None:
     """The devices whose number formats hold up the others, and what is gained without them.
 
     One kind without bfloat16 forces all to float32, whatever a plan gives it to do.  None if
     all compute in one format, if not enough is gained, or if it is not asked for.
     """
-    conf, inputs, best = asked.conf, asked.inputs, asked.best
+    conf, inputs, best = query.conf, query.inputs, query.best
     assert best is not None
     if conf.leave_out == "never":
         return None
@@ -139,9 +139,9 @@ def without_some(asked: Asked) -> BetterWithout | None:
     kept, part_of = conf.in_bfloat16(inputs)
     while kept and (part is None or len(kept) < len(part.positions)):
         try:
-            there = Situation(setting=part_of(kept), demands=asked.demands.only(kept))
-            part = PartPlan(kept, there.setting, asked.solved(there, least))
-        except ValueError:  # nothing fits or is as fast, or demands need the others
+            there = Situation(setting=part_of(kept), constraints=query.constraints.only(kept))
+            part = SubsetPlan(kept, there.setting, query.solved(there, least))
+        except ValueError:  # nothing fits or is as fast, or constraints need the others
             return None
         kept = tuple(kept[i] for i in active_positions(part.solution))
     if part is None or part.solution.samples_per_s <= least:
@@ -156,76 +156,82 @@ def without_some(asked: Asked) -> BetterWithout | None:
     )
 
 
-def forms(asked: Asked) -> Iterator[Variant]:
+def forms(query: WhatIfQuery) -> Iterator[Variant]:
     """Plans that were not allowed."""
-    conf, demands, setting = asked.conf, asked.demands, asked.inputs.setting
-    if asked.best is not None and conf.leave_out == "ask":
-        yield Variant("fewer devices", "leave_out=auto", partial(_without, asked))
+    conf, constraints, setting = query.conf, query.constraints, query.inputs.setting
+    if query.best is not None and conf.leave_out == "ask":
+        yield Variant("fewer devices", "leave_out=auto", partial(_without, query))
     if could_be_float16(conf, setting):
-        yield Variant("float16", "precision=FP16", partial(_in_float16, asked))
+        yield Variant("float16", "precision=FP16", partial(_in_float16, query))
     num_units = sum(bool(unit.fqn) for unit in setting.workload.units)
     is_one = setting.cluster.world_size == 1 or meets_over_gloo(setting.cluster)
     can_have_stages = not is_one and num_units > 1
-    is_slow = asked.best is None or speed_part(setting, asked.best) < MUCH_OF_SPEEDS
+    is_slow = query.best is None or speed_part(setting, query.best) < MUCH_OF_SPEEDS
     if can_have_stages and is_slow and not conf.refused_beside_stages():
-        yield Variant("stages", f"max_stages={MAX_STAGES}", partial(_in_stages, asked))
-    inputs, optimizer = demands.may_keep_inputs_on_host, demands.may_keep_optimizer_on_host
+        yield Variant("stages", f"max_stages={MAX_STAGES}", partial(_in_stages, query))
+    inputs, optimizer = (
+        constraints.may_keep_inputs_on_host,
+        constraints.may_keep_optimizer_on_host,
+    )
     both, on_hosts = "inputs_on_host=true optimizer_on_host=true", list[PlanSolution]()
     for more in ((True, True), (True, False), (False, True)):
         if not ((more[0] and inputs) or (more[1] and optimizer)):
             key = " ".join(key for is_on, key in zip(more, both.split(), strict=True) if is_on)
             kept = replace(
-                demands,
+                constraints,
                 may_keep_inputs_on_host=more[0] or inputs,
                 may_keep_optimizer_on_host=more[1] or optimizer,
             )
-            reach = partial(_with, asked, kept, on_hosts)
-            yield Variant("host memory", key, reach, most=asked.most, within=both)
-    is_few = asked.best is None or conf.global_batch_size <= FEW * setting.cluster.world_size
+            reach = partial(_with, query, kept, on_hosts)
+            yield Variant("host memory", key, reach, most=query.most, within=both)
+    is_few = query.best is None or conf.global_batch_size <= FEW * setting.cluster.world_size
     is_long = setting.workload.tokens_per_sample >= MOST_UNTILED
-    beside = demands.may_share_samples or demands.limits or demands.equal
-    if is_few and is_long and not (is_one or beside or demands.whole_matrices):
-        shared = replace(demands, may_share_samples=True)
-        reach = partial(_with, asked, shared, [])
+    beside = constraints.may_share_samples or constraints.limits or constraints.equal
+    if is_few and is_long and not (is_one or beside or constraints.whole_matrices):
+        shared = replace(constraints, may_share_samples=True)
+        reach = partial(_with, query, shared, [])
         yield Variant("samples shared by tokens", "context_groups=true", reach)
     states_memory = any(node.host_memory_bytes is not None for node in setting.cluster.nodes)
-    if asked.best is None and states_memory:
+    if query.best is None and states_memory:
         key = "more memory of hosts, with inputs_on_host=true optimizer_on_host=true,"
-        yield Variant("host memory", key, partial(_in_larger_hosts, asked))
+        yield Variant("host memory", key, partial(_in_larger_hosts, query))
     model = conf.model
-    if asked.best is None and isinstance(model, HfConf) and not model.lora.rank:
+    if query.best is None and isinstance(model, HfConf) and not model.lora.rank:
         lora = LoraConf(rank=LORA_RANK, targets=list(LORA_TARGETS))
         key = f"model.lora.rank={LORA_RANK} model.lora.targets=[{','.join(LORA_TARGETS)}]"
         with_lora = replace(conf, model=replace(model, lora=lora))
-        yield Variant("LoRA", key, partial(_described, asked, with_lora))
+        yield Variant("LoRA", key, partial(_described, query, with_lora))
 
 
 def _with(
-    asked: Asked, demands: Demands, found: list[PlanSolution], least: float
+    query: WhatIfQuery, constraints: Constraints, found: list[PlanSolution], least: float
 ) -> tuple[float, str]:
     """What plans reach; the best of those ``found`` with more allowed is it, if it is one."""
-    inputs, optimizer = demands.may_keep_inputs_on_host, demands.may_keep_optimizer_on_host
+    inputs, optimizer = (
+        constraints.may_keep_inputs_on_host,
+        constraints.may_keep_optimizer_on_host,
+    )
     for each in found:
         ranks = each.plan.ranks
         if all(
             (inputs or not rank.inputs_on_host) and (optimizer or not rank.optimizer_on_host)
             for rank in ranks
         ):
-            return asked.value_of(each), ""
-    found.append(asked.near(asked.here(demands), least))
-    return asked.value_of(found[-1]), ""
+            return query.value_of(each), ""
+    found.append(query.near(query.here(constraints), least))
+    return query.value_of(found[-1]), ""
 
 
-def _in_larger_hosts(asked: Asked, _: float) -> tuple[float, str]:
+def _in_larger_hosts(query: WhatIfQuery, _: float) -> tuple[float, str]:
     """What plans reach if hosts have as much memory as they take, and what that is."""
-    setting = asked.inputs.setting
+    setting = query.inputs.setting
     cluster = setting.cluster
     nodes = tuple(replace(node, host_memory_bytes=None) for node in cluster.nodes)
-    demands = replace(
-        asked.demands, may_keep_inputs_on_host=True, may_keep_optimizer_on_host=True
+    constraints = replace(
+        query.constraints, may_keep_inputs_on_host=True, may_keep_optimizer_on_host=True
     )
     larger = replace(setting, cluster=replace(cluster, nodes=nodes))
-    found = asked.solved(Situation(setting=larger, demands=demands), 0.0)
+    found = query.solved(Situation(setting=larger, constraints=constraints), 0.0)
     told = []
     for node, here in zip(cluster.nodes, cluster.positions_by_node, strict=True):
         taken = sum(found.predicted.ranks[i].memory.host_bytes for i in here)
@@ -235,23 +241,23 @@ def _in_larger_hosts(asked: Asked, _: float) -> tuple[float, str]:
     return found.samples_per_s, f"which keeps {' and '.join(told)}."
 
 
-def _described(asked: Asked, conf: PlannerConf, least: float) -> tuple[float, str]:
+def _described(query: WhatIfQuery, conf: PlannerConf, least: float) -> tuple[float, str]:
     """What plans reach under another configuration of the same devices."""
-    setting = conf.derived(asked.inputs.setting.cluster, asked.inputs.name).setting
-    there = replace(asked.here(asked.demands), setting=setting)
-    return asked.solved(there, least).samples_per_s, ""
+    setting = conf.derived(query.inputs.setting.cluster, query.inputs.name).setting
+    there = replace(query.here(query.constraints), setting=setting)
+    return query.solved(there, least).samples_per_s, ""
 
 
-def _in_float16(asked: Asked, least: float) -> tuple[float, str]:
-    half = replace(asked.conf, precision=PlannedPrecision.FP16)
-    return _described(asked, half, least)[0], "it trains with a scaled loss."
+def _in_float16(query: WhatIfQuery, least: float) -> tuple[float, str]:
+    half = replace(query.conf, precision=PlannedPrecision.FP16)
+    return _described(query, half, least)[0], "it trains with a scaled loss."
 
 
-def _in_stages(asked: Asked, least: float) -> tuple[float, str]:
-    conf, inputs = replace(asked.conf, max_stages=MAX_STAGES), asked.inputs
+def _in_stages(query: WhatIfQuery, least: float) -> tuple[float, str]:
+    conf, inputs = replace(query.conf, max_stages=MAX_STAGES), query.inputs
     if conf.measured is None:
         inputs = conf.derived(inputs.setting.cluster, inputs.name)
-    found = pipeline_below(conf, inputs, asked.demands, asked.step_s(least))
+    found = pipeline_below(conf, inputs, query.constraints, query.step_s(least))
     if found is None:
         raise PlanError(TOO_SLOW)
     groups = (named(inputs.setting.cluster, group) for group in found.groups)
@@ -259,8 +265,8 @@ def _in_stages(asked: Asked, least: float) -> tuple[float, str]:
     return found.samples_per_s, f"a pipeline of {stages}: {'; then '.join(groups)}."
 
 
-def _without(asked: Asked, _: float) -> tuple[float, str]:
-    found = without_some(asked)
+def _without(query: WhatIfQuery, _: float) -> tuple[float, str]:
+    found = without_some(query)
     if found is None:
         raise PlanError(TOO_SLOW)
     return found.part.solution.samples_per_s, found.note
@@ -277,9 +283,9 @@ def could_be_float16(conf: PlannerConf, setting: Setting) -> bool:
     )
 
 
-def that_fit(asked: Asked) -> Iterator[str]:
+def that_fit(query: WhatIfQuery) -> Iterator[str]:
     """With which changes a plan fits, where none does."""
-    for each in forms(asked):
+    for each in forms(query):
         try:
             rate, note = each.reach(0.0)
         except ValueError:
@@ -287,10 +293,10 @@ def that_fit(asked: Asked) -> Iterator[str]:
         yield f"{each.change} has a plan: {rate:,.4g} samples/s{f', {note}' * bool(note)}"
 
 
-def show_simpler(asked: Asked, console: Console, waiting: Waiting, *, note: str) -> None:
-    """Print what simpler plans reach; ``note`` says which demands they cannot meet."""
-    assert asked.best is not None
-    plan, ours_s = asked.best.plan, asked.best.predicted.step_time_s
+def show_simpler(query: WhatIfQuery, console: Console, waiting: Spinner, *, note: str) -> None:
+    """Print what simpler plans reach; ``note`` says which constraints they cannot meet."""
+    assert query.best is not None
+    plan, ours_s = query.best.plan, query.best.predicted.step_time_s
     simpler: dict[str, Callable[..., PlanSolution]] = {
         "even sharding (stock FSDP)": even,
         "compute only: even state": compute_only,
@@ -304,10 +310,10 @@ def show_simpler(asked: Asked, console: Console, waiting: Waiting, *, note: str)
         cells = ("does not fit", "-", "-")
         with waiting.for_(name), suppress(PlanError):
             found = baseline(
-                asked.inputs.setting,
+                query.inputs.setting,
                 global_batch_size=plan.global_batch_size,
-                demands=asked.demands,
-                effort=asked.effort,
+                constraints=query.constraints,
+                effort=query.effort,
                 near=plan.form,
             )
             step_s = found.predicted.step_time_s

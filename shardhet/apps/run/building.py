@@ -20,7 +20,7 @@ from shardhet.config.checks import fields_of
 from shardhet.config.compose import portable_values
 from shardhet.config.train import Precision, TrainConf
 from shardhet.fsdp.params.host_step import check_room
-from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.constraints import Constraints
 from shardhet.records.plan import Plan
 from shardhet.training.compiling import compile_units
 from shardhet.training.guard import Guard
@@ -40,7 +40,7 @@ class Built:
     devices: list[DeviceSpec]  # by position of the plan
     prediction: Prediction | None
     setting: Setting | None  # that the plan was made from, if it was
-    demands: Demands  # of plans to come
+    constraints: Constraints  # of plans to come
     peak_memory: PeakMemory
     why_eager: str | None  # why this rank's units are not compiled, if they were to be
 
@@ -78,7 +78,7 @@ def build(conf: TrainConf, folder: RunFolder, env: RankEnv, device: torch.device
         devices=found_devices(trainer.model, spec),
         prediction=here.prediction(),
         setting=here.setting,
-        demands=Demands().with_budgets(budgets),
+        constraints=Constraints().with_budgets(budgets),
         peak_memory=peak_memory,
         why_eager=why_eager,
     )

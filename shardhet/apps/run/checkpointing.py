@@ -44,7 +44,7 @@ class RunCheckpoints(SaveCheckpoints):
         # Checkpoints of other precisions, or from before there was a guard, have none.
         named = ("loss_scaler", scaler), ("guard", trainer.guard)
         self._judges = {name: each for name, each in named if each is not None}
-        self._course = {
+        self._resume_facts = {
             "global_batch_size": trainer.model.plan.global_batch_size,
             "data_digest": data_digest,
             "seed": conf.seed,
@@ -68,7 +68,7 @@ class RunCheckpoints(SaveCheckpoints):
         if found is None and self._conf.resume not in (None, AUTO):
             found = self._load_from(self._conf.resume)
         if found is not None:
-            check_goes_on(found.extra, self._course, source=str(found.path))
+            check_goes_on(found.extra, self._resume_facts, source=str(found.path))
             self.put(found)
             self._trainer.num_batches_skipped = found.extra.get("num_batches_skipped", 0)
         self.forget_replicas()
@@ -98,7 +98,7 @@ class RunCheckpoints(SaveCheckpoints):
 
     def extra(self, step: int) -> dict[str, Any]:
         skipped = self._trainer.num_batches_skipped
-        return {"num_batches_skipped": skipped, **self._course} | super().extra(step)
+        return {"num_batches_skipped": skipped, **self._resume_facts} | super().extra(step)
 
     def roll_back(self) -> int:
         """As in the base; the next batch stays the one that would have come next."""

@@ -21,7 +21,7 @@ from shardhet.comm.channel import Channel, phase
 from shardhet.config.train import OnOom, TrainConf
 from shardhet.config.training import FilePlanConf, MeasuredPlanConf
 from shardhet.planner.present import part_for, plan_for
-from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.constraints import Constraints
 from shardhet.planner.problem.solution import PlanError
 from shardhet.profiler.measure import MeasuringEffort
 from shardhet.records.plan import EVERY_BLOCK, Plan
@@ -79,8 +79,8 @@ def plan_here(
     if isinstance(conf.plan, MeasuredPlanConf):
         whole = EVERY_BLOCK * conf.optim.to_record().takes_matrices
         shares = conf.plan.context_groups
-        demands = Demands(whole_matrices=whole, may_share_samples=shares)
-        asked = _Asked(conf.plan.global_batch_size, conf.plan.max_stages, demands)
+        constraints = Constraints(whole_matrices=whole, may_share_samples=shares)
+        asked = _Asked(conf.plan.global_batch_size, conf.plan.max_stages, constraints)
         stored = _of_rank_zero(partial(_stored, conf, conf.plan, folder, present), everyone)
         if not isinstance(stored, Setting):
             stored = _measure(conf, stored, folder=folder, env=env, device=device)
@@ -187,18 +187,18 @@ class _Asked:
 
     global_batch_size: int
     max_stages: int = 1
-    demands: Demands = field(default_factory=Demands)
+    constraints: Constraints = field(default_factory=Constraints)
 
     @classmethod
     def like(cls, plan: Plan) -> "_Asked":
         """A plan of the same batch that may use what this one uses."""
-        demands = Demands(
+        constraints = Constraints(
             may_keep_inputs_on_host=any(rank.inputs_on_host for rank in plan.ranks),
             may_keep_optimizer_on_host=any(rank.optimizer_on_host for rank in plan.ranks),
             whole_matrices=plan.whole_matrices or (),
             may_share_samples=plan.context_groups is not None,
         )
-        return cls(plan.global_batch_size, len(plan.stages or (None,)), demands)
+        return cls(plan.global_batch_size, len(plan.stages or (None,)), constraints)
 
 
 def _planned(
@@ -217,7 +217,7 @@ def _planned(
                     present,
                     measured,
                     global_batch_size=asked.global_batch_size,
-                    demands=asked.demands,
+                    constraints=asked.constraints,
                     budgets={i: each.nbytes for i, each in limits.items()},
                     max_stages=asked.max_stages,
                 )

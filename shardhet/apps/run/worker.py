@@ -70,8 +70,8 @@ def run_rank(
         needs_bfloat16=conf.precision is Precision.BF16,
         fp16_accumulation=conf.fp16_accumulation,
     )
-    patience_s = PATIENCE_S if env.is_elastic else PATIENCE_WITH_ORPHANS_S
-    with joins as device, sole_writer(folder, env.rank, patience_s=patience_s):
+    timeout_s = PATIENCE_S if env.is_elastic else PATIENCE_WITH_ORPHANS_S
+    with joins as device, sole_writer(folder, env.rank, timeout_s=timeout_s):
         if env.rank == 0:
             begin()
         run = Run(conf, folder, env, device)
@@ -133,7 +133,7 @@ class Run(Hook):
             yield Rebalancer(
                 built.setting,
                 replans=conf.rebalance,
-                demands=built.demands,
+                constraints=built.constraints,
                 devices=built.devices,
                 then=self._follow,
             )

@@ -54,7 +54,7 @@ class HeldState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
+class RankContents:
     """What one rank holds; exchanged among ranks before anything is written."""
 
     position: int
@@ -88,7 +88,7 @@ class Entry:
     value: Any = None  # of a plain value, or of a tensor that is one number
 
 
-def check_agree(holdings: Sequence[Holding]) -> None:
+def check_agree(holdings: Sequence[RankContents]) -> None:
     """Raise ``CheckpointError`` unless the ranks save the same thing."""
     for holding in holdings:
         for what in ("path", "step", "groups", "optimizer"):
@@ -101,7 +101,7 @@ def check_agree(holdings: Sequence[Holding]) -> None:
     entries_of(holdings, 0)  # raises what every position would
 
 
-def entries_of(holdings: Sequence[Holding], writer: int) -> list[Entry]:
+def entries_of(holdings: Sequence[RankContents], writer: int) -> list[Entry]:
     """All entries of model and optimizer, given the holdings of all ranks, by position.
 
     ``writer`` is the position that writes what is whole everywhere.  Raises
@@ -164,7 +164,7 @@ def _chunks(
 
 
 def _state_entries(
-    part: HeldPart, index: int, holdings: Sequence[Holding], writer: int
+    part: HeldPart, index: int, holdings: Sequence[RankContents], writer: int
 ) -> list[Entry]:
     """The states of one parameter.  Ranks without rows of it need not have any."""
     fqn = part.fqns[0]

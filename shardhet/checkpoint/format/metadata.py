@@ -122,7 +122,7 @@ def _description(entry: Entry) -> TensorStorageMetadata | BytesStorageMetadata:
 # Reading #
 
 
-class _Inert:
+class _UnpickledStub:
     """Stands for an object of a class of torch: keeps what it was made of."""
 
     def __init__(self, *args: Any) -> None:
@@ -139,22 +139,22 @@ class _Inert:
         return self.state[name]
 
 
-class _Metadata(_Inert): ...
+class _Metadata(_UnpickledStub): ...
 
 
-class _Tensor(_Inert): ...
+class _Tensor(_UnpickledStub): ...
 
 
-class _Bytes(_Inert): ...
+class _Bytes(_UnpickledStub): ...
 
 
-class _Chunk(_Inert): ...
+class _Chunk(_UnpickledStub): ...
 
 
-class _Index(_Inert): ...
+class _Index(_UnpickledStub): ...
 
 
-class _Info(_Inert): ...
+class _Info(_UnpickledStub): ...
 
 
 class _Size(tuple[int, ...]): ...
@@ -167,11 +167,11 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     (_RECORDS, "BytesStorageMetadata"): _Bytes,
     (_RECORDS, "ChunkStorageMetadata"): _Chunk,
     (_RECORDS, "MetadataIndex"): _Index,
-    (_RECORDS, "TensorProperties"): _Inert,
-    (_RECORDS, "_MEM_FORMAT_ENCODING"): _Inert,
-    (_RECORDS, "StorageMeta"): _Inert,
+    (_RECORDS, "TensorProperties"): _UnpickledStub,
+    (_RECORDS, "_MEM_FORMAT_ENCODING"): _UnpickledStub,
+    (_RECORDS, "StorageMeta"): _UnpickledStub,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Info,
-    ("torch.serialization", "_get_layout"): _Inert,
+    ("torch.serialization", "_get_layout"): _UnpickledStub,
     ("torch", "Size"): _Size,
     ("pathlib", "PosixPath"): PurePosixPath,
     ("pathlib._local", "PosixPath"): PurePosixPath,
@@ -225,16 +225,20 @@ def _stored(found: Any) -> Stored:
             _check(isinstance(each, _Tensor), f"{name} of an unknown kind")
             tensors[name] = _stored_tensor(name, each, place_of)
     meta = found.state.get("storage_meta")
-    facts = meta.state if isinstance(meta, _Inert) and isinstance(meta.state, dict) else {}
+    facts = (
+        meta.state if isinstance(meta, _UnpickledStub) and isinstance(meta.state, dict) else {}
+    )
     is_written_here = facts.get("save_id") == WRITTEN_HERE
     return Stored(tensors=tensors, values=values, is_written_here=is_written_here)
 
 
 def _stored_tensor(
-    name: str, found: _Inert, place_of: Mapping[tuple[str, tuple[int, ...] | None], BytesPlace]
+    name: str,
+    found: _UnpickledStub,
+    place_of: Mapping[tuple[str, tuple[int, ...] | None], BytesPlace],
 ) -> StoredTensor:
     properties, shape = found.get("properties"), _ints(found.get("size"))
-    dtype = properties.state[0] if isinstance(properties, _Inert) else None
+    dtype = properties.state[0] if isinstance(properties, _UnpickledStub) else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name} without a dtype")
     chunks = []
@@ -271,7 +275,7 @@ def _overlap(chunks: Sequence[StoredChunk]) -> bool:
     return False
 
 
-def _place(info: _Inert) -> BytesPlace:
+def _place(info: _UnpickledStub) -> BytesPlace:
     if info.state.get("transform_descriptors"):
         raise ValueError("compressed tensors, which are not supported; save without extensions")
     file, (start, length) = (

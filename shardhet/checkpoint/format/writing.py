@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardhet.checkpoint.format import files
-from shardhet.checkpoint.format.entries import Entry, Holding
+from shardhet.checkpoint.format.entries import Entry, RankContents
 from shardhet.checkpoint.format.manifest import FileFacts, Manifest, model_digest
 from shardhet.checkpoint.format.metadata import BytesPlace, metadata_of
 from shardhet.records.layout import Span
@@ -75,7 +75,7 @@ def _packed(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
 class Description:
     """What is known of a checkpoint before its ranks have written their files."""
 
-    holdings: Sequence[Holding]  # by position
+    holdings: Sequence[RankContents]  # by position
     entries: Sequence[Entry]
     writer: int  # the position that writes what is whole everywhere
     extra: Any  # as JSON, on the writer

@@ -43,13 +43,13 @@ from shardhet.checkpoint.loading import load_from
 from shardhet.checkpoint.replicas.source import find, node_name
 from shardhet.checkpoint.replicas.transfer import Copying
 from shardhet.checkpoint.saving import wait_for_pending
-from shardhet.checkpoint.state.held import Held
+from shardhet.checkpoint.state.held import RankState
 from shardhet.checkpoint.state.job import CALL as SAVES
 from shardhet.checkpoint.state.optimizer_state import Optimizers
 from shardhet.checkpoint.state.ranks import Ranks, step_of
 from shardhet.comm.channel import phase
 from shardhet.comm.devices import available_bytes
-from shardhet.records.stages import Nodes, keepers
+from shardhet.records.stages import Nodes, backup_positions
 
 _HALF_DONE = re.compile(r"\.step_\d{8,}\.(unfinished|replaced)")
 _IN_MEMORY = Path("/dev/shm")  # a file system that systems of Linux have
@@ -124,19 +124,19 @@ class Replicas:
         wait_for_pending(model)
         ranks.meet(SAVES)
         step = step_of(model, step)
-        path, held = self.path_of(step), Held(ranks)
+        path, held = self.path_of(step), RankState(ranks)
         holdings = ranks.agree(
             lambda: held.collect(model, optimizer, Path(path.name), extra), call=SAVES
         )
         offers = ranks.agree(lambda: self._offer(held, ranks), call=SAVES)
         nodes = Nodes.of([offer.node for offer in offers])
-        keeper_of = keepers(
+        backup_of = backup_positions(
             nodes, [o.num_bytes for o in offers], [o.free_bytes for o in offers]
         )
 
         def begin() -> None:
             check_agree(holdings)
-            self.bytes_by_node = _check_room(offers, nodes, keeper_of)
+            self.bytes_by_node = _check_room(offers, nodes, backup_of)
             if nodes.leads(ranks.position):
                 self._clear_half_done()
                 files.begin(path)
@@ -151,7 +151,7 @@ class Replicas:
             held.described(holdings, writer),
             leads=nodes.leads(ranks.position),
             channel=ranks.side_channel(str(self.folder)),
-            keeper_of=keeper_of,
+            backup_of=backup_of,
             remove_others=lambda: self._remove(lambda each: each != step),
         )
         self._copying.start()
@@ -217,7 +217,7 @@ class Replicas:
         """Remove this node's files: the others go on without it.  Not collective."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _offer(self, held: Held, ranks: Ranks) -> Offer:
+    def _offer(self, held: RankState, ranks: Ranks) -> Offer:
         self.folder.mkdir(parents=True, exist_ok=True)
         return Offer(
             node=node_name(self.folder),
@@ -242,13 +242,13 @@ class Replicas:
 
 
 def _check_room(
-    offers: Sequence[Offer], nodes: Nodes, keeper_of: Sequence[int | None]
+    offers: Sequence[Offer], nodes: Nodes, backup_of: Sequence[int | None]
 ) -> tuple[int, ...]:
     """The bytes of one version on each node; raises ``CheckpointError`` if there is no room."""
     needed = [0] * len(nodes)
     for i, offer in enumerate(offers):
-        keeper = keeper_of[i]
-        for position in {i} if keeper is None else {i, keeper}:
+        backup_position = backup_of[i]
+        for position in {i} if backup_position is None else {i, backup_position}:
             needed[nodes.node_by_position[position]] += offer.num_bytes
     for node, num_bytes in enumerate(needed):
         members = [offers[position] for position in nodes.positions(node)]

@@ -118,13 +118,13 @@ class Copying(Job):
     def __init__(
         self,
         *given: Any,
-        keeper_of: Sequence[int | None],
+        backup_of: Sequence[int | None],
         remove_others: Callable[[], None],
         **named: Any,
     ) -> None:
-        """``keeper_of`` says which position keeps another copy; the rest is as for ``Job``."""
+        """``backup_of`` says which position keeps another copy; the rest is as for ``Job``."""
         super().__init__(*given, **named)
-        self._keeper_of = keeper_of
+        self._backup_of = backup_of
         self._remove_others = remove_others
 
     def run(self) -> None:
@@ -141,13 +141,13 @@ class Copying(Job):
         outgoing: dict[int, Stream] = {}
         kept: dict[int, Report] = {}
         for i, report in enumerate(reports):
-            keeper = self._keeper_of[i]
-            if report is None or keeper is None:
+            backup_position = self._backup_of[i]
+            if report is None or backup_position is None:
                 continue
             if i == here:
                 whole = Span(0, report.facts.num_bytes)
-                outgoing[keeper] = of_files([(folder / report.file, whole)])
-            elif keeper == here:
+                outgoing[backup_position] = of_files([(folder / report.file, whole)])
+            elif backup_position == here:
                 kept[i] = report
         copies: dict[int, files.DigestingFile] = {}
 

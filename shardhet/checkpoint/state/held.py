@@ -12,7 +12,7 @@ from shardhet.checkpoint.format.entries import (
     MODEL,
     Entry,
     HeldPart,
-    Holding,
+    RankContents,
     entries_of,
     whole_entry,
 )
@@ -31,7 +31,7 @@ from shardhet.checkpoint.state.ranks import Ranks
 from shardhet.fsdp import HetFSDP
 
 
-class Held:
+class RankState:
     """The tensors and values of this rank, by the names of their entries."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -43,7 +43,7 @@ class Held:
 
     def collect(
         self, model: nn.Module, optimizer: Optimizers, path: Path, extra: Any
-    ) -> Holding:
+    ) -> RankContents:
         """Find out what there is; raises ``CheckpointError`` for what cannot be saved."""
         parts = parts_of(model)
         self.content = {MODEL + part.fqn: part.tensor for part in parts}
@@ -55,7 +55,7 @@ class Held:
             self.extra = encode(extra, "extra", self._keep)
         if isinstance(model, HetFSDP):
             self.plan_json = model.plan.to_json()
-        return Holding(
+        return RankContents(
             position=self._ranks.position,
             path=str(path),
             step=model.step if isinstance(model, HetFSDP) else None,
@@ -80,7 +80,7 @@ class Held:
         self.content[name] = tensor
         return name
 
-    def described(self, holdings: Sequence[Holding], writer: int) -> Description:
+    def described(self, holdings: Sequence[RankContents], writer: int) -> Description:
         """The checkpoint; what is whole everywhere is in the writer's content from now on."""
         return Description(
             holdings=holdings,
@@ -90,7 +90,7 @@ class Held:
             plan_json=self.plan_json,
         )
 
-    def _add_whole(self, holdings: Sequence[Holding], writer: int) -> list[Entry]:
+    def _add_whole(self, holdings: Sequence[RankContents], writer: int) -> list[Entry]:
         entries = entries_of(holdings, writer)
         if self._ranks.position != writer:
             return entries

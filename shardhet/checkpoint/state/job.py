@@ -20,7 +20,7 @@ from pathlib import Path
 from shardhet.checkpoint.format import files
 from shardhet.checkpoint.format.errors import CheckpointError, in_words
 from shardhet.checkpoint.format.writing import Description, Report, write_rank_file
-from shardhet.checkpoint.state.held import Held
+from shardhet.checkpoint.state.held import RankState
 from shardhet.checkpoint.state.ranks import Ranks
 from shardhet.comm.channel import Channel, join, progress
 from shardhet.comm.groups import break_connections
@@ -58,8 +58,8 @@ _started: list[Thread] = []
 # earlier, has told the others that this rank ends before anything waits here.
 @atexit.register
 def _end() -> None:
-    patience_s = 0.0 if _has_failed() else SECONDS_TO_FINISH
-    _join(_started, patience_s)
+    timeout_s = 0.0 if _has_failed() else SECONDS_TO_FINISH
+    _join(_started, timeout_s)
     left = [thread for thread in _started if thread.is_alive()]
     for thread in left:
         thread.make_stop()
@@ -72,8 +72,8 @@ def _has_failed() -> bool:
     return has_raised or progress.failure is not None
 
 
-def _join(threads: Sequence[Thread], patience_s: float) -> None:
-    until_s = time.monotonic() + patience_s
+def _join(threads: Sequence[Thread], timeout_s: float) -> None:
+    until_s = time.monotonic() + timeout_s
     for thread in threads:
         thread.join(max(0.0, until_s - time.monotonic()))
 
@@ -88,7 +88,7 @@ class Job:
         self,
         path: Path,
         ranks: Ranks,
-        held: Held,
+        held: RankState,
         description: Description,
         *,
         leads: bool,
@@ -101,7 +101,7 @@ class Job:
         self._ranks = ranks
         self._among = ranks if channel is None else ranks.over(channel)
         self._channel = channel
-        self._held: Held | None = held
+        self._held: RankState | None = held
         self._description = description
         self._leads = leads
         self._failure: str | None = None  # in the thread
@@ -110,7 +110,7 @@ class Job:
     def start(self) -> None:
         """Write in a thread."""
         name = f"writes {self._path.name}"
-        self._thread = Thread(self._run_apart, name=name, stop=self._break)
+        self._thread = Thread(self._run_in_thread, name=name, stop=self._break)
         self._thread.start()
 
     def wait(self) -> None:
@@ -138,7 +138,7 @@ class Job:
                 files.give_up(self._path)
             raise
 
-    def _run_apart(self) -> None:
+    def _run_in_thread(self) -> None:
         try:
             self.run()
         except Exception as error:

@@ -23,7 +23,7 @@ from shardhet.checkpoint.format.entries import STATE, HeldState
 from shardhet.checkpoint.format.errors import CheckpointError
 from shardhet.checkpoint.format.values import decode, encode
 from shardhet.checkpoint.state.parts import ModelPart, as_rows
-from shardhet.fsdp.params.optimizer_gate import ROWS
+from shardhet.fsdp.params.optimizer_check import ROWS
 
 
 def flattened(states: Mapping[Any, Any], what: str) -> dict[str, Any]:
@@ -347,7 +347,7 @@ def _options_of_group(
 def _check_options(optimizer: optim.Optimizer, found: Mapping[str, Any], number: int) -> None:
     """Raise if options are missing and others unknown: then it is another class.
 
-    One of both is another version of torch.
+    If options are only missing, or only unknown, the torch version differs, which is allowed.
     """
     defaults = optimizer.defaults.keys()
     missing = sorted(defaults - found.keys())

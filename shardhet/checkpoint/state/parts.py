@@ -79,9 +79,9 @@ def _check_is_plain(module: nn.Module) -> None:
 
 
 def _parts_of_rows(model: HetFSDP, fqns: dict[nn.Parameter, list[str]]) -> Iterator[ModelPart]:
-    boxes = model.sharded_state_dict()
+    local_shards = model.sharded_state_dict()
     for fqn, param in model.named_parameters():
-        box = boxes[fqn]
+        box = local_shards[fqn]
         if param not in fqns:
             raise CheckpointError(
                 f"{fqn}: parameters are gathered at this moment. Save and load between steps, "

@@ -27,7 +27,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardhet.comm.failure import Failure, Kind, ProcessState
+from shardhet.comm.failure import Failure, FailureKind, ProcessState
 from shardhet.comm.liveness.heartbeat import Heartbeat
 
 LONG_FACTOR = 10.0  # more patience with a rank that is expected to take long
@@ -59,7 +59,7 @@ def panel(failure: Failure) -> str:
     parts = failure.what.splitlines()
     lines = [line for part in parts for line in textwrap.wrap(part, PANEL_WIDTH) or [""]]
     if failure.stack:
-        when = "is" if failure.kind is Kind.HUNG else "was, at its last sign of life,"
+        when = "is" if failure.kind is FailureKind.HUNG else "was, at its last sign of life,"
         lines += ["", f"{failure.name} {when} at", *failure.stack.splitlines()]
     width = max(PANEL_WIDTH, *(len(line) for line in lines))
     top = f"+{' a rank stands still '.center(width + 2, '-')}+"
@@ -79,30 +79,30 @@ def diagnose(
         return None
     peers = list(seen.values())
     # A step ends on all ranks or on none, so the observer's own count of steps is enough.
-    least_s = max([own.patience_s, *(each.last.patience_s for each in peers)])
-    patience_s = least_s * (1.0 if own.num_steps else LONG_FACTOR)
+    min_s = max([own.timeout_s, *(each.last.timeout_s for each in peers)])
+    timeout_s = min_s * (1.0 if own.num_steps else LONG_FACTOR)
     if own.limit_s is not None:
-        patience_s = min(patience_s, own.limit_s)
+        timeout_s = min(timeout_s, own.limit_s)
     # Of one that is gone the last heartbeat, which may say that it leaves, has been read; and
     # no more come, as they would from a process whose number belongs to another container.
     gone = [e for e in peers if e.is_gone and e.silent_s >= SILENCE_OF_THE_GONE_S]
-    if gone and own.still_s >= min(gone_s, patience_s):
+    if gone and own.stalled_s >= min(gone_s, timeout_s):
         return _silent(gone, own)
     stopped = [each for each in peers if each.process is ProcessState.STOPPED]
-    silent = [each for each in stopped if _is_silent(each, least_s)]
-    if silent and own.still_s >= least_s:
+    silent = [each for each in stopped if _is_silent(each, min_s)]
+    if silent and own.stalled_s >= min_s:
         return _silent(silent, own)
-    if own.still_s < patience_s:
+    if own.stalled_s < timeout_s:
         return None
-    silent = [each for each in peers if _is_silent(each, patience_s)]
+    silent = [each for each in peers if _is_silent(each, timeout_s)]
     if silent:
         return _silent(silent, own)
     alive = [each.last for each in peers if not each.last.has_left]
-    still = [beat for beat in alive if _is_still(beat, patience_s)]
+    still = [beat for beat in alive if _is_still(beat, timeout_s)]
     if still:
         furthest_behind = min(beat.num_steps for beat in still)
         return _still([beat for beat in still if beat.num_steps == furthest_behind], own)
-    if any(not e.is_waiting or e.is_long or e.still_s < patience_s for e in alive):
+    if any(not e.is_waiting or e.is_long or e.stalled_s < timeout_s for e in alive):
         return None
     left = [each.last for each in peers if each.last.has_left]
     if left:
@@ -110,24 +110,24 @@ def diagnose(
             f"{_names(left)} ended without a failure while {own.name} waits in "
             f"{_whereabouts(own)}. Make the same collective calls on every rank."
         )
-        return _failure(Kind.GONE, left, text)
-    if min(beat.still_s for beat in (own, *alive)) < MUTUAL_FACTOR * patience_s:
+        return _failure(FailureKind.GONE, left, text)
+    if min(beat.stalled_s for beat in (own, *alive)) < MUTUAL_FACTOR * timeout_s:
         return None
     ordered = sorted((own, *alive), key=lambda beat: beat.rank)[:MAX_NAMED]
     text = (
-        f"all ranks have waited for each other for {own.still_s:.0f} s. Either they are in "
+        f"all ranks have waited for each other for {own.stalled_s:.0f} s. Either they are in "
         "different calls, or the network or a device stands still:"
     )
     lines = [text, *(f"  {beat.name}: {_whereabouts(beat)}" for beat in ordered)]
-    return Failure(kind=Kind.HUNG, ranks=(), name="all ranks", what="\n".join(lines))
+    return Failure(kind=FailureKind.HUNG, ranks=(), name="all ranks", what="\n".join(lines))
 
 
 def diagnose_store(
     own: Heartbeat, silent_s: float, holder: str, holder_rank: int | None
 ) -> Failure | None:
     """The failure of the rendezvous store, from which nothing has come for ``silent_s``."""
-    patience_s = own.patience_s * (1.0 if own.num_steps else LONG_FACTOR)
-    if not own.is_waiting or min(own.still_s, silent_s) < patience_s:
+    timeout_s = own.timeout_s * (1.0 if own.num_steps else LONG_FACTOR)
+    if not own.is_waiting or min(own.stalled_s, silent_s) < timeout_s:
         return None
     text = (
         f"{holder}, which holds the rendezvous store, or the network to it stands still: "
@@ -135,12 +135,12 @@ def diagnose_store(
         f"{own.doing} (step {own.step + 1}). See whether that process is stopped or gone."
     )
     ranks = () if holder_rank is None else (holder_rank,)
-    return Failure(kind=Kind.SILENT, ranks=ranks, name=holder, what=text)
+    return Failure(kind=FailureKind.SILENT, ranks=ranks, name=holder, what=text)
 
 
 def standstill(own: Heartbeat, seen: Mapping[int, SeenPeer]) -> str:
     """One line on a rank that stands still for a while: who waits for whom, and where."""
-    begin = f"{own.name} has made no progress for {own.still_s:.0f} s in {_whereabouts(own)}"
+    begin = f"{own.name} has made no progress for {own.stalled_s:.0f} s in {_whereabouts(own)}"
     if not own.is_waiting:
         return f"{begin}; others may wait for it."
     there = [each for each in seen.values() if not each.last.has_left]
@@ -168,19 +168,19 @@ _STATES = {
 }
 
 
-def _is_silent(each: SeenPeer, patience_s: float) -> bool:
+def _is_silent(each: SeenPeer, timeout_s: float) -> bool:
     if each.last.has_left or each.process is ProcessState.TRACED:
         return False
     # Code that holds the interpreter's lock for long, as reading a large file may, also keeps
     # the rank from sending heartbeats.  Its host answers all the same.
     without_excuse = (ProcessState.STOPPED, ProcessState.CUT)
     is_excused = each.last.is_long and each.process not in without_excuse
-    return each.silent_s >= patience_s * (LONG_FACTOR if is_excused else 1.0)
+    return each.silent_s >= timeout_s * (LONG_FACTOR if is_excused else 1.0)
 
 
-def _is_still(beat: Heartbeat, patience_s: float) -> bool:
-    limit_s = patience_s * (LONG_FACTOR if beat.is_long else 1.0)
-    return not beat.is_waiting and not beat.is_debugged and beat.still_s >= limit_s
+def _is_still(beat: Heartbeat, timeout_s: float) -> bool:
+    limit_s = timeout_s * (LONG_FACTOR if beat.is_long else 1.0)
+    return not beat.is_waiting and not beat.is_debugged and beat.stalled_s >= limit_s
 
 
 def _silent(silent: Sequence[SeenPeer], own: Heartbeat) -> Failure:
@@ -190,23 +190,23 @@ def _silent(silent: Sequence[SeenPeer], own: Heartbeat) -> Failure:
         f"{_names(beats)} {'have' if len(beats) > 1 else 'has'} given no sign of life for "
         f"{first.silent_s:.0f} s: {_STATES.get(first.process, unknown)}. It was last in "
         f"{_whereabouts(first.last)}. {own.name} has waited in {own.doing} for "
-        f"{own.still_s:.0f} s. Look at the log there."
+        f"{own.stalled_s:.0f} s. Look at the log there."
     )
-    return _failure(Kind.GONE if first.is_gone else Kind.SILENT, beats, text)
+    return _failure(FailureKind.GONE if first.is_gone else FailureKind.SILENT, beats, text)
 
 
 def _still(still: Sequence[Heartbeat], own: Heartbeat) -> Failure:
     verb = "stand" if len(still) > 1 else "stands"
     text = (
-        f"{_names(still)} {verb} still: alive, but for {still[0].still_s:.0f} s without "
+        f"{_names(still)} {verb} still: alive, but for {still[0].stalled_s:.0f} s without "
         f"progress in {_whereabouts(still[0])}. It waits for no other rank, and {own.name} has "
-        f"waited for it in {own.doing} for {own.still_s:.0f} s. If that may take so long, "
+        f"waited for it in {own.doing} for {own.stalled_s:.0f} s. If that may take so long, "
         "raise hang_timeout_s, or declare it: with shardhet.phase(...)."
     )
-    return _failure(Kind.HUNG, still, text)
+    return _failure(FailureKind.HUNG, still, text)
 
 
-def _failure(kind: Kind, beats: Sequence[Heartbeat], text: str) -> Failure:
+def _failure(kind: FailureKind, beats: Sequence[Heartbeat], text: str) -> Failure:
     first, ranks = beats[0], tuple(beat.rank for beat in beats)
     return Failure(
         kind=kind,

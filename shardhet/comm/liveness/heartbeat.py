@@ -70,8 +70,8 @@ class Heartbeat:
     doing: str = "an unknown place"
     is_waiting: bool = False  # for other ranks
     is_long: bool = False  # compiling, or in a declared phase: slow without being at fault
-    still_s: float = 0.0  # time since it last made progress
-    patience_s: float = 0.0  # with a rank without progress, once the first step has ended
+    stalled_s: float = 0.0  # time since it last made progress
+    timeout_s: float = 0.0  # with a rank without progress, once the first step has ended
     limit_s: float | None = None  # of the call in which it waits for all ranks, if it has one
     where: str = "an unknown line"  # file:line of the innermost frame outside of libraries
     stack: str = ""  # of the thread that trains, if it has been still for a while
@@ -87,7 +87,7 @@ class OwnRank:
         self._name = f"rank {rank} ({local_device_spec(device)})"
         self.host, self.pid = socket.gethostname(), os.getpid()
         self._address = address
-        self.still_s = 0.0
+        self.stalled_s = 0.0
         self.a_peer_has_failed = False
         self._rank, self._device = rank, device
         self._thread_id = threading.get_ident()
@@ -106,10 +106,10 @@ class OwnRank:
     def look(self, passed_s: float, hang_timeout_s: float) -> Heartbeat:
         """The heartbeat of this rank, ``passed_s`` after the one before."""
         found, counters = activity_of(self._thread_ids), _counters()
-        self.still_s = 0.0 if counters != self._counters else self.still_s + passed_s
+        self.stalled_s = 0.0 if counters != self._counters else self.stalled_s + passed_s
         self._counters = counters
         self._learn_pace(passed_s)
-        patience_s = max(hang_timeout_s, STEP_FACTOR * max(self._step_times_s, default=0.0))
+        timeout_s = max(hang_timeout_s, STEP_FACTOR * max(self._step_times_s, default=0.0))
         self._number += 1
         phases = [name for name in progress.phases if name != progress.doing]
         return Heartbeat(
@@ -122,14 +122,14 @@ class OwnRank:
             num_steps=progress.num_steps - self._steps_at_start,
             step=progress.step,
             doing=f"{progress.doing} ({', '.join(phases)})" if phases else progress.doing,
-            is_waiting=found.is_waiting or self._device_is_busy(patience_s),
+            is_waiting=found.is_waiting or self._device_is_busy(timeout_s),
             is_long=bool(progress.phases) or found.is_compiling,
             is_debugged=found.is_debugged,
-            still_s=self.still_s,
-            patience_s=patience_s,
+            stalled_s=self.stalled_s,
+            timeout_s=timeout_s,
             limit_s=progress.limit_s,
             where=found.where,
-            stack=self.stack() if self.still_s > READ_AFTER_S else "",
+            stack=self.stack() if self.stalled_s > READ_AFTER_S else "",
         )
 
     def stack(self) -> str:
@@ -147,15 +147,15 @@ class OwnRank:
         self._num_steps_before = progress.num_steps
         self._step_s = 0.0
 
-    def _device_is_busy(self, patience_s: float) -> bool:
+    def _device_is_busy(self, timeout_s: float) -> bool:
         """Whether an accelerator still has work of a process that stands still.
 
         Its host may be in any call that waits for the device, as ``loss.item()``, while the
         device waits in a collective for a peer.
         """
         # Not earlier: a query from another thread would disturb the capture of a graph.
-        earliest_s = READ_AFTER_S if self.a_peer_has_failed else patience_s / 2
-        if devices.is_on_host(self._device) or self.still_s < earliest_s:
+        earliest_s = READ_AFTER_S if self.a_peer_has_failed else timeout_s / 2
+        if devices.is_on_host(self._device) or self.stalled_s < earliest_s:
             return False
         stream = devices.module_of(self._device).current_stream(self._device)
         try:

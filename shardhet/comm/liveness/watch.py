@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from shardhet.comm import devices
 from shardhet.comm.channel import progress
-from shardhet.comm.failure import Failure, Kind, ProcessState, holder_of, host_of
+from shardhet.comm.failure import Failure, FailureKind, ProcessState, holder_of, host_of
 from shardhet.comm.liveness.diagnosis import (
     SECONDS_FOR_THE_GONE,
     SECONDS_FOR_THE_GONE_OF_NCCL,
@@ -190,7 +190,7 @@ class Watch:
         error = error or getattr(sys, "last_value", None)  # that the interpreter ends with
         if error is not None and progress.failure is None:
             found = failure_of(error, rank=self._rank, name=self._here.name)
-            self._exchange.found = found if found.kind is Kind.RAISED else None
+            self._exchange.found = found if found.kind is FailureKind.RAISED else None
         if self._own is not None:
             number = self._own.number + 1
             self._exchange.own = replace(self._own, has_left=True, number=number)
@@ -233,9 +233,9 @@ class Watch:
         self._store_silent_s = self._store_silent_s + passed_s if is_idle else 0.0
         self._num_rounds = exchange.num_rounds
         self._since_read_s += passed_s
-        is_still = own.still_s >= READ_AFTER_S
-        patience_s = min(own.patience_s, own.limit_s or math.inf)
-        between_s = patience_s / 20 if own.is_waiting and is_still else BETWEEN_READS_S
+        is_still = own.stalled_s >= READ_AFTER_S
+        timeout_s = min(own.timeout_s, own.limit_s or math.inf)
+        between_s = timeout_s / 20 if own.is_waiting and is_still else BETWEEN_READS_S
         self._connections.look()
         if is_still:
             peers = self._seen.values()
@@ -272,7 +272,7 @@ class Watch:
 
     def _decide(self, own: Heartbeat, passed_s: float) -> None:
         if self._ending is not None:
-            is_waiting = own.is_waiting and own.still_s > 0
+            is_waiting = own.is_waiting and own.stalled_s > 0
             self._ending.advance(passed_s, is_waiting=is_waiting, stack=self._here.stack())
             return
         failure = self._exchange.failure
@@ -288,12 +288,12 @@ class Watch:
             self._warn_of_standstill(own)
             if self._exchange.found is not None:
                 self._exchange.wakes.set()
-        elif own.is_waiting or failure.kind is not Kind.RAISED:
+        elif own.is_waiting or failure.kind is not FailureKind.RAISED:
             self._end(failure)
 
     def _end(self, failure: Failure) -> None:
         """End this rank: at once, or if a rank has raised when its errors do not do it."""
-        is_found, breaks_after_s = failure.kind is not Kind.RAISED, 0.0
+        is_found, breaks_after_s = failure.kind is not FailureKind.RAISED, 0.0
         if is_found:
             self._kill_stopped(failure)
             logger.info("%s", failure.what)
@@ -320,8 +320,8 @@ class Watch:
                     os.kill(last.pid, signal.SIGKILL)
 
     def _warn_of_standstill(self, own: Heartbeat) -> None:
-        warns_after_s = max(WARNS_AFTER_S, own.patience_s / PARTS_OF_PATIENCE)
-        if own.still_s < warns_after_s:
+        warns_after_s = max(WARNS_AFTER_S, own.timeout_s / PARTS_OF_PATIENCE)
+        if own.stalled_s < warns_after_s:
             self._has_warned = False
         elif not self._has_warned and self._num_reads:
             self._has_warned = True
@@ -384,9 +384,13 @@ class Exchange:
         own, found = self.own, self.found
         if own is not None:
             self._store.set(self._keys[self._rank], json.dumps(asdict(own)))
-        if self.failure is None or self.failure.kind is Kind.RAISED:
+        if self.failure is None or self.failure.kind is FailureKind.RAISED:
             self.failure = reported(self._store) or (found and report(found, self._store))
-            if found is not None and found == self.failure and found.kind is not Kind.RAISED:
+            if (
+                found is not None
+                and found == self.failure
+                and found.kind is not FailureKind.RAISED
+            ):
                 self._show(found)
         if self.reads:
             keys = self._keys

@@ -115,7 +115,7 @@ class Arena:
 
 
 @dataclass(frozen=True, slots=True)
-class Whereabouts:
+class ArenaHandle:
     """How a peer finds an arena and recognizes it."""
 
     boot_id: str  # of the running system; containers on one host share it
@@ -134,7 +134,7 @@ class Whereabouts:
 class PeerArena:
     """Another process's arena, opened for reading."""
 
-    def __init__(self, whereabouts: Whereabouts) -> None:
+    def __init__(self, whereabouts: ArenaHandle) -> None:
         """Raises ``OSError`` if the arena cannot be found or may not be read."""
         path = f"/proc/{whereabouts.pid}/fd/{whereabouts.fd}"
         status = Path(path).stat()  # first: in another pid namespace it can be any file
@@ -199,7 +199,7 @@ def own_arena() -> Arena | None:
 
 
 _own: list[Arena | None] = []
-_peers: WeakValueDictionary[Whereabouts, PeerArena] = WeakValueDictionary()
+_peers: WeakValueDictionary[ArenaHandle, PeerArena] = WeakValueDictionary()
 
 
 def _address(mapped: mmap.mmap) -> int:
@@ -239,16 +239,16 @@ ROWS = PLACES + NUM_PLACES
 BOARD_WORDS = ROWS + 2 * ROW_WORDS
 
 
-class Board:
+class SharedCounters:
     """The shared memory in which one process publishes its state to the others."""
 
-    def __init__(self, words: torch.Tensor, *, pid: int, patience_s: float) -> None:
+    def __init__(self, words: torch.Tensor, *, pid: int, timeout_s: float) -> None:
         self._words: NDArray[np.int64] = words.numpy()
         self._rows: NDArray[np.float64] = words[ROWS:].view(torch.float64).numpy()
         self._address = words.data_ptr()
         self._pid = pid
         self._birth = birth(pid)
-        self._patience_s = patience_s
+        self._patience_s = timeout_s
 
     # Called by the owner #
 
@@ -282,7 +282,7 @@ class Board:
         Raises ``LostPeerError`` if the owner has given up or is gone, and ``TimeoutError`` if
         the owner is alive but does not raise it ``within_s`` (None: the board's patience).
         """
-        patience_s = self._patience_s if within_s is None else min(within_s, self._patience_s)
+        timeout_s = self._patience_s if within_s is None else min(within_s, self._patience_s)
         timeout = _Timespec(0, int(1e9 * SECONDS_BETWEEN_LOOKS))
         deadline_s = None
         while (seen := int(self._words[counter])) < value:
@@ -294,11 +294,11 @@ class Board:
                 except LostPeerError:
                     if self._words[counter] < value:  # else the owner raised it just before
                         raise
-                deadline_s = deadline_s or time.monotonic() + patience_s
+                deadline_s = deadline_s or time.monotonic() + timeout_s
                 if time.monotonic() > deadline_s:
                     raise TimeoutError(
                         f"process {self._pid} of this host lives but has not come for "
-                        f"{patience_s:g} s. See in its log what it does instead, or give "
+                        f"{timeout_s:g} s. See in its log what it does instead, or give "
                         "init_process_group a longer timeout."
                     )
 

@@ -27,7 +27,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardhet.comm.calls import Gathering, Pending, Reduction, pieces_of, sum_into, timeout_of
+from shardhet.comm.calls import (
+    AllGather,
+    Pending,
+    ReduceScatter,
+    pieces_of,
+    sum_into,
+    timeout_of,
+)
 from shardhet.comm.channel import Channel, progress
 from shardhet.comm.devices import BufferPool
 from shardhet.comm.failure import LostPeerError
@@ -40,15 +47,15 @@ from shardhet.extras.shared_host.arena import (
     READ,
     ROW_WORDS,
     Arena,
-    Board,
+    ArenaHandle,
     PeerArena,
-    Whereabouts,
+    SharedCounters,
     own_arena,
     peer_of,
 )
 
 
-class Neighbours:
+class SharedMemoryGroup:
     """The processes of one group, all on one host; positions are ranks in the group.
 
     Collectives and exchanges are numbered: all processes make them in the same order.
@@ -57,7 +64,7 @@ class Neighbours:
     def __init__(
         self,
         rank: int,
-        boards: Sequence[Board],
+        boards: Sequence[SharedCounters],
         arena: Arena,
         peers: Sequence[PeerArena | None],
     ) -> None:
@@ -84,12 +91,12 @@ class Neighbours:
         is_possible = is_wanted and platform.machine() == "x86_64"
         arena = own_arena() if is_possible else None
         own: list[torch.Tensor] = []
-        told: tuple[Whereabouts, list[int]] | None = None
+        told: tuple[ArenaHandle, list[int]] | None = None
         if arena is not None:
             with suppress(OSError, MemoryError):  # then nobody shares memory
                 own = [arena.empty(BOARD_WORDS, torch.int64).zero_() for _ in range(number)]
                 _never_freed.extend(own)  # a slow peer may read them after we have finished
-                told = Whereabouts.of(arena), [each.data_ptr() - arena.base for each in own]
+                told = ArenaHandle.of(arena), [each.data_ptr() - arena.base for each in own]
         heard: list[Any] = [None] * group.size()
         dist.all_gather_object(heard, told, group=group)
         try:
@@ -100,13 +107,13 @@ class Neighbours:
         dist.all_gather_object(answers, bool(peers), group=group)
         if arena is None or not all(answers):
             return None
-        patience_s = timeout_of(group, torch.device("cpu")).total_seconds()
+        timeout_s = timeout_of(group, torch.device("cpu")).total_seconds()
         boards = [
             [
-                Board(
+                SharedCounters(
                     peer.view(places[i], BOARD_WORDS, torch.int64) if peer else own[i],
                     pid=whereabouts.pid,
-                    patience_s=patience_s,
+                    timeout_s=timeout_s,
                 )
                 for peer, (whereabouts, places) in zip(peers, heard, strict=True)
             ]
@@ -192,7 +199,7 @@ CHUNK_BYTES = 512 * 1024  # stays in a core's cache while several parts are adde
 class SharedHost:
     """A ``Transport`` among ranks that read each other's memory."""
 
-    def __init__(self, neighbours: Neighbours) -> None:
+    def __init__(self, neighbours: SharedMemoryGroup) -> None:
         self.neighbours = neighbours
 
     def exchange(
@@ -209,7 +216,7 @@ class SharedHost:
         """See ``Transport``."""
         self.neighbours.give_up()
 
-    def gather(self, call: Gathering) -> Pending:
+    def gather(self, call: AllGather) -> Pending:
         """See ``Transport``: every receiver reads every owner's shard."""
         traffic = _Traffic(call.channel, self.neighbours)
         if call.shard.numel():
@@ -226,7 +233,7 @@ class SharedHost:
 
         return traffic.pending(read_all, call.shard)
 
-    def reduce(self, call: Reduction) -> Pending:
+    def reduce(self, call: ReduceScatter) -> Pending:
         """See ``Transport``: every owner adds up its part of every contribution."""
         output, full, position = call.output, call.full, call.channel.position
         traffic = _Traffic(call.channel, self.neighbours)
@@ -260,7 +267,7 @@ def meet(
 
     Collective over ``group``.
     """
-    met = Neighbours.meet(group, number, is_wanted)
+    met = SharedMemoryGroup.meet(group, number, is_wanted)
     return None if met is None else tuple(SharedHost(each) for each in met)
 
 
@@ -274,7 +281,7 @@ def _sum_in_chunks(output: Tensor, parts: Sequence[Tensor]) -> None:
 class _Traffic:
     """What one collective moves to and from one rank."""
 
-    def __init__(self, channel: Channel, neighbours: Neighbours) -> None:
+    def __init__(self, channel: Channel, neighbours: SharedMemoryGroup) -> None:
         assert channel.group is not None
         self._channel = channel
         self._group = channel.group

@@ -182,7 +182,7 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisitRules:
+class BatchingRules:
     """How the arguments of one call of a module are split and its results joined."""
 
     arguments: Layout
@@ -267,7 +267,7 @@ def named(leaves: Sequence[Any], arguments: Layout) -> list[tuple[str, Any]]:
     ]
 
 
-def known_rules(rules: VisitRules) -> dict[str, Rule]:
+def known_rules(rules: BatchingRules) -> dict[str, Rule]:
     """The rules of a call's arguments, by name."""
     kinds = named(rules.arguments.kinds, rules.arguments)
     names = [name for name, kind in kinds if isinstance(kind, int)]

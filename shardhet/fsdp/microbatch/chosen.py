@@ -1,8 +1,9 @@
 """Calls of a model with some of their samples, and of their tokens, as probes make them.
 
-Places are those in the order of probes: samples that have rows of all ragged arguments.  One
-beyond the last one wraps around and takes that sample rolled along another dimension, but for
-where masks begin; if there are ragged arguments, only these, so that they go on to fit.
+Places are those in the order of probes: samples that have rows of all ragged arguments.  An
+index past the last sample wraps around; that copy is rolled along another dimension (masks keep
+their first element) so that it differs. With ragged arguments only these are rolled, so that
+lengths still match.
 """
 
 from collections.abc import Sequence

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from shardhet.comm import devices
+from shardhet.comm.copy_streams import Copy, CopyStream
 from shardhet.comm.devices import HostAllocator
-from shardhet.comm.lanes import Copy, CopyLane
 from shardhet.fsdp.microbatch.batching import BatchAxis, Rule, memory_order
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.records.layout import Span
@@ -35,7 +35,7 @@ from shardhet.records.layout import Span
 ALIGNMENT = 512  # bytes
 
 
-class Slab:
+class StagingBuffer:
     """Memory of the host that is dealt out anew in each forward, in the same order."""
 
     def __init__(self, device: torch.device) -> None:
@@ -77,7 +77,12 @@ class HostInput:
     """One tensor that is an input of visits."""
 
     def __init__(
-        self, tensor: Tensor, rule: BatchAxis, spans: Sequence[Span], slab: Slab, fqn: str
+        self,
+        tensor: Tensor,
+        rule: BatchAxis,
+        spans: Sequence[Span],
+        staging: StagingBuffer,
+        fqn: str,
     ) -> None:
         self.nbytes = tensor.numel() * tensor.dtype.itemsize
         self._fqn = fqn  # of the first unit that it is an input of
@@ -85,14 +90,14 @@ class HostInput:
         self._tensor: Tensor | None = tensor  # None while it is on the host only
         self._version: int | None = tensor._version  # None: it is a copy
         self._shape, self._strides, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
-        self._places = [_place(piece, slab) for piece in self._pieces(tensor)]
+        self._places = [_place(piece, staging) for piece in self._pieces(tensor)]
         self._copy: Copy | None = None  # the latest, out or in
 
     def _pieces(self, tensor: Tensor) -> list[Tensor]:
         num_samples = self._spans[-1].stop
         return [self._rule.view(tensor, span, num_samples) for span in self._spans]
 
-    def copy_out(self, lane: CopyLane, comm: CommContext) -> None:
+    def copy_out(self, copy_stream: CopyStream, comm: CommContext) -> None:
         """Launch the copy to the host."""
         assert self._tensor is not None
         pairs = list(zip(self._places, self._pieces(self._tensor), strict=True))
@@ -102,14 +107,16 @@ class HostInput:
                 place.copy_(piece, non_blocking=True)
 
         event = comm.record_event(comm.current_stream())
-        self._copy = lane.launch(make, after=event, writes=self._places, nbytes=self.nbytes)
+        self._copy = copy_stream.launch(
+            make, after=event, writes=self._places, nbytes=self.nbytes
+        )
 
     def leave(self, comm: CommContext) -> None:
         """Let go of the tensor; its memory is used again after the copy."""
         self.check_is_unchanged()
         self.drop(comm)
 
-    def copy_in(self, lane: CopyLane, comm: CommContext) -> None:
+    def copy_in(self, copy_stream: CopyStream, comm: CommContext) -> None:
         """Launch the copy to the device, unless it is there."""
         if self._tensor is not None:
             return
@@ -127,7 +134,9 @@ class HostInput:
                     place.fill_(torch.nan)
 
         event = comm.record_event(comm.current_stream())
-        self._copy = lane.launch(make, after=event, writes=[self._tensor], nbytes=self.nbytes)
+        self._copy = copy_stream.launch(
+            make, after=event, writes=[self._tensor], nbytes=self.nbytes
+        )
 
     def on_device(self, comm: CommContext) -> Tensor:
         """The tensor, once it has been copied in."""
@@ -168,7 +177,7 @@ class _Round:
     """What is kept of one round in flight."""
 
     def __init__(self, device: torch.device) -> None:
-        self.slab = Slab(device)
+        self.staging = StagingBuffer(device)
         self.kept: list[KeptInputs] = []  # of visits whose backward is to come
         # By what autograd knows tensors by: one that feeds many units is copied once.
         self.by_edge: dict[tuple[object, int], HostInput] = {}
@@ -178,7 +187,7 @@ class InputsOnHost:
     """What a rank keeps in the memory of its host of the rounds in flight."""
 
     def __init__(self, comm: CommContext, in_flight: int = 1) -> None:
-        self.copies_out, self.copies_in = CopyLane(comm.device), CopyLane(comm.device)
+        self.copies_out, self.copies_in = CopyStream(comm.device), CopyStream(comm.device)
         self._comm = comm
         self._rounds = [_Round(comm.device) for _ in range(in_flight)]
         self._now = self._rounds[0]  # that computes
@@ -192,14 +201,14 @@ class InputsOnHost:
     @property
     def nbytes(self) -> int:
         """Bytes that are set aside on the host."""
-        return sum(each.slab.nbytes for each in self._rounds)
+        return sum(each.staging.nbytes for each in self._rounds)
 
     def reserve(self, nbytes: int) -> None:
         """Have room for so many bytes of each round, while none is in flight."""
-        if any(nbytes > each.slab.nbytes for each in self._rounds):
+        if any(nbytes > each.staging.nbytes for each in self._rounds):
             self.wait()
             for each in self._rounds:
-                each.slab.reserve(nbytes)
+                each.staging.reserve(nbytes)
 
     def wait(self) -> None:
         """Let the host wait for all copies, so that the slabs may be freed."""
@@ -240,7 +249,7 @@ class InputsOnHost:
             node, output = get_gradient_edge(tensor)[:2]
             found = now.by_edge.get((node, output))
             if found is None:
-                found = HostInput(tensor, rule, spans, now.slab, fqn)
+                found = HostInput(tensor, rule, spans, now.staging, fqn)
                 found.copy_out(self.copies_out, self._comm)
                 now.by_edge[node, output] = found
                 self._leaving.append(found)
@@ -288,10 +297,10 @@ class InputsOnHost:
         while now.kept:
             self._drop(now.kept[-1])
         now.by_edge.clear()
-        if now.slab.is_too_small:
+        if now.staging.is_too_small:
             self.wait()
-            now.slab.reserve(0)
-        now.slab.begin()
+            now.staging.reserve(0)
+        now.staging.begin()
 
     def drop(self) -> None:
         """Drop all rounds."""
@@ -301,9 +310,9 @@ class InputsOnHost:
         self._now = self._rounds[0]
 
 
-def _place(piece: Tensor, slab: Slab) -> Tensor:
+def _place(piece: Tensor, staging: StagingBuffer) -> Tensor:
     """Memory of the slab for ``piece``, in the order in which the device has it."""
-    taken = slab.take(piece.numel() * piece.dtype.itemsize).view(piece.dtype)
+    taken = staging.take(piece.numel() * piece.dtype.itemsize).view(piece.dtype)
     order = memory_order(piece.stride())
     shape = [piece.shape[dim] for dim in order]
     return taken.view(shape).permute([order.index(dim) for dim in range(piece.dim())])

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from shardhet.fsdp.microbatch.batching import (
     BatchAxis,
+    BatchingRules,
     Join,
     Layout,
     Rule,
-    VisitRules,
     flatten,
     storage_of,
     unflatten,
@@ -34,7 +34,7 @@ class Joined:
     and of ``SHARED`` outputs that of the first microbatch is kept.
     """
 
-    def __init__(self, unit_fqn: str, spans: Sequence[Span], rules: VisitRules) -> None:
+    def __init__(self, unit_fqn: str, spans: Sequence[Span], rules: BatchingRules) -> None:
         self.tensors: list[Tensor] = []
         self._unit_fqn = unit_fqn
         self._spans = spans

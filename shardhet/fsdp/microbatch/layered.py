@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
-from shardhet.fsdp.microbatch.batching import VisitRules, flatten, unflatten
+from shardhet.fsdp.microbatch.batching import BatchingRules, flatten, unflatten
 from shardhet.fsdp.microbatch.host_inputs import InputsOnHost, KeptInputs
 from shardhet.fsdp.microbatch.joining import InputGrads, Joined, spans_of
-from shardhet.fsdp.microbatch.surroundings import Context, Surrounding, entered
+from shardhet.fsdp.microbatch.surroundings import Context, VisitContext, entered
 from shardhet.records.layout import Span
 from shardhet.records.schedule import Phase
 
@@ -37,12 +37,12 @@ class Visit:
 
     unit_fqn: str
     function: Callable[..., Any]  # the module's own forward
-    rules: VisitRules
+    rules: BatchingRules
     microbatch_sizes: tuple[int, ...]
     recomputes: bool
     param_storages: frozenset[int]  # storages that are freed when the unit is resharded
     device_type: str
-    around: tuple[Surrounding, ...]
+    around: tuple[VisitContext, ...]
     inputs_on_host: InputsOnHost | None = None  # where its inputs wait for backward
     only_inputs: bool = False  # whether gradients of parameters are dropped, as in a probe
     only_backward: bool = False  # whether nobody looks at the values of its results
@@ -228,7 +228,7 @@ class _Call:
 
 
 def cut(
-    tensors: Sequence[Tensor], rules: VisitRules, span: Span, num_samples: int
+    tensors: Sequence[Tensor], rules: BatchingRules, span: Span, num_samples: int
 ) -> list[Tensor]:
     """The part of each of ``tensors``, the arguments of a call, for the samples of ``span``."""
     if span.numel == num_samples:

@@ -39,9 +39,11 @@ Laws = Mapping[str, Law]
 class Output:
     """What a model has returned, as long as the program keeps it."""
 
-    def __init__(self, leaves: Mapping[str, Any], laws: Laws = MappingProxyType({})) -> None:
+    def __init__(
+        self, leaves: Mapping[str, Any], reductions: Laws = MappingProxyType({})
+    ) -> None:
         """``leaves`` are those of ``named_leaves``."""
-        self.laws = laws
+        self.reductions = reductions
         self._leaves = {
             at: ref(each) if isinstance(each, Tensor) else each for at, each in leaves.items()
         }
@@ -51,20 +53,20 @@ class Output:
         self._factors: dict[str, HostCopy] = {}
 
     @classmethod
-    def watched(cls, output: Any, laws: Laws) -> tuple[Any, Self]:
+    def watched(cls, output: Any, reductions: Laws) -> tuple[Any, Self]:
         """What to return in place of the output, and what notes how it is used."""
         leaves = named_leaves(output)
         with_grad = {
             # The model may go on with it; the program's gradient is that of the view.
             place: leaf.view_as(leaf)
             for place, leaf in leaves.items()
-            if place in laws and isinstance(leaf, Tensor) and leaf.grad_fn is not None
+            if place in reductions and isinstance(leaf, Tensor) and leaf.grad_fn is not None
         }
         if with_grad:
             leaves |= with_grad
             output = unflatten([*leaves.values()], flatten(output)[1])
         warn_of_large_output(leaves.values())
-        found = cls(leaves, laws)
+        found = cls(leaves, reductions)
         for place, leaf in with_grad.items():
             leaf.register_hook(partial(found._note, place))
             found._eps = max(found._eps, torch.finfo(leaf.dtype).eps)
@@ -85,8 +87,8 @@ class Output:
     def factors(self) -> list[float]:
         """What ``check_factors`` compares of leaves with a law, by which the loss has them."""
         if self._loss_at is not None:
-            return [0.0, *(float(place == self._loss_at) for place in self.laws)]
-        copies = (self._factors.get(place) for place in self.laws)
+            return [0.0, *(float(place == self._loss_at) for place in self.reductions)]
+        copies = (self._factors.get(place) for place in self.reductions)
         return [self._eps, *(0.0 if each is None else float(each.read()) for each in copies)]
 
     def _place_of(self, loss_sum: Any) -> str | None:
@@ -105,10 +107,12 @@ class Output:
         if at is None:
             return
         not_sums = [
-            place for place, law in self.laws.items() if law is None or Join.SUM not in law
+            place
+            for place, law in self.reductions.items()
+            if law is None or Join.SUM not in law
         ]
         if at in not_sums:
-            kind = "no sum or mean" if self.laws[at] is None else "no sum, but a mean,"
+            kind = "no sum or mean" if self.reductions[at] is None else "no sum, but a mean,"
             raise ValueError(
                 f"{caller}: the loss is what the model returns, which is {kind} over samples. "
                 "So ranks and rounds do not add up to one process with all samples. Give the "
@@ -153,10 +157,10 @@ def check_factors(rounds: Sequence[Laws], rows: Sequence[Sequence[float]]) -> No
     eps = 0.0
     for row in rows:
         left = iter(row)
-        for laws in rounds:
+        for reductions in rounds:
             num_samples, num_tokens = next(left), next(left)
             eps = max(eps, next(left))
-            for each, factor in zip(laws.items(), left, strict=False):
+            for each, factor in zip(reductions.items(), left, strict=False):
                 if num_samples and (factor or num_tokens):
                     found[each].append((factor, 1.0, num_samples, num_tokens))
     for (place, law), of_all in found.items():

@@ -172,7 +172,7 @@ def _set_states(states: list[Any]) -> None:
 Context = AbstractContextManager[Any]
 
 
-class Surrounding:
+class VisitContext:
     """One concern around one visit.  A method is called when its place begins, and may return
     a context that ends with it; those of this base class do nothing.
     """
@@ -192,10 +192,10 @@ class Surrounding:
         return None
 
 
-def entered(around: Sequence[Surrounding], place: str, *given: Any) -> Context:
+def entered(around: Sequence[VisitContext], place: str, *given: Any) -> Context:
     """One context of all that ``place``, a method of theirs, returns, entered in order."""
     needed: list[Context] = []
-    nothing = getattr(Surrounding, place)
+    nothing = getattr(VisitContext, place)
     for one in around:  # a loop that calls nothing in vain: it runs several times a visit
         if getattr(type(one), place) is not nothing:
             context = getattr(one, place)(*given)
@@ -212,7 +212,7 @@ def entered(around: Sequence[Surrounding], place: str, *given: Any) -> Context:
         return stack.pop_all()
 
 
-class Seeded(Surrounding):
+class Seeded(VisitContext):
     """Seeds by unit, call, step and sample, whichever rank computes it and how often."""
 
     def __init__(

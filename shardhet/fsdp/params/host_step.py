@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardhet.comm.peers import Peers
-from shardhet.fsdp.params.optimizer_gate import count_moments
+from shardhet.fsdp.params.optimizer_check import count_moments
 from shardhet.fsdp.sharding.comm import CommContext
 
 logger = logging.getLogger("shardhet.fsdp")
@@ -151,18 +151,18 @@ def check_room(optimizer: optim.Optimizer) -> None:
     if comm.holds_for is None and room is None:
         return
     num_moments = count_moments(optimizer)
-    lack = comm.holds_for and comm.holds_for.lack(num_moments=num_moments)
-    if lack:
-        lack = (
+    why = comm.holds_for and comm.holds_for.mismatch(num_moments=num_moments)
+    if why:
+        why = (
             f"optimizer {type(optimizer).__name__} keeps more tensors for each parameter than "
-            f"the plan has memory for: {lack}. Plan for it (num_moments={num_moments} for "
+            f"the plan has memory for: {why}. Plan for it (num_moments={num_moments} for "
             "plan_for and shardhet plan), or take one that keeps fewer."
         )
     elif room is not None:
-        lack = room.lack(num_moments)
-    if lack:
+        why = room.shortfall(num_moments)
+    if why:
         with peers.guard("optimizer.step"):
-            raise ValueError(lack)
+            raise ValueError(why)
 
 
 def _owner_of(optimizer: optim.Optimizer) -> tuple[CommContext | None, Peers | None]:

@@ -22,7 +22,7 @@ from shardhet.records.layout import Span
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RowGroup:
+class ShardGroup:
     """The ranks that store the rows of a model's parameters."""
 
     comm: CommContext
@@ -74,7 +74,7 @@ class RowGroup:
                     "order. Take norms of the same gradients on every rank, including those "
                     "of which a rank has no rows."
                 )
-            rows = self.comm.reduce_channel.gather_rows(local)[:, 0]
+            rows = self.comm.reduce_scatter_channel.gather_rows(local)[:, 0]
         return rows.sum() if order == 0 else vector_norm(rows, order)
 
     def wait_for_device(self, grads: Sequence[Tensor]) -> None:
@@ -91,15 +91,15 @@ class RowGroup:
         with self.peers.guard("GradScaler"):
             self.control.enter("GradScaler", within_s=SECONDS_FOR_ALL_TO_COME)
             mine = found_inf.reshape(1).double().to(self.comm.device)
-            rows = self.comm.reduce_channel.gather_rows(mine)
+            rows = self.comm.reduce_scatter_channel.gather_rows(mine)
         found_inf.copy_(rows.amax().reshape(found_inf.shape))
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Of which parameter, or of which several, this rank has which rows."""
+    """Which rows of which parameter (or parameters) this rank stores."""
 
-    group: RowGroup
+    group: ShardGroup
     fqn: str
     cut: tuple[tuple[Span, ...], ...]  # the rows of each parameter, by position
 
@@ -167,7 +167,7 @@ class Rows:
         """All ranks' ``rows``, on ranks that are known to call it alike.  Collective."""
         numels = [span.numel * rows.shape[1:].numel() for span in self.cut[0]]
         mine = rows.detach().as_subclass(Tensor).reshape(-1)
-        whole = whole_of(mine, numels, self.group.comm.gather_channel)
+        whole = whole_of(mine, numels, self.group.comm.all_gather_channel)
         return whole.view(-1, *rows.shape[1:])
 
     def reduce(self, local: float, numel: int, kind: str) -> float:
@@ -217,20 +217,20 @@ Kwargs = dict[str, Any]
 _plainly = torch._C.DisableTorchFunctionSubclass
 
 
-class RowNorm(FunctionTensor):
+class ShardNorm(FunctionTensor):
     """A norm, or a vector of norms, of which this rank has computed only its part.
 
     Its data are NaN; any use of it in Python gets the norms over all ranks.
     """
 
-    _locals: list[tuple[RowGroup | None, Tensor]]  # by entry; None: of a whole tensor
+    _locals: list[tuple[ShardGroup | None, Tensor]]  # by entry; None: of a whole tensor
     _order: float
 
     @classmethod
     def of(
-        cls, parts: list[tuple[RowGroup | None, Tensor]], order: float, *, is_vector: bool
-    ) -> "RowNorm":
-        """A RowNorm of the local norm of each entry."""
+        cls, parts: list[tuple[ShardGroup | None, Tensor]], order: float, *, is_vector: bool
+    ) -> "ShardNorm":
+        """A ShardNorm of the local norm of each entry."""
         first = parts[0][1]
         mark = torch.full((), math.nan, dtype=first.dtype, device=first.device)
         norm = (mark.expand(len(parts)) if is_vector else mark).as_subclass(cls)
@@ -247,11 +247,11 @@ class RowNorm(FunctionTensor):
         if func in _METADATA:
             with _plainly():
                 return func(*args, **kwargs)
-        if func is torch.linalg.vector_norm and isinstance(args[0], RowNorm):
+        if func is torch.linalg.vector_norm and isinstance(args[0], ShardNorm):
             order, dims = order_and_dims(func, args, kwargs)
             if order == args[0]._order and order != 0 and not dims:
                 return args[0]._total()
-        args, kwargs = tree_map_only(RowNorm, RowNorm.resolved, (args, kwargs))
+        args, kwargs = tree_map_only(ShardNorm, ShardNorm.resolved, (args, kwargs))
         return func(*args, **kwargs)
 
     def _total(self) -> Tensor:
@@ -298,16 +298,16 @@ _METADATA = frozenset(
 
 
 def _stacked(norms: Sequence[Tensor]) -> Tensor:
-    """A stack of 0-d norms: a RowNorm if all have one order, else resolved over all ranks."""
-    rows = [norm for norm in norms if isinstance(norm, RowNorm)]
+    """A stack of 0-d norms: a ShardNorm if all have one order, else resolved over all ranks."""
+    rows = [norm for norm in norms if isinstance(norm, ShardNorm)]
     is_of_one_kind = len({norm._order for norm in rows}) == 1
     if not is_of_one_kind or any(norm.dim() for norm in norms):
-        return torch.stack([n.resolved() if isinstance(n, RowNorm) else n for n in norms])
+        return torch.stack([n.resolved() if isinstance(n, ShardNorm) else n for n in norms])
     parts = [
-        norm._locals[0] if isinstance(norm, RowNorm) else (None, norm.detach())
+        norm._locals[0] if isinstance(norm, ShardNorm) else (None, norm.detach())
         for norm in norms
     ]
-    return RowNorm.of(parts, rows[0]._order, is_vector=True)
+    return ShardNorm.of(parts, rows[0]._order, is_vector=True)
 
 
 def order_and_dims(

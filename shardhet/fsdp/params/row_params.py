@@ -2,7 +2,7 @@
 
 They are rows, of which a norm or a sum is over the whole parameter.  While an optimizer steps,
 its rows and their gradients are plain, which torch's fast kernels take and which costs no call
-in Python: it needs no more than rows, as optimizer_gate.py has found.  If it needs whole
+in Python: it needs no more than rows, as optimizer_check.py has found.  If it needs whole
 parameters, its groups have those that are here.
 
 [Note: Hooks]
@@ -25,12 +25,12 @@ from torch import Tensor, nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardhet.fsdp.params.optimizer_gate import know, put_in_front, rows_of, takes_whole
-from shardhet.fsdp.params.row_group import RowGroup, Rows
-from shardhet.fsdp.params.rows import RowTensor, marked, rows_in
+from shardhet.fsdp.params.optimizer_check import know, put_in_front, rows_of, takes_whole
+from shardhet.fsdp.params.row_group import Rows, ShardGroup
+from shardhet.fsdp.params.rows import ShardTensor, marked, rows_in
 from shardhet.fsdp.sharding.flat import WAS_FROZEN, FlatTensor
 from shardhet.fsdp.sharding.flat_grad import GradState
-from shardhet.fsdp.step.turn_walk import TurnWalk
+from shardhet.fsdp.step.schedule_executor import ScheduleExecutor
 
 _plainly = torch._C.DisableTorchFunctionSubclass
 
@@ -47,11 +47,13 @@ class _Stepping:
     groups: list[tuple[dict[str, Any], list[Tensor]]] = field(default_factory=list)
 
 
-_finishes = WeakIdKeyDictionary()  # of parameters whose gradients may be late, see ``put_off``
+_finishes = (
+    WeakIdKeyDictionary()
+)  # of parameters whose gradients may be late, see ``defer_grads``
 _stepping: "WeakKeyDictionary[optim.Optimizer, _Stepping]" = WeakKeyDictionary()
 
 
-class RowParameter(RowTensor):
+class ShardParameter(ShardTensor):
     """This rank's rows of a parameter."""
 
     _has_rows = True
@@ -91,7 +93,7 @@ class RowParameter(RowTensor):
         return memo.setdefault(id(self), self._as_plain().__deepcopy__({}))
 
 
-def put_off(params: Iterable[nn.Parameter], finish: Callable[[], None]) -> None:
+def defer_grads(params: Iterable[nn.Parameter], finish: Callable[[], None]) -> None:
     """Have a method called before gradients of ``params`` are read or set, from now on."""
     for param in params:
         _finishes[param] = WeakMethod(finish)
@@ -108,7 +110,7 @@ def guard(params: Iterable[tuple[nn.Parameter, Callable[[], Rows]]]) -> None:
     """Register rows, each with what says which are here, and let reductions be over all."""
     for param, rows in params:
         know(param, rows)
-        put_in_front(RowParameter, param)
+        put_in_front(ShardParameter, param)
 
 
 def _prepare(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -125,12 +127,12 @@ def _make_plain(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     changed = _stepping[optimizer]
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if issubclass(kind := type(param), RowParameter):
-                grad = param.grad  # once it is there, see ``put_off``
+            if issubclass(kind := type(param), ShardParameter):
+                grad = param.grad  # once it is there, see ``defer_grads``
                 param.__class__ = kind.__bases__[1]
                 changed.plain.append((param, kind))
-                if type(grad) is RowTensor:
-                    changed.plain.append((grad, RowTensor))
+                if type(grad) is ShardTensor:
+                    changed.plain.append((grad, ShardTensor))
                     grad.__class__ = Tensor  # type: ignore[assignment]
         if takes_whole(optimizer):
             changed.groups.append((group, group["params"]))
@@ -217,8 +219,8 @@ def may_be_late(flats: Sequence[FlatTensor], hooks: ParamHooks) -> bool:
     Not where the reduction needs this process (a transport), or a hook is called on all ranks.
     """
     return all(
-        flat.comm.reduce_channel.transport is None
-        and isinstance(param, RowParameter)
+        flat.comm.reduce_scatter_channel.transport is None
+        and isinstance(param, ShardParameter)
         and slot.fqn not in hooks.found
         for flat in flats
         if flat.grad.state is GradState.REDUCING
@@ -254,17 +256,17 @@ def set_grads_with_hooks(
     has_grad: Sequence[bool],
     factor: float | None,
     hooks: ParamHooks,
-    rows: RowGroup,
-    walk: TurnWalk,
+    rows: ShardGroup,
+    executor: ScheduleExecutor,
 ) -> None:
     """``set_sharded_grads``, of the flat tensor's sum times ``factor``, with the users' hooks.
 
     Collective if there are any.  While the sum is being reduced it is put off.
     """
     if flat.grad.state is GradState.REDUCING:
-        put_off(flat.sharded_params, walk.finish)
-        again = flat, has_grad, factor, hooks, rows, walk
-        walk.when_finished(partial(set_grads_with_hooks, *again))
+        defer_grads(flat.sharded_params, executor.finish)
+        again = flat, has_grad, factor, hooks, rows, executor
+        executor.when_finished(partial(set_grads_with_hooks, *again))
         return
     if factor is not None:
         flat.grad.multiply(factor)
@@ -296,7 +298,7 @@ def set_grads_with_hooks(
 
 
 @torch.no_grad()
-def _call(hook: Callable[..., Any], flat: FlatTensor, index: int, group: RowGroup) -> None:
+def _call(hook: Callable[..., Any], flat: FlatTensor, index: int, group: ShardGroup) -> None:
     """Call ``hook`` on the whole gradient of a parameter; store the result.  Collective."""
     param, slot = flat.sharded_params[index], flat.slots[index]
     assert param.grad is not None

@@ -2,12 +2,12 @@
 
 ``torch.nn.utils.clip_grad_norm_``, ``torch.amp.GradScaler`` and loops that look for NaN or
 normalize weights reduce rows to one number, on each rank separately.  So a HetFSDP's parameters
-(row_params.py) and their ``.grad`` are ``RowTensor``s, which behave like any other tensor
+(row_params.py) and their ``.grad`` are ``ShardTensor``s, which behave like any other tensor
 except in these calls:
 
-    linalg.vector_norm, norm, _foreach_norm   a ``RowNorm``: this rank's part of a norm
+    linalg.vector_norm, norm, _foreach_norm   a ``ShardNorm``: this rank's part of a norm
     stack of RowNorms, and the norm of that   one number, agreed on by all ranks (clip_grad)
-    any other use of a RowNorm                the norm of the whole parameter, likewise
+    any other use of a ShardNorm                the norm of the whole parameter, likewise
     _amp_foreach_non_finite_check_and_unscale_  sets found_inf if any rank found one
     sum, mean, max, min, any, all             over the whole parameter, at once; along any
                                               dimension but the first, of each row as usual,
@@ -18,12 +18,12 @@ except in these calls:
     rows[i], rows[i:j], rows[mask]            rows as they are numbered in the whole; a rank
                                               may have none of them
     item, float, int, bool                    of a parameter that is one number, on every rank
-    cat, stack, T, transpose, view, ...       a RowTensor, which is reduced as a whole only
+    cat, stack, T, transpose, view, ...       a ShardTensor, which is reduced as a whole only
                                               if its first dimension is not the rows
     var, std, median, argmax, sort, ...       refused, except along other dimensions
     matmul, dot, svd, roll, triu, ...         refused
     chunk, split, unbind, normalize           RowTensors; refused along the first dimension
-    anything else that keeps the shape        a RowTensor
+    anything else that keeps the shape        a ShardTensor
     anything else that returns a tensor       refused
 
 ``rows.as_subclass(torch.Tensor)`` is a plain tensor of the same rows.  A number that is made of
@@ -46,8 +46,8 @@ from shardhet.fsdp.microbatch.modes import FunctionTensor, OperationMode
 from shardhet.fsdp.params.host_step import host_threads
 from shardhet.fsdp.params.row_calls import ACROSS_ROWS, PRODUCTS, REFUSED, calls
 from shardhet.fsdp.params.row_group import (
-    RowNorm,
     Rows,
+    ShardNorm,
     local_norm,
     order_and_dims,
     vector_norm,
@@ -57,7 +57,7 @@ Kwargs = dict[str, Any]
 _plainly = torch._C.DisableTorchFunctionSubclass
 
 
-class RowTensor(FunctionTensor):
+class ShardTensor(FunctionTensor):
     """This rank's rows.  The docstring of the file says how they behave."""
 
     _of: Rows
@@ -82,11 +82,11 @@ class RowTensor(FunctionTensor):
             return self.as_subclass(Tensor).clone()
 
 
-def marked(tensor: Tensor, of: Rows, *, has_rows: bool = True) -> RowTensor:
-    """``tensor`` as a RowTensor, in the same memory."""
-    if isinstance(tensor, RowTensor):
+def marked(tensor: Tensor, of: Rows, *, has_rows: bool = True) -> ShardTensor:
+    """``tensor`` as a ShardTensor, in the same memory."""
+    if isinstance(tensor, ShardTensor):
         return tensor
-    rows = tensor.as_subclass(RowTensor)
+    rows = tensor.as_subclass(ShardTensor)
     rows._of, rows._has_rows = of, has_rows
     return rows
 
@@ -95,7 +95,7 @@ def _take_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) 
     grad = args[0] if args else kwargs.get("x", kwargs.get("input", kwargs.get("A")))
     others = (args[1:], {k: v for k, v in kwargs.items() if k not in ("x", "input", "A")})
     order, dims = order_and_dims(func, (grad, *others[0]), others[1])
-    if not isinstance(grad, RowTensor):  # another argument is rows, such as `out`
+    if not isinstance(grad, ShardTensor):  # another argument is rows, such as `out`
         with _plainly():
             return func(*args, **kwargs)
     if grad._has_rows and dims and all(dim % max(1, grad.dim()) for dim in dims):
@@ -107,7 +107,7 @@ def _take_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) 
         local = local_norm(grad, order)
         if (dtype := others[1].get("dtype")) is not None:
             local = local_norm(grad.to(dtype), order)
-        norm = RowNorm.of([(grad._of.group, local.detach())], order, is_vector=False)
+        norm = ShardNorm.of([(grad._of.group, local.detach())], order, is_vector=False)
         return _with_value(local, norm.resolved()) if _is_tracked(grad) else norm
 
 
@@ -130,17 +130,17 @@ def _take_norms(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs)
             return [_take_norm(vector_norm, (grad, order), {}) for grad in grads]
         filled = [grad for grad in grads if grad.numel()]
         others = {name: value for name, value in kwargs.items() if name != "ord"}
-        rows = next((grad._of.group for grad in grads if isinstance(grad, RowTensor)), None)
+        rows = next((grad._of.group for grad in grads if isinstance(grad, ShardTensor)), None)
         with host_threads(rows.comm) if rows else nullcontext():
             norms = iter(torch._foreach_norm(filled, order, **others) if filled else ())
         parts = [
             (
-                g._of.group if isinstance(g, RowTensor) else None,
+                g._of.group if isinstance(g, ShardTensor) else None,
                 next(norms) if g.numel() else local_norm(g, order),
             )
             for g in grads
         ]
-    return [RowNorm.of([part], order, is_vector=False) for part in parts]
+    return [ShardNorm.of([part], order, is_vector=False) for part in parts]
 
 
 def _reduce(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
@@ -148,7 +148,7 @@ def _reduce(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> 
     grad = args[0] if args else kwargs.get("input")
     name = func.__name__
     is_whole, rest = _what_is_reduced(name, grad, args[1:], kwargs)
-    if not isinstance(grad, RowTensor) or is_whole is None:
+    if not isinstance(grad, ShardTensor) or is_whole is None:
         return _keep_rows(func, args, kwargs)
     if not is_whole:
         return _of_each_row(func, args, kwargs)
@@ -189,7 +189,7 @@ def _what_is_reduced(
 def _refuse(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     """Refuse products and decompositions of matrices, and gradients that rows have none of."""
     for each in tree_leaves((args, kwargs)):
-        if isinstance(each, RowTensor):
+        if isinstance(each, ShardTensor):
             each._of.refuse(func.__name__)
     with _plainly():
         return func(*args, **kwargs)
@@ -199,7 +199,7 @@ def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) ->
     """``torch._amp_foreach_non_finite_check_and_unscale_``, called by GradScaler."""
     grads, found_inf, *_ = args
     with _plainly():
-        groups = dict.fromkeys(g._of.group for g in grads if isinstance(g, RowTensor))
+        groups = dict.fromkeys(g._of.group for g in grads if isinstance(g, ShardTensor))
         for group in groups:
             group.wait_for_device(grads)
         with host_threads(next(iter(groups)).comm) if groups else nullcontext():
@@ -210,7 +210,7 @@ def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) ->
 
 def _of_each_row(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     """Run ``func``, which works within each row; its results have a row for each."""
-    rows = next(each for each in (*args, *kwargs.values()) if isinstance(each, RowTensor))
+    rows = next(each for each in (*args, *kwargs.values()) if isinstance(each, ShardTensor))
     with _plainly():
         mark = partial(marked, of=rows._of)
         return tree_map_only(Tensor, mark, func(*args, **kwargs))
@@ -221,7 +221,7 @@ def _join(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> An
     with _plainly():
         result = func(*args, **kwargs)
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        rows = [each for each in tensors if isinstance(each, RowTensor)]
+        rows = [each for each in tensors if isinstance(each, ShardTensor)]
         of = rows[0]._of
         if len(rows) < len(tensors) or any(each._of.group is not of.group for each in rows):
             of.refuse(f"{func.__name__} with other tensors")
@@ -233,10 +233,10 @@ def _reshape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) ->
     grad = args[0] if args else kwargs["input"]
     with _plainly():
         result = func(*args, **kwargs)
-        if not isinstance(grad, RowTensor):  # of another tensor, to the shape of the rows
+        if not isinstance(grad, ShardTensor):  # of another tensor, to the shape of the rows
             return result
         is_in_order = func in _IN_ORDER and result.shape[:1] == grad.shape[:1]
-        if func in _LIKE and isinstance(args[1], RowTensor):  # a piece of a vector
+        if func in _LIKE and isinstance(args[1], ShardTensor):  # a piece of a vector
             return marked(result, args[1]._of, has_rows=args[1]._has_rows)
         if func in _UNSQUEEZE:
             is_in_order = bool(kwargs.get("dim", args[-1]) % (grad.dim() + 1))
@@ -248,7 +248,7 @@ def _work_along(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs)
     """Run ``func``, which works along one dimension, unless that is the rows."""
     grad, (place, default) = args[0] if args else kwargs["input"], _DIM_BY_CALL[func]
     dim = kwargs.get("dim", args[place] if len(args) > place else default)
-    if not isinstance(grad, RowTensor):
+    if not isinstance(grad, ShardTensor):
         return _keep_rows(func, args, kwargs)
     if not grad._has_rows or not dim % max(1, grad.dim()):
         grad._of.refuse(f"{func.__name__} along dim 0")
@@ -270,7 +270,7 @@ def _keep_rows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) 
         if type(result) is not Tensor or (args and result is args[0]):
             return result
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        rows = [each for each in tensors if isinstance(each, RowTensor)]
+        rows = [each for each in tensors if isinstance(each, ShardTensor)]
         others = [each for each in tensors if type(each) is Tensor and each.dim()]
         like = next((each for each in rows if each.shape == result.shape), None)
         if rows and like is None and func not in _OF_OTHER_SHAPE:
@@ -284,7 +284,7 @@ def _keep_rows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) 
 def _marked_in(args: tuple[Any, ...], place: int, result: Tensor) -> Tensor:
     """A result of a ``_foreach_`` function: rows, if a tensor of that place is."""
     lists = (each for each in args if isinstance(each, list | tuple))
-    rows = [each[place] for each in lists if isinstance(each[place], RowTensor)]
+    rows = [each[place] for each in lists if isinstance(each[place], ShardTensor)]
     if not rows:
         return result
     return marked(result, rows[0]._of, has_rows=all(each._has_rows for each in rows))
@@ -305,7 +305,7 @@ def _aligned(
         return tuple(next(done) if isinstance(a, list | tuple) else a for a in args), kwargs
     same = _of_same_rows(leaves)
     if same and same[0] is not leaves[0] and _IN_PLACE.search(func.__name__):
-        next(each for each in same if isinstance(each, RowTensor))._of.refuse(
+        next(each for each in same if isinstance(each, ShardTensor))._of.refuse(
             f"{func.__name__} into a whole tensor"
         )
     return tree_unflatten(same, spec)
@@ -313,8 +313,8 @@ def _aligned(
 
 def _of_same_rows(values: list[Any]) -> list[Any]:
     """The operands of an elementwise function, of which each tensor has the same rows."""
-    values = [each.resolved() if isinstance(each, RowNorm) else each for each in values]
-    of_rows = [each for each in values if isinstance(each, RowTensor)]
+    values = [each.resolved() if isinstance(each, ShardNorm) else each for each in values]
+    of_rows = [each for each in values if isinstance(each, ShardTensor)]
     rows = [each for each in of_rows if each._has_rows]
     if not rows:
         return values
@@ -327,15 +327,15 @@ def _of_same_rows(values: list[Any]) -> list[Any]:
             return value
         if value.dim() == like.dim():
             return rows_in(value, like)
-        return value._of.whole(value) if isinstance(value, RowTensor) else value
+        return value._of.whole(value) if isinstance(value, ShardTensor) else value
 
     return [rows_of(each) for each in values]
 
 
-def rows_in(value: Tensor, like: RowTensor) -> Tensor:
+def rows_in(value: Tensor, like: ShardTensor) -> Tensor:
     """The rows of ``value`` that this rank has of ``like``."""
     here = like._of.here
-    if isinstance(value, RowTensor) and value._has_rows:
+    if isinstance(value, ShardTensor) and value._has_rows:
         if value._of.cut == like._of.cut:
             return value
         value = value._of.whole(value)
@@ -351,7 +351,7 @@ def _index(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> A
     """
     rows, index, *values = args
     with _plainly():
-        if not isinstance(rows, RowTensor):
+        if not isinstance(rows, ShardTensor):
             return func(*args)
         of, has_rows = rows._of, rows._has_rows
         first, *others = index if isinstance(index, tuple) and index else (index,)

@@ -15,7 +15,7 @@ from shardhet.records.layout import Span
 
 
 @dataclass(frozen=True, slots=True)
-class RowBox:
+class LocalShard:
     """The rows of one parameter that a rank stores."""
 
     tensor: Tensor  # [rows.numel, ...]; a scalar is one row
@@ -31,7 +31,7 @@ def gather_params(
 
     They have the dtype that is stored; tied names share a tensor.  Collective.
     """
-    channel = comm.gather_channel
+    channel = comm.all_gather_channel
     whole: dict[str, Tensor] = {}
     for flat in flats:
         output = None
@@ -90,12 +90,12 @@ def load_state_dict(
     if givers == list(range(len(given))) or control.position == giver:
         # One name of a tied parameter is enough; files hold whichever their writer met first.
         slots = [slot for flat in flats for slot in flat.slots]
-        spare = {
+        optional_fqns = {
             fqn
             for slot in slots
             for fqn in slot.fqns[0 if mine.keys() & set(slot.fqns) else 1 :]
         }
-        missing, unexpected = _check_keys(shapes, mine, optional=spare, strict=strict)
+        missing, unexpected = _check_keys(shapes, mine, optional=optional_fqns, strict=strict)
         names = [fqn for fqn in shapes if fqn in mine]
     if len(givers) == len(given):
         control.exchange([0.0])  # no rank writes unless all can
@@ -104,11 +104,13 @@ def load_state_dict(
     names, missing, unexpected = control.exchange_objects([names, missing, unexpected])[giver]
     devices.give_back_cached(comm.device)
     for flat in flats:
-        _deal_out(flat, mine, frozenset(names), comm, giver)
+        _scatter_full(flat, mine, frozenset(names), comm, giver)
     mine_of_buffers = [mine[fqn].cpu() for fqn in buffers if fqn in mine]
     is_giver = control.position == giver
-    dealt = control.exchange_objects(mine_of_buffers if is_giver else None)[giver]
-    for fqn, value in zip([fqn for fqn in buffers if fqn in set(names)], dealt, strict=True):
+    giver_buffers = control.exchange_objects(mine_of_buffers if is_giver else None)[giver]
+    for fqn, value in zip(
+        [fqn for fqn in buffers if fqn in set(names)], giver_buffers, strict=True
+    ):
         buffers[fqn].copy_(value)
     return missing, unexpected
 
@@ -130,7 +132,7 @@ def _first_found(slot: ParamSlot, whole: Mapping[str, Tensor]) -> Tensor | None:
     return next((whole[fqn] for fqn in slot.fqns if fqn in whole), None)
 
 
-def _deal_out(
+def _scatter_full(
     flat: FlatTensor,
     whole: Mapping[str, Tensor],  # on the giver
     names: frozenset[str],  # of the giver's tensors; equal on all ranks
@@ -138,7 +140,7 @@ def _deal_out(
     giver: int,
 ) -> None:
     """Send every rank its rows of the giver's tensors.  Collective."""
-    channel = comm.reduce_channel
+    channel = comm.reduce_scatter_channel
     full = None
     if channel.position == giver:
         full = torch.zeros(flat.layout.numel, dtype=flat.orig_dtype, device=comm.device)
@@ -162,10 +164,12 @@ def _deal_out(
             rows.copy_(own.as_strided(rows.shape, rows.stride(), place))
 
 
-def sharded_state_dict(flats: Sequence[FlatTensor]) -> dict[str, RowBox]:
+def sharded_state_dict(flats: Sequence[FlatTensor]) -> dict[str, LocalShard]:
     """This rank's rows of every parameter, sharing memory with the model."""
     return {
-        slot.fqn: RowBox(flat.boxes(flat.flat_shard)[i], flat.rows[i], tuple(slot.shape))
+        slot.fqn: LocalShard(
+            flat.local_shards(flat.flat_shard)[i], flat.rows[i], tuple(slot.shape)
+        )
         for flat in flats
         for i, slot in enumerate(flat.slots)
     }

@@ -89,7 +89,7 @@ class Attempt:
     def __post_init__(self) -> None:
         self.segments: Any = ()
         self.is_refused = False  # whether the error is one of HetFSDP's, not the model's own
-        self.laws: dict[str, frozenset[Join] | None] = {}  # see ``Findings``
+        self.reductions: dict[str, frozenset[Join] | None] = {}  # see ``Findings``
         self._is_cut = self.has_gradients and self.splits
         self._outputs: dict[str, Any] = {}  # by run
         self._leaves: dict[str, dict[str, Any]] = {}  # of them, by place
@@ -212,7 +212,7 @@ class Attempt:
                 self._numbers = without_samples([*self._leaves.values()])
                 ways = [self._laws(way) for way in CUTS]
                 for at in self._numbers:
-                    self.laws[at] = frozenset.intersection(*(each[at] for each in ways))
+                    self.reductions[at] = frozenset.intersection(*(each[at] for each in ways))
         self._check_gradients()
         if self._any_rank(_has_values(self)):
             _try_values(self)
@@ -228,7 +228,9 @@ class Attempt:
         for at, axes in self._rows.items():
             if not any(all(self._has_rows(at, axis, *each) for each in pairs) for axis in axes):
                 what = mixed(self._named(at), self._leaf("large", at))
-                raise Law.APART.refusal(f"{what} of the rank's batch, by code outside of units")
+                raise Law.INDEPENDENT.refusal(
+                    f"{what} of the rank's batch, by code outside of units"
+                )
 
     def _has_rows(self, at: str, axis: BatchAxis, name: str, part: str, span: Span) -> bool:
         """Whether an output for some samples has the rows of these in the output for all, or
@@ -245,10 +247,10 @@ class Attempt:
         """Find what numbers are that are neither sums nor means over samples; raise if code
         outside of units has a backward of its own that mixes samples.
         """
-        unclear = [at for at, law in self.laws.items() if not law]
+        unclear = [at for at, law in self.reductions.items() if not law]
         leaves = {at: torch.as_tensor(self._leaf("large", at)) for at in unclear}
         scalars = [at for at, leaf in leaves.items() if leaf.requires_grad and not leaf.dim()]
-        self.laws |= dict.fromkeys(unclear)
+        self.reductions |= dict.fromkeys(unclear)
         own = [] if self.probe is None else self.probe.own
         if not self._any_rank(bool(scalars or own)):
             return
@@ -258,12 +260,12 @@ class Attempt:
             self._forward(name, samples, asked=asked)
         with self._together():
             means = [at for at in scalars if _is_mean(self, at)]
-            self.laws |= dict.fromkeys(means, frozenset[Join]())
+            self.reductions |= dict.fromkeys(means, frozenset[Join]())
             if len(means) < len(scalars) and self.call and lists_of_entries(self.call):
                 raise Law.ADDS_UP.refusal("model(...): a loss is no sum over samples")
             for place in own:
-                is_apart = place in self._rows or not isinstance(place, str)
-                law = {Join.SUM} if is_apart else self.laws.get(str(place))
+                is_independent = place in self._rows or not isinstance(place, str)
+                law = {Join.SUM} if is_independent else self.reductions.get(str(place))
                 ways = [way for way in CUTS[:2] if law and self._have_kept(way, place)]
                 cuts = [self._cut(way, place) for way in ways]
                 if not all(each.add_up(as_mean=law == {Join.MEAN}) for each in cuts):
@@ -309,7 +311,7 @@ class Attempt:
         found = {}
         for at in self._numbers:
             one, *parts = [self._number(name, at) for name in (way[0], *way[1])]
-            found[at] = frozenset(Cut(one, parts, way[2]).laws(self._eps * amplified))
+            found[at] = frozenset(Cut(one, parts, way[2]).reductions(self._eps * amplified))
         return found
 
     @property
@@ -335,7 +337,7 @@ def _check_whole(attempt: Attempt) -> None:
     _, segments = attempt._forward("whole", (0,), kind="whole")
     with attempt._together():
         if segments != attempt.segments or "whole" in attempt._unlike:
-            raise Law.APART.refusal("model(...): few tokens are computed otherwise")
+            raise Law.INDEPENDENT.refusal("model(...): few tokens are computed otherwise")
 
 
 def _is_mean(attempt: Attempt, at: str) -> bool:
@@ -435,9 +437,9 @@ def _try_values(attempt: Attempt) -> None:
             continue  # the model does not take such values
         way = (large, (one, "other"), OTHER_PARTS)
         found = attempt._laws(way, max(factor, 1.0))
-        for at, law in attempt.laws.items():
+        for at, law in attempt.reductions.items():
             if law and law - {Join.MEAN} - found[at]:
-                attempt.laws[at] = None
+                attempt.reductions[at] = None
         with attempt._together():
             attempt._check_rows([way])
 

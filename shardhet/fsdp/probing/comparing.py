@@ -27,7 +27,7 @@ class Refusal(BaseException):
 class Law(Enum):
     """What is needed, and what to do."""
 
-    APART = (
+    INDEPENDENT = (
         "needs one row per sample, the same whichever other samples are with it",
         "Mix samples inside a unit, name the dimension that holds them "
         "(HetFSDP(batch_dim=...)), or let one rank compute all samples at once",
@@ -179,19 +179,19 @@ class Cut(NamedTuple):
         joined = self.joined(rule)
         return joined is not None and are_close(joined, self.whole, eps)
 
-    def laws(self, eps: float) -> set[Join]:
+    def reductions(self, eps: float) -> set[Join]:
         """Which of the sum and the mean of those of two parts it is, without rows."""
-        whole, laws = self.whole, {Join.SUM, Join.MEAN}
+        whole, reductions = self.whole, {Join.SUM, Join.MEAN}
         if any(part.shape != whole.shape for part in self.parts):
             return set()
         if not whole.isfinite().all():
-            return laws  # backward will say so
+            return reductions  # backward will say so
         # Right for a mean of which all is in the other part.
         pairs = (self.parts, self.parts[::-1])
         other = next((rest for one, rest in pairs if not one.isfinite().all()), None)
         return {
             law
-            for law in laws
+            for law in reductions
             if are_numbers_equal(self._total(law) if other is None else other, whole, eps)
         }
 

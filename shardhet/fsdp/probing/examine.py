@@ -14,10 +14,10 @@ from torch import Tensor
 from shardhet.comm.channel import progress
 from shardhet.fsdp.microbatch.batching import (
     BatchAxis,
+    BatchingRules,
     Join,
     Layout,
     Rule,
-    VisitRules,
     flatten,
     storage_of,
     unflatten,
@@ -73,7 +73,7 @@ class Examiner:
     def __post_init__(self) -> None:
         self._decide = RuleFinder(self.watcher, splits=self.splits)
 
-    def rules_of(self, seen: Seen, large: ProbedCall) -> tuple[VisitRules, Any]:
+    def rules_of(self, seen: Seen, large: ProbedCall) -> tuple[BatchingRules, Any]:
         """The rules of a call that was seen with fewer samples, and the output of ``large``."""
         if self.watcher.made_rows.has_ragged(large.tensors):
             return self._at_once(seen, large)
@@ -82,7 +82,7 @@ class Examiner:
         inputs = [find(name, small, tensor) for (name, tensor), small in pairs]
         return self._examine(seen, large, inputs)
 
-    def _at_once(self, seen: Seen, large: ProbedCall) -> tuple[VisitRules, Any]:
+    def _at_once(self, seen: Seen, large: ProbedCall) -> tuple[BatchingRules, Any]:
         """As ``rules_of``, for a call that is never cut: its rows are ragged."""
         rules = seen.rules([Join.SHARED] * len(large.tensors))
         self.watcher.draws = False
@@ -106,7 +106,7 @@ class Examiner:
         num_samples: int,
         known: Mapping[str, Rule],
         fewer: Fewer | None = None,
-    ) -> tuple[VisitRules, Any]:
+    ) -> tuple[BatchingRules, Any]:
         """As ``rules_of``, of a call that was not seen; ``known`` are rules of some arguments.
 
         Tries all rules that the shapes of the other arguments allow; exactly one must fit.  A
@@ -118,7 +118,7 @@ class Examiner:
             readings(t, known.get(name), num_samples, known.values())
             for name, t in tensors.items()
         ]
-        fitting: list[tuple[VisitRules, Any]] = []
+        fitting: list[tuple[BatchingRules, Any]] = []
         for rules in islice(product(*options), MAX_READINGS):
             small, large = [
                 call.on(
@@ -152,7 +152,7 @@ class Examiner:
 
     def _examine(
         self, seen: Seen, large: ProbedCall, inputs: Sequence[Rule]
-    ) -> tuple[VisitRules, Any]:
+    ) -> tuple[BatchingRules, Any]:
         self.watcher.is_unpredictable = False
         self._decide.undecided.clear()
         self.is_certain &= not any(
@@ -209,7 +209,7 @@ class Examiner:
         return tuple(found)
 
     def _check_backward(
-        self, whole: ProbedCall, pieces: Sequence[ProbedCall], rules: VisitRules
+        self, whole: ProbedCall, pieces: Sequence[ProbedCall], rules: BatchingRules
     ) -> None:
         """Raise if gradients of the pieces do not add up to those of the whole."""
         progress.mark(f"backward of unit {whole.fqn!r}")
@@ -229,7 +229,7 @@ class Examiner:
             raise Law.GRADIENTS.refusal(f"unit {whole.fqn!r}{BENT}")
 
     def _gradients(
-        self, call: ProbedCall, rules: VisitRules, scale: float = 1.0
+        self, call: ProbedCall, rules: BatchingRules, scale: float = 1.0
     ) -> dict[Any, Tensor]:
         """Gradients of outputs with samples: of floating inputs by index, and of parameters.
 
@@ -276,7 +276,7 @@ class Examiner:
         self.aliased = _aliased(tensors_in(output), given)
         outputs, spec = flatten(output)
         if Layout.of(outputs, spec) != seen.results:
-            raise Law.APART.refusal(
+            raise Law.INDEPENDENT.refusal(
                 f"unit {call.fqn!r} returns another structure for {LARGE} samples than for "
                 f"{SMALL}"
             )
@@ -290,7 +290,7 @@ _ONLY_AT_ONCE = (
 )
 
 
-def _pieces(call: ProbedCall, rules: VisitRules, spans: Sequence[Span]) -> list[ProbedCall]:
+def _pieces(call: ProbedCall, rules: BatchingRules, spans: Sequence[Span]) -> list[ProbedCall]:
     """The call cut to the samples of each of ``spans``."""
     return [call.on(cut(call.tensors, rules, span, LARGE)) for span in spans]
 
@@ -307,7 +307,7 @@ def _joins(rules: Sequence[Rule], parts: Sequence[Sequence[Tensor]]) -> dict[int
 def _check_joins(
     run: Callable[[ProbedCall], Any],
     whole: ProbedCall,
-    rules: VisitRules,
+    rules: BatchingRules,
     joins: Mapping[int, Join],
     eps: float,
 ) -> None:
@@ -335,12 +335,12 @@ def _check_joins(
             raise Law.ADDS_UP.refusal(f"unit {whole.fqn!r}: output {i}{OF_SOME}")
 
 
-def _with_samples(call: ProbedCall, rules: VisitRules) -> list[tuple[int, Tensor]]:
+def _with_samples(call: ProbedCall, rules: BatchingRules) -> list[tuple[int, Tensor]]:
     pairs = enumerate(zip(call.tensors, rules.inputs, strict=True))
     return [(i, tensor) for i, (tensor, rule) in pairs if isinstance(rule, BatchAxis)]
 
 
-def _marked(call: ProbedCall, rules: VisitRules) -> Iterator[tuple[int | None, ProbedCall]]:
+def _marked(call: ProbedCall, rules: BatchingRules) -> Iterator[tuple[int | None, ProbedCall]]:
     """The call with its first sample once more in place of the third, and with values in the
     first that may say what does not count, in the tensor of an index.
     """

@@ -104,8 +104,9 @@ def _weighted_sum(grad: Tensor) -> Tensor:
 
 
 def go_together(shares: Sequence[Any], bar: float) -> bool:
-    """Whether shares are of one mean: those of a and b in that of a, b and c, of a in it, of a
-    and b in that of a, b and once more a, and of b in that of b and c; nan if any does.
+    """Whether four measured shares can come from one weighted mean. ``shares`` are those of {a,
+    b} in {a, b, c}, of {a} in {a, b, c}, of {a, b} in {a, b, a}, and of {b} in {b, c}. A share
+    is nan if any value would fit.
     """
     of_ab, of_a, of_both, of_b = shares
     return not (
@@ -135,8 +136,8 @@ class GradientCut(NamedTuple):
         return not len(found) or float(found.abs().max()) <= self.bar
 
     def share(self, numbers: Sequence[float], eps: float) -> float | None:
-        """The share of the first part in what a number is a mean over: that with which they fit
-        best; nan if any does, and None if it is no mean.
+        """If the number is a mean, the weight of the first part in it: the value that fits the
+        gradients best. nan if every weight fits, None if the number is no mean.
 
         ``numbers`` are those of which these are the gradients, and ``eps`` is of their dtype.
         """
@@ -212,12 +213,12 @@ def join_by_gradients(whole: Tensor, parts: Sequence[Tensor]) -> Join | None:
     ]
     bar = torch.finfo(whole.dtype).eps ** 0.5
     cut = GradientCut(expected, others, PARTS, lambda _: Join.SHARED, bar)
-    laws = {
+    reductions = {
         Join.SHARED: cut.follow(1.0, 0.0),
         Join.MEAN: cut.add_up(as_mean=True),
         Join.SUM: cut.add_up(),
     }
-    fitting = [join for join, fits in laws.items() if fits]
+    fitting = [join for join, fits in reductions.items() if fits]
     return fitting[0] if len(fitting) == 1 else None
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from shardhet.comm.channel import Channel
-from shardhet.fsdp.microbatch.batching import Layout, VisitRules, flatten
+from shardhet.fsdp.microbatch.batching import BatchingRules, Layout, flatten
 from shardhet.fsdp.microbatch.joining import check_fits
 from shardhet.fsdp.microbatch.signature import CHOOSING, ModelCall, as_real, choice_of
 from shardhet.fsdp.probing.attempt import RunModule
@@ -205,8 +205,8 @@ class KnownCalls:
         is_late, self._is_late = min(of_all) < 0, False
         if len(set(of_all)) == 1 and not is_late:
             return
-        told = self._control.exchange_objects(mine)
-        names = [frozenset[str]().union(*each) for each in zip(*told, strict=True)]
+        by_rank = self._control.exchange_objects(mine)
+        names = [frozenset[str]().union(*each) for each in zip(*by_rank, strict=True)]
         found = self._control.exchange([digest_of(self._prober.module, each) for each in names])
         if len({of_program for of_program, _ in found}) > 1:
             raise ValueError(_UNLIKE.format(", ".join(sorted(names[0]))))
@@ -222,7 +222,7 @@ class KnownCalls:
         """Count a call that another rank computes."""
         self._num_calls[module.fqn] += 1
 
-    def prepare(self, module: UnitModule, arguments: Any) -> tuple[list[Any], VisitRules]:
+    def prepare(self, module: UnitModule, arguments: Any) -> tuple[list[Any], BatchingRules]:
         """The flattened arguments of the module's next call, and the rules of that call."""
         leaves, spec = flatten(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -241,7 +241,7 @@ class KnownCalls:
 
     def _rules_for(
         self, module: UnitModule, key: CallKey, leaves: list[Any], arguments: Layout
-    ) -> VisitRules:
+    ) -> BatchingRules:
         call = self._call
         variants = self.current.rules.get(key)
         if not variants:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.signature import CHOOSING, choice_of
-from shardhet.fsdp.microbatch.surroundings import Surrounding
+from shardhet.fsdp.microbatch.surroundings import VisitContext
 from shardhet.fsdp.params.state import persistent_buffers
 from shardhet.fsdp.probing.comparing import Law, are_close
 from shardhet.fsdp.sharding.unit import FSDPUnit
@@ -350,7 +350,7 @@ def set_numbers(module: nn.Module, values: Mapping[Number, Any]) -> None:
         vars(module.get_submodule(fqn))[name] = value
 
 
-class AsItWas(Surrounding):
+class AsItWas(VisitContext):
     """A recomputation finds the attributes of a module as its forward did: flags and functions
     that the model sets before a call, and sets back before backward.
 
@@ -401,8 +401,8 @@ def values_of(module: nn.Module) -> dict[Number, Any]:
 def kept_of_samples(
     small: Mapping[Number, Any], large: Mapping[Number, Any], eps: float
 ) -> dict[Number, Any]:
-    """Of values after two forwards those that depend on which samples these had, but have no
-    row for each: a running mean, perhaps.  As after the second.
+    """Values that differ between two forwards on different samples although they have no row
+    per sample, such as a running mean; as they are after the second forward.
     """
 
     def is_other(one: Any, other: Any) -> bool:

@@ -36,7 +36,7 @@ from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.batching import (
     BatchAxis,
-    VisitRules,
+    BatchingRules,
     flatten,
     named_leaves,
     storage_of,
@@ -101,7 +101,7 @@ class SeenInput(NamedTuple):
 
 
 def _storages_of(flats: Sequence[FlatTensor], among: Set[int] | None = None) -> set[int]:
-    """The storages that hold parameters now: rows of frozen ones move (``residence``)."""
+    """The storages that hold parameters now: rows of frozen ones move (``persistence``)."""
     found = {
         each.untyped_storage()._cdata
         for flat in flats
@@ -152,7 +152,7 @@ class Probe:
     """The runs of a model on a few samples, on one rank."""
 
     def __init__(self, model: ProbedModel, *, has_gradients: bool, splits: bool) -> None:
-        self.rules: dict[CallKey, VisitRules] = {}
+        self.rules: dict[CallKey, BatchingRules] = {}
         self.inputs: list[SeenInput] = []
         self._refs: list[ref[Tensor]] = []  # of their tensors
         self.counted: set[Number] = set()  # attributes that a forward has changed
@@ -260,7 +260,7 @@ class Probe:
         self._num_calls[fqn] += 1
         known = self._seen if self._run is Probe._run_large else self._recorded
         if key not in known and self._run not in (Probe._run_small, Probe._run_plain):
-            raise Law.APART.refusal(f"unit {fqn!r}{_CALLED_OTHERWISE}")
+            raise Law.INDEPENDENT.refusal(f"unit {fqn!r}{_CALLED_OTHERWISE}")
         flow = self.watcher.flow
         if flow is not None and not is_piece:
             flow.reach(given)
@@ -406,7 +406,7 @@ _CALLED_OTHERWISE = (
 )
 
 
-def _fits(call: ProbedCall, output: Any, rules: VisitRules, num_samples: int) -> bool:
+def _fits(call: ProbedCall, output: Any, rules: BatchingRules, num_samples: int) -> bool:
     """Whether rules that were found are those of this call too."""
     pairs = (
         *zip(call.tensors, rules.inputs, strict=True),
@@ -417,7 +417,7 @@ def _fits(call: ProbedCall, output: Any, rules: VisitRules, num_samples: int) ->
     )
 
 
-def _note_inputs(probe: Probe, call: ProbedCall, rules: VisitRules) -> None:
+def _note_inputs(probe: Probe, call: ProbedCall, rules: BatchingRules) -> None:
     for tensor, rule in zip(call.tensors, rules.inputs, strict=True):
         if isinstance(rule, BatchAxis) and tensor.requires_grad:
             known = (i for i, each in enumerate(probe._refs) if each() is tensor)

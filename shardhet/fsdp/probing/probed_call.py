@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from shardhet.fsdp.microbatch.batching import (
     BatchAxis,
+    BatchingRules,
     Join,
     Layout,
     Rule,
-    VisitRules,
     flatten,
     named,
     unflatten,
@@ -105,9 +105,9 @@ class Seen:
     as_it_was: AsItWas  # its module's attributes before this call
     autocast_dtype: torch.dtype | None
 
-    def rules(self, inputs: Sequence[Rule]) -> VisitRules:
+    def rules(self, inputs: Sequence[Rule]) -> BatchingRules:
         """Rules of the call, without those of its results."""
-        return VisitRules(
+        return BatchingRules(
             arguments=self.call.arguments,
             inputs=tuple(inputs),
             results=self.results,
@@ -250,7 +250,7 @@ class Recorded(NamedTuple):
 
     call: ProbedCall
     output: Any
-    rules: VisitRules
+    rules: BatchingRules
     marks: list[Any]  # of its module's attributes before and after it; none if they differ
     is_cut: bool  # whether rules were tried
 

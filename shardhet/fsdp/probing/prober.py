@@ -19,8 +19,8 @@ from torch import Tensor
 
 from shardhet.comm.failure import LostPeerError
 from shardhet.fsdp.microbatch.batching import (
+    BatchingRules,
     Join,
-    VisitRules,
     flatten,
     known_rules,
     unflatten,
@@ -56,9 +56,9 @@ ROOT = -1  # in place of the index of a unit
 class Findings:
     """What a probe has found, valid for all calls of one kind."""
 
-    rules: dict[CallKey, list[VisitRules]]  # one for each kind of arguments seen
+    rules: dict[CallKey, list[BatchingRules]]  # one for each kind of arguments seen
     schedule: Schedule
-    staying: frozenset[int]  # units that are unsharded for the whole step
+    always_unsharded: frozenset[int]  # units that are unsharded for the whole step
     splits: bool  # whether any rank has several microbatches
     is_certain: bool  # if False, they are used for one step only
     has_root_dropout: bool  # whether dropout is called as a function outside of units
@@ -69,7 +69,7 @@ class Findings:
     # Of numbers, and tensors without samples, by their place in the model's output: whether
     # they are sums or means over samples, or both; empty for a mean over what counts in each;
     # None for anything else.
-    laws: Mapping[str, frozenset[Join] | None] = field(default_factory=dict)
+    reductions: Mapping[str, frozenset[Join] | None] = field(default_factory=dict)
     rewritten: frozenset[str] = frozenset()  # buffers, on every rank with samples
     # If results of units are followed: those of each call, if this rank has samples, and what
     # reaches each call, and the output.
@@ -96,7 +96,7 @@ class Prober:
     def __init__(self, model: ProbedModel, *, form: StepForm) -> None:
         self.module = model.module
         # Units that the model needs unsharded throughout.
-        self.staying: frozenset[int] = frozenset()
+        self.always_unsharded: frozenset[int] = frozenset()
         self._model = model
         self.units, self.root = model.units, model.root
         self._control = model.control
@@ -136,15 +136,20 @@ class Prober:
         splits: bool,
         first: Exception | None = None,
     ) -> Findings:
-        """``first`` is what was wrong with a loss of the last unit's output, but its place."""
+        """``first``: the problem found while the loss was still taken from the last unit's
+        output, unless that place itself was the problem; raised if no later attempt
+        succeeds.
+        """
         attempts = self._attempts(call)
         problem = first
         few = call and with_few_tokens(call, self._model.rank_plan)
         has_loss = call is not None and not self._model.loss.leaves_out(call.with_all()[2])
         mine = [float(call is not None), float(few is not call), float(has_loss)]
-        told = self._control.exchange(mine)
-        num_computing, has_few = sum(row[0] for row in told), any(row[1] for row in told)
-        gathered = {p: i for p, i in self._model.gathered.items() if i not in self.staying}
+        by_rank = self._control.exchange(mine)
+        num_computing, has_few = sum(row[0] for row in by_rank), any(row[1] for row in by_rank)
+        gathered = {
+            p: i for p, i in self._model.gathered.items() if i not in self.always_unsharded
+        }
         model = self._model.with_gathered(gathered, self._model.rows)
         for axes, is_of_few in product(attempts, [True, False] if has_few else [False]):
             attempt = Attempt(
@@ -160,14 +165,16 @@ class Prober:
                 is_alone=num_computing == 1,
             )
             found = attempt.run()
-            staying = found.unit if isinstance(found, StaysUnsharded) else -1
+            always_unsharded = found.unit if isinstance(found, StaysUnsharded) else -1
             is_first = axes is attempts[0] and not is_of_few
             if is_first and isinstance(found, Exception) and first is None:
                 problem = _explained(found, call, attempts, is_refused=attempt.is_refused)
             is_used = isinstance(found, LossUsedError)
-            rows = self._control.exchange([float(found is not None), staying, float(is_used)])
+            rows = self._control.exchange(
+                [float(found is not None), always_unsharded, float(is_used)]
+            )
             if not any(row[0] for row in rows):
-                self._model.loss.is_settled |= any(row[2] for row in told)  # rules say where
+                self._model.loss.is_settled |= any(row[2] for row in by_rank)  # rules say where
                 return self._settle(attempt, has_gradients)
             if more := {int(row[1]) for row in rows if row[1] >= 0}:
                 self._keep_unsharded(more)
@@ -185,7 +192,7 @@ class Prober:
             self._control.exchange([0.0])
 
     def _keep_unsharded(self, units: set[int]) -> None:
-        self.staying |= units
+        self.always_unsharded |= units
         names = ", ".join(repr(self.units[i].fqn) for i in sorted(units))
         warnings.warn(
             f"model(...): parameters of {names} are used while the unit is not being called "
@@ -207,7 +214,7 @@ class Prober:
             trainable_units=trainable,
             # Evaluation is one round, and has no backward that could use the parameters again.
             form=self._form if has_gradients else StepForm(),
-            staying_units=self.staying,
+            always_unsharded_units=self.always_unsharded,
         )
         probe = attempt.probe
         rules = {} if probe is None else probe.rules
@@ -217,19 +224,21 @@ class Prober:
             empty_output(attempt),
             probe.counted,
             [] if flow is None else flow.reached,
-            attempt.laws,
+            attempt.reductions,
             probe.rewritten,
             probe.examiner.is_certain,
             has_unlike_samples(attempt.call, attempt.axes, LARGE),
         )
-        told = [each for each in self._control.exchange_objects(mine) if each is not None]
-        forms, counted, reached, laws, rewritten, certain, unlike = zip(*told, strict=True)
+        by_rank = [each for each in self._control.exchange_objects(mine) if each is not None]
+        forms, counted, reached, reductions, rewritten, certain, unlike = zip(
+            *by_rank, strict=True
+        )
         if not any(unlike):
             _tell_of_alike_samples()
         return Findings(
             rules={key: [found] for key, found in rules.items()},
             schedule=schedule,
-            staying=self.staying,
+            always_unsharded=self.always_unsharded,
             splits=attempt.splits,
             is_certain=all(certain) and any(unlike),
             counted=tuple(sorted(set().union(*counted))),
@@ -239,12 +248,12 @@ class Prober:
             are_batched=tuple(axis is not None for axis in attempt.axes),
             results=() if flow is None else tuple(flow.results),
             reached=_together([each for each in reached if each]),
-            laws=_laws_of_all(laws),
+            reductions=_laws_of_all(reductions),
             rewritten=frozenset(set.intersection(*rewritten)),
             altered=frozenset() if flow is None else frozenset(flow.altered),
         )
 
-    def _check_agreement(self, rules: dict[CallKey, VisitRules]) -> None:
+    def _check_agreement(self, rules: dict[CallKey, BatchingRules]) -> None:
         mine = {
             (*key, str(each.arguments)): (each.inputs, each.outputs)
             for key, each in rules.items()
@@ -261,8 +270,8 @@ class Prober:
                     )
 
     def infer(
-        self, call: ProbedCall, known: VisitRules, *, of: ModelCall, splits: bool
-    ) -> VisitRules:
+        self, call: ProbedCall, known: BatchingRules, *, of: ModelCall, splits: bool
+    ) -> BatchingRules:
         """The rules of a unit's call that differs from the probed one.  Not collective.
 
         Raises ``ValueError`` if they cannot be found.
@@ -293,7 +302,7 @@ class Prober:
 
     def _take(self, unit_index: int) -> None:
         if self._finder.has_to_run:
-            self._reshard_all(but=(unit_index, *self.staying))
+            self._reshard_all(but=(unit_index, *self.always_unsharded))
             self._unshard(unit_index)
 
     def _unshard(self, unit_index: int) -> None:
@@ -321,7 +330,7 @@ class Prober:
         self._finder = OrderFinder(names, self._control, is_behind=is_behind)
         self.probe = probe
         try:
-            for index in sorted(self.staying):
+            for index in sorted(self.always_unsharded):
                 self._unshard(index)
             output = None if probe is None else run()
             place = NOT_VISITING if probe is None else END_OF_FORWARD
@@ -375,8 +384,8 @@ def _laws_of_all(
         if all(at in each for each in found)
     }
     return {
-        at: None if None in laws else frozenset.intersection(*laws)  # type: ignore[arg-type]
-        for at, laws in by_place.items()
+        at: None if None in reductions else frozenset.intersection(*reductions)  # type: ignore[arg-type]
+        for at, reductions in by_place.items()
     }
 
 

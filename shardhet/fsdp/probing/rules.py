@@ -207,7 +207,7 @@ class RuleFinder:
     def _are_equal(self, one: Tensor, other: Tensor) -> bool:
         return self._watcher.is_unpredictable or are_close(one, other, self._watcher.eps)
 
-    def _undecidable(self, found: str, law: Law = Law.APART) -> Rule:
+    def _undecidable(self, found: str, law: Law = Law.INDEPENDENT) -> Rule:
         if self._splits:
             raise law.refusal(found)
         return Join.SHARED  # never used: there is only one microbatch
@@ -302,7 +302,7 @@ def rows_of(small: Leaves, large: Leaves, *, is_alone: bool) -> dict[str, list[B
             continue
         growing = _growing(one, other)
         if len(growing) > 1 and not is_alone:
-            raise Law.APART.refusal(
+            raise Law.INDEPENDENT.refusal(
                 f"model(...): output {i} of shape {tuple(one.shape)} for {SMALL} samples and "
                 f"{tuple(other.shape)} for {LARGE} compares the samples of a rank's batch with "
                 "each other, as contrastive losses do, which take features of all ranks "

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardhet.fsdp.microbatch.batching import storage_of
 from shardhet.fsdp.microbatch.modes import EagerMode, tensors_among
-from shardhet.fsdp.params.optimizer_gate import is_in_memory_given_up
+from shardhet.fsdp.params.optimizer_check import is_in_memory_given_up
 from shardhet.fsdp.probing.comparing import Law
 from shardhet.fsdp.stages.flow import Flow
 

@@ -20,7 +20,7 @@ from shardhet.fsdp.microbatch.signature import hash_of
 from shardhet.fsdp.sharding.comm import CommContext, FlatKind, meet_room
 from shardhet.fsdp.sharding.flat import FlatTensor, ParamSlot
 from shardhet.fsdp.sharding.materialize import RowSource, is_on_meta, materialize, move_buffers
-from shardhet.fsdp.sharding.residence import check_resident_units
+from shardhet.fsdp.sharding.persistence import check_resident_units
 from shardhet.fsdp.sharding.unit import Casts, FSDPUnit, UnitModule, UnitModules
 from shardhet.records.layout import FlatLayout, cut_by_shares
 from shardhet.records.plan import EVERY_UNIT, Plan, PlannedUnit, is_matched
@@ -127,7 +127,7 @@ def build_units(
             for i, slot in enumerate(group):
                 if slot.current.is_meta and row_source is not None:
                     rows = row_source.read_rows(slot.fqn, flat.rows[i])
-                    flat.boxes(flat.flat_shard)[i].copy_(rows)
+                    flat.local_shards(flat.flat_shard)[i].copy_(rows)
                 else:
                     flat.store_rows(i, slot.current)
                 flat.sharded_params[i].__dict__.update(slot.current.__dict__)

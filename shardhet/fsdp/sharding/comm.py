@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from shardhet.comm import devices
-from shardhet.comm.calls import Pending, let_go
+from shardhet.comm.calls import Pending, drain
 from shardhet.comm.channel import Channel
+from shardhet.comm.copy_streams import CopyStream
 from shardhet.comm.devices import (
     BufferPool,
     HostAllocator,
@@ -24,10 +25,9 @@ from shardhet.comm.devices import (
     share_of_processors,
 )
 from shardhet.comm.groups import among_computing, in_two_levels
-from shardhet.comm.lanes import CopyLane
 from shardhet.records.layout import FlatLayout
 from shardhet.records.plan import HoldsFor, Plan, is_matched, pipeline_of
-from shardhet.records.stages import Nodes, Stage, TwoLevels, carriers
+from shardhet.records.stages import Nodes, Stage, TwoLevels, relays
 
 MIB = 2**20
 
@@ -74,7 +74,7 @@ class HostRoom:
         """What all its ranks place there with so many states of the optimizer."""
         return self.row_bytes + num_moments * self.moment_bytes
 
-    def lack(self, num_moments: int = 0) -> str | None:
+    def shortfall(self, num_moments: int = 0) -> str | None:
         """What is wrong if the host's memory does not suffice; None if it does."""
         needed = self.bytes_with(num_moments)
         if self.has_bytes is None or needed <= self.has_bytes:
@@ -109,8 +109,8 @@ def meet_room(
         here = [found[j] for j in nodes.positions(nodes.node_by_position[i])]
         has_bytes = min((each for each in here if each is not None), default=None)
         room = HostRoom.of(plan, layouts, kinds, nodes=nodes, position=i, has_bytes=has_bytes)
-        if (lack := room.lack()) is not None:
-            raise ValueError(lack)
+        if (shortfall := room.shortfall()) is not None:
+            raise ValueError(shortfall)
         rooms.append(room)
     return rooms[control.position]
 
@@ -124,19 +124,19 @@ class CommContext:
     def __init__(
         self,
         device: torch.device,
-        gather_channel: Channel,
-        reduce_channel: Channel,
+        all_gather_channel: Channel,
+        reduce_scatter_channel: Channel,
         nodes: Nodes | None = None,  # None: all positions are on one node
     ) -> None:
         self.device = device
         self.is_on_host = devices.is_on_host(device)
-        self.nodes = nodes or Nodes((0,) * gather_channel.world_size)
-        self.gather_channel = gather_channel
-        self.reduce_channel = reduce_channel
+        self.nodes = nodes or Nodes((0,) * all_gather_channel.world_size)
+        self.all_gather_channel = all_gather_channel
+        self.reduce_scatter_channel = reduce_scatter_channel
         self._two_level_units: tuple[str, ...] = ()  # of the plan
         self._in_levels: list[Channel] = []  # the same two channels, in two levels
         self._handle = devices.module_of(device)
-        group = gather_channel.group
+        group = all_gather_channel.group
         # With NCCL a wait for a collective is the stream's; with gloo the host stands still.
         self.host_runs_ahead = not self.is_on_host and (
             group is None or devices.backend_of(group, device) != "gloo"
@@ -167,14 +167,14 @@ class CommContext:
         self.computing: tuple[int, ...] = ()
         self._groups: list[tuple[Stage, range]] = []  # of those that have the same units
         self.resident_units: tuple[str, ...] = ()
-        transport = gather_channel.transport
+        transport = all_gather_channel.transport
         # Memory that peers read is allocated where they can read it, which avoids a copy.
         self._allocate = host_empty if transport is None else transport.empty
         self.buffers = BufferPool(self._allocate)
         self._unsent: deque[Pending] = deque()
         # For what is on the host by the plan: its memory, and copies in both directions.
         self.host_memory = HostAllocator(device)
-        self.to_device, self.to_host = CopyLane(device), CopyLane(device)
+        self.to_device, self.to_host = CopyStream(device), CopyStream(device)
         self.num_changes_of_rows = 0  # by optimizers and users, as far as steps have begun
         self.num_rounds = 1  # of a step
         self.num_host_threads: int | None = None  # for rows on the host; None: on the device
@@ -190,22 +190,22 @@ class CommContext:
         self.computing = tuple(i for i, each in enumerate(computes) if each)
         self._groups = [*zip(pipeline_of(plan), plan.groups, strict=True)]
         self.resident_units = tuple(plan.resident_units)
-        of_plan = carriers(self.nodes, computes)
-        self.gather_channel, self.reduce_channel = (
+        of_plan = relays(self.nodes, computes)
+        self.all_gather_channel, self.reduce_scatter_channel = (
             among_computing(each, of_plan, control=control, device=self.device)
-            for each in (self.gather_channel, self.reduce_channel)
+            for each in (self.all_gather_channel, self.reduce_scatter_channel)
         )
         self._two_level_units = tuple(plan.two_level_units)
         geometry = TwoLevels.among(self.nodes, computes) if plan.two_level_units else None
         self._in_levels = [
             in_two_levels(each, geometry, control=control, device=self.device)
-            for each in (self.gather_channel, self.reduce_channel)
+            for each in (self.all_gather_channel, self.reduce_scatter_channel)
         ]
 
     def set_receivers(self, positions: tuple[int, ...]) -> None:
         """Let these receive parameters and contribute gradients from now on."""
         self.receivers = positions
-        self.is_receiver = self.gather_channel.position in positions
+        self.is_receiver = self.all_gather_channel.position in positions
 
     def receivers_for(self, computing: tuple[int, ...]) -> tuple[int, ...]:
         """Who receives parameters and contributes gradients where ``computing`` have samples.
@@ -214,7 +214,7 @@ class CommContext:
         for them.  Messages between all pairs instead would make it allocate buffers for each
         (``groups._connect``), in the last batch of an epoch.
         """
-        is_nccl = self.host_runs_ahead and self.gather_channel.group is not None
+        is_nccl = self.host_runs_ahead and self.all_gather_channel.group is not None
         return self.computing if is_nccl and {*computing} <= {*self.computing} else computing
 
     def computing_of(self, unit_fqn: str) -> tuple[int, ...]:
@@ -228,7 +228,7 @@ class CommContext:
         """The channels of the unit's gathers and reductions, in one level or in two."""
         if is_matched(unit_fqn, self._two_level_units):
             return self._in_levels
-        return [self.gather_channel, self.reduce_channel]
+        return [self.all_gather_channel, self.reduce_scatter_channel]
 
     def _share_host(self, plan: Plan, control: Channel) -> None:
         """Share each host's processors among the ranks whose optimizer steps there."""
@@ -282,7 +282,7 @@ class CommContext:
         number is limited because each may hold a copy of the shard in ``param_dtype``.
         """
         self._unsent.append(gather)
-        let_go(self._unsent, MAX_UNSENT_GATHERS)
+        drain(self._unsent, MAX_UNSENT_GATHERS)
 
     def wait_all_sent(self) -> None:
         """Wait until no peer reads this rank's shards, so that the optimizer may write them.
@@ -290,6 +290,6 @@ class CommContext:
         On an accelerator the compute stream has waited for each gather, and with it for what
         the gather reads: there is nothing left to wait for, but copies of rows on the host.
         """
-        let_go(self._unsent, 0)
+        drain(self._unsent, 0)
         if self.to_device.num_copies:
             self.to_device.wait_all()

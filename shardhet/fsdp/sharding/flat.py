@@ -29,7 +29,7 @@ alive, who writes and reads it, and who waits for whom:
 The parameters are views of the unsharded storage, so tensors that autograd saved stay valid
 when the storage is freed and later refilled.  A rank that stores a whole tensor needs no second
 copy: its shard *is* the unsharded tensor; where a frozen one stays unsharded over steps, the
-shard becomes a part of it.  ``flat_grad`` has the states of the gradient, and ``residence``
+shard becomes a part of it.  ``flat_grad`` has the states of the gradient, and ``persistence``
 what is different where the plan says ``optimizer_on_host``, and which tensors stay unsharded
 over steps.
 """
@@ -47,7 +47,7 @@ from shardhet.comm.collectives import all_gather_uneven
 from shardhet.fsdp.microbatch.batching import storage_of
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.flat_grad import FlatGradient
-from shardhet.fsdp.sharding.residence import FrozenRows, Residence, RowsOnHost
+from shardhet.fsdp.sharding.persistence import FrozenRows, Persistence, RowsOnHost
 from shardhet.records.layout import FlatLayout, Span
 
 WAS_FROZEN = (
@@ -108,11 +108,11 @@ class FlatTensor:
         self.param_dtype = param_dtype if converts and param_dtype else orig_dtype
         self.reduce_dtype = reduce_dtype or orig_dtype
         self.comm = comm  # another one from a ``redistribute`` on
-        self._position = comm.gather_channel.position
+        self._position = comm.all_gather_channel.position
         # None: it is trainable, so that it is gathered for every use.
-        self.residence: Residence | None = None
+        self.persistence: Persistence | None = None
         if not self.is_trainable:
-            self.residence = Residence(slots[0].fqn, unit_fqn, comm, self._counted)
+            self.persistence = Persistence(slots[0].fqn, unit_fqn, comm, self._counted)
         self.grad = FlatGradient(unit_fqn, self.reduce_dtype)
         self.cuts: list[tuple[Span, ...]] = []  # the rows of every parameter, by position
         self._take_over(layout, on_host=on_host)
@@ -132,8 +132,8 @@ class FlatTensor:
             _keep_kind(slot.current, self.sharded_params[i], self.unsharded_params[i])
         if not self._is_shard_itself:
             self._unsharded.untyped_storage().resize_(0)
-        if self.residence is not None:
-            self.residence.follow_rows(self.flat_shard)
+        if self.persistence is not None:
+            self.persistence.follow_rows(self.flat_shard)
         for i, slot in enumerate(self.slots if self.is_trainable else ()):
             refuse = partial(_refuse_grad, slot.fqn)
             self.sharded_params[i].register_post_accumulate_grad_hook(refuse)
@@ -187,8 +187,8 @@ class FlatTensor:
         self._take_over(layout, on_host=on_host)
         own = layout.shard_spans[self._position]
         self.flat_shard.copy_(whole[own.start : own.stop])
-        if self.residence is not None:
-            self.residence.end()
+        if self.persistence is not None:
+            self.persistence.end()
         for i, param in enumerate(self.sharded_params):
             param.data = self._box(self.flat_shard, i)
         self._unsharded = self._whole()
@@ -197,8 +197,8 @@ class FlatTensor:
             param.data = view
         if not self._is_shard_itself:
             self._unsharded.untyped_storage().resize_(0)
-        if self.residence is not None:
-            self.residence.follow_rows(self.flat_shard)
+        if self.persistence is not None:
+            self.persistence.follow_rows(self.flat_shard)
 
     @property
     def sent(self) -> Tensor:
@@ -211,7 +211,7 @@ class FlatTensor:
 
     # Geometry #
 
-    def boxes(self, shard: Tensor) -> list[Tensor]:
+    def local_shards(self, shard: Tensor) -> list[Tensor]:
         """The rows of every parameter in ``shard``, a tensor like this rank's shard."""
         return [self._box(shard, i) for i in range(len(self.slots))]
 
@@ -241,19 +241,19 @@ class FlatTensor:
 
     def unshard(self) -> None:
         """Start the gather, unless who computes holds it; others only send."""
-        comm, residence, on_host = self.comm, self.residence, self.on_host
-        receivers = comm.receivers if residence is None else residence.to_reach()
+        comm, persistence, on_host = self.comm, self.persistence, self.on_host
+        receivers = comm.receivers if persistence is None else persistence.to_reach()
         if receivers is None:
             return
         if on_host is not None:
             on_host.copy_to_device()
-        if residence is not None:
-            residence.begin()
-        is_alone = comm.gather_channel.group is None  # then the gather copies and casts
+        if persistence is not None:
+            persistence.begin()
+        is_alone = comm.all_gather_channel.group is None  # then the gather copies and casts
         if is_alone and self._is_shard_itself:
             return
         is_receiver = self._position in receivers
-        has_rows = residence is not None and residence.has_rows
+        has_rows = persistence is not None and persistence.has_rows
         with comm.on_stream(comm.all_gather_stream):
             # Memory allocated on this stream may have been freed by the last reshard while
             # kernels of the compute stream still read it; the optimizer wrote the shard there.
@@ -292,8 +292,8 @@ class FlatTensor:
         if self._gather is not None:
             comm.current_stream().wait_event(self._gathered or comm.end_of(self._gather))
             comm.keep_until_sent(self._gather)
-            if self.residence is not None:
-                self.residence.note_gather(self._gather)
+            if self.persistence is not None:
+                self.persistence.note_gather(self._gather)
             self._gather = self._gathered = None
         elif self.on_host is not None:
             self.on_host.wait_on(comm.current_stream())
@@ -305,10 +305,10 @@ class FlatTensor:
         self.show_shards()
         if self._is_shard_itself:
             return
-        if (residence := self.residence) is not None:
-            if residence.may_take_rows(self.flat_shard):
-                _put_rows_inside(self, residence)
-            if residence.is_here or residence.has_rows:
+        if (persistence := self.persistence) is not None:
+            if persistence.may_take_rows(self.flat_shard):
+                _put_rows_inside(self, persistence)
+            if persistence.is_here or persistence.has_rows:
                 return
         self._unsharded.untyped_storage().resize_(0)
 
@@ -341,15 +341,17 @@ def _params_in(whole: Tensor, layout: FlatLayout, slots: Sequence[ParamSlot]) ->
     return [whole[span.start : span.stop].view(slot.shape) for span, slot in pairs]
 
 
-def _put_rows_inside(flat: FlatTensor, residence: Residence) -> None:
+def _put_rows_inside(flat: FlatTensor, persistence: Persistence) -> None:
     """Let the rows be their part of the unsharded storage, which has their values."""
     if flat.on_host is None and flat.param_dtype == flat.orig_dtype:
         # .data: a gather that writes here must not be taken for a change of rows.
         own, whole = flat.layout.shard_spans[flat._position], flat._unsharded.data
         flat.flat_shard = whole[own.start : own.stop]
-        for box, param in zip(flat.boxes(flat.flat_shard), flat.sharded_params, strict=True):
+        for box, param in zip(
+            flat.local_shards(flat.flat_shard), flat.sharded_params, strict=True
+        ):
             param.data = box
-        residence.take_rows()
+        persistence.take_rows()
 
 
 def _within(own: Span, span: Span) -> Span:

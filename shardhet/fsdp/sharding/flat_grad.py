@@ -12,7 +12,7 @@ from shardhet.comm.calls import Pending
 from shardhet.comm.collectives import reduce_scatter_uneven
 from shardhet.comm.failure import LostPeerError
 from shardhet.fsdp.sharding.comm import CommContext
-from shardhet.fsdp.sharding.residence import GradientOnHost
+from shardhet.fsdp.sharding.persistence import GradientOnHost
 from shardhet.records.layout import FlatLayout
 
 
@@ -34,8 +34,8 @@ class FlatGradient:
     computes and stores (``is_alone``), it has no whole buffer and no reduction: the sums that
     autograd makes for each parameter are the gradient.
 
-    ``finish`` gives the whole gradient back, also on a rank without rows of it.  ``TurnWalk``
-    calls it before it launches the next reduction, and after the last.
+    ``finish`` gives the whole gradient back, also on a rank without rows of it.
+    ``ScheduleExecutor`` calls it before it launches the next reduction, and after the last.
 
     With ``on_host`` its part of the sum is copied to the host when a reduction ends.
     """

@@ -183,8 +183,8 @@ class UnitState(Enum):
 
 
 class Casts:
-    """Whether units cast their inputs to the dtype of gathered parameters: not in a try of what
-    they compute, whose parameters are in float32 or wider.
+    """Whether units cast their inputs to the dtype of gathered parameters. Off while a unit is
+    tried with parameters in float32 or wider (tokens/law.py).
     """
 
     are_off = False
@@ -248,7 +248,7 @@ class FSDPUnit:
     def copy_to_device(self) -> None:
         """Launch the copies of rows on the host that ``unshard`` launches otherwise."""
         for flat in self.flats:
-            is_wanted = flat.residence is None or flat.residence.to_reach() is not None
+            is_wanted = flat.persistence is None or flat.persistence.to_reach() is not None
             if flat.on_host is not None and is_wanted:
                 flat.on_host.copy_to_device()
 
@@ -289,10 +289,10 @@ class FSDPUnit:
         """Prepare to accumulate gradients; does nothing on a rank that computes nothing."""
         if self._comm.is_receiver:
             for flat in self.flats:
-                if flat.residence is None:
+                if flat.persistence is None:
                     flat.grad.begin()
                 else:
-                    flat.residence.check_unwritten()
+                    flat.persistence.check_unwritten()
 
     def reduce(self) -> None:
         """Start the reduce-scatter of the computing ranks' gradients to the owners."""

@@ -35,26 +35,26 @@ from shardhet.fsdp.probing.prober import Findings
 from shardhet.fsdp.probing.watch import FACTORIES
 from shardhet.fsdp.sharding.unit import UnitModule
 from shardhet.fsdp.stages.flow import Result, Returned
-from shardhet.fsdp.stages.handover import Carried, StagePart
+from shardhet.fsdp.stages.stage_transfer import StagePart, StageTensor
 from shardhet.fsdp.step.calls import UnitCalls
 
-MEND = (
+REMEDY = (
     "Let one stage have all units that use it, or use the same code and the same kinds of "
     "arguments at every step."
 )
 
 
-class Absent(Tensor):
+class MetaPlaceholder(Tensor):
     """A shape, dtype and device."""
 
     _shape: Tensor  # on the meta device
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def like(example: Tensor, device: torch.device) -> "Absent":
+    def like(example: Tensor, device: torch.device) -> "MetaPlaceholder":
         """An absent tensor of the example's shape; the example is on the meta device."""
-        made: Absent = torch.Tensor._make_wrapper_subclass(
-            Absent,
+        made: MetaPlaceholder = torch.Tensor._make_wrapper_subclass(
+            MetaPlaceholder,
             example.shape,
             strides=example.stride(),
             dtype=example.dtype,
@@ -69,7 +69,9 @@ class Absent(Tensor):
     ) -> Any:
         """Run an operation on shapes alone."""
         kwargs = kwargs or {}
-        absent = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, Absent))
+        absent = next(
+            each for each in tree_leaves((args, kwargs)) if isinstance(each, MetaPlaceholder)
+        )
         if func.__name__.split(".")[0] in FACTORIES:  # they use nothing but the shape
             return func(*tree_map(_filled, args), **tree_map(_filled, kwargs))
         _check_writes(func, args, kwargs)
@@ -81,12 +83,12 @@ class Absent(Tensor):
             if "meta" in str(error).lower():
                 _refuse(f"{func.__name__} asks for its values")
             raise
-        if func._schema.is_mutable and isinstance(args[0], Absent):
+        if func._schema.is_mutable and isinstance(args[0], MetaPlaceholder):
             return args[0]
         device = absent.device
 
         def wrapped(leaf: Any) -> Any:
-            return Absent.like(leaf, device) if isinstance(leaf, Tensor) else leaf
+            return MetaPlaceholder.like(leaf, device) if isinstance(leaf, Tensor) else leaf
 
         return tree_map(wrapped, result)
 
@@ -96,13 +98,13 @@ class Absent(Tensor):
 
 
 def _shape_of(leaf: Any) -> Any:
-    if isinstance(leaf, Absent):
+    if isinstance(leaf, MetaPlaceholder):
         return leaf._shape
     return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
 
 
 def _filled(leaf: Any) -> Any:
-    if not isinstance(leaf, Absent):
+    if not isinstance(leaf, MetaPlaceholder):
         return leaf
     return torch.zeros(1, dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
 
@@ -115,14 +117,14 @@ def _check_writes(func: Callable[..., Any], args: Any, kwargs: Any) -> None:
             continue
         written = args[i] if i < len(args) else kwargs.get(argument.name)
         for each in tree_leaves(written):
-            if isinstance(each, Tensor) and not isinstance(each, Absent):
+            if isinstance(each, Tensor) and not isinstance(each, MetaPlaceholder):
                 _refuse(f"{func.__name__} writes it into another tensor")
 
 
 def _refuse(what: str) -> NoReturn:
     raise RuntimeError(
         f"stages: {what} outside of units, but it is what a unit of another stage has "
-        f"returned, which is not handed over. {MEND}"
+        f"returned, which is not handed over. {REMEDY}"
     )
 
 
@@ -136,16 +138,16 @@ class CallKind:
 
     findings: Findings
     part: StagePart
-    received: list[Carried]
-    sent: list[Carried]
+    received: list[StageTensor]
+    sent: list[StageTensor]
 
     @property
-    def received_with_grad(self) -> list[Carried]:
+    def received_with_grad(self) -> list[StageTensor]:
         """Those that get a gradient."""
         return [each for each in self.received if each.is_differentiable]
 
     @property
-    def sent_with_grad(self) -> list[Carried]:
+    def sent_with_grad(self) -> list[StageTensor]:
         """Those that get a gradient."""
         return [each for each in self.sent if each.is_differentiable]
 
@@ -220,7 +222,7 @@ class StageCalls(UnitCalls):
         self, module: UnitModule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run dropout outside of units, where this stage has what it is applied to."""
-        if any(isinstance(each, Absent) for each in tensors_in((args, kwargs))):
+        if any(isinstance(each, MetaPlaceholder) for each in tensors_in((args, kwargs))):
             self.known.pass_over(module)
             with self.dropout.left_alone():
                 return module.forward(*args, **kwargs)
@@ -269,7 +271,7 @@ class StageCalls(UnitCalls):
                 shape = torch.empty(
                     result.shape(i, num_samples), dtype=example.dtype, device="meta"
                 )
-                tensor = Absent.like(shape, self.anchor.device)
+                tensor = MetaPlaceholder.like(shape, self.anchor.device)
             tensors.append(tensor)
         return unflatten(filled(result.leaves, tensors), result.spec)
 
@@ -302,8 +304,8 @@ def _check_shape(tensor: Tensor, known: tuple[int, ...], fqn: str) -> None:
 def _check_present(tensors: Sequence[Tensor], where: str) -> None:
     """Raise if one of the tensors has no values."""
     for tensor in tensors:
-        if isinstance(tensor, Absent):
+        if isinstance(tensor, MetaPlaceholder):
             raise RuntimeError(
                 f"stages: a tensor of shape {tuple(tensor.shape)} reaches {where} that depends "
-                f"on what another stage has computed and did not hand over. {MEND}"
+                f"on what another stage has computed and did not hand over. {REMEDY}"
             )

@@ -23,7 +23,7 @@ from shardhet.comm.groups import among_computing, part_of
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.unit import UnitModules, find_units
 from shardhet.records.plan import Plan
-from shardhet.records.stages import Nodes, Stage, carriers
+from shardhet.records.stages import Nodes, Stage, relays
 
 
 def find_units_by(
@@ -124,25 +124,25 @@ def comm_of_units(plan: Plan, comm: CommContext, control: Channel) -> CommContex
     refuse("tensors of an accelerator that gloo carries", is_there=is_over_gloo)
     gather, reduce = (
         replace(each, transport=None, levels=None)
-        for each in (comm.gather_channel, comm.reduce_channel)
+        for each in (comm.all_gather_channel, comm.reduce_scatter_channel)
     )
     made = CommContext(comm.device, gather, reduce, comm.nodes)
     made.follow(plan, control)
     for each in plan.groups:
-        carrier_by_position = _carriers_of(plan, each, comm.nodes)
+        relay_by_position = _relays_of(plan, each, comm.nodes)
         found = [
-            among_computing(channel, carrier_by_position, control=control, device=comm.device)
+            among_computing(channel, relay_by_position, control=control, device=comm.device)
             for channel in (gather, reduce)
         ]
         if control.position in each:
-            made.gather_channel, made.reduce_channel = found
+            made.all_gather_channel, made.reduce_scatter_channel = found
     return made
 
 
-def _carriers_of(plan: Plan, group: range, nodes: Nodes) -> list[int]:
+def _relays_of(plan: Plan, group: range, nodes: Nodes) -> list[int]:
     """By position, who takes part for it in the collectives of a stage; -1 outside of it."""
     near = Nodes(tuple(nodes.node_by_position[i] for i in group))
-    found = carriers(near, [plan.ranks[i].rank_batch_size > 0 for i in group])
+    found = relays(near, [plan.ranks[i].rank_batch_size > 0 for i in group])
     return [group[found[i - group.start]] if i in group else -1 for i in range(len(plan.ranks))]
 
 
@@ -173,7 +173,7 @@ class StageChannels:
         for cut, pair in enumerate(pairwise(plan.groups)):
             for way, channels in ways.items():
                 made = part_of(
-                    comm.gather_channel,
+                    comm.all_gather_channel,
                     [i for group in pair for i in group],
                     purpose=way,
                     control=control,

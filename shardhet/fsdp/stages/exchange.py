@@ -7,13 +7,19 @@ from torch import Tensor
 from shardhet.comm import devices
 from shardhet.comm.channel import progress
 from shardhet.fsdp.stages.channels import StageChannels
-from shardhet.fsdp.stages.handover import Arriving, Carried, Departures, Peer, Route
 from shardhet.fsdp.stages.kinds import CallKinds
+from shardhet.fsdp.stages.stage_transfer import (
+    Peer,
+    PendingReceive,
+    SendQueue,
+    StageRoute,
+    StageTensor,
+)
 from shardhet.fsdp.step.around import Activity
 from shardhet.fsdp.step.rounds import Round
 from shardhet.fsdp.step.runtime import Runtime
 from shardhet.records.layout import Span
-from shardhet.records.ops import Handover, Op, OpKind, intervals, messages_between
+from shardhet.records.ops import Op, OpKind, StageTransfer, intervals, messages_between
 from shardhet.records.schedule import Phase, RoundPhase
 
 
@@ -28,7 +34,7 @@ class StageExchange:
         # So that a receive waits neither for compute nor for a send.
         stream = devices.module_of(comm.device).Stream(priority=-1)
         self._routes = {  # by the earlier of two stages, and direction
-            (cut, phase): Route(by_cut[cut], comm, stream, told)
+            (cut, phase): StageRoute(by_cut[cut], comm, stream, told)
             for by_cut, phase, told in (
                 (channels.onward, Phase.FORWARD, None),
                 (channels.back, Phase.BACKWARD, channels.on_host),
@@ -37,9 +43,9 @@ class StageExchange:
         }
         # Of the step in progress
         self._rounds: Sequence[Round] = ()
-        self._arriving: dict[RoundPhase, Arriving] = {}
+        self._pending_receives: dict[RoundPhase, PendingReceive] = {}
         self._leaving: dict[RoundPhase, Sequence[Tensor | None]] = {}
-        self._departures: dict[Phase, Departures] = {}
+        self._send_queues: dict[Phase, SendQueue] = {}
 
     def begin_step(self, rounds: Sequence[Round]) -> None:
         """Begin a step of ``rounds``, whose list says when messages are launched."""
@@ -56,38 +62,38 @@ class StageExchange:
         """Begin ``rounds``, with at most so many messages that may not have been received."""
         self._rounds = rounds
         cut_by_phase = {Phase.FORWARD: self._stage, Phase.BACKWARD: self._stage - 1}
-        self._departures = {
-            phase: Departures(self._routes[cut, phase], max_unsent[phase])
+        self._send_queues = {
+            phase: SendQueue(self._routes[cut, phase], max_unsent[phase])
             for phase, cut in cut_by_phase.items()
             if (cut, phase) in self._routes
         }
 
     def hand_over(self, op: Op) -> None:
         """Do what an op of the list says."""
-        assert op.handover is not None
-        of = op.handover.of
+        assert op.stage_transfer is not None
+        of = op.stage_transfer.of
         if op.kind is OpKind.ROOM:
             self._make_room(of)
         elif op.kind is OpKind.SEND:
             self.send(of)
-        elif of in self._arriving:
-            self._arriving[of].post()
+        elif of in self._pending_receives:
+            self._pending_receives[of].post()
 
     def receive(self, of: RoundPhase) -> None:
         """Begin to receive what the phase needs, unless that is on its way."""
-        if of not in self._arriving:
+        if of not in self._pending_receives:
             self._make_room(of)
-            if of in self._arriving:
-                self._arriving[of].post()
+            if of in self._pending_receives:
+                self._pending_receives[of].post()
 
     def _make_room(self, of: RoundPhase) -> None:
         """Allocate what a phase receives from another stage, if it gets anything."""
-        handover, each = Handover.to(self._stage, of), self._rounds[of.round]
-        carried, n = self._carried(handover), each.num_samples
-        if n and carried:
-            peers = self._peers(each, handover)
-            route = self._routes[handover.stage, of.phase]
-            self._arriving[of] = Arriving(carried, peers, n, route)
+        stage_transfer, each = StageTransfer.to(self._stage, of), self._rounds[of.round]
+        stage_tensors, n = self._carried(stage_transfer), each.num_samples
+        if n and stage_tensors:
+            peers = self._peers(each, stage_transfer)
+            route = self._routes[stage_transfer.stage, of.phase]
+            self._pending_receives[of] = PendingReceive(stage_tensors, peers, n, route)
 
     def give(self, of: RoundPhase, tensors: Sequence[Tensor | None]) -> None:
         """Have ``tensors`` sent, when it is time, to the stage that needs them."""
@@ -96,31 +102,31 @@ class StageExchange:
     def send(self, of: RoundPhase) -> None:
         """Send what the phase has made, if there is anything."""
         if (leaving := self._leaving.pop(of, None)) is not None:
-            handover, each = Handover.by(self._stage, of), self._rounds[of.round]
-            peers = self._peers(each, handover)
-            carried, n = self._carried(handover), each.num_samples
-            self._departures[of.phase].send(leaving, carried, peers, n)
+            stage_transfer, each = StageTransfer.by(self._stage, of), self._rounds[of.round]
+            peers = self._peers(each, stage_transfer)
+            stage_tensors, n = self._carried(stage_transfer), each.num_samples
+            self._send_queues[of.phase].send(leaving, stage_tensors, peers, n)
 
     def take(self, of: RoundPhase) -> list[Tensor | None]:
         """What the phase receives, once it is here; None for gradients that there are not."""
-        if (arriving := self._arriving.pop(of, None)) is None:
+        if (arriving := self._pending_receives.pop(of, None)) is None:
             return []
         is_forward = of.phase is Phase.FORWARD
         what = f"round {of.round}" if is_forward else f"gradients of round {of.round}"
-        sender = Handover.to(self._stage, of).stage + (not is_forward)
+        sender = StageTransfer.to(self._stage, of).stage + (not is_forward)
         progress.mark(f"waiting for {what} of stage {sender}")
         with self._runtime.observers.watch("", Activity.WAIT_STAGE):
             return arriving.wait()
 
     def flush(self) -> None:
         """Wait until everything that was sent has been received."""
-        for each in self._departures.values():
+        for each in self._send_queues.values():
             each.flush()
 
-    def _peers(self, each: Round, handover: Handover) -> list[Peer]:
+    def _peers(self, each: Round, stage_transfer: StageTransfer) -> list[Peer]:
         """Who has this rank's samples at the other side of a cut."""
         plan, position = self._runtime.plan, self._runtime.control.position
-        own, others = plan.groups[handover.stage : handover.stage + 2]
+        own, others = plan.groups[stage_transfer.stage : stage_transfer.stage + 2]
         is_earlier = position in own
         if not is_earlier:
             own, others = others, own
@@ -139,9 +145,9 @@ class StageExchange:
             if one == mine
         ]
 
-    def _carried(self, handover: Handover) -> list[Carried]:
-        kind = self._kinds.of(self._rounds[handover.of.round])
-        is_to_next = handover.stage == self._stage
-        if handover.of.phase is Phase.FORWARD:
+    def _carried(self, stage_transfer: StageTransfer) -> list[StageTensor]:
+        kind = self._kinds.of(self._rounds[stage_transfer.of.round])
+        is_to_next = stage_transfer.stage == self._stage
+        if stage_transfer.of.phase is Phase.FORWARD:
             return kind.sent if is_to_next else kind.received
         return kind.sent_with_grad if is_to_next else kind.received_with_grad

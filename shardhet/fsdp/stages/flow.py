@@ -24,7 +24,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
-from shardhet.fsdp.microbatch.batching import BatchAxis, Rule, VisitRules, flatten, storage_of
+from shardhet.fsdp.microbatch.batching import (
+    BatchAxis,
+    BatchingRules,
+    Rule,
+    flatten,
+    storage_of,
+)
 from shardhet.fsdp.microbatch.modes import FunctionMode, tensors_among
 
 # What they return, or its shape, lets the program decide by values of their tensors.
@@ -91,7 +97,7 @@ class Flow:
         """Note that the call in progress draws random numbers."""
         self._is_random = True
 
-    def give(self, output: Any, rules: VisitRules) -> None:
+    def give(self, output: Any, rules: BatchingRules) -> None:
         """Note the result of the call."""
         leaves, spec = flatten(output)
         place = len(self.results)

@@ -13,10 +13,10 @@ from shardhet.comm.channel import progress
 from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.probing.known_calls import UNKNOWN
 from shardhet.fsdp.probing.prober import Findings
-from shardhet.fsdp.sharding.residence import share_holders
+from shardhet.fsdp.sharding.persistence import share_holders
 from shardhet.fsdp.stages.calls import CallKind, StageCalls
 from shardhet.fsdp.stages.channels import check_hooks, refuse
-from shardhet.fsdp.stages.handover import carried_of, check_dropouts, parts_of
+from shardhet.fsdp.stages.stage_transfer import check_dropouts, parts_of, stage_tensors_of
 from shardhet.fsdp.step.rounds import Round
 from shardhet.fsdp.step.runtime import Runtime
 from shardhet.records.ops import Op
@@ -80,10 +80,11 @@ class CallKinds:
         """What belongs to this rank's stage; raises ``ValueError`` for what it cannot do."""
         by_fqn, stage = self._runtime.stage_by_fqn, self._runtime.stage
         fqns = [*by_fqn]
-        staying = ", ".join(repr(fqns[i]) for i in sorted(findings.staying))
+        always_unsharded = ", ".join(repr(fqns[i]) for i in sorted(findings.always_unsharded))
         counted = ", ".join(f"{name} of {fqn or 'the model'}" for fqn, name in findings.counted)
         refused = {
-            f"parameters of {staying} used outside of it, or a module in two units": staying,
+            f"parameters of {always_unsharded} used outside of it, or a module in two "
+            "units": always_unsharded,
             f"attributes that change in every forward ({counted})": counted,
         }
         for what, found in refused.items():
@@ -94,8 +95,8 @@ class CallKinds:
         called = [fqns[each.unit] for each in findings.schedule.segments]
         check_dropouts(findings, [by_fqn[fqn] for fqn in called])
         # Those of all stages, so that all ranks raise if one has to.
-        received = [carried_of(each.received, findings, called) for each in parts]
-        sent = [carried_of(each.sent, findings, called) for each in parts]
+        received = [stage_tensors_of(each.received, findings, called) for each in parts]
+        sent = [stage_tensors_of(each.sent, findings, called) for each in parts]
         return CallKind(findings, parts[stage], received[stage], sent[stage])
 
     def of(self, each: Round) -> CallKind:
@@ -120,11 +121,11 @@ class CallKinds:
                 form=replace(runtime.rounds.form, num_rounds=num_rounds),
                 in_flight=in_flight[stage],
             )
-        runtime.walk.hand_over = hand_over
+        runtime.executor.hand_over = hand_over
         place = () if hand_over is None else (stage, in_flight)
         # As all ranks talk: a stage alone may do so in another way than the next one.
         in_one_order = runtime.root_comm.host_runs_ahead
-        runtime.walk.lay_out(self._schedules[key], *place, in_one_order=in_one_order)
+        runtime.executor.lay_out(self._schedules[key], *place, in_one_order=in_one_order)
 
     def forward(self, each: Round, received: Sequence[Tensor], *, is_training: bool) -> Any:
         """This stage's part of a round's forward: the tensors to hand over, or of the last

@@ -4,10 +4,10 @@
 Before the first round all ranks agree on the samples of every round, and gather the root.  From
 then on a rank waits for its own stage (gathers and reductions of its units) and for what it
 receives from the stages beside it, in one order that is the same for all ranks of the stage
-(``records.ops``).  What it receives next is launched ahead, so that it arrives
-meanwhile; ``handover`` says which stream waits for which.  When a stage has taken all its turns
-it waits for the others, to reduce the root's gradients.  On an accelerator the host reads once
-a step, when all is queued: checksums of the samples, and in the last stage the losses.
+(``records.ops``).  What it receives next is launched ahead, so that it arrives meanwhile;
+``stage_transfer`` says which stream waits for which.  When a stage has taken all its turns it
+waits for the others, to reduce the root's gradients.  On an accelerator the host reads once a
+step, when all is queued: checksums of the samples, and in the last stage the losses.
 
 [Note: The output of several rounds]
 Nothing but the model knows how outputs of rounds become that of all samples: losses are summed
@@ -34,11 +34,11 @@ from shardhet.fsdp.microbatch.layered import run_backward
 from shardhet.fsdp.microbatch.loss import Laws, Output, loss_pair
 from shardhet.fsdp.microbatch.signature import CHECKSUM_END, ModelCall
 from shardhet.fsdp.probing.attempt import RunModule
-from shardhet.fsdp.sharding.residence import forget_changed
+from shardhet.fsdp.sharding.persistence import forget_changed
 from shardhet.fsdp.stages.channels import refuse
 from shardhet.fsdp.stages.exchange import StageExchange
-from shardhet.fsdp.stages.handover import Arrived, differentiable, edges_of
 from shardhet.fsdp.stages.kinds import CallKinds
+from shardhet.fsdp.stages.stage_transfer import ReceivedTensors, differentiable, edges_of
 from shardhet.fsdp.step.around import Activity
 from shardhet.fsdp.step.mean_loss import (
     MeanLoss,
@@ -48,16 +48,16 @@ from shardhet.fsdp.step.mean_loss import (
     check_scaler,
     wants_gradient,
 )
-from shardhet.fsdp.step.rounds import Moment, Round, Rounds, check_fits_plan
+from shardhet.fsdp.step.rounds import Round, RoundKey, Rounds, check_fits_plan
 from shardhet.fsdp.step.runtime import Runtime
 from shardhet.records.layout import Span
 from shardhet.records.plan import Plan
 from shardhet.records.schedule import Phase, RoundPhase, one_forward_one_backward
 
-DEAL = "Pass each rank the samples of plan.sample_indices(model.position)."
+PASS_SAMPLE_INDICES = "Pass each rank the samples of plan.sample_indices(model.position)."
 
 
-class Passed(NamedTuple):
+class RoundInputs(NamedTuple):
     """What a rank is passed in a round."""
 
     num_samples: int
@@ -65,7 +65,7 @@ class Passed(NamedTuple):
     divisor: float | None = None  # of its loss, if that is known
 
     @classmethod
-    def of(cls, call: ModelCall, divisor: float | None) -> "Passed":
+    def of(cls, call: ModelCall, divisor: float | None) -> "RoundInputs":
         """That of a call."""
         return cls(call.num_samples, call.lengths, divisor)
 
@@ -85,24 +85,25 @@ def rounds_of(
     rounds: list[Round] = []
     before = 0
     for number, call in enumerate(calls):
-        row: list[Passed] = [each[number] for each in told]
+        row: list[RoundInputs] = [each[number] for each in told]
         _check_round(plan, row, f"{caller}: in round {number}")
         sizes = [each.num_samples for each in row]
         if any(sizes):
-            moment = Moment(of_step.step, len(rounds), before)
-            rounds.append(of_step.of(call, sizes, moment))
+            round_key = RoundKey(of_step.step, len(rounds), before)
+            rounds.append(of_step.of(call, sizes, round_key))
             rounds[-1].divisor = row[0].divisor
             before += rounds[-1].num_together
     return rounds
 
 
-def _check_round(plan: Plan, row: Sequence[Passed], where: str) -> None:
+def _check_round(plan: Plan, row: Sequence[RoundInputs], where: str) -> None:
     planned = [rank.rank_batch_size for rank in plan.ranks]
-    check_fits_plan(planned, [each.num_samples for each in row], where, DEAL)
+    check_fits_plan(planned, [each.num_samples for each in row], where, PASS_SAMPLE_INDICES)
     counts = [sum(row[i].num_samples for i in each) for each in plan.groups]
     if len(set(counts)) > 1:
         raise ValueError(
-            f"{where} the stages got {counts} samples but must get the same. {DEAL}"
+            f"{where} the stages got {counts} samples but must get the same. "
+            f"{PASS_SAMPLE_INDICES}"
         )
     if len(numbers := {len(each.lengths) for each in row if each.num_samples}) > 1:
         raise ValueError(
@@ -133,7 +134,8 @@ def check_samples(
         if len({_checksum([sums[i] for i in each]) for each in plan.groups}) > 1:
             raise ValueError(
                 f"{caller}: in round {number} the stages were passed other samples or other "
-                f"values, or in another order. Pass all arguments on every rank. {DEAL}"
+                f"values, or in another order. Pass all arguments on every rank. "
+                f"{PASS_SAMPLE_INDICES}"
             )
 
 
@@ -160,10 +162,12 @@ class Pipeline:
         self._is_last = stage == len(runtime.in_flight) - 1
         self._exchange = StageExchange(runtime, self._kinds)
         # Of the step in progress
-        self._told: list[list[Passed]] = []  # what every rank is passed, by position and round
+        self._told: list[
+            list[RoundInputs]
+        ] = []  # what every rank is passed, by position and round
         self._rounds: list[Round] = []
         # By round, from forward to backward
-        self._arrived: dict[int, Arrived] = {}
+        self._arrived: dict[int, ReceivedTensors] = {}
         self._made: dict[int, list[GradientEdge | None]] = {}  # that get a gradient
         self._seeds: dict[int, Tensor] = {}  # in the dtype of the loss
         self._seed = torch.ones(())  # the gradient of each round's loss, on the device
@@ -188,7 +192,9 @@ class Pipeline:
             _check_arguments(calls)
             calls = self._agree("forward_backward", calls, divisors)
             if not self._rounds:
-                raise ValueError(f"forward_backward: no rank has samples. {DEAL}")
+                raise ValueError(
+                    f"forward_backward: no rank has samples. {PASS_SAMPLE_INDICES}"
+                )
             runtime.begin_step()
             self._unshard_root()
             runtime.norms.begin()
@@ -220,7 +226,7 @@ class Pipeline:
                         self._do_backward(now)
                 if self._is_last and now == RoundPhase(number - 1, Phase.FORWARD):
                     sums = HostCopy(self._sums)
-                runtime.walk.go_on()  # sends what it has made, gathers for the next
+                runtime.executor.go_on()  # sends what it has made, gathers for the next
             exchange.flush()
             progress.mark("reducing the gradients that all stages share")
             runtime.reduce_rest()
@@ -266,7 +272,7 @@ class Pipeline:
             checksums = _checksums(calls, self._comm.device)
             self._exchange.begin(self._rounds, {Phase.FORWARD: 1, Phase.BACKWARD: 0})
             sizes = [sum(each) for each in zip(*(r.sizes for r in self._rounds), strict=True)]
-            whole = runtime.rounds.of(call, sizes, Moment(runtime.rounds.step))
+            whole = runtime.rounds.of(call, sizes, RoundKey(runtime.rounds.step))
             self._kinds.know([whole], is_training=is_training)
             for each in self._rounds:
                 each.index = whole.index
@@ -286,26 +292,28 @@ class Pipeline:
 
     def _collect(self, whole: Round) -> list[Tensor]:
         """The tensors that arrive in all rounds, joined."""
-        carried, number = self._kinds.of(whole).received, whole.num_samples
-        joined = [each.new_whole(number, self._comm.device) for each in carried]
+        stage_tensors, number = self._kinds.of(whole).received, whole.num_samples
+        joined = [each.new_whole(number, self._comm.device) for each in stage_tensors]
         start = 0
         for each in self._rounds:
             span = Span(start, start + each.num_samples)
-            for kind, tensor, piece in zip(carried, joined, self._arrive(each), strict=False):
+            for kind, tensor, piece in zip(
+                stage_tensors, joined, self._arrive(each), strict=False
+            ):
                 kind.put(tensor, piece, span, number)
             start = span.stop
         return joined
 
     def _arrive(self, each: Round) -> list[Tensor]:
         """What a round begins with; what the next one does is on its way."""
-        first = each.moment.round
+        first = each.round_key.round
         for following in self._rounds[first : first + 2]:
-            self._exchange.receive(RoundPhase(following.moment.round, Phase.FORWARD))
+            self._exchange.receive(RoundPhase(following.round_key.round, Phase.FORWARD))
         return self._receive(RoundPhase(first, Phase.FORWARD))
 
     def _hand_on(self, each: Round, output: Sequence[Tensor]) -> None:
         """Send the next stage its samples of what this one has made in a round."""
-        of = RoundPhase(each.moment.round, Phase.FORWARD)
+        of = RoundPhase(each.round_key.round, Phase.FORWARD)
         if each.num_samples:
             self._exchange.give(of, output)
         self._exchange.send(of)
@@ -328,11 +336,11 @@ class Pipeline:
             _check_entered(caller, step, [row[1:3] for row in entered])
             if any(row[2] > 1 for row in entered):
                 forget_changed(of_frozen, self._control)
-            passed = list(map(Passed.of, calls, divisors or [None] * len(calls)))
-            told: list[list[Passed]] = self._control.exchange_objects(passed)
+            passed = list(map(RoundInputs.of, calls, divisors or [None] * len(calls)))
+            told: list[list[RoundInputs]] = self._control.exchange_objects(passed)
         most, none = max(map(len, told)), [replace(calls[-1], num_samples=0)]
         calls = [*calls, *none * (most - len(calls))]
-        self._told = [[*each, *[Passed(0, ())] * (most - len(each))] for each in told]
+        self._told = [[*each, *[RoundInputs(0, ())] * (most - len(each))] for each in told]
         rounds = self._runtime.rounds
         self._rounds = rounds_of(self._plan, rounds, calls, self._told, caller=caller)
         return calls
@@ -348,14 +356,14 @@ class Pipeline:
         kind, n = self._kinds.of(each), each.num_samples
         received = self._receive(now)
         if n and kind.received_with_grad:
-            self._arrived[now.round] = arrived = Arrived()
+            self._arrived[now.round] = arrived = ReceivedTensors()
             received = arrived.with_grad(received, kind.received, runtime.calls.anchor)
         output = self._kinds.forward(each, received, is_training=is_training)
         if not n:
             return
         if self._is_last:
             divisor = each.divisor or 1.0
-            loss_sum = self._loss_of(output, kind.findings.laws, divisor)
+            loss_sum = self._loss_of(output, kind.findings.reductions, divisor)
             self._made[now.round] = edges_of([loss_sum])
             self._seeds[now.round] = (self._seed / divisor).to(loss_sum.dtype)
             return
@@ -366,11 +374,11 @@ class Pipeline:
         """What the stage before hands over for the forward of a round, once it is here."""
         return [each for each in self._exchange.take(now) if each is not None]
 
-    def _loss_of(self, output: Any, laws: Laws, divisor: float) -> Tensor:
+    def _loss_of(self, output: Any, reductions: Laws, divisor: float) -> Tensor:
         loss_sum, num_tokens = loss_pair(output)
         check_is_number(loss_sum)
         if len(self._rounds) > 1 or len(self._runtime.computing_here) > 1:
-            Output(named_leaves(output), laws).check_adds_up(
+            Output(named_leaves(output), reductions).check_adds_up(
                 loss_sum, num_tokens, "forward_backward"
             )
         check_is_wide(loss_sum, "forward_backward")

@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 from torch.profiler import record_function
 
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
-from shardhet.fsdp.microbatch.batching import VisitRules
+from shardhet.fsdp.microbatch.batching import BatchingRules
 from shardhet.fsdp.microbatch.host_inputs import InputsOnHost
 from shardhet.fsdp.microbatch.joining import spans_of
 from shardhet.fsdp.microbatch.layered import Visit
-from shardhet.fsdp.microbatch.surroundings import Context, RandomStates, Seeded, Surrounding
+from shardhet.fsdp.microbatch.surroundings import Context, RandomStates, Seeded, VisitContext
 from shardhet.fsdp.probing.module_state import AsItWas
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
-from shardhet.fsdp.step.rounds import Moment, Round
+from shardhet.fsdp.step.rounds import Round, RoundKey
 from shardhet.fsdp.tokens.attention import ContextGroup
 from shardhet.fsdp.tokens.tiles import Tiles
 from shardhet.records.layout import Span
@@ -165,13 +165,13 @@ _UNWATCHED = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardTurn(Surrounding):
+class BackwardTurn(VisitContext):
     """The backward turn of a visit of a unit."""
 
-    enter: Callable[[int, Moment], None]  # called with segment and moment
+    enter: Callable[[int, RoundKey], None]  # called with segment and moment
     leave: Callable[[], None]  # not called after an error
     segment: int
-    moment: Moment
+    round_key: RoundKey
 
     def in_phase(self, phase: Phase) -> Context | None:
         """Begin the unit's turn when autograd reaches the visit, and end it."""
@@ -179,13 +179,13 @@ class BackwardTurn(Surrounding):
 
     @contextmanager
     def _taken(self) -> Iterator[None]:
-        self.enter(self.segment, self.moment)
+        self.enter(self.segment, self.round_key)
         yield
         self.leave()
 
 
 @dataclass(frozen=True, slots=True)
-class TurnOfInputs(Surrounding):
+class TurnOfInputs(VisitContext):
     """Inputs on the host leave the device a turn later, and come back a turn ahead."""
 
     inputs: InputsOnHost
@@ -201,7 +201,7 @@ class TurnOfInputs(Surrounding):
 
 
 @dataclass(frozen=True, slots=True)
-class NotedNorms(Surrounding):
+class NotedNorms(VisitContext):
     """Batch norms note their statistics, unless it is a recomputation."""
 
     norms: BatchNorms
@@ -213,7 +213,7 @@ class NotedNorms(Surrounding):
 
 
 @dataclass(frozen=True, slots=True)
-class Reported(Surrounding):
+class Reported(VisitContext):
     """Each microbatch is reported to the observers."""
 
     observers: Observers
@@ -231,7 +231,7 @@ _ACTIVITIES = {Phase.FORWARD: Activity.FORWARD, Phase.BACKWARD: Activity.BACKWAR
 class Visits:
     """Makes the visits of a rank: what a call computes and what surrounds it."""
 
-    staying: Sequence[FSDPUnit]  # unsharded for the whole step, the root among them
+    always_unsharded: Sequence[FSDPUnit]  # unsharded for the whole step, the root among them
     rank_plan: RankPlan
     random: RandomStates
     norms: BatchNorms | None  # None: there are none
@@ -254,7 +254,7 @@ class Visits:
     def of(
         self,
         module: UnitModule,
-        rules: VisitRules,
+        rules: BatchingRules,
         of: Round,
         *,
         call: int,
@@ -269,7 +269,7 @@ class Visits:
         if unit is not None:
             function = self.function_of(module, recomputes=policy.recomputes)
         # The root owns the parameters that a unit shares with it.
-        units = self.staying if unit is None else (*self.staying, unit)
+        units = self.always_unsharded if unit is None else (*self.always_unsharded, unit)
         return Visit(
             unit_fqn=module.fqn if unit is None else unit.fqn,
             function=function,
@@ -287,15 +287,15 @@ class Visits:
     def around(
         self,
         module: UnitModule,
-        rules: VisitRules,
+        rules: BatchingRules,
         of: Round,
         call: int,
         unit: FSDPUnit | None,  # None: the module belongs to the root, which stays unsharded
         backward: BackwardTurn | None,
         policy: "_OfModule",
-    ) -> list[Surrounding]:
+    ) -> list[VisitContext]:
         """What surrounds a visit, in the order of entering; a new concern is a line here."""
-        fqn, found = module.fqn if unit is None else unit.fqn, list[Surrounding]()
+        fqn, found = module.fqn if unit is None else unit.fqn, list[VisitContext]()
         if backward is not None:  # a turn begins before anything else of its backward
             found.append(backward)
         if self.inputs is not None and unit is not None:
@@ -303,7 +303,7 @@ class Visits:
         if module.module.training:
             # A call that runs once for all samples draws the same numbers on every rank.
             first = of.seeded_as if rules.is_batched else 0
-            step = of.moment.step
+            step = of.round_key.step
             found.append(Seeded(self.random, fqn, call=call, step=step, first_sample=first))
         if self.norms is not None:
             found.append(NotedNorms(self.norms, of.first_sample))

@@ -42,8 +42,8 @@ from shardhet.fsdp.probing.prober import Prober
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
 from shardhet.fsdp.step.around import BackwardTurn, Visits
-from shardhet.fsdp.step.rounds import Moment, Round, Rounds, StepInProgress
-from shardhet.fsdp.step.turn_walk import TurnWalk
+from shardhet.fsdp.step.rounds import Round, RoundKey, Rounds, StepInProgress
+from shardhet.fsdp.step.schedule_executor import ScheduleExecutor
 
 
 class _Shape(NamedTuple):
@@ -127,7 +127,7 @@ class FeatureGathers:
     def all_gather(self, shape: _Shape, features: Tensor) -> Tensor:
         """The rows of all ranks, [sum(shape.rows), *shape.row_shape].  Collective."""
         own = features.detach().contiguous().view(-1)
-        whole = whole_of(own, shape.numels, self._comm.gather_channel)
+        whole = whole_of(own, shape.numels, self._comm.all_gather_channel)
         return whole.view(-1, *shape.row_shape)
 
     def reduce(self, index: int, grad: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class FeatureGathers:
             own,
             grad.contiguous().view(-1),
             shape.numels,
-            channel=comm.reduce_channel,
+            channel=comm.reduce_scatter_channel,
             contributors=range(self._control.world_size),
             scratch=comm.buffers,
         ).complete()
@@ -217,7 +217,7 @@ class UnitCalls:
         *,
         step: StepInProgress,
         rounds: Rounds,
-        walk: TurnWalk,
+        executor: ScheduleExecutor,
         features: FeatureGathers,
         peers: Peers,
         device: torch.device,
@@ -227,7 +227,7 @@ class UnitCalls:
         self.outside_of_steps: CallUnit | None = None  # replaces ``visit`` while it is set
         self._step = step
         self._rounds = rounds
-        self._walk = walk
+        self._executor = executor
         self._features = features
         self._peers = peers
         self.anchor = torch.zeros((), device=device, requires_grad=True)
@@ -268,16 +268,18 @@ class UnitCalls:
         """The output of the next visit, and its turn around it."""
         unit, of = self.units[unit_index], self._step.round
         assert of is not None
-        segment, needs_backward = self._walk.expect(unit_index, needs_backward)
-        self._walk.begin_turn()
+        segment, needs_backward = self._executor.expect(unit_index, needs_backward)
+        self._executor.begin_turn()
         call = self._step.num_visits[unit.fqn]
         self._step.num_visits[unit.fqn] += 1
-        backward = BackwardTurn(self._enter_backward, self._walk.end_turn, segment, of.moment)
+        backward = BackwardTurn(
+            self._enter_backward, self._executor.end_turn, segment, of.round_key
+        )
         with self.dropout.left_alone():
             leaves, rules = self.known.prepare(module, arguments)
             visit = self._visits.of(module, rules, of, call=call, unit=unit, backward=backward)
             output = run_visit(visit, self.anchor if needs_backward else None, leaves)
-        self._walk.end_turn()
+        self._executor.end_turn()
         return output
 
     def visit_piece(
@@ -340,11 +342,11 @@ class UnitCalls:
                     f"{CALL_THE_MODEL}"
                 )
 
-    def _enter_backward(self, segment: int, moment: Moment) -> None:
+    def _enter_backward(self, segment: int, round_key: RoundKey) -> None:
         """Begin the backward of a visit; take the turns before it that autograd skipped."""
         if (
             self._step.round is None
-            or self._rounds.moment != moment
+            or self._rounds.round_key != round_key
             or not self._step.is_in_autograd
         ):
             with self._peers.guard():  # outside of model.backward no other guard tells peers
@@ -355,7 +357,7 @@ class UnitCalls:
                 )
         if self._features.open:
             self._features.finish()
-        self._walk.reach(segment)
+        self._executor.reach(segment)
 
 
 def _check_flags(unit: FSDPUnit) -> None:

@@ -32,8 +32,8 @@ from shardhet.comm.channel import progress
 from shardhet.comm.peers import Peers
 from shardhet.fsdp.microbatch.layered import leaves_of
 from shardhet.fsdp.microbatch.loss import Laws, check_factors
-from shardhet.fsdp.params.optimizer_gate import rows_among
-from shardhet.fsdp.params.row_group import RowGroup
+from shardhet.fsdp.params.optimizer_check import rows_among
+from shardhet.fsdp.params.row_group import ShardGroup
 from shardhet.fsdp.params.row_params import (
     ParamHooks,
     check_hooks_agree,
@@ -128,7 +128,7 @@ class MeanLoss:
         flats: Sequence[FlatTensor],
         param_by_fqn: Mapping[str, nn.Parameter],
         hooks: ParamHooks,
-        rows: RowGroup,
+        rows: ShardGroup,
         *,
         is_float16: bool,
     ) -> None:
@@ -147,7 +147,7 @@ class MeanLoss:
         self.is_divided = False  # the loss, by what the program gives
         # Of the rounds of the step so far
         self.sums: Tensor | None = None  # losses and tokens of every rank, [world_size, 2]
-        self.laws: list[Laws] = []  # see ``check_factors``
+        self.reductions: list[Laws] = []  # see ``check_factors``
         self.told: list[float] = []
 
     def enter(self, call: str, *values: float) -> list[list[float]]:
@@ -184,16 +184,21 @@ class MeanLoss:
                 return math.nan
             logger.warning("step %d has no valid token and is skipped.", step)
             return None
-        walk, factor = self._runtime.walk, None if scale is None else 1 / (scale * sum(counts))
+        executor, factor = (
+            self._runtime.executor,
+            None if scale is None else 1 / (scale * sum(counts)),
+        )
         is_late = self._runtime.plan.whole_matrices and may_be_late(self.flats, self._hooks)
         if not is_late:
-            walk.finish()
+            executor.finish()
         with self._peers.guard("hooks on parameters"):
             has = iter(has_grad)
             for flat in self.flats:
                 of_flat = [next(has) for _ in flat.slots]
                 if flat.is_trainable:
-                    set_grads_with_hooks(flat, of_flat, factor, self._hooks, self._rows, walk)
+                    set_grads_with_hooks(
+                        flat, of_flat, factor, self._hooks, self._rows, executor
+                    )
         self._runtime.is_at_rest = not is_late
         return self.mean_so_far
 
@@ -208,11 +213,11 @@ class MeanLoss:
     def agree_on_grads(self) -> list[bool]:
         """Whether any rank has a gradient, by parameter of all flat tensors.  Collective."""
         mine = [float(has) for flat in self.flats for has in flat.grad.has_grad]
-        laws, told, self.laws, self.told = self.laws, self.told, [], []
+        reductions, told, self.reductions, self.told = self.reductions, self.told, [], []
         with self._runtime.observers.watch("", Activity.AGREE):
             rows = self._control.exchange([float(self._runtime.asks_to_end), *mine, *told])
         if self._runtime.rounds.is_cut and told:
-            check_factors(laws, [row[1 + len(mine) :] for row in rows])
+            check_factors(reductions, [row[1 + len(mine) :] for row in rows])
         asks_to_end, *columns = zip(*rows, strict=True)
         self._runtime.is_asked_to_end = any(asks_to_end)
         return [any(column) for column in columns[: len(mine)]]
@@ -240,7 +245,7 @@ class MeanLoss:
         # On the stream of its communicator; the divisor is what the compute stream waits for.
         comm.reduce_scatter_stream.wait_stream(comm.current_stream())
         with comm.on_stream(comm.reduce_scatter_stream):
-            rows = comm.reduce_channel.gather_rows(mine)
+            rows = comm.reduce_scatter_channel.gather_rows(mine)
             total = rows[:, 1].sum()
             on_host = HostCopy(rows)
             # After the copy: a rank that is alone copies ``mine``, which is freed below.

@@ -65,7 +65,7 @@ class RoundByRound:
 
     def _forward(self, call: ModelCall, *, is_training: bool) -> Any:
         runtime = self._runtime
-        rounds, known, walk = runtime.rounds, runtime.known, runtime.walk
+        rounds, known, executor = runtime.rounds, runtime.known, runtime.executor
         runtime.enter_forward()
         is_ragged = False
         if call.is_ragged:
@@ -82,7 +82,7 @@ class RoundByRound:
                 is_written=rounds.have_begun and runtime.written.has_rows(),
                 checksum=0.0 if tokens is None else tokens.cutter.checksum,
             )
-        first = each.first_sample - each.moment.num_samples_before
+        first = each.first_sample - each.round_key.num_samples_before
         self.own_samples = range(first, first + each.num_samples)
         self._had_samples = bool(each.computing)
         if not each.computing:
@@ -99,8 +99,8 @@ class RoundByRound:
         if each.index == UNKNOWN:
             runtime.probe(each, self._run_module, is_training=is_training, splits=splits)
         findings = known.findings(each.index)
-        walk.is_behind = call.is_behind
-        walk.begin(findings.schedule, each.moment.round, findings.staying)
+        executor.is_behind = call.is_behind
+        executor.begin(findings.schedule, each.round_key.round, findings.always_unsharded)
         has_norms = is_training and runtime.has_norms
         if has_norms:
             runtime.norms.begin()
@@ -111,7 +111,7 @@ class RoundByRound:
             runtime.norms.apply(self._control)
         runtime.step.awaits_backward = torch.is_grad_enabled()
         if runtime.step.awaits_backward:
-            walk.go_on()  # while the loss is computed and shared
+            executor.go_on()  # while the loss is computed and shared
             runtime.written.forget()
         else:
             runtime.end_rounds()
@@ -159,7 +159,7 @@ class RoundByRound:
                 self._is_in_backward = False
             of_round = rows_on_host.read()
             own = float(of_round[self._control.position, 1])
-            mean.laws.append(self._returned.laws)
+            mean.reductions.append(self._returned.reductions)
             mean.told += [num_samples, own, *self._returned.factors()]
             has_grad = mean.agree_on_grads() if is_last else []
             if divisor is None:
@@ -214,7 +214,7 @@ class RoundByRound:
         rounds, before = self._runtime.rounds.number, self._scale_on_host
         if not self._runtime.rounds.have_begun:
             self._mean.sums, before = None, None
-            self._mean.laws, self._mean.told = [], []
+            self._mean.reductions, self._mean.told = [], []
         if rounds == 1 or divisor is not None:
             self._scale_on_host = None
             return (
@@ -228,7 +228,7 @@ class RoundByRound:
             self._power = nearest * mantissa / (number * rounds)
             self._scale_on_host = HostCopy(self._power)
             if before is not None:  # the rounds so far, without tokens, are rescaled
-                self._runtime.walk.finish()  # before sums are changed
+                self._runtime.executor.finish()  # before sums are changed
                 factor = (self._scale_on_host.read() / before.read()).item()
                 for flat in self._mean.flats:
                     flat.grad.multiply(factor)
@@ -247,8 +247,8 @@ class RoundByRound:
                     raise RuntimeError(CREATES_GRAPH)
                 raise RuntimeError(arrived_late(of_earlier=self._is_in_backward))
 
-        laws = self._runtime.known.current.laws if self._had_samples else {}
-        output, self._returned = Output.watched(output, laws)
+        reductions = self._runtime.known.current.reductions if self._had_samples else {}
+        output, self._returned = Output.watched(output, reductions)
         for leaf in self._returned.leaves.values():
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(check)

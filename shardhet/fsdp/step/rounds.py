@@ -14,12 +14,12 @@ from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.known_calls import UNKNOWN
 from shardhet.fsdp.sharding.flat import FlatTensor
-from shardhet.fsdp.sharding.residence import Residence, forget_changed
+from shardhet.fsdp.sharding.persistence import Persistence, forget_changed
 from shardhet.records.plan import Plan
 from shardhet.records.schedule import StepForm
 
 
-class Moment(NamedTuple):
+class RoundKey(NamedTuple):
     """When a forward is: which round of which step."""
 
     step: int  # number of steps finished before
@@ -36,7 +36,7 @@ class Round:
 
     call: ModelCall  # until it is made: its arguments may be freed then
     sizes: tuple[int, ...]  # samples by position, of all stages
-    moment: Moment
+    round_key: RoundKey
     microbatch_sizes: tuple[int, ...]
     first_sample: int  # index in the global batch
     num_together: int  # samples of all ranks of the stage
@@ -107,7 +107,7 @@ class Rounds:
 
     def __init__(self, plan: Plan, position: int) -> None:
         self._position = position
-        self.moment = Moment(0)
+        self.round_key = RoundKey(0)
         self.follow(plan)
 
     def follow(self, plan: Plan, batches_per_step: int = 1) -> None:
@@ -128,14 +128,14 @@ class Rounds:
         self.receivers = computing if self.number > 1 else None
         self.is_cut = len(computing) > 1 or plan.num_rounds > 1
 
-    def of(self, call: ModelCall, sizes: Sequence[int], moment: Moment) -> Round:
+    def of(self, call: ModelCall, sizes: Sequence[int], round_key: RoundKey) -> Round:
         """This rank's part of a round with ``sizes`` samples by position."""
         return Round(
             call,
             tuple(sizes),
-            moment,
+            round_key,
             microbatch_sizes=self._split(sizes[self._position]),
-            first_sample=moment.num_samples_before + sum([sizes[i] for i in self._before]),
+            first_sample=round_key.num_samples_before + sum([sizes[i] for i in self._before]),
             num_together=sum([sizes[i] for i in self._leaders]),
             computing=tuple([i for i in self._here if sizes[i]]),
             member=self._member,
@@ -147,7 +147,7 @@ class Rounds:
         call: ModelCall,
         *,
         index: int,
-        of_frozen: Sequence[Residence],
+        of_frozen: Sequence[Persistence],
         is_written: bool = False,
         checksum: float = 0.0,
     ) -> Round:
@@ -159,8 +159,8 @@ class Rounds:
         that others compute, too.  Raises ``ValueError`` on all ranks if they call the model in
         different ways, or with more samples than the plan gives them.
         """
-        with_gradients, moment = torch.is_grad_enabled(), self.moment
-        finished = moment.step * self.number + moment.round
+        with_gradients, round_key = torch.is_grad_enabled(), self.round_key
+        finished = round_key.step * self.number + round_key.round
         has_changed = any(each.has_changed() for each in of_frozen)
         mine = 4 * index + 2 * (has_changed or is_written) + with_gradients
         rows = control.enter("model(...)", [call.num_samples, mine, finished, checksum])
@@ -171,12 +171,12 @@ class Rounds:
             forget_changed(of_frozen, control)
         sizes = [int(row[0]) for row in rows]
         if with_gradients and sizes != self._planned:
-            mend = _how_to_mend(self._planned, sizes)
-            check_fits_plan(self._planned, sizes, "model(...):", mend)
+            remedy = _remedy_for(self._planned, sizes)
+            check_fits_plan(self._planned, sizes, "model(...):", remedy)
         for group in self._context_groups:
             if len({(rows[i][0], rows[i][3]) for i in group}) > 1:
                 raise ValueError(_UNLIKE_MEMBERS.format(list(group)))
-        found = self.of(call, sizes, moment)
+        found = self.of(call, sizes, round_key)
         found.gathers_anew = gathers_anew
         known = {int(row[1]) // 4 for row in rows if row[0]}
         found.index = known.pop() if len(known) == 1 else UNKNOWN
@@ -204,37 +204,37 @@ class Rounds:
     @property
     def step(self) -> int:
         """The number of finished steps."""
-        return self.moment.step
+        return self.round_key.step
 
     @property
     def have_begun(self) -> bool:
         """Whether a round of the step is finished, but not the last one."""
-        return self.moment.round > 0
+        return self.round_key.round > 0
 
     @property
     def is_last(self) -> bool:
         """Whether gradients are set at the end of the round in progress."""
-        return self.moment.round == self.number - 1
+        return self.round_key.round == self.number - 1
 
     def end_round(self, num_samples: int) -> None:
         """Go on to the next round, after one in which all ranks had ``num_samples``."""
-        step, done, before = self.moment
-        self.moment = Moment(step, done + 1, before + num_samples)
+        step, done, before = self.round_key
+        self.round_key = RoundKey(step, done + 1, before + num_samples)
 
     def end_step(self, step: int) -> None:
         """Let the next forward begin the step after ``step`` finished ones."""
-        self.moment, self.grad_norm = Moment(step), None
+        self.round_key, self.grad_norm = RoundKey(step), None
 
     def forget(self) -> None:
         """Let the next forward begin the step anew, and drop what its rounds have summed up."""
-        self.moment = Moment(self.step)
+        self.round_key = RoundKey(self.step)
 
     def check_begins_batch(self, number: int) -> None:
         """Raise in the middle of the ``number`` rounds of a batch."""
-        if self.moment.round % number:
+        if self.round_key.round % number:
             raise RuntimeError(
-                f"forward_backward: round {self.moment.round + 1} of {self.number} of a step "
-                "comes next, and it computes all rounds of a batch. Call model(...) and "
+                f"forward_backward: round {self.round_key.round + 1} of {self.number} of a "
+                "step comes next, and it computes all rounds of a batch. Call model(...) and "
                 "model.backward for the rounds that are left, or drop_rounds() to begin the "
                 "step anew."
             )
@@ -243,7 +243,7 @@ class Rounds:
         """Raise if rounds have begun and a backward has to follow before ``call``."""
         if self.have_begun and awaits_backward:
             raise RuntimeError(
-                f"{call}: round {self.moment.round + 1} of {self.number} of a step was "
+                f"{call}: round {self.round_key.round + 1} of {self.number} of a step was "
                 "computed, but model.backward did not follow. Call model(...) and "
                 "model.backward once for each round, or drop_rounds() to begin the step anew; "
                 "its gradients are dropped now."
@@ -257,7 +257,7 @@ def beside_others(call: ModelCall, control: Channel) -> tuple[ModelCall, bool]:
 
 
 def check_fits_plan(
-    planned: Sequence[int], sizes: Sequence[int], where: str, mend: str
+    planned: Sequence[int], sizes: Sequence[int], where: str, remedy: str
 ) -> None:
     """Raise ``ValueError`` if a rank has more samples than memory was planned for.
 
@@ -267,16 +267,16 @@ def check_fits_plan(
         if size > own:
             raise ValueError(
                 f"{where} position {i} of the plan got {size} samples but the plan gives it "
-                f"{own}, and memory was planned for that. {mend}"
+                f"{own}, and memory was planned for that. {remedy}"
             )
 
 
-def _how_to_mend(planned: Sequence[int], sizes: Sequence[int]) -> str:
+def _remedy_for(planned: Sequence[int], sizes: Sequence[int]) -> str:
     """What to do about too many samples: all ranks may have so many times theirs."""
     pairs = [pair for pair in zip(sizes, planned, strict=True) if pair[0]]
     factors = {size / own if own else math.inf for size, own in pairs}
     is_joined = len(factors) == 1 and max(factors).is_integer()
-    return _JOINED.format(int(*factors)) if is_joined else _DEAL
+    return _JOINED.format(int(*factors)) if is_joined else _USE_LOADER
 
 
 _WRITTEN_WHOLE = (
@@ -288,7 +288,7 @@ _UNLIKE_MEMBERS = (
     "model(...): positions {} of the plan are a context group, but got unlike samples. Pass "
     "all of them the same whole samples, those of plan.sample_indices: tokens are cut for you."
 )
-_DEAL = "Let shardhet.loader(dataset, model) deal the global batch."
+_USE_LOADER = "Let shardhet.loader(dataset, model) deal the global batch."
 _JOINED = (
     "If a sample has {} rows (torch.cat([chosen, rejected])), pass them as arguments of their "
     "own to a module that joins them in its forward, and wrap that one; else let "

@@ -31,7 +31,7 @@ from shardhet.fsdp.stages.calls import StageCalls
 from shardhet.fsdp.step.around import Observers, Visits
 from shardhet.fsdp.step.calls import FeatureGathers, UnitCalls
 from shardhet.fsdp.step.rounds import Round, Rounds, StepInProgress, Written
-from shardhet.fsdp.step.turn_walk import TurnWalk, other_turns
+from shardhet.fsdp.step.schedule_executor import ScheduleExecutor, other_turns
 from shardhet.fsdp.tokens.attention import ContextGroup
 from shardhet.fsdp.tokens.tiles import Tiles
 from shardhet.records.layout import Span
@@ -42,7 +42,7 @@ from shardhet.records.stages import rounds_in_flight, stage_by_unit
 MIB = 2**20
 
 
-class HostSlabs:
+class HostStaging:
     """What the hosts of all ranks keep of inputs of units, and where this rank's are."""
 
     def __init__(
@@ -125,7 +125,9 @@ class Runtime:
         self.root = root  # parameters that no unit owns; unsharded for the whole step
         self.all_units = (*self.units, root)
         self.flats = [flat for unit in self.all_units for flat in unit.flats]
-        self.of_frozen = [each.residence for each in self.flats if each.residence is not None]
+        self.of_frozen = [
+            each.persistence for each in self.flats if each.persistence is not None
+        ]
         marks_time = None if devices.is_on_host(comm.device) else comm.mark_device_time
         self.observers = observers or Observers(marks_time)
         self.rounds = Rounds(plan, control.position)
@@ -139,7 +141,7 @@ class Runtime:
         self._random = RandomStates(seed, comm.device)
         self._module, self.norms, self.has_norms = module, norms, len(norms) > 0
         self._caches, self._loss = caches, loss
-        self.walk = TurnWalk(units, root, comm=comm, observers=self.observers)
+        self.executor = ScheduleExecutor(units, root, comm=comm, observers=self.observers)
         self._inputs: InputsOnHost | None = None
         self.step = StepInProgress()
         self.written = Written(self.flats, is_alone=control.group is None)
@@ -150,7 +152,7 @@ class Runtime:
             units,
             step=self.step,
             rounds=self.rounds,
-            walk=self.walk,
+            executor=self.executor,
             features=self.features,
             peers=peers,
             device=comm.device,
@@ -167,11 +169,11 @@ class Runtime:
         self.features.has_groups = plan.context_groups is not None
         if self._inputs is not None:
             self._inputs.wait()
-        self.slabs = HostSlabs(plan, self._comm, self.control, self.rounds.number)
+        self.slabs = HostStaging(plan, self._comm, self.control, self.rounds.number)
         self._inputs = self.slabs.inputs
         self.tokens = ContextGroup.of(plan, self._module, self._comm, self.control)
         visits = Visits(
-            staying=self.walk.staying,
+            always_unsharded=self.executor.always_unsharded,
             rank_plan=self.rank_plan,
             random=self._random,
             norms=self.norms if self.has_norms else None,
@@ -206,7 +208,7 @@ class Runtime:
     @property
     def known_to_stay(self) -> frozenset[int]:
         """Units that some forward so far needed unsharded throughout."""
-        return self._prober.staying
+        return self._prober.always_unsharded
 
     # Rounds #
 
@@ -224,7 +226,7 @@ class Runtime:
 
     def gather_anew(self) -> None:
         """Let the round that comes next read rows that were written between rounds."""
-        self.walk.gather_anew()
+        self.executor.gather_anew()
         for comm in self.comms:
             comm.mark_rows_changed()
 
@@ -241,7 +243,7 @@ class Runtime:
         if self.rank_plan.optimizer_on_host and self._comm.host_memory.lets_copies_wait:
             for unit in self.all_units:
                 unit.copy_to_device()
-        self.walk.take_in(self.root)
+        self.executor.take_in(self.root)
 
     def probe(
         self, each: Round, run_module: RunModule, *, is_training: bool, splits: bool
@@ -266,17 +268,17 @@ class Runtime:
         """
         self._enter(each)
         self.step.num_visits.clear()
-        self.walk.begin_round()
+        self.executor.begin_round()
         findings = self.known.begin(each.index, each.call)
         del each.call
         if each.num_samples:
             taken_over = self.calls.dropout.taken_over(is_needed=findings.has_root_dropout)
             with self._random.around(is_training), taken_over:
-                self._random.seed("", 0, each.moment.step, each.seeded_as, is_training)
+                self._random.seed("", 0, each.round_key.step, each.seeded_as, is_training)
                 output = run()
-            self.walk.end_forward()
+            self.executor.end_forward()
         else:
-            self.walk.pass_forward()
+            self.executor.pass_forward()
             output = findings.make_empty_output(self.calls.anchor)
         _count_everywhere(self._module, findings, each, self.control)
         is_cut = len(each.microbatch_sizes) > 1
@@ -294,7 +296,7 @@ class Runtime:
     def backward_round(self, each: Round, run_autograd: Callable[[], None]) -> None:
         """Take all turns of a round's backward; ranks with samples call ``run_autograd``."""
         self._enter(each)
-        self.walk.begin_backward()
+        self.executor.begin_backward()
         if each.num_samples:
             self.step.is_in_autograd = True
             try:
@@ -307,7 +309,7 @@ class Runtime:
             self.features.finish()
         if self._inputs is not None:
             self._inputs.end_round()
-        self.walk.end_backward()
+        self.executor.end_backward()
 
     def begin_phase(self, now: RoundPhase, following: RoundPhase) -> None:
         """Let what a backward that follows begins with come back from the host meanwhile."""
@@ -317,9 +319,9 @@ class Runtime:
                 self._inputs.expect(following.round)
 
     def _enter(self, each: Round) -> None:
-        self.rounds.moment, self.step.round = each.moment, each
+        self.rounds.round_key, self.step.round = each.round_key, each
         if self._inputs is not None:
-            self._inputs.enter(each.moment.round)
+            self._inputs.enter(each.round_key.round)
 
     # The end of a step #
 
@@ -328,24 +330,24 @@ class Runtime:
         for unit in self.units:
             if self.stage_by_fqn[unit.fqn] != self.stage:
                 unit.pass_over()
-        self.walk.reduce_rest()
+        self.executor.reduce_rest()
         self.end_rounds()
 
     def end_rounds(self) -> None:
         """Reshard what stayed, once the last round is finished."""
-        self.walk.end_step()
+        self.executor.end_step()
         self.root_comm.wait_all_sent()
         self.step.is_in_forward, self.step.round = False, None
 
     def drop(self) -> None:
         """Drop the rounds of the step so far, and begin it anew.  Collective."""
-        self.walk.finish()  # nothing may write what is dropped
+        self.executor.finish()  # nothing may write what is dropped
         self.abandon()
         self.rounds.forget()
 
     def abandon(self) -> None:
         """End a step without its backward: nothing stays in flight, everything is sharded."""
-        self.walk.abandon()
+        self.executor.abandon()
         self.root_comm.wait_all_sent()
         self.norms.drop()
         if self._inputs is not None:
@@ -363,12 +365,12 @@ def aside(runtime: Runtime) -> Iterator[None]:
     if is_between and not runtime.is_at_rest:
         runtime.abandon()
     runtime.is_at_rest = False
-    moment, had_gradients = rounds.moment, step.has_gradients
+    round_key, had_gradients = rounds.round_key, step.has_gradients
     rounds.forget()
-    with other_turns(runtime.walk):
+    with other_turns(runtime.executor):
         runtime.begin_to_gather()
         yield
-    rounds.moment, step.has_gradients = moment, had_gradients
+    rounds.round_key, step.has_gradients = round_key, had_gradients
     runtime.is_at_rest = runtime.is_at_rest and is_between
 
 

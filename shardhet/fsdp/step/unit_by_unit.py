@@ -22,7 +22,7 @@ from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME, Channel
 from shardhet.comm.peers import Peers
 from shardhet.fsdp.microbatch.modes import OperationMode, tensors_among
 from shardhet.fsdp.sharding.comm import CommContext
-from shardhet.fsdp.sharding.residence import forget_changed, share_holders
+from shardhet.fsdp.sharding.persistence import forget_changed, share_holders
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
 from shardhet.fsdp.step.runtime import Runtime, aside
 
@@ -109,10 +109,10 @@ class UnitByUnit:
             forget_changed(of_frozen, self._control)
         if len(self._comms) > 1 and self._comms[0].resident_units:
             share_holders(of_frozen, self._control)
-        for unit in self._staying():
+        for unit in self._always_unsharded():
             self._gather(unit, everyone)
 
-    def _staying(self) -> list[FSDPUnit]:
+    def _always_unsharded(self) -> list[FSDPUnit]:
         units = self._runtime.units
         return [self._runtime.root, *(units[i] for i in sorted(self._runtime.known_to_stay))]
 
@@ -120,7 +120,7 @@ class UnitByUnit:
         """Reshard what stayed and wait until no peer reads this rank's rows."""
         for comm in self._comms:
             comm.set_receivers(tuple(range(self._control.world_size)))
-        for unit in self._staying():
+        for unit in self._always_unsharded():
             unit.reshard()
         for comm in self._comms:
             comm.wait_all_sent()

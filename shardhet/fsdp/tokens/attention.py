@@ -26,7 +26,7 @@ from shardhet.comm.channel import Channel
 from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
 from shardhet.comm.devices import BufferPool
 from shardhet.comm.groups import part_of
-from shardhet.fsdp.microbatch.surroundings import Surrounding
+from shardhet.fsdp.microbatch.surroundings import VisitContext
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.tokens.cutting import TokenCut, TokenCutter
 from shardhet.records.layout import Span
@@ -66,7 +66,7 @@ class ContextGroup:
         member, channel = own.index(control.position), Channel(None, (0,), 0)
         for group in plan.context_groups:
             part = part_of(
-                comm.gather_channel,
+                comm.all_gather_channel,
                 group,
                 purpose="tokens",
                 control=control,
@@ -90,7 +90,7 @@ class ContextGroup:
         return InGroup(self.channel, self.cutter.now, sizes, keeps=keeps)
 
 
-class InGroup(Surrounding):
+class InGroup(VisitContext):
     """Attention among the members, in the forward of a unit and where it is repeated."""
 
     def __init__(

@@ -26,10 +26,10 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from shardhet.fsdp.microbatch.batching import (
     BatchAxis,
+    BatchingRules,
     Join,
     Layout,
     Rule,
-    VisitRules,
     find_axis,
     flatten,
     storage_of,
@@ -60,7 +60,7 @@ class NotByTokensError(ValueError):
 class ByTokens:
     """A module whose calls may be cut into pieces of their tokens."""
 
-    rules: VisitRules  # whose samples are tokens
+    rules: BatchingRules  # whose samples are tokens
     draws: bool  # whether it draws random numbers; in a try nothing is dropped
     # Bytes that its graph holds besides arguments, parameters and results, per byte of these
     # arguments and results.
@@ -176,7 +176,7 @@ class _Try:
             self.kept[s] for s in self.kept.keys() - {*outside, *map(storage_of, self.params)}
         )
         return ByTokens(
-            rules=VisitRules(
+            rules=BatchingRules(
                 arguments=self.call.arguments,
                 inputs=tuple(self.inputs[0]),
                 results=layout,
@@ -291,7 +291,7 @@ class _Try:
         if cut.follows(Join.SHARED, self.eps) and not whole.requires_grad:
             return Join.SHARED
         eps = max(self.eps, torch.finfo(torch.float32).eps)
-        if whole.dtype is not torch.bool and whole.any() and Join.SUM in cut.laws(eps):
+        if whole.dtype is not torch.bool and whole.any() and Join.SUM in cut.reductions(eps):
             return Join.SUM
         raise NotByTokensError(f"{what} is no sum over tokens and has no row for each")
 

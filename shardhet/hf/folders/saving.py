@@ -17,7 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from shardhet.comm.channel import phase
 from shardhet.fsdp import HetFSDP
-from shardhet.fsdp.door import around, stand_ins
+from shardhet.fsdp.module_proxy import around, stand_ins
 from shardhet.fsdp.params.state import persistent_buffers
 from shardhet.hf.folders.adapters import adapter_fqns, adapter_state, is_adapted
 from shardhet.hf.folders.reading import INDEX, WEIGHTS
@@ -166,10 +166,10 @@ def _shapes(model: HetFSDP) -> dict[str, Tensor]:
     """The state dict to save, on the meta device, with each tied tensor only once."""
     module: Any = model.module
     ignored = set(module._keys_to_ignore_on_save or ())
-    boxes = model.sharded_state_dict()
+    local_shards = model.sharded_state_dict()
     shapes = {
         fqn: torch.empty(box.global_shape, dtype=box.tensor.dtype, device="meta")
-        for fqn, box in boxes.items()
+        for fqn, box in local_shards.items()
     }
     for fqn, buffer in persistent_buffers(module):
         shapes[fqn] = torch.empty_like(buffer, device="meta")

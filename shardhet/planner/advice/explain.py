@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from math import inf
 
-from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.constraints import Constraints
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.part import with_one_more
@@ -54,7 +54,7 @@ class Situation:
     """Everything that a planner is given, except the objective."""
 
     setting: Setting
-    demands: Demands
+    constraints: Constraints
     # Only devices of this kind changed: what is as fast as asked for has one of them.
     changed_kind: str | None = None
     added: int | None = None  # the position of a device that the cluster had not
@@ -78,10 +78,10 @@ class Situation:
         """The same situation with another profile."""
         return replace(self, setting=replace(self.setting, profile=profile))
 
-    def with_cluster(self, cluster: Cluster, demands: Demands) -> "Situation":
+    def with_cluster(self, cluster: Cluster, constraints: Constraints) -> "Situation":
         """The same workload and profile on another cluster."""
         setting = replace(self.setting, cluster=cluster)
-        return replace(self, setting=setting, demands=demands)
+        return replace(self, setting=setting, constraints=constraints)
 
 
 # The most that a plan reaches, if it is more than the second; PlanError if none is seen to be.
@@ -153,8 +153,9 @@ def tried(
 ) -> Iterator[Gain]:
     """What changes give, one after the other in ``beside``, for about ``within_s`` seconds.
 
-    If only the ``num_best`` best of them matter, what is seen to be worse gives nothing, nor
-    does what is ``within`` a change before it that gives nothing.
+    With ``num_best``, a change counts as no gain once it is known to be worse than the best so
+    many. A change also counts as none if the change that includes it (``within``) gained
+    nothing.
     """
     begin_s, best, useless = time.monotonic(), list[float](), set[str]()
     for each in variants:
@@ -307,14 +308,14 @@ def _roomier(
 
     looks = [(id(e), node.library_bytes) for node in cluster.nodes for e in node.devices]
     known = {look: device(i) for look, i in first_places(looks).items()}
-    limits = dict(situation.demands.limits)
+    limits = dict(situation.constraints.limits)
     for position, stated in limits.items():
         budget = stated.memory_budget_bytes
         if budget is not None and cluster.devices[position].kind in kinds:
             limits[position] = replace(stated, memory_budget_bytes=more(budget))
     return situation.with_cluster(
         cluster.with_devices(map(known.__getitem__, looks)),
-        replace(situation.demands, limits=limits),
+        replace(situation.constraints, limits=limits),
     )
 
 
@@ -323,7 +324,7 @@ def with_another(situation: Situation, kind: str) -> Situation | None:
 
     Demands move with their devices.
     """
-    cluster, demands = situation.cluster, situation.demands
+    cluster, constraints = situation.cluster, situation.constraints
     last = max(i for i, device in enumerate(cluster.devices) if device.kind == kind)
     larger = with_one_more(situation.setting, last)
     if larger is None:
@@ -332,12 +333,12 @@ def with_another(situation: Situation, kind: str) -> Situation | None:
     def moved(position: int) -> int:
         return position + (position > last)
 
-    demands = replace(
-        demands,
-        limits={moved(position): each for position, each in demands.limits.items()},
-        equal=tuple(tuple(map(moved, each)) for each in demands.equal),
+    constraints = replace(
+        constraints,
+        limits={moved(position): each for position, each in constraints.limits.items()},
+        equal=tuple(tuple(map(moved, each)) for each in constraints.equal),
     )
-    return Situation(setting=larger, demands=demands, changed_kind=kind, added=last + 1)
+    return Situation(setting=larger, constraints=constraints, changed_kind=kind, added=last + 1)
 
 
 def slowest_kinds(solution: PlanSolution) -> str:

@@ -13,11 +13,11 @@ from itertools import chain
 import numpy as np
 
 from shardhet.planner.candidates.group_times import GroupTimes, may_compute
-from shardhet.planner.candidates.recompute import treatments
+from shardhet.planner.candidates.recompute import policies
 from shardhet.planner.candidates.role_times import PortShares, Terms
 from shardhet.planner.candidates.table import CandidateTable
 from shardhet.planner.forms import BatchRounds
-from shardhet.planner.problem.demands import Demands, Role
+from shardhet.planner.problem.constraints import Constraints, Role
 from shardhet.planner.problem.problem import Floats, Problem
 from shardhet.planner.problem.solution import PlanError
 from shardhet.planner.problem.state_numels import StateNumels
@@ -55,33 +55,35 @@ class TableBuilder:
         model: CostModel,
         *,
         rounds: BatchRounds,
-        demands: Demands,
+        constraints: Constraints,
         effort: Effort = DEFAULT_EFFORT,
         unevenness: float = 1.0,
         stored: PortShares = PortShares(),  # noqa: B008  a tuple
         row_part: float = 1.0,
-        is_lenient: bool = False,
+        is_relaxed: bool = False,
         has_endless_memory: bool = False,
     ) -> None:
         """Of plans with ``rounds``, which need not fit with ``has_endless_memory``.
 
         Collectives take as long as with this ``unevenness``, if devices store so much.
-        ``row_part`` and ``is_lenient``: see ``StateNumels.of``.  A lenient problem admits every
+        ``row_part`` and ``is_relaxed``: see ``StateNumels.of``.  A lenient problem admits every
         plan, also those that do not fit for sure; its solution is a bound.
         """
         self.model = model
         self.rounds = rounds
-        self.demands = demands
-        self.treatments = treatments(
+        self.constraints = constraints
+        self.policies = policies(
             model,
-            effort.recompute_steps * (FINER if demands.context_groups else 1),
-            on_host=demands.may_keep_inputs_on_host,
-            optimizer_on_host=demands.may_keep_optimizer_on_host,
+            effort.recompute_steps * (FINER if constraints.context_groups else 1),
+            on_host=constraints.may_keep_inputs_on_host,
+            optimizer_on_host=constraints.may_keep_optimizer_on_host,
         )
         self.turns = model.turns(
-            unevenness=unevenness, recomputed=model.treatments(self.treatments)
+            unevenness=unevenness, recomputed=model.policies(self.policies)
         )
-        self.state = StateNumels.of(model, demands, row_part=row_part, is_lenient=is_lenient)
+        self.state = StateNumels.of(
+            model, constraints, row_part=row_part, is_relaxed=is_relaxed
+        )
         self._fixed_optimizer_s = max(
             (
                 model.profile.device(
@@ -95,18 +97,18 @@ class TableBuilder:
         self._terms = Terms(
             model,
             self.turns,
-            self.treatments,
+            self.policies,
             self.state,
             stored,
             rounds,
             has_endless_memory,
-            demands.max_microbatch_size,
+            constraints.max_microbatch_size,
         )
-        bundles = bundles_of(demands, model.cluster)
-        self.bundles = tuple(tuple(sets) for _, sets in bundles)
+        equal_groups = bundles_of(constraints, model.cluster)
+        self.equal_groups = tuple(tuple(sets) for _, sets in equal_groups)
         self._groups = [
             GroupTimes(self._terms, roles, num_members=len(sets[0]), count=len(sets))
-            for roles, sets in bundles
+            for roles, sets in equal_groups
         ]
 
     @property
@@ -164,14 +166,14 @@ class TableBuilder:
         return self.turns.comm_s + self.model.overhead_s + factor * compute_s
 
     @property
-    def least_s(self) -> float:
+    def min_s(self) -> float:
         """No plan has a shorter step."""
         return max(self.turns.comm_s, self.all_compute_s) + self.model.overhead_s
 
-    def may_be_within(self, at_most_s: float) -> bool:
-        """Whether a step of at most ``at_most_s`` may exist; false proves that none does."""
-        left_s = at_most_s - self.turns.exposed_comm_s - self.model.overhead_s
-        return may_compute(self._groups, self.rounds.round_size, at_most_s, left_s)
+    def may_be_within(self, cutoff_s: float) -> bool:
+        """Whether a step of at most ``cutoff_s`` may exist; false proves that none does."""
+        left_s = cutoff_s - self.turns.exposed_comm_s - self.model.overhead_s
+        return may_compute(self._groups, self.rounds.round_size, cutoff_s, left_s)
 
     def stride(self, cut_s: float) -> int:
         """Between batches, so that no device has too many of them; 1 if there are few."""
@@ -181,7 +183,7 @@ class TableBuilder:
     def check_listed(self, cut_s: float, *, is_whole: bool) -> None:
         """Refuse batches that would take too long to list: ``PlanError``.
 
-        ``is_whole`` is before the cut was brought close to what a coarse search has found.
+        ``is_whole``: the cutoff has not yet been tightened by a coarse search.
         """
         windows = self._windows(cut_s)
         # Of a single device all are listed if its batch does not fit.
@@ -195,7 +197,7 @@ class TableBuilder:
             f"compute {longest - 1:,}; plans are searched up to {MOST_SAMPLES_LISTED:,} on one "
             "device, or fewer where links or memory leave open who computes how much. Lower "
             "global_batch_size, or state the batches of the fast devices (limits.0.batch).",
-            lower_bound_s=self.least_s,
+            lower_bound_s=self.min_s,
         )
 
     def _windows(self, cut_s: float) -> list[range]:
@@ -247,9 +249,9 @@ class TableBuilder:
                 # The least that the cut leaves to it does not fit: no plan is as fast.
                 each = times.group(range(window.stop), within_s, stride)
             built.append(each)
-        for (group, _, _), bundles in zip(built, self.bundles, strict=True):
+        for (group, _, _), equal_groups in zip(built, self.equal_groups, strict=True):
             if not len(group.batch):
-                raise PlanError(self._nothing_to_do(bundles[0]))
+                raise PlanError(self._nothing_to_do(equal_groups[0]))
         problem = Problem(
             groups=tuple(group for group, _, _ in built),
             global_batch_size=self.rounds.round_size,
@@ -261,18 +263,18 @@ class TableBuilder:
         return CandidateTable(
             problem=problem,
             rounds=self.rounds,
-            bundles=self.bundles,
+            equal_groups=self.equal_groups,
             splits=tuple(times.splits for times in self._groups),
             split_indices=tuple(splits for _, splits, _ in built),
             choices=tuple(choices for _, _, choices in built),
-            treatments=self.treatments,
+            policies=self.policies,
             is_cut=self._is_cut(cut_s),
         )
 
     def _nothing_to_do(self, positions: Sequence[int]) -> str:
         cluster = self.model.cluster
         names = ", ".join(f"{i} ({cluster.devices[i]})" for i in positions)
-        budget = min(self.demands.budget_bytes(cluster, i) for i in positions)
+        budget = min(self.constraints.budget_bytes(cluster, i) for i in positions)
         together = " and be equal" if len(positions) > 1 else ""
         return (
             f"plan: device {names} can do nothing that is demanded of it{together} within "
@@ -281,12 +283,16 @@ class TableBuilder:
         )
 
 
-def bundles_of(demands: Demands, cluster: Cluster) -> list[Bundles]:
+def bundles_of(constraints: Constraints, cluster: Cluster) -> list[Bundles]:
     """All positions, in sets of equal devices, mostly of one: what roles there are, or that
     of each member of a context group, and the sets; in the order of their first members.
     """
-    roles, alone = demands.roles(cluster), dict[int, list[int]]()
-    sets = [tuple(sorted(e)) for e in (*demands.equal, *demands.context_groups) if len(e) > 1]
+    roles, alone = constraints.roles(cluster), dict[int, list[int]]()
+    sets = [
+        tuple(sorted(e))
+        for e in (*constraints.equal, *constraints.context_groups)
+        if len(e) > 1
+    ]
     held, found = set(chain.from_iterable(sets)), dict[tuple[int, ...], Bundles]()
     for each in sorted(sets):
         of_set = [roles[i] for i in each]

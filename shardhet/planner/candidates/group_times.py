@@ -18,7 +18,7 @@ from shardhet.planner.candidates.splits import (
     splits_of,
     worth_trying,
 )
-from shardhet.planner.problem.demands import Role
+from shardhet.planner.problem.constraints import Role
 from shardhet.planner.problem.problem import Floats, Group, Ints
 from shardhet.records.plan import EVERY_UNIT
 
@@ -188,14 +188,14 @@ class GroupTimes:
         return not self._fixed and whole_s > cut_s * self.num_batches
 
     def _is_on_host(self, choice: int) -> bool:
-        return self._terms.treatments[choice].optimizer_on_host
+        return self._terms.policies[choice].optimizer_on_host
 
     def _allowed_choices(self) -> Ints:
         claims = {role.limits.recomputes for role in self._roles} - {None}
         wanted = EVERY_UNIT if True in claims else ()
         choices = [
             i
-            for i, each in enumerate(self._terms.treatments)
+            for i, each in enumerate(self._terms.policies)
             if (not claims or each.recomputed_units == wanted)
             and (self._has_host or not each.optimizer_on_host)
         ]
@@ -231,9 +231,9 @@ def may_compute(
     It asks one group after the other, until those that were asked leave too few to the rest.
     """
     most = [each.count * each.num_batches * each.most(most_s) for each in groups]
-    spare = sum(most) - num_samples
+    slack = sum(most) - num_samples
     for group, each in zip(groups, most, strict=True):
-        if spare < 0:
+        if slack < 0:
             break
-        spare -= each - group.most_within(most_s, left_s)
-    return spare >= 0
+        slack -= each - group.most_within(most_s, left_s)
+    return slack >= 0

@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import groupby, product
 from math import inf
 
-from shardhet.planner.problem.demands import NO_LIMITS, Demands
+from shardhet.planner.problem.constraints import NO_LIMITS, Constraints
 from shardhet.planner.problem.solution import PlanError, PlanSolution
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.part import Member
@@ -32,17 +32,17 @@ Groups = Sequence[Mapping[int, Member]]
 def with_groups(
     solved: Callable[..., PlanSolution],
     model: CostModel,
-    demands: Demands,
+    constraints: Constraints,
     global_batch_size: int,
 ) -> PlanSolution:
     """The plan without context groups, or a faster one that has some.
 
-    The bound then holds for plans that have the same.  ``solved`` gives the plan for demands,
-    and raises ``PlanError`` if none takes at most so long.
+    The bound then holds for plans that have the same.  ``solved`` gives the plan for
+    constraints, and raises ``PlanError`` if none takes at most so long.
     """
     best: PlanSolution | None = None
     missed = PlanError("")
-    alone, devices = replace(demands, may_share_samples=False), model.cluster.devices
+    alone, devices = replace(constraints, may_share_samples=False), model.cluster.devices
     try:
         best = solved(alone)
     except PlanError as error:
@@ -50,10 +50,10 @@ def with_groups(
     whole_s = [_sample_s(model, device.kind) for device in devices]
     ideal_s = BALANCED * global_batch_size / sum(1 / each for each in whole_s)
     is_few = global_batch_size <= FEW * len(devices)
-    if _may_have_groups(model, demands) and (
+    if _may_have_groups(model, constraints) and (
         best is None or (is_few and best.predicted.step_time_s > ideal_s)
     ):
-        for groups in _groupings(model, demands, whole_s):
+        for groups in _groupings(model, constraints, whole_s):
             most_s = inf if best is None else best.predicted.step_time_s
             if _least_s(model, groups, whole_s, global_batch_size) >= most_s:
                 continue
@@ -66,18 +66,19 @@ def with_groups(
     return best
 
 
-def _may_have_groups(model: CostModel, demands: Demands) -> bool:
+def _may_have_groups(model: CostModel, constraints: Constraints) -> bool:
     """Whether anything is exchanged, and nothing but memory is demanded of devices."""
     free = (
-        replace(e, memory_budget_bytes=None, host_bytes=inf) for e in demands.limits.values()
+        replace(e, memory_budget_bytes=None, host_bytes=inf)
+        for e in constraints.limits.values()
     )
-    all_alike = demands.has_even_state or demands.has_even_batches or demands.equal
+    all_alike = constraints.has_even_state or constraints.has_even_batches or constraints.equal
     has_attention = any(kind.kv_bytes for kind in model.workload.kinds)
     return has_attention and not all_alike and all(each == NO_LIMITS for each in free)
 
 
 def _groupings(
-    model: CostModel, demands: Demands, whole_s: Sequence[float]
+    model: CostModel, constraints: Constraints, whole_s: Sequence[float]
 ) -> Iterator[Groups]:
     """Those by speed first."""
     cluster = model.cluster
@@ -92,7 +93,7 @@ def _groupings(
         [node[i : i + 2] for node in nodes for i in range(0, len(node), 2)],
         [list(range(cluster.world_size))],
     ]
-    budgets, seen = demands.budgets(cluster), list[Groups]()
+    budgets, seen = constraints.budgets(cluster), list[Groups]()
     for mix, way in product(MIXES, ways):
         groups = []
         for of in filter(lambda each: len(each) > 1, way):

@@ -31,7 +31,7 @@ def recompute_choices(model: CostModel, num_steps: int) -> tuple[tuple[str, ...]
     return tuple(dict.fromkeys(choices))
 
 
-def treatments(
+def policies(
     model: CostModel, num_steps: int, *, on_host: bool = False, optimizer_on_host: bool = False
 ) -> tuple[RankPlan, ...]:
     """What devices may do with units, as plans without samples; the first does nothing.
@@ -40,7 +40,7 @@ def treatments(
     their inputs in the memory of the host, all or none of them. With ``optimizer_on_host``,
     the optimizer may step there beside any of it.
     """
-    key, known = (num_steps, on_host, optimizer_on_host), model.known.treatments
+    key, known = (num_steps, on_host, optimizer_on_host), model.known.policies
     if key in known:
         return known[key]
     choices = [

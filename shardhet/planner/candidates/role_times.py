@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardhet.planner.forms import BatchRounds
-from shardhet.planner.problem.demands import Role
+from shardhet.planner.problem.constraints import Role
 from shardhet.planner.problem.problem import Bools, Floats, Ints
 from shardhet.planner.problem.state_numels import StateNumels
 from shardhet.pricing.cost import CostModel
@@ -36,7 +36,7 @@ class Terms:
 
     model: CostModel
     turns: Turns
-    treatments: tuple[RankPlan, ...]
+    policies: tuple[RankPlan, ...]
     state: StateNumels
     stored: PortShares
     rounds: BatchRounds
@@ -51,9 +51,7 @@ class Terms:
     def are_recomputed(self) -> Bools:
         """[treatments, classes] whether the units of a class are recomputed."""
         classes = self.turns.classes
-        found = [
-            [rank.recomputes(each.unit_fqn) for each in classes] for rank in self.treatments
-        ]
+        found = [[rank.recomputes(each.unit_fqn) for each in classes] for rank in self.policies]
         return np.array(found)
 
     @cached_property
@@ -61,7 +59,7 @@ class Terms:
         """[treatments, classes] what of a unit's forward its tiles compute once more."""
         parts = [
             [self.model.tiled_part(each, of.unit_fqn, of.kind) for of in self.turns.classes]
-            for each in self.treatments
+            for each in self.policies
         ]
         return np.array(parts, dtype=np.float64)
 
@@ -89,7 +87,7 @@ class Terms:
     @cached_property
     def least_bytes_per_sample(self) -> int:
         """What any device needs for each of its samples."""
-        return min(map(self.model.bytes_per_sample, self.treatments))
+        return min(map(self.model.bytes_per_sample, self.policies))
 
     def largest_microbatch_size(self, role: Role) -> int:
         """The largest size to consider: what fits if everything is recomputed."""
@@ -102,7 +100,7 @@ class Terms:
         needed = np.min(  # the last needs the least, or the last without the host
             [
                 model.working_bytes(role.device_kind, each, sizes, sizes)
-                for each in self.treatments
+                for each in self.policies
                 if each.recomputed_units == EVERY_UNIT
             ],
             axis=0,
@@ -174,7 +172,7 @@ class RoleTimes:
             self._terms.model.needs_more_if_larger(
                 rank, self._role.device_kind, len(self._sizes)
             )
-            for rank in self._terms.treatments
+            for rank in self._terms.policies
         )
 
     def most_within(self, most: int, left_s: float) -> int:
@@ -185,7 +183,7 @@ class RoleTimes:
         seconds, slowed_s = _least_seconds(terms, self._seconds, sizes, self._role.device_kind)
         batches = np.unique(np.linspace(1, most, min(most, MOST_TRIED)).astype(np.int64))
         step_s = terms.rounds.in_whole_ones * batches[:, None, None] * seconds + slowed_s
-        fits = self._room(terms.treatments, batches, sizes[None]) >= 0
+        fits = self._room(terms.policies, batches, sizes[None]) >= 0
         may_be = (fits & (step_s <= left_s)).any(axis=(1, 2))
         return int(np.append(batches - 1, most)[np.flatnonzero(may_be).max(initial=-1) + 1])
 
@@ -218,7 +216,7 @@ class RoleTimes:
         for each, part in zip(classes, parts.T, strict=True):
             forward_s = seconds[each.kind.name][0][:, None]
             compute_s += in_rounds * each.num_units * part[:, None] * forward_s
-        ranks = [self._terms.treatments[choice] for choice in choices]
+        ranks = [self._terms.policies[choice] for choice in choices]
         by_inputs: dict[object, list[int]] = {}
         for i, rank in enumerate(ranks):
             by_inputs.setdefault((rank.inputs_on_host, rank.tiled_units), []).append(i)
@@ -386,15 +384,15 @@ def _least_seconds(
     Sizes are powers of two.  A microbatch needs the memory of the power below it at least, and
     takes per sample as long as the fastest that is smaller than the power above it.
     """
-    found, slowed_s = np.zeros((len(terms.treatments), len(sizes))), 0.0
+    found, slowed_s = np.zeros((len(terms.policies), len(sizes))), 0.0
     excess = terms.model.profile.device(device_kind).overlap_excess
-    least_s = {}
+    min_s = {}
     for name, each in seconds.items():  # [2, 1 + sizes]
         per_sample = each[:, 1:] / np.arange(1, each.shape[1])
         last = np.minimum(2 * sizes - 1, per_sample.shape[1]) - 1
-        least_s[name] = np.minimum.accumulate(per_sample, axis=1)[:, last]
+        min_s[name] = np.minimum.accumulate(per_sample, axis=1)[:, last]
     for i, of_turn in enumerate(terms.turns.classes):
-        of_class = least_s[of_turn.kind.name]
+        of_class = min_s[of_turn.kind.name]
         again = terms.are_recomputed[:, i, None] * of_class[0]
         found += of_turn.num_units * (of_class.sum(axis=0) + again)
         for (_, comm_s, _), phase_s in zip(terms.of_rounds, of_class, strict=True):

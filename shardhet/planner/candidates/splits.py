@@ -32,7 +32,9 @@ LEAST_MIXED_SIZE = 16  # microbatches of at least so many samples are mixed as i
 
 @lru_cache(maxsize=1024)
 def splits_of(whole_s: tuple[float, ...], num_measured: int, max_batch: int) -> "Splits":
-    """``Splits``, kept: plans that reshard, that do not, and with more memory have the same."""
+    """Cached ``Splits``: they do not depend on resharding or on memory, so many plans share
+    them.
+    """
     return Splits(np.array(whole_s), num_measured, max_batch)
 
 
@@ -50,13 +52,13 @@ class Splits:
         self._ends_with: list[Bools] = []  # per size m, [1 + B]: f_m(b) uses m
         self._is_other = np.zeros((min(max_batch, MAX_BATCH) + 1, self.num_mixed), dtype=bool)
         batches = np.arange(len(self._is_other))
-        least_s: Floats = np.asarray(batches * whole_s[1], dtype=np.float64)
+        min_s: Floats = np.asarray(batches * whole_s[1], dtype=np.float64)
         self._ends_with.append(batches > 0)
         for size in range(2, self.num_mixed + 1):
-            least_s, uses = _with_size(least_s, float(whole_s[size]), size)
+            min_s, uses = _with_size(min_s, float(whole_s[size]), size)
             self._ends_with.append(uses)
             alike_s = batches // size * whole_s[size] + whole_s[batches % size]
-            self._is_other[:, size - 1] = uses & (least_s < alike_s * (1 - LEAST_GAIN))
+            self._is_other[:, size - 1] = uses & (min_s < alike_s * (1 - LEAST_GAIN))
         # [n] the largest microbatch of each split: alike ones, then the fastest if others are.
         sizes = np.arange(1, self.num_sizes + 1)
         mixed = sizes[: self.num_mixed] if self._is_other.any() else sizes[:0]
@@ -124,7 +126,8 @@ class Splits:
 
 
 class LeastSplits:
-    """In place of the splits of a batch: no seconds of any split are less, curve by curve.
+    """Stands in for the splits of a batch: for each curve, a lower bound on the seconds of
+    every split.
 
     For a bound on plans of several rounds, which cut a batch as none of one round does.  A
     curve is a straight line a + c m from size ``num_measured`` on.  A microbatch of twice
@@ -159,20 +162,20 @@ class LeastSplits:
         sizes = np.arange(1, len(curve_s))
         number = min(len(sizes), max(LEAST_MIXED_SIZE, 2 * self._num_measured))
         samples = np.arange(1 + min(most, MAX_BATCH), dtype=np.float64)
-        least_s: Floats = samples * float(curve_s[1])
+        min_s: Floats = samples * float(curve_s[1])
         for size in range(2, number + 1):
-            least_s, _ = _with_size(least_s, float(curve_s[size]), size)
+            min_s, _ = _with_size(min_s, float(curve_s[size]), size)
         # Rounding must not put it above a sum of the same seconds in another order.
-        least_s *= 1 - LEAST_GAIN
+        min_s *= 1 - LEAST_GAIN
         if number < len(sizes):
             slope = float(curve_s[-1] - curve_s[number]) / (len(sizes) - number)
             start_s = max(0.0, float(curve_s[-1]) - slope * len(sizes))
-            ahead_s = np.minimum.accumulate(least_s - slope * samples)
-            least_s = np.minimum(least_s, ahead_s + slope * samples + start_s)
+            ahead_s = np.minimum.accumulate(min_s - slope * samples)
+            min_s = np.minimum(min_s, ahead_s + slope * samples + start_s)
         found: Floats = np.arange(1 + most, dtype=np.float64) * float(
             (curve_s[1:] / sizes).min()
         )
-        found[: len(least_s)] = np.maximum(found[: len(least_s)], least_s)
+        found[: len(min_s)] = np.maximum(found[: len(min_s)], min_s)
         return found * (1 - LEAST_GAIN)
 
 
@@ -249,9 +252,9 @@ def _fastest(splits: Splits, curves_s: bytes) -> Floats:
     return splits.fastest(np.frombuffer(curves_s, dtype=np.float64).reshape(shape))
 
 
-def _with_size(least_s: Floats, microbatch_s: float, size: int) -> tuple[Floats, Bools]:
+def _with_size(min_s: Floats, microbatch_s: float, size: int) -> tuple[Floats, Bools]:
     """f_m from f_{m-1}, and where it uses a microbatch of m."""
-    found, uses = least_s.copy(), np.zeros(len(least_s), dtype=bool)
+    found, uses = min_s.copy(), np.zeros(len(min_s), dtype=bool)
     for start in range(size, len(found), size):
         stop = min(start + size, len(found))
         with_size = found[start - size : stop - size] + microbatch_s

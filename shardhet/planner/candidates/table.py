@@ -26,11 +26,11 @@ class CandidateTable:
 
     problem: Problem
     rounds: BatchRounds
-    bundles: tuple[tuple[tuple[int, ...], ...], ...]  # per group: sets of equal positions
+    equal_groups: tuple[tuple[tuple[int, ...], ...], ...]  # per group: sets of equal positions
     splits: tuple[Splits | LeastSplits, ...]  # per group
     split_indices: tuple[Ints, ...]  # per group, [C]: index into its splits
     choices: tuple[Ints, ...]  # per group, [C]: index into treatments
-    treatments: tuple[RankPlan, ...]  # of units, without samples
+    policies: tuple[RankPlan, ...]  # of units, without samples
     is_cut: bool  # candidates were left out because they compute too long
 
     @cached_property
@@ -44,8 +44,8 @@ class CandidateTable:
         batch = int(each.batch[index]) // each.num_batches
         split = int(self.split_indices[group][index])
         sizes = self.splits[group].sizes(batch, split)
-        treated = self.treatments[int(self.choices[group][index])]
-        of_units = treated if batch else self.treatments[0]
+        treated = self.policies[int(self.choices[group][index])]
+        of_units = treated if batch else self.policies[0]
         return Candidate(
             sizes,
             of_units.recomputed_units,

@@ -261,10 +261,10 @@ class Problem:
             self.global_batch_size / float(self.counts @ rate.max(axis=1)) for rate in rates
         )
 
-    def totals_above(self, least_s: Sequence[float]) -> Floats:
+    def totals_above(self, min_s: Sequence[float]) -> Floats:
         """[G, C] sum over phases of max(least, cost): a bound on steps that use a candidate."""
         totals = np.zeros_like(self.batch)
-        for cost, least in zip(self.costs, least_s, strict=True):
+        for cost, least in zip(self.costs, min_s, strict=True):
             totals += np.maximum(cost, least)
         return totals
 
@@ -312,9 +312,9 @@ def _updated(lines: Floats, optimizer_s: float) -> Floats:
 def _parts(room: Floats, lines: Floats) -> tuple[Floats, Floats]:
     """``Problem.parts``, of lines [2, K, ...] and the room [...].
 
-    The room is one more line, of rate 0.  Lines are sorted, steep ones first: the device leaves
-    the first i of them when a later one is below them all, and then its rate is less by the
-    difference to the next line.  If it leaves that one at once, too, it loses both differences.
+    The room is one more line, of rate 0.  Lines are sorted by falling rate. The minimum of the
+    lines moves from line i to a later one where that becomes lower; the rate drops by the
+    difference of both.  If it leaves that one at once, too, it loses both differences.
     """
     order = np.argsort(-lines[0], axis=0, kind="stable")
     nothing = np.zeros((1, *room.shape))

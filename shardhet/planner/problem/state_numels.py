@@ -1,8 +1,8 @@
-"""The state to distribute, in elements: what demands fix of it, and what rows may add to it."""
+"""The state to distribute, in elements: what constraints fix of it, and what rows may add."""
 
 from dataclasses import dataclass
 
-from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.constraints import Constraints
 from shardhet.pricing.cost import CostModel
 from shardhet.records.workload import Workload
 
@@ -24,27 +24,27 @@ class StateNumels:
     def of(
         cls,
         model: CostModel,
-        demands: Demands,
+        constraints: Constraints,
         *,
         row_part: float = 1.0,
-        is_lenient: bool = False,
+        is_relaxed: bool = False,
     ) -> "StateNumels":
         """``row_part`` is the part that is left of the room that rounding to rows may take.
 
-        With ``is_lenient``, demanded shares may be met to within rows, as plans meet them.
+        With ``is_relaxed``, demanded shares may be met to within rows, as plans meet them.
         """
         world_size = model.cluster.world_size
         whole = float(sum(layout.numel for layout in model.workload.layouts()))
         row = row_part * row_numel(model.workload)
-        slack = row if is_lenient else 0.0
-        shares = demands.state_shares(world_size)
+        slack = row if is_relaxed else 0.0
+        shares = constraints.state_shares(world_size)
         fixed = whole * sum(shares.values())
         rest = whole - fixed
-        if demands.has_even_state or fixed:
+        if constraints.has_even_state or fixed:
             # These shares sum to the state only up to rounding.
             rest = max(0.0, rest - (ROUNDING * whole + slack * len(shares)))
         even = None
-        if demands.has_even_state:
+        if constraints.has_even_state:
             even = float(max(model.stored_numels([1 / world_size] * world_size)))
         return cls(
             whole=whole,

@@ -51,18 +51,18 @@ def assign(
     limits: Limits,
     phases_s: Sequence[float],
     fullness: Fullness,
-    at_most_s: float,
+    cutoff_s: float,
 ) -> tuple[Choice, ...] | None:
     """The choice that recomputes least and leaves the fullest device emptiest.
 
-    Candidates are within ``limits``, and steps take at most ``at_most_s``; ``phases_s`` are
+    Candidates are within ``limits``, and steps take at most ``cutoff_s``; ``phases_s`` are
     those of a choice that does.  None if there are too many candidates, if optimizers may step
     on the host, or if HiGHS does not finish within ``MAX_NODES``.
     """
     if problem.optimizers_differ:  # their programme has one per group
         return None
     for within in (limits, Limits(tuple(phases_s))):  # many: of those that cost no time
-        programme = _Programme(problem, within, phases_s, fullness, at_most_s)
+        programme = _Programme(problem, within, phases_s, fullness, cutoff_s)
         if len(programme.group) <= MAX_VARIABLES:
             break
     else:
@@ -93,9 +93,9 @@ class _Programme:
         limits: Limits,
         phases_s: Sequence[float],
         fullness: Fullness,
-        at_most_s: float,
+        cutoff_s: float,
     ) -> None:
-        self._problem, self._fullness, self._at_most_s = problem, fullness, at_most_s
+        self._problem, self._fullness, self._at_most_s = problem, fullness, cutoff_s
         self.group, self.candidate = _candidates(problem, limits, phases_s, fullness)
         at = self.group, self.candidate
         self._recomputed = fullness.recomputed[at]

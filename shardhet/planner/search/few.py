@@ -69,25 +69,25 @@ def that_add_up(problem: Problem) -> list[Ints]:
     return kept
 
 
-def best_of_all(problem: Problem, at_most_s: float) -> Incumbent:
+def best_of_all(problem: Problem, cutoff_s: float) -> Incumbent:
     """The best choice and the next best; none is faster than the best.
 
-    Nothing is found that is not faster than ``at_most_s``, or if nothing fits.
+    Nothing is found that is not faster than ``cutoff_s``, or if nothing fits.
     """
-    best = Incumbent(problem, at_most_s=at_most_s)
+    best = Incumbent(problem, cutoff_s=cutoff_s)
     sets = [_multisets(len(group.batch), group.count) for group in problem.groups]  # [K, n]
     taken = _that_meet_batch(problem, sets)  # [G, N] indices into sets
     phases_s = np.zeros(taken.shape[1])
     for costs in problem.costs:
         slowest = [costs[g][each].max(axis=1) for g, each in enumerate(sets)]
         phases_s += np.max([s[k] for s, k in zip(slowest, taken, strict=True)], axis=0)
-    least_s = phases_s + problem.least_optimizer_s  # no choice is faster
-    kept = np.flatnonzero(least_s < best.target_s)
-    order = kept[np.argsort(least_s[kept], kind="stable")]
+    min_s = phases_s + problem.least_optimizer_s  # no choice is faster
+    kept = np.flatnonzero(min_s < best.target_s)
+    order = kept[np.argsort(min_s[kept], kind="stable")]
     nearest: list[tuple[float, int]] = []  # objectives without the fixed part, and choices
     for start in range(0, len(order), AT_ONCE):
         part = order[start : start + AT_ONCE]
-        if len(nearest) > NUM_RUNNERS_UP and least_s[part[0]] > nearest[NUM_RUNNERS_UP][0]:
+        if len(nearest) > NUM_RUNNERS_UP and min_s[part[0]] > nearest[NUM_RUNNERS_UP][0]:
             break
         objective_s = phases_s[part] + _optimizer_s(problem, sets, taken[:, part])
         near = np.argsort(objective_s, kind="stable")[: 1 + NUM_RUNNERS_UP]

@@ -18,15 +18,15 @@ class Incumbent:
     """What a search has found."""
 
     def __init__(
-        self, problem: Problem, value: Value | None = None, at_most_s: float = np.inf
+        self, problem: Problem, value: Value | None = None, cutoff_s: float = np.inf
     ) -> None:
         """``value`` is that of a choice which is kept elsewhere; None if there is none yet.
 
-        Only choices whose objective is below ``at_most_s`` are worth finding.
+        Only choices whose objective is below ``cutoff_s`` are worth finding.
         """
         self.choices: Choices = ()
         self.value = value
-        self._at_most_s = at_most_s
+        self._at_most_s = cutoff_s
         self._problem = problem
         self._met: dict[Choices, float] = {}  # objectives, good ones
 

@@ -101,24 +101,24 @@ class Bracket(NamedTuple):
 
 
 def search(
-    problem: Problem, effort: Effort = DEFAULT_EFFORT, *, at_most_s: float = np.inf
+    problem: Problem, effort: Effort = DEFAULT_EFFORT, *, cutoff_s: float = np.inf
 ) -> Found:
     """The best choice of candidates; deterministic.
 
     Raises ``NothingFitsError`` if nothing fits even in unlimited time, or nothing that is
-    faster than ``at_most_s``.
+    faster than ``cutoff_s``.
     """
     kept = few.that_add_up(problem)
     if not all(map(len, kept)):
         raise NothingFitsError
-    found = _searched(problem.only(kept).in_common_parts(), effort, at_most_s)
+    found = _searched(problem.only(kept).in_common_parts(), effort, cutoff_s)
     return found.originally(kept)
 
 
-def _searched(problem: Problem, effort: Effort, at_most_s: float) -> Found:
+def _searched(problem: Problem, effort: Effort, cutoff_s: float) -> Found:
     """``search`` without the candidates that are in no choice."""
     if few.are_few(problem, effort.most_choices):
-        best = few.best_of_all(problem, at_most_s)
+        best = few.best_of_all(problem, cutoff_s)
         if best.value is None:
             raise NothingFitsError
         return Found(
@@ -128,7 +128,7 @@ def _searched(problem: Problem, effort: Effort, at_most_s: float) -> Found:
             num_scanned=float(problem.batch.size),
             runners_up=tuple(best.runners_up()),
         )
-    first = _Search(problem, effort, at_most_s=at_most_s)
+    first = _Search(problem, effort, cutoff_s=cutoff_s)
     box = first.root()
     if box is None:
         return first.found(np.inf)
@@ -138,7 +138,7 @@ def _searched(problem: Problem, effort: Effort, at_most_s: float) -> Found:
         smaller,
         effort,
         value=first.best.value,
-        at_most_s=at_most_s,
+        cutoff_s=cutoff_s,
         num_scanned=first.oracle.num_scanned,
     )
     found = second.found(second.search_boxes(second.box_within(box, first))).originally(kept)
@@ -154,13 +154,13 @@ class _Search:
         effort: Effort,
         *,
         value: Value | None = None,
-        at_most_s: float = np.inf,
+        cutoff_s: float = np.inf,
         num_scanned: float = 0.0,
     ) -> None:
         """``value`` and ``num_scanned`` are those of the search that this one continues."""
         self.problem = problem
         self.effort = effort
-        self.best = Incumbent(problem, value, at_most_s)
+        self.best = Incumbent(problem, value, cutoff_s)
         self.oracle = Oracle(problem)
         self.oracle.num_scanned = num_scanned
         self.grid = Grid(problem)
@@ -174,7 +174,7 @@ class _Search:
         if not self.oracle.is_feasible(unlimited):
             raise NothingFitsError
         first = self.grid.index_of(
-            [least_s * (1 - RELATIVE_EPSILON) for least_s in self.problem.least_phases_s()]
+            [min_s * (1 - RELATIVE_EPSILON) for min_s in self.problem.least_phases_s()]
         )
         box = Box(first, last, sum(self.grid.at(first)), self.problem.least_optimizer_s)
         self.try_ray(box)
@@ -229,13 +229,13 @@ class _Search:
     def tightened(self, box: Box) -> Box | None:
         """The part of the box that may hold something better; None if there is none."""
         lo, hi = box.lo, box.hi
-        least_s = sum(self.grid.at(lo))
-        total_s = max(box.total_s, least_s)
+        min_s = sum(self.grid.at(lo))
+        total_s = max(box.total_s, min_s)
         if total_s + box.optimizer_s >= self.best.target_s:
             return None
         for d, values in enumerate(self.grid.values):
-            spare_s = self.best.target_s - box.optimizer_s - (least_s - values[lo[d]])
-            last = int(np.searchsorted(values, spare_s, side="left")) - 1
+            slack_s = self.best.target_s - box.optimizer_s - (min_s - values[lo[d]])
+            last = int(np.searchsorted(values, slack_s, side="left")) - 1
             hi = with_entry(hi, d, min(hi[d], max(last, lo[d])))
         limits = self.limits(lo, hi, total_s, box.optimizer_s)
         if not self.holds_any(limits):
@@ -311,26 +311,26 @@ class _Search:
             bracket = bracket.halved(fits, at=int(bracket.low + bracket.high) // 2)
         return int(bracket.high)
 
-    def least_optimizer_s(self, limits: Limits, least_s: float) -> float:
+    def least_optimizer_s(self, limits: Limits, min_s: float) -> float:
         """A lower bound on the optimizer's time within the limits, which must fit."""
         if limits.optimizer_s == np.inf or self.fits(
-            replace(limits, optimizer_s=least_s * (1 + 1e-9))
+            replace(limits, optimizer_s=min_s * (1 + 1e-9))
         ):
-            return least_s
-        bracket = Bracket(least_s, limits.optimizer_s)
+            return min_s
+        bracket = Bracket(min_s, limits.optimizer_s)
         for _ in range(OPTIMIZER_STEPS):
             bracket = bracket.halved(lambda s: self.fits(replace(limits, optimizer_s=s)))
         return bracket.low
 
-    def least_total_s(self, limits: Limits, least_s: float) -> float:
+    def least_total_s(self, limits: Limits, min_s: float) -> float:
         """A lower bound on the sum of all phases within the limits, which must fit.
 
         If phases grow together, as those of different units do, it is much higher than the
         sum of the bounds on each phase alone.
         """
-        if limits.totals_s is None or self.fits(replace(limits, total_s=least_s)):
-            return least_s
-        bracket = Bracket(least_s, limits.total_s)
+        if limits.totals_s is None or self.fits(replace(limits, total_s=min_s)):
+            return min_s
+        bracket = Bracket(min_s, limits.total_s)
         for _ in range(TOTAL_STEPS):
             bracket = bracket.halved(lambda s: self.fits(replace(limits, total_s=s)))
         self.best.offer(self.oracle.construct(replace(limits, total_s=bracket.high)))

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
-from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.constraints import Constraints
 from shardhet.planner.problem.solution import PlanError
 from shardhet.planner.search.search import DEFAULT_EFFORT
 from shardhet.planner.stages.plans import StagePlans
@@ -20,13 +20,13 @@ def planned_again(
     places: Sequence[int],
     *,
     stages: Collection[int],
-    demands: Demands,
+    constraints: Constraints,
     tolerance: float | None = None,
 ) -> Plan:
     """The plan with the batches and the state of some ``stages`` as they are best.
 
     ``places`` are the devices' positions in the cluster, by position in the plan, and
-    ``demands`` are of positions in the cluster.  Raises ``PlanError`` where nothing fits.
+    ``constraints`` are of positions in the cluster.  Raises ``PlanError`` where nothing fits.
     """
     assert plan.stages is not None
     units = [unit for unit in setting.workload.units if unit.fqn]
@@ -37,7 +37,7 @@ def planned_again(
         partial(part_of, setting),
         tuple(units),
         plan.global_batch_size,
-        demands,
+        constraints,
     )
     held = rounds_in_flight(plan.stages, plan.num_rounds)
     ranks, stop = list(plan.ranks), 0

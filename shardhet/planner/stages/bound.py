@@ -75,8 +75,8 @@ def _together_s(
         of_units = np.array([curves[kind][name] for name in sorted(curves[kind])])
         sizes = np.arange(1, min(1 + num_samples, of_units.shape[1]))
         alone_s = (numbers @ of_units[:, sizes]) / sizes
-        least_s = np.minimum.accumulate(alone_s, axis=1)
-        whole_s = samples * least_s[:, np.minimum(samples, len(sizes)) - 1]
+        min_s = np.minimum.accumulate(alone_s, axis=1)
+        whole_s = samples * min_s[:, np.minimum(samples, len(sizes)) - 1]
         by_kind.append(np.minimum.accumulate(whole_s[:, ::-1], axis=1)[:, ::-1])
     # Dealt out evenly they take no less than the least; what takes longer is not needed.
     even = -(-num_samples // setting.cluster.world_size) - 1

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
 
-from shardhet.planner.find import NO_DEMANDS
-from shardhet.planner.problem.demands import Demands
+from shardhet.planner.find import NO_CONSTRAINTS
+from shardhet.planner.problem.constraints import Constraints
 from shardhet.planner.search.search import DEFAULT_EFFORT
 from shardhet.planner.stages.bound import Speeds, even_cuts
 from shardhet.planner.stages.groups import MAX_STAGES, Positions, Stages, orders_of_stages
@@ -63,7 +63,7 @@ class PipelineSearch:
     setting: Setting
     smaller: Callable[[Positions], Setting]
     global_batch_size: int
-    demands: Demands
+    constraints: Constraints
     units: tuple[Unit, ...] = field(init=False)  # that compute
     rounds: tuple[int, ...] = field(init=False)  # numbers that divide the batch
     speeds: Speeds = field(init=False)
@@ -73,7 +73,9 @@ class PipelineSearch:
 
     def __post_init__(self) -> None:
         self.units = tuple(unit for unit in self.setting.workload.units if unit.fqn)
-        most = min(self.global_batch_size, self.demands.max_rounds or MAX_ROUNDS, MAX_ROUNDS)
+        most = min(
+            self.global_batch_size, self.constraints.max_rounds or MAX_ROUNDS, MAX_ROUNDS
+        )
         numbers = range(1, most + 1)
         self.rounds = tuple(n for n in numbers if not self.global_batch_size % n)
         self.plans = StagePlans(
@@ -81,7 +83,7 @@ class PipelineSearch:
             self.smaller,
             self.units,
             self.global_batch_size,
-            self.demands,
+            self.constraints,
         )
         setting_of = self.plans.setting_of
         self.speeds = Speeds(self.setting, setting_of, self.units, self.global_batch_size)
@@ -93,28 +95,30 @@ class PipelineSearch:
 
     def _room_of(self, positions: Positions) -> float:
         """Elements whose state fits on these devices, with nothing besides."""
-        if self.demands.may_keep_optimizer_on_host:
+        if self.constraints.may_keep_optimizer_on_host:
             return inf
         cluster, room = self.setting.cluster, 0
         for i in positions:
             reserved = self.setting.profile.device(cluster.devices[i].kind).reserved_bytes
-            room += max(0, self.demands.budget_bytes(cluster, i) - reserved)
+            room += max(0, self.constraints.budget_bytes(cluster, i) - reserved)
         return room / self.setting.workload.state_bytes_per_element
 
-    def allowing(self, demands: Demands) -> "PipelineSearch":
-        """The search with other demands, for which stages are planned anew."""
+    def allowing(self, constraints: Constraints) -> "PipelineSearch":
+        """The search with other constraints, for which stages are planned anew."""
         found = copy(self)
-        found.demands = demands
-        found.plans = replace(self.plans, demands=demands, _found={}, _notes={}, _known_s={})
+        found.constraints = constraints
+        found.plans = replace(
+            self.plans, constraints=constraints, _found={}, _notes={}, _known_s={}
+        )
         found._expect()
         return found
 
     # A pipeline
 
-    def seconds_of(self, stages: Stages, trial: Trial, at_most_s: float = inf) -> float:
+    def seconds_of(self, stages: Stages, trial: Trial, cutoff_s: float = inf) -> float:
         """Seconds of a step; inf where a stage does not fit.
 
-        Where they are no less than ``at_most_s``, a bound on them may stand for them.
+        Where they are no less than ``cutoff_s``, a bound on them may stand for them.
         """
         hops_s = seconds_of_hops(self.hops(stages, trial))
         number, in_flight = trial.form.num_rounds, trial.in_flight(len(stages))
@@ -126,9 +130,9 @@ class PipelineSearch:
         ]
         for i in sorted(range(len(stages)), key=lambda i: -times[i].round_s):
             rounds_s, onces_s = zip(*((e.round_s, e.once_s) for e in times), strict=True)
-            least_s = least_step_s(rounds_s, onces_s, hops_s, number, in_flight, max)
-            if least_s >= at_most_s:
-                return least_s
+            min_s = least_step_s(rounds_s, onces_s, hops_s, number, in_flight, max)
+            if min_s >= cutoff_s:
+                return min_s
             positions, (first, stop), held = parts[i]
             found = self.plans.of(positions, first, stop, trial.form, held)
             if found is None:
@@ -136,13 +140,13 @@ class PipelineSearch:
             times[i] = found.times
         return pipeline_s(times, hops_s, in_flight=in_flight, num_rounds=number)
 
-    def tried_s(self, stages: Stages, trial: Trial, at_most_s: float) -> float:
+    def tried_s(self, stages: Stages, trial: Trial, cutoff_s: float) -> float:
         """``seconds_of`` pipelines in whose stages all devices take part.
 
         With fewer, transfers may take less time; those are stages of their own.
         """
-        least_s = self.expected.least_s(stages, trial)
-        return least_s if least_s >= at_most_s else self.seconds_of(stages, trial, at_most_s)
+        min_s = self.expected.min_s(stages, trial)
+        return min_s if min_s >= cutoff_s else self.seconds_of(stages, trial, cutoff_s)
 
     def _least_round_s(
         self, positions: Positions, form: StepForm, first: int, stop: int, in_flight: int
@@ -165,8 +169,8 @@ class PipelineSearch:
 
     # The best pipeline of given stages
 
-    def start(self, stages: Stages, at_most_s: float) -> tuple[float, Trial] | None:
-        """Seconds and cuts to begin with, in the first form with such below ``at_most_s``.
+    def start(self, stages: Stages, cutoff_s: float) -> tuple[float, Trial] | None:
+        """Seconds and cuts to begin with, in the first form with such below ``cutoff_s``.
 
         The forms that are expected to be fastest come first.
         """
@@ -180,7 +184,7 @@ class PipelineSearch:
         }
         forms = sorted(
             self._forms(len(stages)),
-            key=lambda form: self.expected.least_s(
+            key=lambda form: self.expected.min_s(
                 stages, Trial(likely_by_number[form.num_rounds], form, MORE_IN_FLIGHT)
             ),
         )
@@ -192,7 +196,7 @@ class PipelineSearch:
                 fits = False
                 for more in self.expected.more_in_flight(stages, Trial(cuts, form)):
                     trial = Trial(cuts, form, more)
-                    limit_s = at_most_s if best is None else best[0]
+                    limit_s = cutoff_s if best is None else best[0]
                     seconds = self.tried_s(stages, trial, limit_s)
                     fits |= seconds < inf
                     if seconds < limit_s:
@@ -209,7 +213,7 @@ class PipelineSearch:
             yield from (replace(form, num_rounds=number) for form in FORMS)
 
     def improved(
-        self, stages: Stages, trial: Trial, seconds: float, at_most_s: float
+        self, stages: Stages, trial: Trial, seconds: float, cutoff_s: float
     ) -> tuple[float, Trial]:
         """The best that is found from this trial of so many ``seconds``."""
         stride = first_stride(len(self.units))
@@ -222,7 +226,7 @@ class PipelineSearch:
                     break
             else:
                 # Cuts gain most, and the rest a little: far behind, it does not win.
-                if stride == 1 or seconds > FAR_BEHIND * at_most_s:
+                if stride == 1 or seconds > FAR_BEHIND * cutoff_s:
                     return seconds, trial
                 stride //= 2
 
@@ -267,21 +271,21 @@ def find_pipeline(
     global_batch_size: int,
     smaller: Callable[[Positions], Setting],
     max_stages: int = MAX_STAGES,
-    demands: Demands = NO_DEMANDS,
+    constraints: Constraints = NO_CONSTRAINTS,
     tolerance: float | None = None,
-    at_most_s: float = inf,
+    cutoff_s: float = inf,
     needs_all: bool = False,
 ) -> PipelineSolution | None:
     """The best pipeline of 2 to ``max_stages`` stages that was found; None if none fits.
 
     ``smaller`` creates the setting of the devices at some positions, in the precision of the
     whole.  Pipelines with nothing on hosts are looked at first, so that what may be there makes
-    none slower.  Those that start far above ``at_most_s`` are not looked at, and with
+    none slower.  Those that start far above ``cutoff_s`` are not looked at, and with
     ``needs_all`` none that leaves devices out.  Raises ``ValueError`` if a link between stages
     is not stated.
     """
-    search = PipelineSearch(setting, smaller, global_batch_size, demands)
-    demanded = [demands.of_device(i) for i in range(setting.cluster.world_size)]
+    search = PipelineSearch(setting, smaller, global_batch_size, constraints)
+    demanded = [constraints.of_device(i) for i in range(setting.cluster.world_size)]
     orders = [
         stages
         for stages in orders_of_stages(setting.cluster, max_stages, demanded)
@@ -290,18 +294,18 @@ def find_pipeline(
     ]
     best: PipelineSolution | None = None
     start: _Start | None = None
-    least, *_ = demands.with_less_on_hosts()
-    for each in (least, demands) if least != demands else (demands,):
+    least, *_ = constraints.with_less_on_hosts()
+    for each in (least, constraints) if least != constraints else (constraints,):
         allowed = search.allowing(each)
         pipelines = pipelines_of(allowed.tables, orders)
         likeliest = allowed.expected.likeliest(pipelines)
-        found = _improved_of(allowed, likeliest, start, at_most_s, FEW)
-        limit_s = min(at_most_s, inf if found is None else found[0] * (1 - LEAST_GAIN))
+        found = _improved_of(allowed, likeliest, start, cutoff_s, FEW)
+        limit_s = min(cutoff_s, inf if found is None else found[0] * (1 - LEAST_GAIN))
         rest = best_of_rest(allowed, pipelines, limit_s, LEAST_GAIN)
         found = rest.best or found
         if not rest.is_all:
             known = start if found is None else found[1:]
-            found = _improved_of(allowed, likeliest, known, at_most_s, MANY) or found
+            found = _improved_of(allowed, likeliest, known, cutoff_s, MANY) or found
         if found is None:
             continue
         seconds, trial, stages = found
@@ -310,7 +314,7 @@ def find_pipeline(
             solution = _finished(allowed, stages, trial, tolerance)
             if best is None or solution.step_time_s < best.step_time_s:
                 best = solution
-                at_most_s = min(at_most_s, best.step_time_s)
+                cutoff_s = min(cutoff_s, best.step_time_s)
     return best
 
 
@@ -318,7 +322,7 @@ def _improved_of(
     search: PipelineSearch,
     orders: Sequence[tuple[float, Stages]],
     start: _Start | None,
-    at_most_s: float,
+    cutoff_s: float,
     extent: _Extent,
 ) -> tuple[float, Trial, Stages] | None:
     """The best of pipelines in these orders of stages, and of those near a ``start``."""
@@ -328,7 +332,7 @@ def _improved_of(
         # Where memory binds, those that are expected to be fastest may not fit.
         has_enough = len(started) >= extent.improved
         is_enough = order >= (extent.searched if has_enough else extent.listed)
-        limit_s = min(FAR * at_most_s, NEAR * best_s)
+        limit_s = min(FAR * cutoff_s, NEAR * best_s)
         if is_enough or expected_s >= limit_s:
             break
         if found := search.start(stages, limit_s):
@@ -340,12 +344,12 @@ def _improved_of(
         started.insert(0, (search.seconds_of(stages, trial), -1, stages, trial))
     best: tuple[float, Trial, Stages] | None = None
     for seconds, _, stages, trial in started[: extent.improved]:
-        if seconds > min(FAR * at_most_s, NEAR * started[0][0]):
+        if seconds > min(FAR * cutoff_s, NEAR * started[0][0]):
             break
-        found = search.improved(stages, trial, seconds, at_most_s)
+        found = search.improved(stages, trial, seconds, cutoff_s)
         if best is None or found[0] < best[0]:
             best = (*found, stages)
-            at_most_s = min(at_most_s, found[0])
+            cutoff_s = min(cutoff_s, found[0])
     return best
 
 
@@ -399,7 +403,7 @@ def _finished(
     if other.step_time_s <= best.step_time_s * (1 + (tolerance or 0.0)):
         chosen, best = fine, other
     for i, group in enumerate(best.plan.groups):
-        for less in search.demands.with_less_on_hosts()[:-1]:
+        for less in search.constraints.with_less_on_hosts()[:-1]:
             if not any(best.plan.ranks[k].is_on_host for k in group):
                 break
             if (stage := solved(search.allowing(less).plans, i)) is not None:

@@ -78,9 +78,9 @@ class Expected:
         forms = replace(FORMS[-1], num_rounds=num_rounds)
         trials = [Trial((), forms, more) for more in range(MORE_IN_FLIGHT + 1)]
         held = dict.fromkeys(tuple(each.in_flight(number)) for each in trials)
-        for some, least_s in pipelines.all_least_s(forms):
-            most = min(MAX_EXPECTED, least_s.shape[1])
-            cuts = np.argpartition(least_s, most - 1, axis=1)[:, :most]
+        for some, min_s in pipelines.all_least_s(forms):
+            most = min(MAX_EXPECTED, min_s.shape[1])
+            cuts = np.argpartition(min_s, most - 1, axis=1)[:, :most]
             about_s = np.minimum.reduce(
                 [pipelines.about_s(num_rounds, each, some[:, None], cuts) for each in held]
             )
@@ -92,7 +92,7 @@ class Expected:
                 found = float(seconds), pipelines.cuts[cut]
                 self._likely.setdefault(pipelines.orders[i], {})[num_rounds] = found
 
-    def least_s(self, stages: Stages, trial: Trial) -> float:
+    def min_s(self, stages: Stages, trial: Trial) -> float:
         """No step is faster in which all devices of these stages take part."""
         one = Pipelines.of(self.tables, [stages], [trial.cuts])
         held = trial.in_flight(len(stages))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardhet.planner.find import solve
-from shardhet.planner.problem.demands import Demands
+from shardhet.planner.problem.constraints import Constraints
 from shardhet.planner.problem.solution import PlanError
 from shardhet.planner.search.search import Effort
 from shardhet.planner.shares import priced
@@ -46,7 +46,7 @@ class StagePlans:
     smaller: Callable[[Positions], Setting]
     units: tuple[Unit, ...]  # that compute
     global_batch_size: int
-    demands: Demands
+    constraints: Constraints
     _settings: dict[Positions, Setting] = field(default_factory=dict)
     _looks: dict[Positions, int] = field(default_factory=dict)
     _number_by_look: dict[object, int] = field(default_factory=dict)
@@ -110,9 +110,9 @@ class StagePlans:
         """
         nodes = self.setting_of(positions).cluster.nodes
         states_memory = any(node.host_memory_bytes is not None for node in nodes)
-        demands = self.demands
-        on_hosts = demands.may_keep_inputs_on_host or demands.may_keep_optimizer_on_host
-        return not (demands.whole_matrices or (on_hosts and states_memory))
+        constraints = self.constraints
+        on_hosts = constraints.may_keep_inputs_on_host or constraints.may_keep_optimizer_on_host
+        return not (constraints.whole_matrices or (on_hosts and states_memory))
 
     def _least_round_s(
         self, found: StageSolution, first: int, stop: int, form: StepForm
@@ -130,7 +130,7 @@ class StagePlans:
             setting.profile.device(each.kind).optimizer_seconds_per_element
             for each in cluster.devices
         ]
-        if self.demands.may_keep_optimizer_on_host:
+        if self.constraints.may_keep_optimizer_on_host:
             per_element_s += [
                 prices.most_host_seconds_per_numel(HostPart.of(node, len(node.devices)))
                 for node in cluster.nodes
@@ -143,7 +143,8 @@ class StagePlans:
     def _wider_than(self, positions: Positions, units: tuple[object, ...]) -> NDArray[np.bool_]:
         """[1 + units, 1 + units] the stages that hold as much as one of such units, or more.
 
-        At an end where that one has messages, which take memory, they have no smaller ones.
+        Where the given stage sends or receives, these must send or receive at least as many
+        bytes, since messages take memory.
         """
         if units not in self._wider:
             workload, number = self.setting_of(positions).workload, len(self.units)
@@ -172,7 +173,7 @@ class StagePlans:
                 for devices in [tuple(replace(e, host=None) for e in node.devices)]
             ]
             on_nodes = tuple(nodes) if len(nodes) > 1 else nodes[0][1:]
-            look = on_nodes, tuple(self.demands.of_device(i) for i in positions)
+            look = on_nodes, tuple(self.constraints.of_device(i) for i in positions)
             known = self._number_by_look
             self._looks[positions] = known.setdefault(look, len(known))
         return self._looks[positions]
@@ -193,7 +194,7 @@ class StagePlans:
             solution = solve(
                 self._part(positions, first, stop),
                 global_batch_size=self.global_batch_size,
-                demands=self._demands_of(positions, first, stop, form, in_flight),
+                constraints=self._constraints_of(positions, first, stop, form, in_flight),
                 effort=effort,
                 tolerance=tolerance,
                 is_bounded=False,
@@ -207,7 +208,7 @@ class StagePlans:
     ) -> StageSolution | None:
         """The same in another form; None if it does not fit."""
         stage = found.positions, *found.units
-        demands = self._demands_of(*stage, form, in_flight)
+        constraints = self._constraints_of(*stage, form, in_flight)
         plan = replace(
             found.solution.plan,
             reshard_after_forward=form.reshard_after_forward,
@@ -216,22 +217,22 @@ class StagePlans:
         prices = CostModel(
             self._part(*stage),
             in_flight=in_flight,
-            receives=demands.receives,
-            hands_on_bytes=demands.hands_on_bytes,
+            receives=constraints.receives,
+            hands_on_bytes=constraints.hands_on_bytes,
         )
-        solution = priced(plan, prices, demands)
+        solution = priced(plan, prices, constraints)
         return StageSolution.of(*stage, solution) if solution.fits else None
 
     def _part(self, positions: Positions, first: int, stop: int) -> Setting:
         return with_units(self.setting_of(positions), self.units[first:stop])
 
-    def _demands_of(
+    def _constraints_of(
         self, positions: Positions, first: int, stop: int, form: StepForm, in_flight: int
-    ) -> Demands:
+    ) -> Constraints:
         after = self.units[stop] if stop < len(self.units) else None
         workload = self.setting_of(positions).workload
         return replace(
-            self.demands.only(positions),
+            self.constraints.only(positions),
             form=form,
             has_one_level=True,
             rounds_in_flight=in_flight,

@@ -29,8 +29,8 @@ class Search(Protocol):
     plans: StagePlans
     rounds: tuple[int, ...]
 
-    def seconds_of(self, stages: Stages, trial: Trial, at_most_s: float = inf) -> float:
-        """Seconds of a step, or no less than ``at_most_s``."""
+    def seconds_of(self, stages: Stages, trial: Trial, cutoff_s: float = inf) -> float:
+        """Seconds of a step, or no less than ``cutoff_s``."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class _Left:
     num_rounds: int
     order: Ints
     cut: Ints
-    least_s: float
+    min_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +53,18 @@ class RestFound:
 
 
 def best_of_rest(
-    search: Search, pipelines: Sequence[Pipelines], at_most_s: float, least_gain: float
+    search: Search, pipelines: Sequence[Pipelines], cutoff_s: float, least_gain: float
 ) -> RestFound:
-    """The fastest pipeline, if it takes less than ``at_most_s``."""
-    rest = _Rest(search, at_most_s, least_gain, search.plans.num_solved + MOST_PLANNED)
+    """The fastest pipeline, if it takes less than ``cutoff_s``."""
+    rest = _Rest(search, cutoff_s, least_gain, search.plans.num_solved + MOST_PLANNED)
     left: list[_Left] = []
     for each in chain.from_iterable(map(rest.left_of, pipelines)):
         left.append(each)
         if sum(len(each.order) for each in left) > MOST_LEFT:
             return RestFound(None, is_all=False)
     # While none is known that fits, those that need the least memory come first.
-    fits = at_most_s < inf
-    left.sort(key=lambda each: each.least_s if fits else -each.num_rounds)
+    fits = cutoff_s < inf
+    left.sort(key=lambda each: each.min_s if fits else -each.num_rounds)
     for each in left:
         for trial in _trials(each.num_rounds, each.pipelines.num_stages, frugal=not fits):
             rest.try_all(each, trial)
@@ -92,7 +92,7 @@ def _trials(num_rounds: int, num_stages: int, *, frugal: bool) -> Iterator[Trial
 @dataclass
 class _Rest:
     search: Search
-    at_most_s: float
+    cutoff_s: float
     least_gain: float  # as part of a step
     most_solved: int
     best: tuple[float, Trial, Stages] | None = None
@@ -101,17 +101,17 @@ class _Rest:
         """Those that may be faster, by rounds; of more than ``MOST_LEFT``, some."""
         for number in self.search.rounds:
             found: list[tuple[Ints, Ints]] = []
-            least_s, number_found = inf, 0
+            min_s, number_found = inf, 0
             for some, each_s in pipelines.all_least_s(replace(FORMS[-1], num_rounds=number)):
-                order, cut = np.nonzero(each_s < self.at_most_s)
+                order, cut = np.nonzero(each_s < self.cutoff_s)
                 found.append((some[order], cut))
-                least_s = min(least_s, float(each_s.min()))
+                min_s = min(min_s, float(each_s.min()))
                 number_found += len(order)
                 if number_found > MOST_LEFT:
                     break
             orders, cuts = (np.concatenate(each) for each in zip(*found, strict=True))
             if len(orders):
-                yield _Left(pipelines, number, orders, cuts, least_s)
+                yield _Left(pipelines, number, orders, cuts, min_s)
 
     def try_all(self, left: _Left, trial: Trial) -> None:
         """Price those that may be faster in such a form, the least bounds first.
@@ -127,9 +127,9 @@ class _Rest:
             for i, held in enumerate(in_flight):
                 known_s = [plans.known_s(each, form, held) for each in pipelines.groups]
                 rounds_s.append(pipelines.of_stage(np.maximum(own_s, known_s), i, order, cut))
-            least_s = pipelines.least_s(rounds_s, form.num_rounds, order, cut, in_flight)
-            kept = np.nonzero(least_s < self.at_most_s)[0]
-            kept = kept[np.argsort(least_s[kept], kind="stable")]
+            min_s = pipelines.min_s(rounds_s, form.num_rounds, order, cut, in_flight)
+            kept = np.nonzero(min_s < self.cutoff_s)[0]
+            kept = kept[np.argsort(min_s[kept], kind="stable")]
             order, cut = order[kept], cut[kept]
             tried = self._try(left, trial, order, cut)
             if tried == len(order):
@@ -144,8 +144,8 @@ class _Rest:
             if plans.num_solved > before:
                 return tried
             stages, one = pipelines.orders[i], replace(trial, cuts=pipelines.cuts[j])
-            seconds = self.search.seconds_of(stages, one, self.at_most_s)
-            if seconds < self.at_most_s:
+            seconds = self.search.seconds_of(stages, one, self.cutoff_s)
+            if seconds < self.cutoff_s:
                 self.best = seconds, one, stages
-                self.at_most_s = seconds * (1 - self.least_gain)
+                self.cutoff_s = seconds * (1 - self.least_gain)
         return len(order)

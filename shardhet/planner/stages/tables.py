@@ -169,7 +169,7 @@ class Pipelines:
         places = range(self.num_stages - 1)
         return [seconds(there, i) for i in places], [seconds(back, i) for i in places]
 
-    def least_s(
+    def min_s(
         self,
         rounds_s: Sequence[Floats],
         num_rounds: int,
@@ -193,7 +193,7 @@ class Pipelines:
         """The same of a form, if all devices of the stages take part."""
         by_group = np.array([self.tables.least_round_s(each, form) for each in self.groups])
         rounds_s = self.of_stages(by_group, order, cut)
-        return self.least_s(rounds_s, form.num_rounds, order, cut, in_flight)
+        return self.min_s(rounds_s, form.num_rounds, order, cut, in_flight)
 
     def about_s(
         self, num_rounds: int, in_flight: tuple[int, ...], order: Ints, cut: Ints

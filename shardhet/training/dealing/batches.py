@@ -114,8 +114,9 @@ class Share:
         return [each for span in self.spans for each in samples[span.start : span.stop]]
 
     def shown(self, samples: list[Any]) -> list[Any]:
-        """``of``; if there are none, the batch's first one once more often than the rank ever
-        has samples, so that a ``DealtCollator`` knows what they look like.
+        """As ``of``. For a rank without samples: ``numel + 1`` copies of the batch's first
+        sample, a number that no real share has; ``LocalBatchCollator`` takes the structure from
+        them and drops the rows.
         """
         return self.of(samples) or samples[:1] * (self.numel + 1)
 
@@ -155,7 +156,7 @@ class PlanBatchSampler(BatchSampler):
             yield batch if self._whole else self._share.shown(batch)
 
 
-class DealtCollator:
+class LocalBatchCollator:
     """Collates this rank's samples of a batch, with no rows if it has none."""
 
     def __init__(
@@ -196,15 +197,19 @@ class PlanLoader(DataLoader[Any]):
     """Collated batches of one rank, with no rows if it has no samples."""
 
     def __init__(
-        self, dataset: Any, batches: PlanBatchSampler, collator: DealtCollator, **options: Any
+        self,
+        dataset: Any,
+        batches: PlanBatchSampler,
+        collator: LocalBatchCollator,
+        **options: Any,
     ) -> None:
         """``options`` are the DataLoader's."""
-        self.batches, self.dealt = batches, collator
+        self.batches, self.collator = batches, collator
         super().__init__(dataset, batch_sampler=batches, collate_fn=collator, **options)
 
-    def deal(self, share: Share) -> None:
+    def set_share(self, share: Share) -> None:
         """Let this rank have another share of the batches to come; without workers."""
-        self.batches._share = self.dealt.share = share
+        self.batches._share = self.collator.share = share
 
     def set_epoch(self, epoch: int) -> None:
         """Let a seeded sampler draw the epoch's order."""

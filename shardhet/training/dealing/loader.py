@@ -14,17 +14,17 @@ from shardhet.comm.channel import Channel, check_same_on_all_ranks, phase
 from shardhet.fsdp import HetFSDP
 from shardhet.records.plan import Plan
 from shardhet.training.dealing.batches import (
-    DealtCollator,
+    LocalBatchCollator,
     PlanBatchSampler,
     PlanLoader,
     Share,
 )
 from shardhet.training.dealing.order import EpochOrder, SeededSampler
 from shardhet.training.dealing.stream import (
+    BatchIndices,
     Read,
     ReadCollator,
     SampleStream,
-    Tickets,
     is_stream,
 )
 from shardhet.training.resuming import check_unchanged
@@ -96,7 +96,7 @@ class PlanSampler(PlanBatchSampler):
             check_same_on_all_ranks(told, what="arguments of the loader", channel=channel)
             _check(plan, channel, self._facts["global_batch_size"], given)
         if is_read:
-            sampler, dataset.batch_size = Tickets(dataset), plan.global_batch_size
+            sampler, dataset.batch_size = BatchIndices(dataset), plan.global_batch_size
         elif sampler is None:
             sampler = SeededSampler(len(dataset), seed if is_shuffled else None)
         order = EpochOrder(
@@ -125,13 +125,15 @@ class PlanSampler(PlanBatchSampler):
         """This rank's samples of a full batch, under the plan that is followed now."""
         return Share.of_step(self.plan, self.ranks.position)
 
-    def collator(self, collate_fn: Callable[[list[Any]], Any] | None = None) -> DealtCollator:
+    def collator(
+        self, collate_fn: Callable[[list[Any]], Any] | None = None
+    ) -> LocalBatchCollator:
         """``collate_fn`` (None: torch's own), which may get no samples from now on.
 
         They become what it makes of one, with tensors without rows.
         """
         self._shows = True
-        return DealtCollator(collate_fn or default_collate, self.share)
+        return LocalBatchCollator(collate_fn or default_collate, self.share)
 
     def __iter__(self) -> Iterator[list[Any]]:
         self._epoch, self._num_before, began_with = self.next
@@ -212,7 +214,7 @@ class Loader(PlanLoader):
                 has_ended = batches.is_over = True
 
     def _begin(self) -> None:
-        """Let ranks draw in their workers what no other one draws, in no other epoch."""
+        """Seed the workers differently on every rank and in every epoch."""
         batches, share = self.batches, self.batches.share
         self._dealt.share = share
         if self._stream is not None:

@@ -47,7 +47,7 @@ class Read(NamedTuple):
         return self.num_samples == other.num_samples and rest == rest_there and is_close
 
 
-class Tickets(OfEpoch):
+class BatchIndices(OfEpoch):
     """(epoch, number) of every batch, without end: how many there are shows in the stream."""
 
     def __init__(self, stream: "SampleStream") -> None:

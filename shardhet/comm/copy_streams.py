@@ -23,8 +23,8 @@ MAX_HELD = 2  # tensors that are kept alive for a copy that reads them
 class Copy:
     """A copy in flight."""
 
-    def __init__(self, lane: "CopyLane", event: Any) -> None:
-        self._lane = lane
+    def __init__(self, copy_stream: "CopyStream", event: Any) -> None:
+        self._lane = copy_stream
         self._event = event  # after it, on an accelerator
 
     def wait_on(self, stream: Any) -> None:
@@ -48,7 +48,7 @@ class Copy:
             raise LostPeerError(progress.failure.message)
 
 
-class CopyLane:
+class CopyStream:
     """Copies in one direction, one after the other, on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLimits:
-    """The demands on one device."""
+    """The constraints on one device."""
 
     memory_budget_bytes: int | None = None  # less than the cluster's
     rank_batch_size: int | None = None  # exactly this many samples
@@ -49,7 +49,7 @@ class Role:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demands:
+class Constraints:
     """Demands on single devices, on sets of devices, and on all devices."""
 
     limits: Mapping[int, DeviceLimits] = field(default_factory=dict)  # by position
@@ -75,7 +75,7 @@ class Demands:
     whole_matrices: tuple[str, ...] = ()  # units whose matrices have owners, for Muon
 
     def check(self, world_size: int) -> None:
-        """Raise ``ValueError`` if the demands name missing devices or contradict each other."""
+        """Raise ``ValueError`` if they name missing devices or contradict each other."""
         for position in self.limits:
             check_position("limits", position, world_size)
         members = [position for each in self.equal for position in each]
@@ -119,9 +119,9 @@ class Demands:
                 f"{global_batch_size}. Change one of them, or leave a device's batch open."
             )
 
-    def with_less_on_hosts(self) -> list["Demands"]:
-        """These demands and those that allow less in the memory of hosts, the least first."""
-        found: list[Demands] = []
+    def with_less_on_hosts(self) -> list["Constraints"]:
+        """These, and those that allow less in the memory of hosts, the least first."""
+        found: list[Constraints] = []
         for optimizer, inputs in product((False, True), repeat=2):
             less = replace(
                 self,
@@ -132,8 +132,8 @@ class Demands:
                 found.append(less)
         return found
 
-    def of_round(self, rounds: BatchRounds, world_size: int) -> "Demands | None":
-        """The demands on each of these rounds; None if batches cannot be cut into so many."""
+    def of_round(self, rounds: BatchRounds, world_size: int) -> "Constraints | None":
+        """Those on each of these rounds; None if batches cannot be cut into so many."""
         if self.has_even_batches:
             could_be_even = not rounds.global_batch_size % world_size
             if could_be_even and rounds.round_size % world_size:
@@ -214,8 +214,8 @@ class Demands:
             idle = set()
         return tuple(i for i in range(world_size) if i not in idle)
 
-    def only(self, positions: Collection[int]) -> "Demands":
-        """The demands on these devices, in a cluster that has no others."""
+    def only(self, positions: Collection[int]) -> "Constraints":
+        """The constraints on these devices, in a cluster that has no others."""
         place = {position: i for i, position in enumerate(sorted(positions))}
         sets = [tuple(place[i] for i in each if i in place) for each in self.equal]
         groups = (each for each in self.context_groups if each.keys() <= place.keys())
@@ -262,8 +262,8 @@ class Demands:
 
     def with_budgets(
         self, nbytes_by_position: Mapping[int, float], what: str = "memory_budget_bytes"
-    ) -> "Demands":
-        """The same demands with these memory budgets, or ``host_bytes``, for some devices."""
+    ) -> "Constraints":
+        """The same with these memory budgets, or ``host_bytes``, for some devices."""
         limits = dict(self.limits)
         for position, nbytes in nbytes_by_position.items():
             changed: dict[str, Any] = {what: nbytes}
@@ -285,23 +285,24 @@ class Demands:
         return budgets
 
 
-def _with_batches(demands: Demands, round_size: int, world_size: int) -> Demands:
+def _with_batches(constraints: Constraints, round_size: int, world_size: int) -> Constraints:
     """The same batch of every device; the remainder goes to the first devices."""
     each, rest = divmod(round_size, world_size)
     limits = {
         position: replace(
-            demands.limits.get(position, NO_LIMITS), rank_batch_size=each + (position < rest)
+            constraints.limits.get(position, NO_LIMITS),
+            rank_batch_size=each + (position < rest),
         )
         for position in range(world_size)
     }
     # The remainder may separate devices that must be equal.
-    equal = () if rest else demands.equal
-    return replace(demands, limits=limits, equal=equal, has_even_batches=False)
+    equal = () if rest else constraints.equal
+    return replace(constraints, limits=limits, equal=equal, has_even_batches=False)
 
 
-def _host_parts(demands: Demands, cluster: Cluster) -> "list[HostPart | None]":
+def _host_parts(constraints: Constraints, cluster: Cluster) -> "list[HostPart | None]":
     """Where the optimizer of each device may step besides on the device."""
-    if not demands.may_keep_optimizer_on_host:
+    if not constraints.may_keep_optimizer_on_host:
         return [None] * cluster.world_size
     from shardhet.pricing.hosts import HostPart  # imports numpy
 
@@ -309,27 +310,29 @@ def _host_parts(demands: Demands, cluster: Cluster) -> "list[HostPart | None]":
     return [HostPart.of(node, number) for node, number in numbers for _ in range(number)]
 
 
-def _check_whole_matrices(demands: Demands) -> None:
-    """Raise ``ValueError`` for demands that owners of matrices are not chosen with."""
-    shares = [each.state_share for each in demands.limits.values()]
+def _check_whole_matrices(constraints: Constraints) -> None:
+    """Raise ``ValueError`` for constraints that owners of matrices are not chosen with."""
+    shares = [each.state_share for each in constraints.limits.values()]
     for is_set, what in (
-        (demands.may_keep_optimizer_on_host, "optimizers on hosts"),
-        (demands.equal or demands.has_even_state, "equal devices"),
+        (constraints.may_keep_optimizer_on_host, "optimizers on hosts"),
+        (constraints.equal or constraints.has_even_state, "equal devices"),
         (any(share is not None for share in shares), "exact shares of the state"),
     ):
-        if demands.whole_matrices and is_set:
+        if constraints.whole_matrices and is_set:
             raise ValueError(
                 f"plan: whole_matrices together with {what} is not planned for. Drop one of "
                 "them."
             )
 
 
-def host_bytes(demands: Demands, cluster: Cluster) -> list[float]:
+def host_bytes(constraints: Constraints, cluster: Cluster) -> list[float]:
     """How much each device may take of its host's memory, if it may keep anything there."""
-    if not (demands.may_keep_optimizer_on_host or demands.may_keep_inputs_on_host):
+    if not (constraints.may_keep_optimizer_on_host or constraints.may_keep_inputs_on_host):
         return [inf] * cluster.world_size
     stated = [node.host_memory_bytes or inf for node in cluster.nodes for _ in node.devices]
-    limited = [demands.limits.get(i, NO_LIMITS).host_bytes for i in range(cluster.world_size)]
+    limited = [
+        constraints.limits.get(i, NO_LIMITS).host_bytes for i in range(cluster.world_size)
+    ]
     return list(map(min, stated, limited))
 
 

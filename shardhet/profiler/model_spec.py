@@ -24,9 +24,9 @@ from torch.utils._pytree import TreeSpec
 
 from shardhet.fsdp.microbatch.batching import (
     BatchAxis,
+    BatchingRules,
     Join,
     Layout,
-    VisitRules,
     find_axis,
     flatten,
     unflatten,
@@ -70,7 +70,7 @@ class UnitCall:
 
     module_fqn: str
     leaves: tuple[Any, ...]  # a TensorInput for each tensor; other values as they are
-    rules: VisitRules  # for (args, kwargs); for the head, the loss inputs come first
+    rules: BatchingRules  # for (args, kwargs); for the head, the loss inputs come first
     is_head: bool  # the loss is computed from its output
 
     @property
@@ -109,7 +109,7 @@ def _with_loss(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnitSketch:
+class UnitSpec:
     """One unit, in order of execution; the root comes last and is not called."""
 
     fqn: str
@@ -119,12 +119,12 @@ class UnitSketch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSketch:
+class ModelSpec:
     """The units of a model and how they are called."""
 
     model: nn.Module  # a copy, all fake
     fake_mode: FakeTensorMode
-    units: tuple[UnitSketch, ...]
+    units: tuple[UnitSpec, ...]
     output: Any  # of the model, without the loss
     goes_on: bool  # whether the loss is that of this output, not of the head's
     times_loss: bool  # with the head, of whose output it can be computed
@@ -132,12 +132,12 @@ class ModelSketch:
     stored_itemsizes: Mapping[str, int]  # of every parameter by name, before any cast
 
     @property
-    def unit_by_kind(self) -> dict[str, UnitSketch]:
+    def unit_by_kind(self) -> dict[str, UnitSpec]:
         """The first unit of each kind."""
         return {unit.kind: unit for unit in reversed(self.units)}
 
 
-def sketch_model(model: TrainedModel, device: torch.device = CPU) -> ModelSketch:
+def trace_model(model: TrainedModel, device: torch.device = CPU) -> ModelSpec:
     """The units that HetFSDP would make of ``model``, in the order in which it calls them.
 
     The module may be on the meta device and is not changed.  Raises ``ValueError`` if an input
@@ -170,7 +170,7 @@ def sketch_model(model: TrainedModel, device: torch.device = CPU) -> ModelSketch
             f"model: units {never} are not called for the example batch. Give a batch that "
             "uses all of the model, or name other units."
         )
-    return ModelSketch(
+    return ModelSpec(
         model=copied,
         fake_mode=fake_mode,
         units=_named_by_kind(drafts, calls_by_unit),
@@ -346,7 +346,7 @@ def _merged(one: _Seen, two: _Seen) -> UnitCall:
         for small, large in zip(outputs, flatten(two.output)[0], strict=True)
         if isinstance(small, Tensor)
     ]
-    rules = VisitRules(
+    rules = BatchingRules(
         arguments=Layout.of(one.leaves, one.spec),
         inputs=tuple(
             leaf.axis or Join.SHARED for leaf in leaves if isinstance(leaf, TensorInput)
@@ -376,7 +376,7 @@ def _axis(what: str, small: Tensor, large: Tensor) -> BatchAxis | None:
 
 def _named_by_kind(
     drafts: Sequence[UnitDraft], calls_by_unit: dict[int, list[UnitCall]]
-) -> tuple[UnitSketch, ...]:
+) -> tuple[UnitSpec, ...]:
     """The units in order of execution; units that look alike share a kind."""
     name_by_look: dict[Any, str] = {}
     sketches = []
@@ -388,11 +388,11 @@ def _named_by_kind(
             taken = [name for name in name_by_look.values() if name.split("_v")[0] == base]
             name_by_look[look] = f"{base}_v{len(taken) + 1}" if taken else base
         sketches.append(
-            UnitSketch(fqn=draft.fqn, kind=name_by_look[look], draft=draft, calls=tuple(calls))
+            UnitSpec(fqn=draft.fqn, kind=name_by_look[look], draft=draft, calls=tuple(calls))
         )
     root = drafts[-1]
     if any(slot.shape.numel() for slot in root.slots):
-        sketches.append(UnitSketch(fqn=root.fqn, kind="root", draft=root, calls=()))
+        sketches.append(UnitSpec(fqn=root.fqn, kind="root", draft=root, calls=()))
     return tuple(sketches)
 
 

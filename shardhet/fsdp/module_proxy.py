@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardhet.comm.channel import SECONDS_FOR_ALL_TO_COME
-from shardhet.fsdp.params.row_group import RowGroup
+from shardhet.fsdp.params.row_group import ShardGroup
 from shardhet.fsdp.params.state import gather_params
 from shardhet.fsdp.sharding.flat import FlatTensor
 
@@ -69,7 +69,7 @@ UNIT_BY_UNIT = ("generate",)
 REFUSED_INSIDE = ("merge_adapter", "merge_and_unload", "save_pretrained", "push_to_hub")
 
 
-_rows_by_module: "WeakKeyDictionary[nn.Module, RowGroup]" = WeakKeyDictionary()
+_rows_by_module: "WeakKeyDictionary[nn.Module, ShardGroup]" = WeakKeyDictionary()
 
 
 def around(module: nn.Module, call: str) -> Any:
@@ -84,13 +84,13 @@ def around(module: nn.Module, call: str) -> Any:
     return rows.model()
 
 
-class WrongDoorError(RuntimeError):
+class UnsupportedMethodError(RuntimeError):
     """Raised for a method of the wrapped module that cannot work under HetFSDP."""
 
 
 def refuse(name: str, why: str, *_: Any, **__: Any) -> NoReturn:
-    """Raise ``WrongDoorError`` for the module's method ``name``, whatever it is called with."""
-    raise WrongDoorError(f"model.{name}: cannot be called on a HetFSDP. {why}.")
+    """Raise ``UnsupportedMethodError`` for the method ``name``, whatever it is given."""
+    raise UnsupportedMethodError(f"model.{name}: cannot be called on a HetFSDP. {why}.")
 
 
 def through(
@@ -116,7 +116,7 @@ def through(
 def with_stand_ins(name: str, call: Callable[[], Any], flats: Sequence[FlatTensor]) -> Any:
     """The result of ``call``, made while modules hold stand-ins without values.
 
-    Raises ``WrongDoorError`` if ``call`` needs the values.
+    Raises ``UnsupportedMethodError`` if ``call`` needs the values.
     """
     with stand_ins(flats) as row_by_stand_in:
         versions = [each._version for each in row_by_stand_in]
@@ -125,7 +125,7 @@ def with_stand_ins(name: str, call: Callable[[], Any], flats: Sequence[FlatTenso
             result = call()
         except (RuntimeError, NotImplementedError) as error:
             if "meta" in str(error).lower():
-                raise WrongDoorError(_wants_values(name)) from error
+                raise UnsupportedMethodError(_wants_values(name)) from error
             raise
         changed = [
             slot.fqn
@@ -134,13 +134,13 @@ def with_stand_ins(name: str, call: Callable[[], Any], flats: Sequence[FlatTenso
             if not any(slot.current is each for each in row_by_stand_in)
         ]
         if changed or [each._version for each in row_by_stand_in] != versions:
-            raise WrongDoorError(_wants_values(name))
+            raise UnsupportedMethodError(_wants_values(name))
         if [each.requires_grad for each in row_by_stand_in] != flags:
             refuse(name, "Freeze and unfreeze parameters before wrapping the model")
     return _with_rows(name, result, {id(s): rows for s, rows in row_by_stand_in.items()})
 
 
-def watch_inside(root: nn.Module, flats: Sequence[FlatTensor], rows: RowGroup) -> None:
+def watch_inside(root: nn.Module, flats: Sequence[FlatTensor], rows: ShardGroup) -> None:
     """Let no method of the modules inside take rows for the parameters when it saves them."""
 
     def refuse_on_all(name: str, why: str) -> None:
@@ -172,7 +172,9 @@ def _counted(
     return with_stand_ins(name, lambda: count(*args, **kwargs), flats)
 
 
-def _unit_by_unit(method: Callable[..., Any], rows: RowGroup, *args: Any, **kwargs: Any) -> Any:
+def _unit_by_unit(
+    method: Callable[..., Any], rows: ShardGroup, *args: Any, **kwargs: Any
+) -> Any:
     """The result of ``method``, which calls units outside of model(...).  Collective, unless it
     is called by the model itself, or by another such method.
     """
@@ -185,7 +187,7 @@ def _with_whole(
     name: str,
     fqn: str,
     flats: Sequence[FlatTensor],
-    rows: RowGroup,
+    rows: ShardGroup,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -282,7 +284,7 @@ def _with_rows(name: str, result: Any, row_by_id: dict[int, nn.Parameter]) -> An
         result = list(result)
     result = tree_map_only(Tensor, lambda tensor: row_by_id.get(id(tensor), tensor), result)
     if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(result)):
-        raise WrongDoorError(_wants_values(name))
+        raise UnsupportedMethodError(_wants_values(name))
     return result
 
 

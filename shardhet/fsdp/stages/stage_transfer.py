@@ -23,10 +23,10 @@ On an accelerator the host waits for no message.  Who waits for whom:
 
     receive, before it writes       for what the compute stream had done when the memory was
                                     allocated, a phase or more before: it overlaps compute
-    compute, before it reads        for the receive (``Arriving.wait``)
+    compute, before it reads        for the receive (``PendingReceive.wait``)
     send, before it reads           for compute up to its launch
     compute, before it frees        for the send, of the round that has surely been received
-    what was sent                   because something later has come back (``Departures.send``)
+    what was sent                   because something later has come back (``SendQueue.send``)
 
 Received tensors are of the compute stream's memory, and so may be freed at any time.
 """
@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from shardhet.comm.calls import Messages, Pending, let_go
+from shardhet.comm.calls import Messages, Pending, drain
 from shardhet.comm.channel import Channel
 from shardhet.fsdp.microbatch.batching import BatchAxis, Join
 from shardhet.fsdp.probing.prober import Findings
@@ -59,7 +59,7 @@ class Peer(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class StageTensor:
     """A tensor that is handed over."""
 
     value: Returned
@@ -96,13 +96,17 @@ class Carried:
         return torch.zeros(shape, dtype=self.example.dtype, device=device)
 
 
-class Arriving:
+class PendingReceive:
     """Tensors of a round on their way to this rank; see [Note: Streams of a handover]."""
 
     def __init__(
-        self, carried: Sequence[Carried], peers: Sequence[Peer], num_samples: int, way: "Route"
+        self,
+        stage_tensors: Sequence[StageTensor],
+        peers: Sequence[Peer],
+        num_samples: int,
+        way: "StageRoute",
     ) -> None:
-        self._carried, self._peers, self._num_samples = carried, peers, num_samples
+        self._carried, self._peers, self._num_samples = stage_tensors, peers, num_samples
         self._way = way
         self._messages = Messages(way.channel)
         self._flags: list[Tensor] = []  # by peer
@@ -113,10 +117,10 @@ class Arriving:
         if way.told is not None:
             told = Messages(way.told)
             for peer in peers:
-                self._flags.append(torch.zeros(len(carried), dtype=torch.bool))
+                self._flags.append(torch.zeros(len(stage_tensors), dtype=torch.bool))
                 told.receive(self._flags[-1], peer.position)
             self._telling = told.post()
-        for each in carried:
+        for each in stage_tensors:
             whole = each.new_whole(num_samples, way.comm.device)
             self._wholes.append(whole)
             those = [peer for peer in peers if each.goes_to(peer)]
@@ -170,7 +174,7 @@ class Arriving:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class StageRoute:
     """Between two stages, in one direction."""
 
     channel: Channel
@@ -179,10 +183,10 @@ class Route:
     told: Channel | None = None  # over which hosts tell which tensors there are; None: all
 
 
-class Departures:
+class SendQueue:
     """What this rank has sent in one direction."""
 
-    def __init__(self, way: Route, max_unsent: int) -> None:
+    def __init__(self, way: StageRoute, max_unsent: int) -> None:
         self._way = way
         self._max_unsent = max_unsent
         self._unsent: deque[Pending] = deque()
@@ -191,7 +195,7 @@ class Departures:
     def send(
         self,
         tensors: Sequence[Tensor | None],
-        carried: Sequence[Carried],
+        stage_tensors: Sequence[StageTensor],
         peers: Sequence[Peer],
         num_samples: int,
     ) -> None:
@@ -204,7 +208,7 @@ class Departures:
                 told.send(flags, peer.position)
             self._told.append(told.post())
         messages = Messages(way.channel)
-        for tensor, each in zip(tensors, carried, strict=True):
+        for tensor, each in zip(tensors, stage_tensors, strict=True):
             for peer in peers:
                 if not each.goes_to(peer):
                     continue
@@ -216,34 +220,34 @@ class Departures:
         self._unsent.append(messages.post())
         # Compute waits for what is received already, so it does not stand still.  On the CPU
         # the host would be what waits.
-        let_go(self._unsent, self._max_unsent if way.comm.host_runs_ahead else None)
-        let_go(self._told)
+        drain(self._unsent, self._max_unsent if way.comm.host_runs_ahead else None)
+        drain(self._told)
 
     def flush(self) -> None:
         """Wait until everything has been received."""
-        let_go(self._unsent, 0)
-        let_go(self._told, 0)
+        drain(self._unsent, 0)
+        drain(self._told, 0)
 
 
-class Arrived:
+class ReceivedTensors:
     """What a stage has received for a round, and its gradients after the round's backward."""
 
     def __init__(self) -> None:
         self.grads: list[Tensor | None] = []  # of those that are differentiable
 
     def with_grad(
-        self, tensors: Sequence[Tensor], carried: Sequence[Carried], anchor: Tensor
+        self, tensors: Sequence[Tensor], stage_tensors: Sequence[StageTensor], anchor: Tensor
     ) -> list[Tensor]:
         """The tensors, of which the differentiable ones require a gradient from now on.
 
         ``anchor`` is any tensor that does.
         """
-        begun = differentiable(tensors, carried)
+        begun = differentiable(tensors, stage_tensors)
         self.grads = [None for _ in begun]
         made = iter(_Begin.apply(anchor, self, begun))  # type: ignore[no-untyped-call]
         return [
             next(made) if each.is_differentiable else t
-            for t, each in zip(tensors, carried, strict=True)
+            for t, each in zip(tensors, stage_tensors, strict=True)
         ]
 
 
@@ -251,7 +255,9 @@ class _Begin(torch.autograd.Function):
     """The first node of the graph."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, arrived: Arrived, tensors: list[Tensor]) -> Any:
+    def forward(
+        ctx: Any, anchor: Tensor, arrived: ReceivedTensors, tensors: list[Tensor]
+    ) -> Any:
         ctx.arrived = arrived
         ctx.set_materialize_grads(False)
         return tuple(tensors)
@@ -262,9 +268,11 @@ class _Begin(torch.autograd.Function):
         return None, None, None
 
 
-def differentiable(tensors: Sequence[Tensor], carried: Sequence[Carried]) -> list[Tensor]:
+def differentiable(
+    tensors: Sequence[Tensor], stage_tensors: Sequence[StageTensor]
+) -> list[Tensor]:
     """Those that get a gradient."""
-    return [t for t, each in zip(tensors, carried, strict=True) if each.is_differentiable]
+    return [t for t, each in zip(tensors, stage_tensors, strict=True) if each.is_differentiable]
 
 
 def edges_of(tensors: Sequence[Tensor]) -> list[GradientEdge | None]:
@@ -330,15 +338,15 @@ def check_dropouts(findings: Findings, stages: Sequence[int]) -> None:
             )
 
 
-def carried_of(
+def stage_tensors_of(
     values: Sequence[Returned], findings: Findings, called: Sequence[str]
-) -> list[Carried]:
+) -> list[StageTensor]:
     """The tensors of ``values``, given what a probe has found and of which unit calls are.
 
     Raises ``ValueError`` for one without a row for each sample that may differ between ranks,
     and for one that code outside of units changes.
     """
-    carried = []
+    stage_tensors = []
     for value in values:
         result = findings.results[value.place]
         if value in findings.altered:
@@ -359,7 +367,7 @@ def carried_of(
             )
         example = result.examples[value.number]
         is_used = result.is_differentiable[value.number]
-        carried.append(
-            Carried(value, example, axis if isinstance(axis, BatchAxis) else None, is_used)
+        stage_tensors.append(
+            StageTensor(value, example, axis if isinstance(axis, BatchAxis) else None, is_used)
         )
-    return carried
+    return stage_tensors

@@ -14,7 +14,7 @@ Those of ``RankPlan.optimizer_on_host``:
     optimizer                waits for all copies that read its rows (CommContext.wait_all_sent)
     copy to the host         waits for its reduction
     host before it reads     waits for the copy (GradientOnHost.take)
-    compute before it frees  waits for the copy (CopyLane.hold)
+    compute before it frees  waits for the copy (CopyStream.hold)
 
 What is gathered in another dtype is cast on the device: processors would take longer for it
 than for the optimizer's step.
@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from shardhet.comm.calls import Pending
 from shardhet.comm.channel import Channel
-from shardhet.comm.lanes import Copy
+from shardhet.comm.copy_streams import Copy
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.records.plan import Plan, is_matched
 
@@ -206,7 +206,7 @@ class FrozenRows(nn.Parameter):
         torch.Tensor.data.__set__(self, rows)  # type: ignore[attr-defined]
 
 
-class Residence:
+class Persistence:
     """Which ranks hold a frozen flat tensor unsharded from one use to the next."""
 
     def __init__(
@@ -258,7 +258,7 @@ class Residence:
     @property
     def is_here(self) -> bool:
         """Whether this rank keeps the unsharded storage."""
-        return self._is_resident and self.comm.gather_channel.position in self._computing
+        return self._is_resident and self.comm.all_gather_channel.position in self._computing
 
     def to_reach(self) -> Sequence[int] | None:
         """The positions that a gather is for; None if all that compute hold the tensor."""
@@ -315,7 +315,7 @@ class Residence:
         self._holders = frozenset()
 
 
-def forget_changed(of_frozen: Sequence[Residence], control: Channel) -> None:
+def forget_changed(of_frozen: Sequence[Persistence], control: Channel) -> None:
     """Gather again, from the next use on, what any rank has changed.  Collective.
 
     All ranks call it, once any has said that it has changed rows.
@@ -325,7 +325,7 @@ def forget_changed(of_frozen: Sequence[Residence], control: Channel) -> None:
         of_frozen[i].end()
 
 
-def share_holders(of_frozen: Sequence[Residence], control: Channel) -> None:
+def share_holders(of_frozen: Sequence[Persistence], control: Channel) -> None:
     """Let every stage know what the ranks of others hold.  Collective.
 
     Before all ranks gather units that are those of one stage.

@@ -38,7 +38,7 @@ from shardhet.comm.peers import Peers
 from shardhet.fsdp.microbatch.modes import FunctionTensor
 from shardhet.fsdp.microbatch.surroundings import restored_random_state
 from shardhet.fsdp.params.optimizer_trial import Trial
-from shardhet.fsdp.params.row_group import RowGroup, Rows
+from shardhet.fsdp.params.row_group import Rows, ShardGroup
 
 ELEMENT_WISE = frozenset(
     {
@@ -84,7 +84,7 @@ _given_up = WeakIdKeyDictionary()  # parameters from before wrapping: their fqn 
 _memories: dict[int, StorageWeakRef] = {}  # of such that were trainable, by address
 # How many, and whether the step got a closure.
 _params_seen: "WeakKeyDictionary[optim.Optimizer, tuple[int, bool]]" = WeakKeyDictionary()
-_groups: "WeakKeyDictionary[optim.Optimizer, list[RowGroup]]" = WeakKeyDictionary()
+_groups: "WeakKeyDictionary[optim.Optimizer, list[ShardGroup]]" = WeakKeyDictionary()
 _on_whole: "WeakSet[optim.Optimizer]" = WeakSet()
 
 
@@ -111,7 +111,7 @@ def _before(kind: type, own: type) -> Any:
     return type(own.__name__, (kind, own), {})
 
 
-class GivenUp(FunctionTensor):
+class StaleParameter(FunctionTensor):
     """A trainable parameter from before wrapping, which every use refuses."""
 
     @classmethod
@@ -127,7 +127,7 @@ class GivenUp(FunctionTensor):
         raise AssertionError("not reached")
 
 
-class ParamsBefore:
+class OriginalParams:
     """The parameters of a plain module, which a HetFSDP then copies; keeps none alive."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -141,7 +141,7 @@ class ParamsBefore:
         for fqn, at in self.by_fqn.items():
             if (param := at()) is not None and param.requires_grad:
                 _given_up[param] = fqn, peers
-                put_in_front(GivenUp, param)
+                put_in_front(StaleParameter, param)
         alive = [m for m in (*_memories.values(), *self._memories) if not m.expired()]
         _memories.clear()
         _memories.update({memory.cdata: memory for memory in alive})
@@ -168,7 +168,7 @@ def are_rows(tensor: Tensor) -> bool:
     return tensor in _rows_by_param
 
 
-def groups_of(optimizer: optim.Optimizer) -> list[RowGroup]:
+def groups_of(optimizer: optim.Optimizer) -> list[ShardGroup]:
     """Those of the models whose rows it holds."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return list({id(rows.group): rows.group for rows in rows_among(params)}.values())

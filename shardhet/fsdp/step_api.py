@@ -248,7 +248,7 @@ class ModuleInRounds(ModuleWithState):
     @property
     def rounds_left(self) -> int:
         """How many rounds the step has yet: all of them between steps."""
-        return self._runtime.rounds.number - self._runtime.rounds.moment.round
+        return self._runtime.rounds.number - self._runtime.rounds.round_key.round
 
     @property
     def mean_so_far(self) -> float:
@@ -310,10 +310,10 @@ def _warn_of_long(comm: CommContext, tokens: int) -> None:
     held = comm.holds_for
     if held is None or held.tokens_per_sample == 1:  # no text, or it was said
         return
-    if (lack := held.lack(tokens_per_sample=tokens)) is not None:
+    if (mismatch := held.mismatch(tokens_per_sample=tokens)) is not None:
         comm.holds_for = replace(held, tokens_per_sample=1)
         warnings.warn(
-            f"model(...): {lack}, so that memory and times are not those that it says. "
+            f"model(...): {mismatch}, so that memory and times are not those that it says. "
             "Truncate samples, or plan with an example of the longest.",
             stacklevel=2,
         )

@@ -52,7 +52,7 @@ END_OF_FORWARD = -1  # in place of a unit
 BEGUN_BY_OTHERS = (*Phase, OpKind.AGREE, OpKind.STEP)
 
 
-class TurnWalk:
+class ScheduleExecutor:
     """Takes a rank through the list of the step in progress."""
 
     def __init__(
@@ -66,7 +66,7 @@ class TurnWalk:
         self._units = tuple(units)
         self._root = root
         # Unsharded for the whole step: the root, and units that code outside of them reads.
-        self.staying = [root]
+        self.always_unsharded = [root]
         self._comm = comm
         self._observers = observers
         self.schedule = make_schedule((), trainable_units=frozenset())
@@ -85,22 +85,22 @@ class TurnWalk:
     # Forward #
 
     def begin(
-        self, schedule: Schedule, round_index: int = 0, staying: Iterable[int] = ()
+        self, schedule: Schedule, round_index: int = 0, always_unsharded: Iterable[int] = ()
     ) -> None:
         """Follow this schedule from the round that comes next on.
 
         If the rounds before followed another one, the rest of the step is laid out anew.
         """
-        before = (i for i, unit in enumerate(self._units) if unit in self.staying)
-        rest, staying = schedule, frozenset((*staying, *before))
+        before = (i for i, unit in enumerate(self._units) if unit in self.always_unsharded)
+        rest, always_unsharded = schedule, frozenset((*always_unsharded, *before))
         if round_index and schedule is not self.base:
-            owed = self.schedule.owed_at(self.cursor) - staying
-            rest = rest_of_step(schedule, round_index, owed, staying)
+            owed = self.schedule.owed_at(self.cursor) - always_unsharded
+            rest = rest_of_step(schedule, round_index, owed, always_unsharded)
             self._reshard(self._units)
-        for index in sorted(staying):
+        for index in sorted(always_unsharded):
             self.take_in(self._units[index])
-            if self._units[index] not in self.staying:
-                self.staying.append(self._units[index])
+            if self._units[index] not in self.always_unsharded:
+                self.always_unsharded.append(self._units[index])
         if not round_index or schedule is not self.base:
             self.lay_out(rest)
             self.base = schedule
@@ -172,7 +172,7 @@ class TurnWalk:
             self._wait_before(op)
         if isinstance(op.kind, LaunchKind):
             self._launch(op.kind, self._units[op.unit])
-        elif op.handover is not None:
+        elif op.stage_transfer is not None:
             assert self.hand_over is not None
             self.hand_over(op)
         self._at += 1
@@ -220,7 +220,7 @@ class TurnWalk:
         self._end = self.cursor + sum(segment.needs_backward for segment in segments)
         if self._ops[self._at].kind is OpKind.AGREE:
             self._at += 1
-        for unit in self.staying:
+        for unit in self.always_unsharded:
             unit.begin_backward()
 
     def reach(self, segment: int) -> None:
@@ -238,13 +238,13 @@ class TurnWalk:
         then: who needs it calls ``finish``.
         """
         self.go_on()
-        for unit in reversed(self.staying):
+        for unit in reversed(self.always_unsharded):
             if unit.is_trainable:
                 self.finish()
                 self._launch(REDUCE, unit)
 
     def when_finished(self, do: Callable[[], None]) -> None:
-        """Have ``finish`` do so too, the next time."""
+        """Call ``do`` at the end of the next ``finish()``, once."""
         self._then.append(do)
 
     def finish(self) -> None:
@@ -276,9 +276,9 @@ class TurnWalk:
 
     def end_step(self) -> None:
         """Reshard what stayed and wait until no peer reads this rank's shards any more."""
-        for unit in self.staying:
+        for unit in self.always_unsharded:
             unit.reshard()
-        del self.staying[1:]
+        del self.always_unsharded[1:]
         self._comm.wait_all_sent()
 
     def abandon(self) -> None:
@@ -288,7 +288,7 @@ class TurnWalk:
         self._reshard((*self._units, self._root))
         for unit in (*self._units, self._root):
             unit.drop_grads()
-        del self.staying[1:]
+        del self.always_unsharded[1:]
         self._launched.clear()
         self._comm.wait_all_sent()
 
@@ -305,13 +305,21 @@ class TurnWalk:
 
 
 @contextmanager
-def other_turns(walk: TurnWalk) -> Iterator[None]:
+def other_turns(executor: ScheduleExecutor) -> Iterator[None]:
     """A context for other turns than those of the step, which goes on after it."""
-    walk.gather_anew()
-    schedule, cursor, staying = walk.schedule, walk.cursor, [*walk.staying]
+    executor.gather_anew()
+    schedule, cursor, always_unsharded = (
+        executor.schedule,
+        executor.cursor,
+        [*executor.always_unsharded],
+    )
     yield
-    walk.schedule, walk.cursor, walk.staying[:] = schedule, cursor, staying
-    walk.base = None
+    executor.schedule, executor.cursor, executor.always_unsharded[:] = (
+        schedule,
+        cursor,
+        always_unsharded,
+    )
+    executor.base = None
 
 
 _OTHER_ORDER = (
