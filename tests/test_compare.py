@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardhet.apps.launch.run_folder import RunFolder
-from shardhet.extras.compare import StepParts, main, status
+from shardhet.extras.compare import StepParts, explain_difference, main
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import DeviceSpec
 from shardhet.simulator.simulation import simulate
@@ -89,10 +89,10 @@ def test_a_device_that_has_nothing_to_compute_is_not_blamed() -> None:
     works = StepParts(Counter({("forward", "head"): 2.0}))
     quicker = StepParts(Counter({("forward", "head"): 1.92}))
     idle, updates = StepParts(Counter()), StepParts(Counter({("optimizer", ""): 1e-6}))
-    text = status([("0 fast", works, quicker), ("1 idle", idle, updates)])
+    text = explain_difference([("0 fast", works, quicker), ("1 idle", idle, updates)])
     assert "Every device computes about as long" in text
     half = StepParts(Counter({("forward", "head"): 1.0}))
-    text = status([("0 fast", works, half), ("1 same", works, works)])
+    text = explain_difference([("0 fast", works, half), ("1 same", works, works)])
     assert text.startswith("No device computes 5% longer than predicted, and not all wait")
     assert "1 s a step less (-50%)" in text
 
@@ -105,34 +105,36 @@ def parts(computes_s: float, waits_s: float = 0.0) -> StepParts:
 
 def test_who_is_late_is_told_by_what_it_computes_and_links_by_the_waits_of_all() -> None:
     """Shares of the device's own time: a second of ten is late, four of a hundred are not."""
-    text = status(
+    text = explain_difference(
         [("0 slow", parts(100), parts(104)), ("1 fast", parts(10, 90), parts(11, 90))]
     )
     assert text.startswith("Device 1 fast computes 1 s a step longer than predicted (+10%). ")
     assert "wait" not in text  # nobody waits for it
-    late = status(
+    late = explain_difference(
         [("0 slow", parts(100), parts(150)), ("1 fast", parts(10, 90), parts(10, 140))]
     )
     assert "+50%), and others wait up to 50 s longer." in late
     assert "links" not in late
-    text = status(
+    text = explain_difference(
         [("0 slow", parts(100), parts(100, 30)), ("1", parts(10, 90), parts(11, 119))]
     )
     assert text.startswith("All devices wait at least 29 s a step longer than predicted: links")
     assert "Device 1 computes 1 s a step longer" in text
     # The one that the others wait for computes as long as predicted, and they less.
-    text = status([("0 slow", parts(10), parts(10)), ("1 fast", parts(8, 2), parts(2, 8))])
+    text = explain_difference(
+        [("0 slow", parts(10), parts(10)), ("1 fast", parts(8, 2), parts(2, 8))]
+    )
     assert "links" not in text
     assert "there may be a faster plan" in text
-    assert "wait" not in status([("0 alone", parts(10), parts(20, 5))])
+    assert "wait" not in explain_difference([("0 alone", parts(10), parts(20, 5))])
 
 
 def test_where_all_devices_are_late_alike_the_machine_is_blamed_and_none_of_them() -> None:
     alike = [("0", parts(10), parts(13, 5)), ("1", parts(8, 2), parts(10.4, 7))]
-    text = status(alike)
+    text = explain_difference(alike)
     assert text.startswith("All devices compute at least 30% longer than predicted")
     assert "Device " not in text
     assert "links" not in text
-    text = status([alike[0], ("1", parts(8), parts(20.8))])
+    text = explain_difference([alike[0], ("1", parts(8), parts(20.8))])
     assert "Device 1 computes 10.4 s a step longer than the others do" in text
     assert "(+100%)" in text
