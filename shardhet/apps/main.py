@@ -17,7 +17,6 @@ COMMANDS = {
         "list what a checkpoint contains and verify its files",
     ),
     "export": ("shardhet.apps.checkpoint_export", "write a checkpoint's model as one file"),
-    "plot": ("shardhet.apps.plot", "show and draw losses, step times and memory of runs"),
     "compare": (
         "shardhet.extras.compare",
         "show where a run was slower than predicted, by unit",

@@ -277,8 +277,6 @@ class PlannerConf(InputsConf):
 
     global_batch_size: int = checked(64, at_least(1))
     for_tokens: str | None = None  # "10M": how long so many tokens take is said
-    price_per_kwh: float | None = checked(None, above(0))  # what they cost then, in any money
-    price_per_hour: float | None = checked(None, above(0))  # of all devices together
     limits: dict[str, LimitConf] = field(default_factory=dict)  # by position or kind
     equal: list[list[int]] = field(default_factory=list)  # positions that do the same
     max_microbatch_size: int | None = checked(None, at_least(1))

@@ -132,29 +132,6 @@ def _draw_lanes(axes: Any, tracks: Sequence[TimelineTrack]) -> None:
     axes.legend(fontsize="x-small", ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
-def draw_curves(
-    curves_by_run: Mapping[str, Mapping[str, Mapping[int, float]]], path: Path
-) -> None:
-    """Draw losses (held-out ones as dots), step times and memory over steps, by run."""
-    plt = pyplot()
-    drawing, panels = plt.subplots(1, 3, figsize=(1.5 * WIDTH_INCHES, 4), layout="constrained")
-    names = {"loss": "loss", "step_time_s": "seconds per step", "memory_gib": "peak GiB"}
-    for axes, (name, label) in zip(panels, names.items(), strict=True):
-        for run, curves in curves_by_run.items():
-            (line,) = axes.plot(*_points(curves[name]), linewidth=1, label=run)
-            if name == "loss":
-                axes.plot(*_points(curves["held_out_loss"]), "o", color=line.get_color())
-        axes.set_xlabel("step")
-        axes.set_ylabel(label)
-    panels[0].legend(fontsize="small")
-    drawing.savefig(path)
-    plt.close(drawing)
-
-
-def _points(curve: Mapping[int, float]) -> tuple[list[int], list[float]]:
-    return list(curve), list(curve.values())
-
-
 def pyplot() -> Any:
     import matplotlib as mpl
 

@@ -217,7 +217,7 @@ def _show_faster_pipeline(
 
 
 def _tell_time(conf: PlannerConf, inputs: Inputs, samples_per_s: float, to: Console) -> None:
-    """Say how long ``for_tokens`` take, and what they cost where power or prices are known."""
+    """Say how long ``for_tokens`` take, and how much energy if the power of all is known."""
     if conf.for_tokens is None:
         return
     cluster, tokens = inputs.setting.cluster, number_of("for_tokens", conf.for_tokens)
@@ -228,11 +228,7 @@ def _tell_time(conf: PlannerConf, inputs: Inputs, samples_per_s: float, to: Cons
     watts = [watts_of.get(str(device.kind)) or 0.0 for device in cluster.devices]
     kwh = sum(watts) * hours / 1000 * all(watts)  # 0: not known of every card
     energy = f", and at most {kwh:,.1f} kWh by the limits of the boards" if kwh else ""
-    if conf.price_per_kwh and not kwh:
-        say(to, "price_per_kwh: left out, because board_power_w is not stated of every kind.")
-    cost = (conf.price_per_kwh or 0) * kwh + (conf.price_per_hour or 0) * hours
-    said = f"{conf.for_tokens} tokens take {time}{energy}"
-    say(to, f"{said}. They cost {cost:,.2f}." if cost else f"{said}.")
+    say(to, f"{conf.for_tokens} tokens take {time}{energy}.")
 
 
 def _compared(setting: Setting) -> Effort:
