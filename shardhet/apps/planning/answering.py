@@ -21,7 +21,7 @@ from shardhet.apps.planning.report import (
     proof_lines,
     show_plan,
 )
-from shardhet.apps.planning.stages import pipeline_below, rival_lines, rivals_of
+from shardhet.apps.planning.stages import beside_line, pipeline_below
 from shardhet.apps.planning.what_if import (
     MAX_SHOWN,
     WhatIfQuery,
@@ -181,7 +181,6 @@ def _show_faster_pipeline(
 
     Then, if a part of the devices is faster still, that.
     """
-    effort = _compared(inputs.setting)
     alone, of_alone = conf.without_stages(inputs)
     with waiting.for_("planning stages"):
         better = (
@@ -200,12 +199,8 @@ def _show_faster_pipeline(
             times=timeline_of(found.predicted),
             note=f"A pipeline of {counted(len(found.groups), 'stage')}:",
         )
-        fewer = None if better is None else better.part
-        rivals = rivals_of(
-            found, conf, inputs, flat, fewer, constraints=constraints, effort=effort
-        )
     show_plan(report, console)
-    say(console, *rival_lines(found, rivals, inputs), *conf.explain * [*proof_lines(report)])
+    say(console, beside_line(found, flat), *conf.explain * [*proof_lines(report)])
     _tell_time(conf, inputs, reached := found.samples_per_s, console)
     if better is not None and better.part.solution.samples_per_s > LEAST_GAIN * reached:
         better = replace(better, samples_per_s_with_all=reached)

@@ -1,63 +1,17 @@
 """What ``shardhet plan max_stages=N`` says of a pipeline, and of other uses of the devices."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from math import ceil
 
 from shardhet.apps.cli.quantities import MIB, duration
 from shardhet.apps.planning.fewer_devices import named, ranges
 from shardhet.config.planning import Inputs, PlannerConf
-from shardhet.planner import Constraints, PlanError, PlanSolution, solve
-from shardhet.planner.idle import SubsetPlan
-from shardhet.planner.search.search import Effort
+from shardhet.planner import Constraints, PlanSolution
 from shardhet.planner.stages.find import find_pipeline
-from shardhet.planner.stages.groups import Positions
 from shardhet.planner.stages.solution import PipelineSolution
 from shardhet.records.cluster import Cluster, Link
 from shardhet.records.workload import Workload
-
-
-@dataclass(frozen=True, slots=True)
-class Alternatives:
-    """What a pipeline is compared with."""
-
-    flat: PlanSolution | None  # of all devices without stages; None: nothing fits
-    # Parts of which a plan fits, in the precision that is its best.
-    alone: tuple[tuple[Positions, PlanSolution, str], ...]
-
-
-def rivals_of(
-    found: PipelineSolution,
-    conf: PlannerConf,
-    inputs: Inputs,
-    flat: PlanSolution | None,
-    fewer: SubsetPlan | None,
-    *,
-    constraints: Constraints,
-    effort: Effort,
-) -> Alternatives:
-    """Plans of parts of the cluster: ``fewer``, and the devices of each stage.
-
-    All stages compute in the precision of the whole; a part alone may do so in another.
-    """
-    alone = []
-    if fewer is not None:
-        alone.append((fewer.positions, fewer.solution, fewer.setting.workload.param_dtype))
-    alone_in = replace(conf, max_stages=1).part_of(inputs, keeps_precision=False)
-    for positions in found.groups:
-        with suppress(PlanError):
-            setting = alone_in(positions)
-            solution = solve(
-                setting,
-                global_batch_size=conf.global_batch_size,
-                constraints=constraints.only(positions),
-                effort=effort,
-                is_bounded=False,
-            )
-            alone.append((positions, solution, setting.workload.param_dtype))
-    return Alternatives(flat, tuple(alone))
 
 
 def pipeline_below(
@@ -136,25 +90,13 @@ def _mib(nbytes: int) -> str:
     return f"{mib:,.{0 if mib >= 10 else 2}f} MiB"
 
 
-def rival_lines(found: PipelineSolution, rivals: Alternatives, inputs: Inputs) -> Iterator[str]:
-    """Other ways to use the devices, and when they would win."""
-    cluster, step_s = inputs.setting.cluster, found.step_time_s
-    if rivals.flat is None:
-        yield "Without stages no plan fits."
-    else:
-        flat_s = rivals.flat.predicted.step_time_s
-        yield f"Without stages: {duration(flat_s)} a step, {flat_s / step_s:.2f} times as long."
-    if not rivals.alone:
-        yield "No stage's devices alone can train the model."
-        return
-    positions, best, dtype = min(rivals.alone, key=lambda e: e[1].predicted.step_time_s)
-    seconds = best.predicted.step_time_s
-    own = inputs.setting.workload.param_dtype
-    formats = f" (in {dtype} instead of {own})" * (dtype != own)
-    yield (
-        f"Only {named(cluster, positions)}: {duration(seconds)} a step, "
-        f"{seconds / step_s:.2f} times as long{formats}."
-    )
+def beside_line(found: PipelineSolution, flat: PlanSolution | None) -> str:
+    """What all devices reach without stages, where that is ``flat``; None: nothing fits."""
+    if flat is None:
+        return "Without stages no plan fits."
+    flat_s = flat.predicted.step_time_s
+    more = flat_s / found.step_time_s
+    return f"Without stages: {duration(flat_s)} a step, {more:.2f} times as long."
 
 
 def _gbit_per_s(link: Link) -> float:
