@@ -99,12 +99,12 @@ def _exactly(rank: int, case: Case, place: Any) -> tuple[list[Tensor], RankRepor
     if case.plan.stages is not None:
         result = _in_stages(rank, case, place)
     else:
-        result = check_parity(rank, case.problem, case.plan, case.resume_facts, place=place)
+        result = check_parity(rank, case.problem, case.plan, case.course, place=place)
     return result.bits, RankReport(covers=Result(result.rows, result.shapes, bits=[]))
 
 
 def _in_low_precision(rank: int, case: Case, _: Any) -> tuple[list[Tensor], RankReport]:
-    plan, course = case.plan, case.resume_facts
+    plan, course = case.plan, case.course
     torch.manual_seed(case.seed)
     master = Decoder(LANGUAGE)
     if case.shape.is_tied:
@@ -177,7 +177,7 @@ def _in_stages(rank: int, case: Case, place: Accelerator | OnHost) -> Result:
         return [loss_sum]
 
     return check_parity(
-        rank, problem, case.plan, case.resume_facts, place=place, take=take, after=evaluate
+        rank, problem, case.plan, case.course, place=place, take=take, after=evaluate
     )
 
 
@@ -204,7 +204,7 @@ def draw_stages(seed: int) -> Case:
     called = ["embedding", *dict.fromkeys(f"blocks.{i}" for i in shape.order)]
     called += ["side"] * shape.has_side + ["head"]
     options["units"] = (*called, *(["idle"] if shape.has_idle and draw.random() < 0.5 else []))
-    case = Case(seed=seed, shape=shape, plan=_NO_PLAN, resume_facts=Course(rank_batch_sizes=()),
+    case = Case(seed=seed, shape=shape, plan=_NO_PLAN, course=Course(rank_batch_sizes=()),
                 options=options)  # fmt: skip
     num_stages = draw.choice([1, 2, 2, 2, 3, 3])
     borders = [0, *sorted(draw.sample(range(1, len(called)), num_stages - 1)), len(called)]
@@ -228,7 +228,7 @@ def draw_stages(seed: int) -> Case:
         blank_rounds=blank,
         blank_target=IGNORED,
     )
-    return replace(case, plan=plan, resume_facts=course, refused=refused)
+    return replace(case, plan=plan, course=course, refused=refused)
 
 
 _NO_PLAN = Plan.by_hand(microbatch_sizes=[1])

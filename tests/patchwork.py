@@ -258,7 +258,7 @@ def draw_case(seed: int, *, world_size: int) -> Case:
         calls_empty=draw.random() < 0.5,
         steps_between_zero_grad=draw.choice([1, 1, 1, 3]),
     )
-    return Case(seed=seed, shape=shape, plan=plan, resume_facts=course, options=options)
+    return Case(seed=seed, shape=shape, plan=plan, course=course, options=options)
 
 
 def draw_rounds(seed: int, *, world_size: int) -> Case:
@@ -289,12 +289,12 @@ def draw_rounds(seed: int, *, world_size: int) -> Case:
         tuple(r for r in rounds if draw.random() < 0.3)[: plan.num_rounds - 1] for _ in sizes
     ]
     course = replace(
-        case.resume_facts,
+        case.course,
         rank_batch_sizes=sizes,
         blank_rounds=tuple(blank),
         blank_target=IGNORED,
     )
-    return replace(case, plan=plan, resume_facts=course)
+    return replace(case, plan=plan, course=course)
 
 
 def draw_plan(draw: random.Random, world_size: int) -> tuple[Plan, tuple[str, ...] | None]:

@@ -181,7 +181,7 @@ def check_beside_one_process(
         rank,
         replace(case.problem, options=options),
         case.plan,
-        replace(case.resume_facts, clip_at=None),
+        replace(case.course, clip_at=None),
         place=there,
         take=partial(take, there),
         after=lets_nobody_wait,
@@ -196,8 +196,8 @@ def check_in_two_formats(rank: int, case: Case) -> Launches:
     Numbers of dropout depend on the format, and steps of AdamW blow up errors of rounding.
     """
     shape = replace(case.shape, dropout=0.0)
-    course = replace(case.resume_facts, has_dropout=False, optimizer="sgd")
-    case = replace(case, shape=shape, resume_facts=course)
+    course = replace(case.course, has_dropout=False, optimizer="sgd")
+    case = replace(case, shape=shape, course=course)
     return check_beside_one_process(rank, case, bar=1e-4, param_dtype=torch.float32)
 
 

@@ -48,7 +48,7 @@ SLOW_CARDS = "cards=GTX 1060 3GB | GTX 1660 Ti | 2x GTX 1660 Ti | 2x GTX 1060 3G
 
 
 def situation(
-    *, capacity: float = 50.0, bytes_per_s: float = 1e12, demands: Constraints | None = None
+    *, capacity: float = 50.0, bytes_per_s: float = 1e12, constraints: Constraints | None = None
 ) -> Situation:
     """Two fast devices and a slow one, each with ``capacity`` times the state."""
     devices = tuple(
@@ -70,7 +70,7 @@ def situation(
             ),
         ),
     )
-    return Situation(setting=setting, constraints=demands or Constraints())
+    return Situation(setting=setting, constraints=constraints or Constraints())
 
 
 def solved(of: Situation, batch: int = BATCH) -> PlanSolution:
@@ -158,8 +158,8 @@ def test_more_memory_is_for_devices_of_the_kind_alone() -> None:
 
 
 def test_demands_move_with_their_devices_when_one_is_added() -> None:
-    demands = Constraints(limits={0: DeviceLimits(), 2: DeviceLimits()}, equal=((1, 2),))
-    larger = with_another(situation(constraints=demands), "fast")
+    constraints = Constraints(limits={0: DeviceLimits(), 2: DeviceLimits()}, equal=((1, 2),))
+    larger = with_another(situation(constraints=constraints), "fast")
     assert larger is not None
     assert [device.kind for device in larger.cluster.devices] == [*["fast"] * 3, "slow"]
     assert sorted(larger.constraints.limits) == [0, 3]

@@ -46,7 +46,7 @@ def poisoned(rank: int, poison: Poison, at_step: int = BAD_STEP, at_round: int =
 
     def run(model: HetFSDP, tensors: Any) -> Any:
         loss_sum, *rest = run_plainly(model, tensors)
-        is_there = model._runtime.rounds.moment[:2] == (at_step, at_round)
+        is_there = model._runtime.rounds.round_key[:2] == (at_step, at_round)
         if is_there and model.training and poison == "spike":
             loss_sum = loss_sum * 1e4  # on all ranks, as no loss adds up otherwise
         if rank == 1 and is_there and model.training:

@@ -425,7 +425,7 @@ def test_stages_compare_written_buffers_too() -> None:
 def test_what_one_rank_raises_between_its_forwards_ends_all(rank: int) -> None:
     model = HetFSDP(Beside("sum"), OF_EIGHT["ranks"], units=UNITS)
     if rank == 1:
-        mock.patch.object(Cut, "laws", side_effect=OSError("no room")).start()
+        mock.patch.object(Cut, "reductions", side_effect=OSError("no room")).start()
     model(draw(4, WIDTH))
 
 

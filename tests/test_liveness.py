@@ -460,7 +460,7 @@ WAITS = "def wait(fifo):\n    return fifo.read_text()\n"
 
 @pytest.mark.parametrize(
     ("owner", "is_waiting"),
-    [("comm/channel.py", True), ("fsdp/visits.py", False), (None, False)],
+    [("comm/channel.py", True), ("fsdp/step/calls.py", False), (None, False)],
 )
 def test_a_rank_that_reads_a_file_while_it_waits_is_waiting(
     owner: str | None, is_waiting: bool, tmp_path: Path

@@ -248,7 +248,7 @@ def _adds_to_kept_gradients(rank: int, precision: str) -> list[int]:
             x = torch.randn(4, 8).to(accelerator.device)  # two samples in each of two rounds
             before = len(accelerator.syncs)
             model.forward_backward(x)
-            found.append(sum("residence.py make" in e for e in accelerator.syncs[before:]))
+            found.append(sum("persistence.py make" in e for e in accelerator.syncs[before:]))
         return found
 
 

@@ -286,7 +286,7 @@ def check_parity_late(
 
     try:
         with around_collectives(delay):
-            check_parity(rank, case.problem, case.plan, case.resume_facts, take=take)
+            check_parity(rank, case.problem, case.plan, case.course, take=take)
     except Exception as error:
         error.add_note(str(case))
         raise

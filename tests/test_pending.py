@@ -147,7 +147,7 @@ def _connects(rank: int) -> list[str]:
         batch = batch_of(STAGES.global_batch_size)
         model.forward_backward(*(each[mine].to(accelerator.device) for each in batch))
     # What stages hand over in a step is let go in the order of its stream.
-    return [each for each in drain if "handover.py" not in each]
+    return [each for each in drain if "stage_transfer.py" not in each]
 
 
 @pytest.mark.campaign  # steps stay

@@ -71,7 +71,7 @@ def in_tiles(case: Case) -> Case:
         case,
         plan=replace(case.plan, ranks=tuple(ranks)),
         shape=replace(case.shape, dropout=0.0),
-        resume_facts=replace(case.resume_facts, has_dropout=False),
+        course=replace(case.course, has_dropout=False),
     )
 
 
@@ -112,7 +112,7 @@ def check_block(
 
 
 def check_on_hosts(rank: int, case: Case) -> None:
-    check_parity(rank, case.problem, case.plan, case.resume_facts)
+    check_parity(rank, case.problem, case.plan, case.course)
 
 
 @pytest.mark.sampled(4)

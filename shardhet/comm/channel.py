@@ -106,7 +106,7 @@ holders: list["ref[Any]"] = []
 class ComputingRanks:
     """The positions that compute by the plan, where others only store.
 
-    A position that only stores hands its rows to a *carrier*, a computing one of its node if
+    A position that only stores hands its rows to a *relay*, a computing one of its node if
     there is one, which takes part in the collectives of the computing for it.
     """
 

@@ -1,7 +1,7 @@
 """Where a tensor lives: its device, with streams, events and memory counters, and the host.
 
 Everything that treats an accelerator differently from the host asks here, so that tests can
-put an emulated accelerator in its place (see ``tests/emulation``).  Memory of the host is
+put an emulated accelerator in its place (see ``tests/emulated``).  Memory of the host is
 pinned for copies to and from a device, and lent out again where collectives receive into it.
 """
 

@@ -327,7 +327,7 @@ def among_computing(
 ) -> Channel:
     """``channel`` with a communicator of the positions that compute, if others only store.
 
-    A position whose carrier is -1 has no part in its collectives, and no rows.  Collective.
+    A position whose relay is -1 has no part in its collectives, and no rows.  Collective.
     Only NCCL, whose collectives need all ranks of a communicator, has use for it.
     """
     positions = tuple(i for i, relay in enumerate(relay_by_position) if i == relay)

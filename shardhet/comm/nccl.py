@@ -2,12 +2,12 @@
 
 They run among the ranks that receive or contribute: all of them, or those that compute by the
 plan, on a communicator of their own.  Rows of a position that only stores pass through its
-carrier (``channel.ComputingRanks``), so each rank receives every byte that it needs once:
+relay (``channel.ComputingRanks``), so each rank receives every byte that it needs once:
 
-    gather    stores only --rows--> carrier --broadcast--> all that compute
-    reduce    all that compute --reduce--> carrier --sum--> stores only
+    gather    stores only --rows--> relay --broadcast--> all that compute
+    reduce    all that compute --reduce--> relay --sum--> stores only
 
-In two levels (``channel.Levels``) every node has a carrier for each position, and broadcasts
+In two levels (``channel.Levels``) every node has a relay for each position, and broadcasts
 and reductions run inside of nodes, on a communicator of each.
 
 Pieces of equal length are one even collective.  Unequal ones are one group of broadcasts or
@@ -93,7 +93,7 @@ def _gather_in_group(
     handed = messages.post()
     if pieces is None:
         return handed
-    handed.wait()  # the broadcasts read what carriers have received
+    handed.wait()  # the broadcasts read what relays have received
     call.copy_own_shard()
     _each_piece(dist.broadcast, pieces, communicator, "group_src")
     return handed
@@ -146,7 +146,7 @@ def _each_piece(
     communicator: _Communicator,
     root: str,
 ) -> None:
-    """Run ``collective`` on every piece, as one group, with its carrier as the root."""
+    """Run ``collective`` on every piece, as one group, with its relay as the root."""
     if communicator.group is None:
         return  # this rank is alone on its node
     with distributed_c10d._coalescing_manager(communicator.group, pieces[0].device):

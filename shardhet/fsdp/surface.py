@@ -2,8 +2,8 @@
 
 Those of ``nn.Module``, for a module whose parameters are rows, are either correct or refused:
 names are those of the plain module, calls that would move, copy or rewrite parameters are
-refused by name, and everything else goes to the wrapped module (see door.py).  State dicts and
-exchanges are collective.
+refused by name, and everything else goes to the wrapped module (see module_proxy.py).  State
+dicts and exchanges are collective.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -346,7 +346,7 @@ class ModuleWithState(ModuleOfRows):
     @property
     def host_input_bytes(self) -> int:
         """Bytes set aside in the memory of the host for inputs of this rank's units."""
-        return self._runtime.slabs.nbytes
+        return self._runtime.staging.nbytes
 
     @property
     def sent_row_bytes(self) -> int:

@@ -93,7 +93,7 @@ def solve(
     constraints.check_batches(setting.cluster.world_size, global_batch_size)
     given = (effort, is_bounded, near, cutoff_s, with_kind, subset_hint)
     prices = _priced(setting, constraints)
-    request = _PlanRequest(prices, global_batch_size, constraints, *given)
+    request = _Request(prices, global_batch_size, constraints, *given)
     batches = partial(_solve_rows, request, tolerance)
     if constraints.whole_matrices:
         return owned_batches(batches, prices[0], constraints, cutoff_s)
@@ -103,23 +103,18 @@ def solve(
 
 
 def _solve_rows(
-    request: "_PlanRequest",
-    tolerance: float | None,
-    constraints: Constraints,
-    cutoff_s: float = inf,
+    request: "_Request", tolerance: float | None, of: Constraints, cutoff_s: float = inf
 ) -> PlanSolution:
     """``solve``, of constraints that were checked, without whole matrices."""
-    request = replace(
-        request, constraints=constraints, cutoff_s=min(cutoff_s, request.cutoff_s)
-    )
-    found = _of_part(
-        request, constraints.not_idle(request.setting.cluster.world_size), tolerance
-    )
+    cutoff_s = min(cutoff_s, request.cutoff_s)
+    request, constraints = replace(request, constraints=of, cutoff_s=cutoff_s), of
+    active = constraints.not_idle(request.setting.cluster.world_size)
+    found = _of_part(request, active, tolerance)
     return found or _of_all_or_fewer(request, tolerance)
 
 
 def _of_part(
-    request: "_PlanRequest", positions: tuple[int, ...], tolerance: float | None
+    request: "_Request", positions: tuple[int, ...], tolerance: float | None
 ) -> PlanSolution | None:
     """The plan in which only the devices at these positions take part.
 
@@ -144,7 +139,7 @@ def _of_part(
     return with_idle(found, positions, request.prices[0], constraints)
 
 
-def _of_all_or_fewer(request: "_PlanRequest", tolerance: float | None) -> PlanSolution:
+def _of_all_or_fewer(request: "_Request", tolerance: float | None) -> PlanSolution:
     """``solve``, where no device is demanded to be idle; some are, if that is faster."""
     prices, constraints = request.prices[0], request.constraints
     found: dict[Positions, _Found] = {}
@@ -157,8 +152,7 @@ def _of_all_or_fewer(request: "_PlanRequest", tolerance: float | None) -> PlanSo
         met = _of_all(replace(part, cutoff_s=cutoff_s), tolerance)
         # A lone device computes with the rows that it stores; beside idle ones it gathers them.
         if len(positions) == 1 and not any(
-            with_idle(each, positions, prices, constraints)
-            for each in _preferred(met, tolerance)
+            with_idle(e, positions, prices, constraints) for e in _preferred(met, tolerance)
         ):
             raise PlanError(f"plan: device {positions[0]} has no room beside idle ones.")
         found[positions] = met
@@ -212,7 +206,7 @@ def _preferred(met: "_Found", tolerance: float | None) -> Iterator[PlanSolution]
         yield preferred(met.best, met.pools, limit_s)
 
 
-def _of_all(request: "_PlanRequest", tolerance: float | None) -> "_Found":
+def _of_all(request: "_Request", tolerance: float | None) -> "_Found":
     """``solve``, where devices are idle only by chance, and nothing is preferred.
 
     What is allowed on hosts is also left out: the search leaves other devices idle without it.
@@ -226,9 +220,7 @@ def _of_all(request: "_PlanRequest", tolerance: float | None) -> "_Found":
         try:
             found.append(_solve(replace(request, constraints=constraints), tolerance))
         except PlanError as error:
-            if (
-                missed is None or constraints == request.constraints
-            ):  # which need the least memory
+            if missed is None or constraints == request.constraints:  # the least memory
                 missed = error
     if not found:
         assert missed is not None
@@ -246,7 +238,7 @@ class _Found:
     pools: Sequence[Bounded]
 
 
-def _solve(request: "_PlanRequest", tolerance: float | None) -> _Found:
+def _solve(request: "_Request", tolerance: float | None) -> _Found:
     """``solve``, of constraints that were checked."""
     met = _Met(tolerance or 0.0, request.cutoff_s)
     least = None
@@ -282,14 +274,10 @@ def _solve(request: "_PlanRequest", tolerance: float | None) -> _Found:
     return _Found(replace(met.best, lower_bound_s=bound_s), (met.tasks, met.slower))
 
 
-def _search_rest(
-    request: "_PlanRequest", met: "_Met", min_s: float, compute: LeastCompute
-) -> None:
+def _search_rest(request: "_Request", met: "_Met", min_s: float, compute: LeastCompute) -> None:
     """Search steps of several rounds, and those that keep fewer frozen weights, by bounds."""
-    rest = [
-        *request.of_fewer_residents(),
-        *filterfalse(request.has_hinted_form, request.of_several_rounds()),
-    ]
+    several = filterfalse(request.has_hinted_form, request.of_several_rounds())
+    rest = [*request.of_fewer_residents(), *several]
     trials = [
         (max(min_s, request.bound_s(task, compute)), order, task)
         for order, task in enumerate(rest)
@@ -303,7 +291,7 @@ def _search_rest(
 
 
 @dataclass(frozen=True, slots=True)
-class _PlanRequest:
+class _Request:
     """What is asked, of plans of any form."""
 
     prices: tuple[CostModel, ...]  # in any form; those that keep most frozen weights first

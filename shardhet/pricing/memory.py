@@ -102,8 +102,7 @@ class PeakMemoryPrices(HostInputPrices):
     @cached_property
     def _numel_bytes(self) -> tuple[Floats, Floats]:
         """[turns + 1] bytes per stored element, and by how many bytes that is below the full
-        state because gradient shards do not exist yet.  Shares are taken to be the same of each
-        unit.
+        state because gradient shards do not exist yet.  Shares are the same of each unit.
         """
         workload, held = self.workload, self.held
         of_grads = workload.grad_bytes_per_element
@@ -169,16 +168,12 @@ class PeakMemoryPrices(HostInputPrices):
         coming = np.where(leaves, inputs, 0.0)
         after = np.append(inputs[1:], float(self.hands_on_bytes))
         before = np.append(0.0, coming[:-1])
-        always_unsharded = np.cumsum(inputs - coming)
+        kept = np.cumsum(inputs - coming)
         others = self.in_flight - 1  # rounds, all of whose inputs and graphs are held
         passing = coming + after  # its own input, and what it returns or the gradient of that
         passing += (others > 0) * coming[-1]  # with which the backward that follows begins
         in_backward = held.is_backward * (before + has_grad * inputs)[held.unit]
-        of_inputs = (
-            (always_unsharded + passing)[held.unit]
-            + in_backward
-            + others * always_unsharded[-1]
-        )
+        of_inputs = (kept + passing)[held.unit] + in_backward + others * kept[-1]
         # At each end of a stage, what it receives next is on its way, and what it sent last.
         of_inputs = of_inputs + 2 * (self.receives * inputs[0] + self.hands_on_bytes)
         of_graphs = np.cumsum(graphs)[held.unit] + others * graphs.sum()

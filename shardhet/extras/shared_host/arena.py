@@ -5,11 +5,11 @@ of which only the parts in use take memory.  A peer opens it through /proc, if t
 permits that, and maps it for reading.  From then on, the peer needs only two numbers to read
 a tensor in the arena: where it begins and how long it is.
 
-[Note: Boards]
-Every process has a board in its own arena; only this process writes it, and the others read
-it.  A board holds counters that only grow, and the data that they announce: where the tensor
-of the k-th collective is, that this process has finished reading in the k-th collective, and
-its row of the k-th exchange.  A process that waits for a counter sleeps on it (futex) and
+[Note: Shared counters]
+Every process has shared counters in its own arena, which only it writes and the others read.
+They only grow, and come with the data that they announce: where the tensor of the k-th
+collective is, that this process has finished reading in it, and its row of the k-th exchange.
+A process that waits for a counter sleeps on it (futex) and
 checks now and then whether the counter's owner is still alive.
 
 With gloo, the same took wake-ups of two threads and four system calls per message.  With all
@@ -231,7 +231,7 @@ SYS_FUTEX = 202  # on x86-64
 FUTEX_WAIT, FUTEX_WAKE = 0, 1
 EVERYBODY = 2**31 - 1
 SECONDS_BETWEEN_LOOKS = 0.05  # between checks that the owner of a counter is alive
-# Offsets of the words of a board; each counter has a cache line of its own.
+# Offsets of the words; each counter has a cache line of its own.
 BROKEN, PLACED, READ, EXCHANGED, PLACES = 0, 8, 16, 24, 32
 NUM_PLACES = 64  # collectives in flight at once; the next one waits for the oldest
 ROW_WORDS = 256  # longer rows are exchanged in pieces
@@ -280,7 +280,7 @@ class SharedCounters:
         """Wait until the counter has reached ``value``.
 
         Raises ``LostPeerError`` if the owner has given up or is gone, and ``TimeoutError`` if
-        the owner is alive but does not raise it ``within_s`` (None: the board's patience).
+        the owner is alive but does not raise it ``within_s`` (None: its own timeout).
         """
         timeout_s = self._patience_s if within_s is None else min(within_s, self._patience_s)
         timeout = _Timespec(0, int(1e9 * SECONDS_BETWEEN_LOOKS))

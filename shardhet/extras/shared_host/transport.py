@@ -83,10 +83,10 @@ class SharedMemoryGroup:
     def meet(
         cls, group: dist.ProcessGroup, number: int = 1, is_wanted: bool = True
     ) -> tuple[Self, ...] | None:
-        """Return ``number`` sets of neighbours over the same processes, each with own boards.
+        """Return ``number`` groups over the same processes, each with counters of its own.
 
         Returns None if some process cannot or should not read the memory of others.
-        Collective over the group; either all ranks get neighbours, or all get None.
+        Collective over the group; either all ranks get them, or all get None.
         """
         is_possible = is_wanted and platform.machine() == "x86_64"
         arena = own_arena() if is_possible else None

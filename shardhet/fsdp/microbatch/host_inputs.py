@@ -211,7 +211,7 @@ class InputsOnHost:
                 each.staging.reserve(nbytes)
 
     def wait(self) -> None:
-        """Let the host wait for all copies, so that the slabs may be freed."""
+        """Let the host wait for all copies, so that what stages them may be freed."""
         self.copies_out.wait_all()
         self.copies_in.wait_all()
 

@@ -6,8 +6,8 @@ normalize weights reduce rows to one number, on each rank separately.  So a HetF
 except in these calls:
 
     linalg.vector_norm, norm, _foreach_norm   a ``ShardNorm``: this rank's part of a norm
-    stack of RowNorms, and the norm of that   one number, agreed on by all ranks (clip_grad)
-    any other use of a ShardNorm                the norm of the whole parameter, likewise
+    stack of ShardNorm, the norm of that      one number, agreed on by all ranks (clip_grad)
+    any other use of a ShardNorm              the norm of the whole parameter, likewise
     _amp_foreach_non_finite_check_and_unscale_  sets found_inf if any rank found one
     sum, mean, max, min, any, all             over the whole parameter, at once; along any
                                               dimension but the first, of each row as usual,
@@ -22,7 +22,7 @@ except in these calls:
                                               if its first dimension is not the rows
     var, std, median, argmax, sort, ...       refused, except along other dimensions
     matmul, dot, svd, roll, triu, ...         refused
-    chunk, split, unbind, normalize           RowTensors; refused along the first dimension
+    chunk, split, unbind, normalize           ShardTensor; refused along the first dimension
     anything else that keeps the shape        a ShardTensor
     anything else that returns a tensor       refused
 

@@ -228,9 +228,7 @@ class Attempt:
         for at, axes in self._rows.items():
             if not any(all(self._has_rows(at, axis, *each) for each in pairs) for axis in axes):
                 what = mixed(self._named(at), self._leaf("large", at))
-                raise Law.INDEPENDENT.refusal(
-                    f"{what} of the rank's batch, by code outside of units"
-                )
+                raise Law.INDEPENDENT.refusal(f"{what} of the batch, by code outside of units")
 
     def _has_rows(self, at: str, axis: BatchAxis, name: str, part: str, span: Span) -> bool:
         """Whether an output for some samples has the rows of these in the output for all, or

@@ -136,10 +136,7 @@ class Prober:
         splits: bool,
         first: Exception | None = None,
     ) -> Findings:
-        """``first``: the problem found while the loss was still taken from the last unit's
-        output, unless that place itself was the problem; raised if no later attempt
-        succeeds.
-        """
+        """``first``: the problem of a loss taken from the last unit's output, but its place."""
         attempts = self._attempts(call)
         problem = first
         few = call and with_few_tokens(call, self._model.rank_plan)
@@ -230,9 +227,7 @@ class Prober:
             has_unlike_samples(attempt.call, attempt.axes, LARGE),
         )
         by_rank = [each for each in self._control.exchange_objects(mine) if each is not None]
-        forms, counted, reached, reductions, rewritten, certain, unlike = zip(
-            *by_rank, strict=True
-        )
+        forms, counted, reached, laws, rewritten, certain, unlike = zip(*by_rank, strict=True)
         if not any(unlike):
             _tell_of_alike_samples()
         return Findings(
@@ -248,7 +243,7 @@ class Prober:
             are_batched=tuple(axis is not None for axis in attempt.axes),
             results=() if flow is None else tuple(flow.results),
             reached=_together([each for each in reached if each]),
-            reductions=_laws_of_all(reductions),
+            reductions=_laws_of_all(laws),
             rewritten=frozenset(set.intersection(*rewritten)),
             altered=frozenset() if flow is None else frozenset(flow.altered),
         )

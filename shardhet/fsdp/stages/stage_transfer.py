@@ -18,7 +18,7 @@ Between two ranks, messages of a direction arrive in the order of rounds.  Nothi
 message that is being sent; a rank waits for those that it receives, in ``comm``, where a failed
 peer ends the wait.  Which gradients there are, the hosts tell each other.
 
-[Note: Streams of a handover]
+[Note: Streams of a transfer]
 On an accelerator the host waits for no message.  Who waits for whom:
 
     receive, before it writes       for what the compute stream had done when the memory was
@@ -97,7 +97,7 @@ class StageTensor:
 
 
 class PendingReceive:
-    """Tensors of a round on their way to this rank; see [Note: Streams of a handover]."""
+    """Tensors of a round on their way to this rank; see [Note: Streams of a transfer]."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""A training step: the order of turns, and what a rank does at each."""
+"""A training step: what a rank does at each turn."""

@@ -125,9 +125,7 @@ class Runtime:
         self.root = root  # parameters that no unit owns; unsharded for the whole step
         self.all_units = (*self.units, root)
         self.flats = [flat for unit in self.all_units for flat in unit.flats]
-        self.of_frozen = [
-            each.persistence for each in self.flats if each.persistence is not None
-        ]
+        self.of_frozen = [e.persistence for e in self.flats if e.persistence is not None]
         marks_time = None if devices.is_on_host(comm.device) else comm.mark_device_time
         self.observers = observers or Observers(marks_time)
         self.rounds = Rounds(plan, control.position)
@@ -169,8 +167,8 @@ class Runtime:
         self.features.has_groups = plan.context_groups is not None
         if self._inputs is not None:
             self._inputs.wait()
-        self.slabs = HostStaging(plan, self._comm, self.control, self.rounds.number)
-        self._inputs = self.slabs.inputs
+        self.staging = HostStaging(plan, self._comm, self.control, self.rounds.number)
+        self._inputs = self.staging.inputs
         self.tokens = ContextGroup.of(plan, self._module, self._comm, self.control)
         visits = Visits(
             always_unsharded=self.executor.always_unsharded,
@@ -258,7 +256,7 @@ class Runtime:
             )
         findings = self.known.findings(each.index)
         if self.step.has_gradients:
-            self.slabs.reserve(findings.inputs)
+            self.staging.reserve(findings.inputs)
         progress.mark(doing)
         return findings
 
