@@ -59,7 +59,7 @@ def write_eight_kinds(path: Path, num_devices: int) -> None:
 def write_all_different(path: Path, num_devices: int) -> None:
     """Every device is of a kind of its own: 40 to 400 TFLOP/s, 16 to 80 GiB."""
     rng = np.random.default_rng(0)
-    kinds, lines = [], ["version: 1", f"kinds: {path.stem}_kinds.yaml", "nodes:"]
+    kinds, lines = ["version: 1", "kinds:"], ["nodes:"]
     for i in range(num_devices):
         peak = float(np.exp(rng.uniform(np.log(40e12), np.log(400e12))))
         kinds += [
@@ -72,8 +72,7 @@ def write_all_different(path: Path, num_devices: int) -> None:
         if i % PER_HOST == 0:
             lines += [f"  - host: h{i // PER_HOST}", f"    link: {LINK}", "    devices:"]
         lines.append(f"      - {{kind: kind {i}}}")
-    path.with_name(f"{path.stem}_kinds.yaml").write_text("\n".join(kinds) + "\n")
-    path.write_text("\n".join([*lines, f"between_nodes: {BETWEEN}"]) + "\n")
+    path.write_text("\n".join([*kinds, *lines, f"between_nodes: {BETWEEN}"]) + "\n")
 
 
 class Case(NamedTuple):
