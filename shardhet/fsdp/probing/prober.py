@@ -379,8 +379,8 @@ def _laws_of_all(
         if all(at in each for each in found)
     }
     return {
-        at: None if None in reductions else frozenset.intersection(*reductions)  # type: ignore[arg-type]
-        for at, reductions in by_place.items()
+        at: None if None in laws else frozenset.intersection(*laws)  # type: ignore[arg-type]
+        for at, laws in by_place.items()
     }
 
 
