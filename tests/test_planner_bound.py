@@ -42,8 +42,8 @@ def test_no_bound_is_above_a_plan_that_fits(seed: int) -> None:
         bound_s = bound_of(setting, batch, each, plan)
         assert bound_s <= plan.predicted.step_time_s * (1 + 1e-12)
     assert plan.lower_bound_s >= 0.9 * plan.predicted.step_time_s
-    # What is seen before candidates are listed rules out no step as long, but for ties.
-    best_s = plan.predicted.step_time_s * (1 + 1e-4)
+    # What is seen before candidates are listed rules out no step that is as long as the best.
+    best_s = plan.predicted.step_time_s * (1 + 1e-9)
     again = solve(setting, global_batch_size=batch, constraints=demands, cutoff_s=best_s)
     assert again.predicted.step_time_s == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
 

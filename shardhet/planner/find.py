@@ -40,6 +40,7 @@ from shardhet.records.plan import Plan
 from shardhet.records.schedule import StepForm
 
 NO_CONSTRAINTS = Constraints()
+EXACT = 1e-12  # the last digits of a bound
 
 
 def find_plan(
@@ -244,7 +245,7 @@ def _solve(request: "_Request", tolerance: float | None) -> _Found:
     least = None
     if request.cutoff_s < inf and request.constraints.form is None:
         least = request.least(met.limit_s)
-        if least[0] * (1 + NO_GAIN) >= met.limit_s:
+        if least[0] >= met.limit_s * (1 - EXACT):
             raise PlanError(TOO_SLOW, lower_bound_s=met.limit_s)
     for task in (*request.of_demanded_form(), *request.of_hinted_form()):
         met.search(task, 0.0 if task.rounds.are_equal else request.bound_s(task))

@@ -171,10 +171,8 @@ class SubsetSearch:
             positions = tuple(np.flatnonzero(part).tolist())
             setting = part_of(self.setting, positions)
             if self._has_room(part, setting):
-                bound_s, is_first = (
-                    _least_step_s(setting, compute_s),
-                    bool((part == first).all()),
-                )
+                bound_s = _least_step_s(setting, compute_s)
+                is_first = bool((part == first).all())
                 is_fine = not is_first and int((kept ^ part).sum()) < fine
                 order = (is_fine, bound_s / (far if is_first else 1))
                 bounded.append((order, bound_s, positions, setting))

@@ -64,6 +64,11 @@ class FormTask:
         return bool(constraints.has_even_state or shares)
 
     @property
+    def is_met_to_rows(self) -> bool:
+        """Whether plans may be faster by some rows than what meets the constraints exactly."""
+        return self.has_shares or bool(self.constraints.equal)
+
+    @property
     def is_exact(self) -> bool:
         """Whether no plan is faster than the search says of its candidates.
 
@@ -162,7 +167,7 @@ def _solve_for(
         missed, bound_s = error, error.lower_bound_s
     else:
         bound_s = solution.lower_bound_s
-    if task.is_bounded and (task.has_shares or task.constraints.equal):
+    if task.is_bounded and task.is_met_to_rows:
         bound_s = min(bound_s, _lenient_bound_s(task, computing))
     return solution, bound_s, missed
 
@@ -351,7 +356,8 @@ def endless_memory_bound_s(task: FormTask, limit_s: float) -> tuple[float, Least
     the batch in another way, so each phase is taken to be as short as in any cut.  The second
     is a bound on the compute of the batch alone.
     """
-    builder, unsure_s = task.builder(), _share_dependent_s(task.model)
+    builder = task.builder(is_relaxed=task.is_met_to_rows)
+    unsure_s = _share_dependent_s(task.model) + builder.unequal_s * task.is_met_to_rows
     cutoff_s = limit_s + unsure_s
     try:
         _, found, _ = search_table(builder, task.effort, cutoff_s, is_only_faster=True)

@@ -81,18 +81,14 @@ def proven_line(solution: PlanSolution, constraints: Constraints) -> str:
     """What the search has shown, and of which plans (docs/architecture.md)."""
     relative_gap = solution.relative_gap
     limit = f"more than {relative_gap:.2%}" if relative_gap >= SHOWN_GAP else f"{SHOWN_GAP:.2%}"
-    has_demands, world_size = (
-        bool(constraints.limits or constraints.equal),
-        solution.plan.world_size,
-    )
+    has_demands = bool(constraints.limits or constraints.equal)
+    world_size = solution.plan.world_size
     idle = world_size - len(active_positions(solution))
     busy = " that leave no device idle" * (world_size > 1)
     if idle:
         busy += f", or only the {idle} that {'is' if idle == 1 else 'are'} idle here"
-    most, first = (
-        constraints.max_rounds,
-        min(FIRST_ROUNDS, constraints.max_rounds or FIRST_ROUNDS),
-    )
+    most = constraints.max_rounds
+    first = min(FIRST_ROUNDS, most or FIRST_ROUNDS)
     if solution.plan.context_groups:
         busy += ", in these context groups with these parts of the tokens"
     rounds = "one round" if most == 1 else f"1 to {first} equal rounds"
