@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -364,13 +365,17 @@ def test_a_device_holds_what_is_predicted_without_its_optimizer(
     assert sum(ratios) / len(ratios) < 1.05, ratios
 
 
-def test_optimizers_of_a_node_share_its_memory_and_its_speed() -> None:
+@pytest.mark.parametrize("num_moments", [0, 1, 2])
+def test_optimizers_of_a_node_share_its_memory_and_its_speed(num_moments: int) -> None:
     plan = Plan.by_hand(
         microbatch_sizes=[1, 1, 1], optimizer_on_host=[True, False, True], recompute=True
     )
-    on_device = prices_of(plan, {}).predict(moved(plan, [False] * 3))
-    node = {"host_bytes_per_s": 28e6, "host_memory_bytes": 2**30}
-    found = prices_of(plan, node).predict(plan)
+    prices = partial(prices_of, plan, num_moments=num_moments)
+    on_device = prices({}).predict(moved(plan, [False] * 3))
+    # An element is read and written, as is each of its moments; its gradient is read.
+    speed = 4e6 * (3 + 2 * num_moments)
+    node = {"host_bytes_per_s": speed, "host_memory_bytes": 2**30}
+    found = prices(node).predict(plan)
     numel = sum(found.ranks[i].stored_numel for i in (0, 2))
     for i, rank in enumerate(found.ranks):
         before = on_device.ranks[i].memory
@@ -383,10 +388,10 @@ def test_optimizers_of_a_node_share_its_memory_and_its_speed() -> None:
         assert rank.fits
     needed = sum(rank.memory.host_bytes for rank in found.ranks)
     for memory in (needed, None):  # to the last byte, or not stated
-        enough = prices_of(plan, {**node, "host_memory_bytes": memory}).predict(plan)
+        enough = prices({**node, "host_memory_bytes": memory}).predict(plan)
         assert all(rank.fits for rank in enough.ranks)
     small = {**node, "host_memory_bytes": found.ranks[0].memory.host_bytes}
-    assert [each.fits for each in prices_of(plan, small).predict(plan).ranks] == [
+    assert [each.fits for each in prices(small).predict(plan).ranks] == [
         False,
         True,
         False,

@@ -23,7 +23,7 @@ from shardhet.config.planning import PlannerConf
 from shardhet.planner import Constraints, PlanError, PlanSolution, solve
 from shardhet.planner.stages.find import MAX_STAGES, find_pipeline
 from shardhet.planner.stages.solution import PipelineSolution
-from shardhet.pricing.hosts import UPDATE_BYTES
+from shardhet.pricing.hosts import update_bytes
 from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
 from shardhet.records.plan import Plan
@@ -108,7 +108,7 @@ def pipelined(setting: Setting, batch: int) -> PipelineSolution | None:
 
 def with_fast_hosts(setting: Setting) -> Setting:
     """The setting with the speed of hosts that is stated."""
-    speed = UPDATE_BYTES * HOST_NUMELS_PER_S
+    speed = update_bytes(num_moments=2) * HOST_NUMELS_PER_S
     nodes = tuple(replace(node, host_bytes_per_s=speed) for node in setting.cluster.nodes)
     return replace(setting, cluster=replace(setting.cluster, nodes=nodes))
 

@@ -40,12 +40,20 @@ from shardhet.records.workload import Unit
 # Of a node that does not state its own: torch's fused AdamW on two threads took 1.49e9 elements
 # a second, which is what two channels of DDR4 carry.
 HOST_BYTES_PER_S = 42e9
-UPDATE_BYTES = 28
 ROW_ITEMSIZE = 4  # of parameters and gradients between host and device
 DEVICE_LINK_BYTES_PER_S = 12e9  # PCIe 3 x16, or PCIe 4 x8, less protocol
 NUM_LINES = 4  # of the time of an optimizer on the host, by what it stores
 COPIES_HELD = 3  # parts of reductions: one in the making, and two that are being copied
 Floats = NDArray[np.float64]
+
+
+def update_bytes(num_moments: int) -> int:
+    """Bytes of float32 that an optimizer on the host reads and writes per element.
+
+    It reads the parameter, its gradient and ``num_moments`` states, and writes all of them but
+    the gradient: 28 bytes for AdamW.
+    """
+    return ROW_ITEMSIZE * (3 + 2 * num_moments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +174,11 @@ class HostPrices(Priced):
     def _trained_part(self) -> float:
         return self.workload.trained_numel / self.workload.numel
 
+    @property
+    def _update_bytes(self) -> float:
+        """What the optimizer reads and writes per stored element."""
+        return update_bytes(self.workload.num_moments) * self._trained_part
+
     @cached_property
     def _largest_part(self) -> float:
         """Of the model, in its largest unit."""
@@ -193,14 +206,14 @@ class HostPrices(Priced):
         largest, number = self._largest_part, self._num_reductions
         of_rows = (largest * to_device_s, 0.0 * forward_s), (to_device_s, forward_s)
         back = (largest * to_host_s / number, 0.0 * backward_s), (to_host_s, backward_s)
-        update_s = UPDATE_BYTES * self._trained_part / part.bytes_per_s
+        update_s = self._update_bytes / part.bytes_per_s
         lines = [(update_s + d + h, f + b) for (d, f), (h, b) in product(of_rows, back)]
         per_numel_s, off_s = zip(*lines, strict=True)
         return np.array(per_numel_s), np.array(off_s)
 
     def most_host_seconds_per_numel(self, part: HostPart) -> float:
         """Seconds of the optimizer per stored element if nothing hides copies."""
-        update_s = UPDATE_BYTES * self._trained_part / part.bytes_per_s
+        update_s = self._update_bytes / part.bytes_per_s
         return update_s + sum(self._copies_s(part))
 
     def row_copies_s(self, schedule: Schedule, node: Node) -> list[float]:

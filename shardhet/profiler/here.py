@@ -18,7 +18,7 @@ import torch.distributed as dist
 from shardhet.comm.channel import Channel
 from shardhet.comm.devices import available_bytes, processors, share_of_processors
 from shardhet.comm.members import local_device_spec
-from shardhet.pricing.hosts import UPDATE_BYTES
+from shardhet.pricing.hosts import update_bytes
 from shardhet.profiler.stopwatch import Stopwatch
 from shardhet.records.cluster import USABLE_MEMORY_FRACTION, Cluster, DeviceSpec
 from shardhet.records.kinds import built_in_kinds, kind_of_memory, link_named
@@ -61,7 +61,7 @@ class HostPartReport:
                 seconds.append(stopwatch.seconds)
         finally:
             torch.set_num_threads(before)
-        pace = UPDATE_BYTES * NUMEL / median(seconds)
+        pace = update_bytes(num_moments=2) * NUMEL / median(seconds)
         return cls(pace, free_bytes, device_bytes)
 
 
