@@ -56,7 +56,6 @@ def test_a_surrounding_sees_every_run_of_a_visit(monkeypatch: pytest.MonkeyPatch
     assert all(map(torch.equal, train_step(recomputes=("0",)), expected))
     assert counting.seen == {
         **{(unit, phase): 1 for unit in "01" for phase in ("forward", "backward")},
-        **{(u, f"{phase} microbatch"): 2 for u in "01" for phase in ("forward", "backward")},
         ("0", "run"): 2,
         ("0", "repeated"): 2,
         ("1", "run"): 2,

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardhet.comm import devices
 from shardhet.fsdp.microbatch.batching import flatten
+from shardhet.fsdp.microbatch.joining import spans_of
 from shardhet.fsdp.microbatch.layered import Visit, run_visit
 from shardhet.fsdp.microbatch.surroundings import RandomStates, Seeded, VisitContext
 from shardhet.fsdp.sharding.build import UnitDraft, draft_units
@@ -146,11 +147,11 @@ class UnitRunner:
         fqn = call.unit_call.module_fqn
         around: tuple[VisitContext, ...] = ()
         if self._module.get_submodule(fqn).training:
-            around = (Seeded(self._random, fqn, call=0, step=0, first_sample=0),)
+            around = (Seeded(self._random, fqn, 0, 0, 0),)
         return Visit(
             unit_fqn=fqn,
             function=function,
-            microbatch_sizes=microbatch_sizes,
+            spans=call.unit_call.rules.runs(spans_of(microbatch_sizes)),
             recomputes=False,
             rules=call.unit_call.rules,
             param_storages=frozenset(),

@@ -20,10 +20,6 @@ class Counted(VisitContext):
         seen[self._fqn, phase.value] += 1
         return None
 
-    def in_microbatch(self, phase: Phase, microbatch: int) -> Context | None:
-        seen[self._fqn, f"{phase.value} microbatch"] += 1
-        return None
-
     def in_function(self, start: int, is_repeated: bool) -> Context | None:
         seen[self._fqn, "repeated" if is_repeated else "run"] += 1
         return None

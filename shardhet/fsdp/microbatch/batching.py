@@ -148,6 +148,14 @@ class Join(Enum):
         """The whole."""
         return tensor
 
+    def put(self, whole: Tensor, piece: Tensor, span: Span, num_samples: int) -> None:
+        """Write all of it."""
+        whole.copy_(piece)
+
+    def new_whole(self, piece: Tensor, num_samples: int, device: torch.device) -> Tensor:
+        """An empty tensor like it."""
+        return torch.empty(piece.shape, dtype=piece.dtype, device=device)
+
     def shape(self, shape: Sequence[int], num_samples: int) -> Sequence[int]:
         """As it is."""
         return shape
@@ -198,6 +206,10 @@ class BatchingRules:
     def is_batched(self) -> bool:
         """Whether any argument is split; a call without one runs once."""
         return any(isinstance(rule, BatchAxis) for rule in self.inputs)
+
+    def runs(self, microbatches: Sequence[Span]) -> Sequence[Span]:
+        """The samples of each run, given those of each microbatch."""
+        return microbatches if self.is_batched else [Span(0, microbatches[-1].stop)]
 
 
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:

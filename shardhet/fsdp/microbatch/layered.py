@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 
 from shardhet.fsdp.microbatch.batching import BatchingRules, flatten, unflatten
 from shardhet.fsdp.microbatch.host_inputs import InputsOnHost, KeptInputs
-from shardhet.fsdp.microbatch.joining import InputGrads, Joined, spans_of
+from shardhet.fsdp.microbatch.joining import InputGrads, Joined
 from shardhet.fsdp.microbatch.surroundings import Context, VisitContext, entered
 from shardhet.records.layout import Span
 from shardhet.records.schedule import Phase
@@ -38,32 +38,15 @@ class Visit:
     unit_fqn: str
     function: Callable[..., Any]  # the module's own forward
     rules: BatchingRules
-    microbatch_sizes: tuple[int, ...]
+    spans: Sequence[Span]  # the samples of each run within the rank's batch
     recomputes: bool
     param_storages: frozenset[int]  # storages that are freed when the unit is resharded
     device_type: str
     around: tuple[VisitContext, ...]
+    watch: Callable[[Phase, int], Context] = lambda *_: nullcontext()  # of a microbatch
     inputs_on_host: InputsOnHost | None = None  # where its inputs wait for backward
     only_inputs: bool = False  # whether gradients of parameters are dropped, as in a probe
     only_backward: bool = False  # whether nobody looks at the values of its results
-
-    @property
-    def spans(self) -> list[Span]:
-        """The samples of each run within the rank's batch; a single run if nothing is split."""
-        spans = spans_of(self.microbatch_sizes)
-        return spans if self.rules.is_batched else [Span(0, spans[-1].stop)]
-
-    def in_phase(self, phase: Phase) -> Context:
-        """The context around all runs of one phase."""
-        return entered(self.around, "in_phase", phase)
-
-    def in_microbatch(self, phase: Phase, microbatch: int) -> Context:
-        """The context around one microbatch of a phase."""
-        return entered(self.around, "in_microbatch", phase, microbatch)
-
-    def in_function(self, start: int, is_repeated: bool) -> Context:
-        """The context around one run of the unit's own forward."""
-        return entered(self.around, "in_function", start, is_repeated)
 
 
 def run_visit(visit: Visit, anchor: Tensor | None, leaves: list[Any]) -> Any:
@@ -78,9 +61,10 @@ def run_visit(visit: Visit, anchor: Tensor | None, leaves: list[Any]) -> Any:
     if anchor is not None:
         joined = _VisitFunction.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
         return call.joined.as_returned(joined)
-    with torch.no_grad(), visit.in_phase(Phase.FORWARD):
+    autocast = autocast_as(visit.device_type, autocast_dtype_now(visit.device_type))
+    with torch.no_grad(), entered(visit.around, "in_phase", Phase.FORWARD), autocast:
         for i in range(len(call.spans)):
-            with visit.in_microbatch(Phase.FORWARD, i):
+            with visit.watch(Phase.FORWARD, i):
                 call.joined.add(i, call.run(i, call.pieces(i, tensors), is_repeated=False))
     detached = call.joined.detached_from(tensors, visit.param_storages)
     return call.joined.as_returned(detached)
@@ -96,10 +80,11 @@ class _VisitFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         versions = [t._version for t in tensors]
         call.autocast_dtype = autocast_dtype_now(visit.device_type)
-        with visit.in_phase(Phase.FORWARD):
+        autocast = autocast_as(visit.device_type, call.autocast_dtype)
+        with entered(visit.around, "in_phase", Phase.FORWARD), autocast:
             ctx.save_for_backward(*call.keep(tensors))
             for i in range(1 if visit.only_backward else len(call.spans)):
-                with visit.in_microbatch(Phase.FORWARD, i):
+                with visit.watch(Phase.FORWARD, i):
                     if visit.recomputes:
                         # Tensors of this forward that require gradients have no graph.
                         pieces = [each.detach() for each in call.pieces(i, tensors)]
@@ -122,11 +107,11 @@ class _VisitFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         call: _Call = ctx.call
         visit = call.visit
-        with visit.in_phase(Phase.BACKWARD):
+        with entered(visit.around, "in_phase", Phase.BACKWARD):
             tensors = call.kept_tensors(ctx.saved_tensors)
             input_grads = InputGrads(call.spans, visit.rules.inputs, tensors)
             for i in range(len(call.spans)):
-                with visit.in_microbatch(Phase.BACKWARD, i):
+                with visit.watch(Phase.BACKWARD, i):
                     if visit.recomputes:
                         with autocast_as(visit.device_type, call.autocast_dtype):
                             graph, output = call.run_with_graph(i, tensors, is_repeated=True)
@@ -206,8 +191,7 @@ class _Call:
         if not self._is_positional:
             args, kwargs = unflatten(leaves, visit.rules.arguments.spec)
         start = self.spans[microbatch].start
-        autocast = autocast_as(visit.device_type, autocast_dtype_now(visit.device_type))
-        with autocast, visit.in_function(start, is_repeated):
+        with entered(visit.around, "in_function", start, is_repeated):
             return visit.function(*args, **kwargs)
 
     def run_with_graph(

@@ -36,6 +36,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
 from typing import Any
@@ -181,10 +182,6 @@ class VisitContext:
         """Around all runs of the visit in forward, or in backward."""
         return None
 
-    def in_microbatch(self, phase: Phase, microbatch: int) -> Context | None:
-        """Around one microbatch; in backward with its recomputation."""
-        return None
-
     def in_function(self, start: int, is_repeated: bool) -> Context | None:
         """Around the unit's own forward, also when backward repeats it.  ``start`` is the
         first sample of the microbatch within the rank's batch.
@@ -212,27 +209,26 @@ def entered(around: Sequence[VisitContext], place: str, *given: Any) -> Context:
         return stack.pop_all()
 
 
+@dataclass(frozen=True, slots=True)
 class Seeded(VisitContext):
     """Seeds by unit, call, step and sample, whichever rank computes it and how often."""
 
-    def __init__(
-        self, random: RandomStates, fqn: str, *, call: int, step: int, first_sample: int
-    ) -> None:
-        """``first_sample`` is the global index of the first sample of the rank's batch."""
-        self._random = random
-        self._fqn = fqn
-        self._call = call
-        self._step = step
-        self._first_sample = first_sample
+    random: RandomStates
+    fqn: str
+    call: int
+    step: int
+    first_sample: int  # global index of the first sample of the rank's batch
+    recomputes: bool = False
 
     def in_phase(self, phase: Phase) -> Context | None:
-        """Restore the program's random state afterwards."""
-        return self._random.around(is_training=True)
+        """Restore the random state around it afterwards, where the phase seeds any."""
+        seeds = phase is Phase.FORWARD or self.recomputes
+        return self.random.around(is_training=True) if seeds else None
 
     def in_function(self, start: int, is_repeated: bool) -> Context | None:
         """Seed."""
-        sample = self._first_sample + start
-        self._random.seed(self._fqn, self._call, self._step, sample, is_training=True)
+        sample = self.first_sample + start
+        self.random.seed(self.fqn, self.call, self.step, sample, is_training=True)
         return None
 
 

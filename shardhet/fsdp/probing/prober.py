@@ -102,7 +102,7 @@ class Prober:
         self._control = model.control
         self._form = form
         self.probe: Probe | None = None  # while it runs
-        self._finder = OrderFinder([], model.control)
+        self._finder: OrderFinder
         self._filled = Filled()
 
     def find(

@@ -7,6 +7,7 @@ nothing, so that CPU and accelerators share one code path.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -172,15 +173,23 @@ class CommContext:
         self._allocate = host_empty if transport is None else transport.empty
         self.buffers = BufferPool(self._allocate)
         self._unsent: deque[Pending] = deque()
-        # For what is on the host by the plan: its memory, and copies in both directions.
-        self.host_memory = HostAllocator(device)
-        self.to_device, self.to_host = CopyStream(device), CopyStream(device)
+        self.host_memory = HostAllocator(device)  # for what is on the host by the plan
         self.num_changes_of_rows = 0  # by optimizers and users, as far as steps have begun
         self.num_rounds = 1  # of a step
         self.num_host_threads: int | None = None  # for rows on the host; None: on the device
         self.is_first_on_host = False  # of the ranks whose rows are there
         self.host_room: HostRoom | None = None  # None if no rank has rows there
         self.holds_for: HoldsFor | None = None  # what the plan was made for, if it says it
+
+    @cached_property
+    def to_device(self) -> CopyStream:
+        """Copies of rows that are on the host by the plan."""
+        return CopyStream(self.device)
+
+    @cached_property
+    def to_host(self) -> CopyStream:
+        """Copies of their gradients."""
+        return CopyStream(self.device)
 
     def follow(self, plan: Plan, control: Channel) -> None:
         """Communicate among the ranks that compute by ``plan``.  Collective."""
@@ -291,5 +300,5 @@ class CommContext:
         the gather reads: there is nothing left to wait for, but copies of rows on the host.
         """
         drain(self._unsent, 0)
-        if self.to_device.num_copies:
+        if self.num_host_threads is not None:
             self.to_device.wait_all()

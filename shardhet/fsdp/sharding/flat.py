@@ -174,9 +174,10 @@ class FlatTensor:
         """The unsharded tensor, [layout.numel], which is the shard where that is all of it."""
         shard, numel = self.sent, self.layout.numel
         self._is_shard_itself = shard.numel() == numel and self.param_dtype == shard.dtype
-        if self._is_shard_itself:
-            return shard
-        return torch.empty(numel, dtype=self.param_dtype, device=self.comm.device)
+        if not self._is_shard_itself:
+            shard = torch.empty(numel, dtype=self.param_dtype, device=self.comm.device)
+        self.unsharded_storage = storage_of(shard)  # of the parameters
+        return shard
 
     @torch.no_grad()
     def redistribute(self, layout: FlatLayout, whole: Tensor, *, on_host: bool) -> None:
@@ -228,11 +229,6 @@ class FlatTensor:
         self._box(self.flat_shard, param).copy_(whole[rows.start : rows.stop])
 
     # Parameters #
-
-    @property
-    def unsharded_storage(self) -> int:
-        """The current storage of unsharded parameters, as ``storage_of`` has it."""
-        return storage_of(self._unsharded)
 
     @property
     def versions(self) -> tuple[int, int]:

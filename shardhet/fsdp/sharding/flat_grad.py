@@ -144,12 +144,6 @@ class FlatGradient:
                 scratch=comm.buffers,
             )
 
-    def pass_over(self) -> None:
-        """NONE -> REDUCED, on a rank that neither computes nor stores it: no rows of a sum."""
-        device = self._comm.device if self._on_host is None else None
-        self._total = torch.empty(0, dtype=self._dtype, device=device)
-        self.state = GradState.REDUCED
-
     def finish(self) -> None:
         """REDUCING -> REDUCED: wait for this rank's part and for readers of its gradients."""
         comm, stream = self._comm, self._comm.current_stream()
@@ -198,10 +192,13 @@ class FlatGradient:
     def take(self) -> tuple[Tensor | None, dict[int, Tensor]]:
         """REDUCED -> NONE: this rank's part of the sum, [own numel], or a lone rank's sums.
 
-        Returns (None, {}) if the unit was not visited in this step.
+        Returns (None, {}) if the unit was not visited in this step, and this rank has rows.
         """
-        on_host = None if self._on_host is None else self._on_host.take()
-        taken = self._total if on_host is None else on_host, self._sums
+        total = self._total if self._on_host is None else self._on_host.take()
+        if total is None and not self._own_numel:  # others may have, in another stage
+            device = self._comm.device if self._on_host is None else None
+            total = torch.empty(0, dtype=self._dtype, device=device)
+        taken = total, self._sums
         self._reduced = self._total = None
         self._sums = {}
         self._end()

@@ -305,11 +305,6 @@ class FSDPUnit:
         for flat in self._trainable_flats:
             flat.grad.finish()
 
-    def pass_over(self) -> None:
-        """Have no rows of the gradients, on a rank of another stage."""
-        for flat in self._trainable_flats:
-            flat.grad.pass_over()
-
     def drop_grads(self) -> None:
         """Drop the gradients of an unfinished or invalid step."""
         for flat in self._trainable_flats:

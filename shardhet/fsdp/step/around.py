@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch.profiler import record_function
@@ -26,7 +27,6 @@ from torch.profiler import record_function
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.batching import BatchingRules
 from shardhet.fsdp.microbatch.host_inputs import InputsOnHost
-from shardhet.fsdp.microbatch.joining import spans_of
 from shardhet.fsdp.microbatch.layered import Visit
 from shardhet.fsdp.microbatch.surroundings import Context, RandomStates, Seeded, VisitContext
 from shardhet.fsdp.probing.module_state import AsItWas
@@ -34,7 +34,6 @@ from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
 from shardhet.fsdp.step.rounds import Round, RoundKey
 from shardhet.fsdp.tokens.attention import ContextGroup
 from shardhet.fsdp.tokens.tiles import Tiles
-from shardhet.records.layout import Span
 from shardhet.records.plan import RankPlan
 from shardhet.records.schedule import Phase
 
@@ -126,12 +125,12 @@ class Observers:
         self._times_device = any(times_device for _, times_device in asked)
 
     def watch(
-        self, unit: str, activity: Activity, microbatch: int | None = None
+        self, unit: str, activity: Activity | Phase, microbatch: int | None = None
     ) -> AbstractContextManager[None]:
-        """A context whose activity is reported to the observers."""
+        """A context whose activity, or phase of a unit, is reported to the observers."""
         if not self._observers and not self.is_traced:
             return _UNWATCHED
-        return self._watch(unit, activity, microbatch)
+        return self._watch(unit, Activity(activity.value), microbatch)
 
     def label(self, text: str) -> AbstractContextManager[Any]:
         """A context that the trace shows as ``text``, around activities."""
@@ -212,21 +211,6 @@ class NotedNorms(VisitContext):
         return self.norms.noting(self.first_sample + start, is_repeated=is_repeated)
 
 
-@dataclass(frozen=True, slots=True)
-class Reported(VisitContext):
-    """Each microbatch is reported to the observers."""
-
-    observers: Observers
-    fqn: str
-
-    def in_microbatch(self, phase: Phase, microbatch: int) -> Context | None:
-        """Report it."""
-        return self.observers.watch(self.fqn, _ACTIVITIES[phase], microbatch)
-
-
-_ACTIVITIES = {Phase.FORWARD: Activity.FORWARD, Phase.BACKWARD: Activity.BACKWARD}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visits:
     """Makes the visits of a rank: what a call computes and what surrounds it."""
@@ -270,17 +254,19 @@ class Visits:
             function = self.function_of(module, recomputes=policy.recomputes)
         # The root owns the parameters that a unit shares with it.
         units = self.always_unsharded if unit is None else (*self.always_unsharded, unit)
+        fqn = module.fqn if unit is None else unit.fqn
         return Visit(
-            unit_fqn=module.fqn if unit is None else unit.fqn,
+            unit_fqn=fqn,
             function=function,
             rules=rules,
-            microbatch_sizes=of.microbatch_sizes,
+            spans=rules.runs(of.spans),
             recomputes=policy.recomputes,
             param_storages=frozenset(
                 [flat.unsharded_storage for each in units for flat in each.flats]
             ),
             device_type=self.device_type,
             around=tuple(self.around(module, rules, of, call, unit, backward, policy)),
+            watch=partial(self.observers.watch, fqn),
             inputs_on_host=self.inputs if policy.keeps_input else None,
         )
 
@@ -303,17 +289,15 @@ class Visits:
         if module.module.training:
             # A call that runs once for all samples draws the same numbers on every rank.
             first = of.seeded_as if rules.is_batched else 0
-            step = of.round_key.step
-            found.append(Seeded(self.random, fqn, call=call, step=step, first_sample=first))
+            step, repeats = of.round_key.step, policy.recomputes
+            found.append(Seeded(self.random, fqn, call, step, first, repeats))
         if self.norms is not None:
             found.append(NotedNorms(self.norms, of.first_sample))
         if policy.recomputes or rules.counts:
             found.append(AsItWas(module.module, counts=rules.counts))
         if self.tokens is not None:
-            whole = [Span(0, of.num_samples)]
-            spans = spans_of(of.microbatch_sizes) if rules.is_batched else whole
-            found.append(self.tokens.around(spans, keeps=policy.keeps_tokens))
-        return [*found, Reported(self.observers, fqn)]
+            found.append(self.tokens.around(rules.runs(of.spans), keeps=policy.keeps_tokens))
+        return found
 
     def _know(self, fqn: str) -> "_OfModule":
         plan, tokens = self.rank_plan, self.tokens

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from shardhet.comm.channel import Channel
+from shardhet.fsdp.microbatch.joining import spans_of
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.known_calls import UNKNOWN
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.persistence import Persistence, forget_changed
+from shardhet.records.layout import Span
 from shardhet.records.plan import Plan
 from shardhet.records.schedule import StepForm
 
@@ -37,7 +39,8 @@ class Round:
     call: ModelCall  # until it is made: its arguments may be freed then
     sizes: tuple[int, ...]  # samples by position, of all stages
     round_key: RoundKey
-    microbatch_sizes: tuple[int, ...]
+    num_samples: int  # of this rank
+    spans: Sequence[Span]  # the samples of each microbatch among these
     first_sample: int  # index in the global batch
     num_together: int  # samples of all ranks of the stage
     computing: tuple[int, ...]  # positions of those that compute something
@@ -45,11 +48,6 @@ class Round:
     index: int = UNKNOWN  # of the findings for its call
     divisor: float | None = None  # of its loss, if that is known
     gathers_anew: bool = False  # what earlier rounds of the step have left unsharded
-
-    @property
-    def num_samples(self) -> int:
-        """The number of samples of this rank."""
-        return sum(self.microbatch_sizes)
 
     @property
     def seeded_as(self) -> int:
@@ -114,7 +112,8 @@ class Rounds:
         """Let a step have the rounds of so many batches of ``plan`` from the next one on."""
         self.batches_per_step = batches_per_step
         self.form = replace(plan.form, num_rounds=plan.num_rounds * batches_per_step)
-        self._split = cache(plan.ranks[self._position].split)
+        split = plan.ranks[self._position].split
+        self._spans_of = cache(lambda num_samples: spans_of(split(num_samples)))
         self._planned = [rank.rank_batch_size for rank in plan.ranks]  # samples, by position
         self.planned = self._planned[self._position]  # of this rank, in each round
         members = plan.context_group(self._position)
@@ -134,7 +133,8 @@ class Rounds:
             call,
             tuple(sizes),
             round_key,
-            microbatch_sizes=self._split(sizes[self._position]),
+            num_samples=sizes[self._position],
+            spans=self._spans_of(sizes[self._position]),
             first_sample=round_key.num_samples_before + sum([sizes[i] for i in self._before]),
             num_together=sum([sizes[i] for i in self._leaders]),
             computing=tuple([i for i in self._here if sizes[i]]),

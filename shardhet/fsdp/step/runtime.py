@@ -31,7 +31,7 @@ from shardhet.fsdp.stages.calls import StageCalls
 from shardhet.fsdp.step.around import Observers, Visits
 from shardhet.fsdp.step.calls import FeatureGathers, UnitCalls
 from shardhet.fsdp.step.rounds import Round, Rounds, StepInProgress, Written
-from shardhet.fsdp.step.schedule_executor import ScheduleExecutor, other_turns
+from shardhet.fsdp.step.schedule_executor import ScheduleExecutor
 from shardhet.fsdp.tokens.attention import ContextGroup
 from shardhet.fsdp.tokens.tiles import Tiles
 from shardhet.records.layout import Span
@@ -169,7 +169,8 @@ class Runtime:
             self._inputs.wait()
         self.staging = HostStaging(plan, self._comm, self.control, self.rounds.number)
         self._inputs = self.staging.inputs
-        self.tokens = ContextGroup.of(plan, self._module, self._comm, self.control)
+        of_group = plan, self._module, self._comm, self.control
+        self.tokens = None if plan.context_groups is None else ContextGroup.of(*of_group)
         visits = Visits(
             always_unsharded=self.executor.always_unsharded,
             rank_plan=self.rank_plan,
@@ -279,7 +280,7 @@ class Runtime:
             self.executor.pass_forward()
             output = findings.make_empty_output(self.calls.anchor)
         _count_everywhere(self._module, findings, each, self.control)
-        is_cut = len(each.microbatch_sizes) > 1
+        is_cut = len(each.spans) > 1
         self.known.end_forward(follows=self.rounds.have_begun, is_cut=is_cut)
         return output
 
@@ -299,7 +300,8 @@ class Runtime:
             self.step.is_in_autograd = True
             try:
                 # Without autocast, which plain programs leave before it.
-                with autocast_as(self._comm.device.type, None):
+                autocast = autocast_as(self._comm.device.type, None)
+                with autocast, self._random.around(is_training=True):
                     run_autograd()
             finally:
                 self.step.is_in_autograd = False
@@ -325,9 +327,6 @@ class Runtime:
 
     def reduce_rest(self) -> None:
         """Reduce what is left, the root's last, and end the step.  Collective."""
-        for unit in self.units:
-            if self.stage_by_fqn[unit.fqn] != self.stage:
-                unit.pass_over()
         self.executor.reduce_rest()
         self.end_rounds()
 
@@ -358,16 +357,19 @@ def aside(runtime: Runtime) -> Iterator[None]:
     """A context for calls without gradients, beside the steps: one that is between two of its
     rounds goes on after it.
     """
-    rounds, step = runtime.rounds, runtime.step
+    rounds, step, executor = runtime.rounds, runtime.step, runtime.executor
     is_between = not rounds.have_begun
     if is_between and not runtime.is_at_rest:
         runtime.abandon()
     runtime.is_at_rest = False
     round_key, had_gradients = rounds.round_key, step.has_gradients
     rounds.forget()
-    with other_turns(runtime.executor):
-        runtime.begin_to_gather()
-        yield
+    executor.gather_anew()
+    turns, unsharded = (executor.schedule, executor.cursor), [*executor.always_unsharded]
+    runtime.begin_to_gather()
+    yield
+    (executor.schedule, executor.cursor), executor.base = turns, None
+    executor.always_unsharded[:] = unsharded
     rounds.round_key, step.has_gradients = round_key, had_gradients
     runtime.is_at_rest = runtime.is_at_rest and is_between
 

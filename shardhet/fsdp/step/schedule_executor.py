@@ -12,8 +12,7 @@ of a unit that autograd skipped because none of the unit's outputs were used, an
 units for ragged arguments of which it has no rows.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,7 +138,7 @@ class ScheduleExecutor:
             expected, has_backward = segments[segment].unit, segments[segment].needs_backward
         if unit_index != expected:
             pair = self._name(unit_index), self._name(expected)
-            raise RuntimeError(_OTHER_ORDER.format(*pair, segment))
+            raise RuntimeError(OTHER_ORDER.format(*pair, segment))
         if needs_backward and not has_backward:
             raise RuntimeError(_NEEDS_BACKWARD.format(self._name(unit_index)))
         return segment, has_backward
@@ -304,25 +303,7 @@ class ScheduleExecutor:
                 unit.reshard()
 
 
-@contextmanager
-def other_turns(executor: ScheduleExecutor) -> Iterator[None]:
-    """A context for other turns than those of the step, which goes on after it."""
-    executor.gather_anew()
-    schedule, cursor, always_unsharded = (
-        executor.schedule,
-        executor.cursor,
-        [*executor.always_unsharded],
-    )
-    yield
-    executor.schedule, executor.cursor, executor.always_unsharded[:] = (
-        schedule,
-        cursor,
-        always_unsharded,
-    )
-    executor.base = None
-
-
-_OTHER_ORDER = (
+OTHER_ORDER = (
     "model(...): unit {0!r} was called at place {2} of forward, where {1!r} was when the order "
     "was found. Call the units in the same order at every step, or let a flag (True or False) "
     "among the model's attributes or arguments choose the order."

@@ -58,13 +58,11 @@ class ContextGroup:
     @classmethod
     def of(
         cls, plan: Plan, module: nn.Module, comm: CommContext, control: Channel
-    ) -> "ContextGroup | None":
-        """None if the plan has no groups.  Collective: all ranks make all, in plan order."""
-        if plan.context_groups is None:
-            return None
+    ) -> "ContextGroup":
+        """That of a plan with groups.  Collective: all ranks make all, in plan order."""
         own = plan.context_group(control.position)
         member, channel = own.index(control.position), Channel(None, (0,), 0)
-        for group in plan.context_groups:
+        for group in plan.context_groups or ():
             part = part_of(
                 comm.all_gather_channel,
                 group,

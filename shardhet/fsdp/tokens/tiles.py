@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardhet.fsdp.microbatch.batching import BatchAxis, Layout, flatten
+from shardhet.fsdp.microbatch.joining import spans_of
 from shardhet.fsdp.microbatch.layered import Visit, run_visit, tensors_in
 from shardhet.fsdp.sharding.unit import UnitModule
 from shardhet.fsdp.tokens.law import ByTokens, NotByTokensError, axes_of, by_tokens
@@ -47,8 +48,6 @@ class Tiles:
 
         ``recomputes``: its visit runs it once more in backward, with gradients enabled.
         """
-        if not self._plan.tiled_units:
-            return module.forward
         # What is compiled is called on pieces as a whole; torch has seen what is inside it.
         is_compiled = _is_compiled(module.forward)
         inside = [
@@ -159,7 +158,7 @@ class Tiles:
             unit_fqn=fqn,
             function=function,
             rules=found.rules,
-            microbatch_sizes=(size,) * whole + ((rest,) if rest else ()),
+            spans=spans_of((size,) * whole + ((rest,) if rest else ())),
             recomputes=True,
             param_storages=frozenset(),
             device_type=self._device.type,
