@@ -37,6 +37,7 @@ from shardhet.fsdp.sharding.unit import UnitModule
 from shardhet.fsdp.stages.flow import Result, Returned
 from shardhet.fsdp.stages.stage_transfer import StagePart, StageTensor
 from shardhet.fsdp.step.calls import UnitCalls
+from shardhet.fsdp.step.schedule_executor import OTHER_ORDER
 
 REMEDY = (
     "Let one stage have all units that use it, or use the same code and the same kinds of "
@@ -254,11 +255,8 @@ class StageCalls(UnitCalls):
     def _check_is_next(self, kind: CallKind, place: int, unit_index: int) -> None:
         expected = kind.findings.schedule.segments[place].unit
         if unit_index != expected:
-            raise RuntimeError(
-                f"model(...): unit {self.units[unit_index].fqn!r} was called at place {place} "
-                f"of forward, where {self.units[expected].fqn!r} was when the order was found. "
-                "Call the units in the same order at every step."
-            )
+            pair = self.units[unit_index].fqn, self.units[expected].fqn
+            raise RuntimeError(OTHER_ORDER.format(*pair, place))
 
     def _result_of_others(self, kind: CallKind, place: int) -> Any:
         """What a call of another stage returned: received tensors, and absent ones."""

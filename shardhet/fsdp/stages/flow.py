@@ -24,13 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
-from shardhet.fsdp.microbatch.batching import (
-    BatchAxis,
-    BatchingRules,
-    Rule,
-    flatten,
-    storage_of,
-)
+from shardhet.fsdp.microbatch.batching import BatchingRules, Rule, flatten, storage_of
 from shardhet.fsdp.microbatch.modes import FunctionMode, tensors_among
 
 # What they return, or its shape, lets the program decide by values of their tensors.
@@ -65,10 +59,7 @@ class Result:
 
     def shape(self, index: int, num_samples: int) -> tuple[int, ...]:
         """The shape of a tensor for so many samples."""
-        rule, example = self.rules[index], self.examples[index]
-        if isinstance(rule, BatchAxis):
-            return rule.shape(example.shape, num_samples)
-        return tuple(example.shape)
+        return tuple(self.rules[index].shape(self.examples[index].shape, num_samples))
 
 
 class Flow:

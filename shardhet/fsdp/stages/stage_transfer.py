@@ -43,7 +43,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardhet.comm.calls import Messages, Pending, drain
 from shardhet.comm.channel import Channel
-from shardhet.fsdp.microbatch.batching import BatchAxis, Join
+from shardhet.fsdp.microbatch.batching import BatchAxis, Join, Rule
 from shardhet.fsdp.probing.prober import Findings
 from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.stages.flow import DROPPED, Returned
@@ -64,36 +64,12 @@ class StageTensor:
 
     value: Returned
     example: Tensor  # for a few samples, on the meta device
-    axis: BatchAxis | None  # None: it has no samples
+    rule: Rule  # without samples it is the same on all ranks of the stage
     is_differentiable: bool
 
     def goes_to(self, peer: Peer) -> bool:
         """Whether this peer is sent it, or sends it."""
-        return self.axis is not None or peer.is_first
-
-    def new_whole(self, num_samples: int, device: torch.device) -> Tensor:
-        """An empty tensor for so many samples."""
-        if self.axis is not None:
-            return self.axis.new_whole(self.example, num_samples, device)
-        return torch.empty(self.example.shape, dtype=self.example.dtype, device=device)
-
-    def put(self, whole: Tensor, piece: Tensor, samples: Span, num_samples: int) -> None:
-        """Write ``piece`` to those of ``whole``; without samples it is all of it."""
-        if self.axis is None:
-            whole.copy_(piece)
-        else:
-            self.axis.put(whole, piece, samples, num_samples)
-
-    def of_samples(self, tensor: Tensor, samples: Span, num_samples: int) -> Tensor:
-        """Those of a tensor for ``num_samples``."""
-        return tensor if self.axis is None else self.axis.narrow(tensor, samples, num_samples)
-
-    def zeros(self, num_samples: int, device: torch.device) -> Tensor:
-        """In place of a gradient that there is not."""
-        shape = tuple(self.example.shape)
-        if self.axis is not None:
-            shape = self.axis.shape(shape, num_samples)
-        return torch.zeros(shape, dtype=self.example.dtype, device=device)
+        return isinstance(self.rule, BatchAxis) or peer.is_first
 
 
 class PendingReceive:
@@ -121,18 +97,18 @@ class PendingReceive:
                 told.receive(self._flags[-1], peer.position)
             self._telling = told.post()
         for each in stage_tensors:
-            whole = each.new_whole(num_samples, way.comm.device)
+            rule, example = each.rule, each.example
+            whole = rule.new_whole(example, num_samples, way.comm.device)
             self._wholes.append(whole)
             those = [peer for peer in peers if each.goes_to(peer)]
-            if each.axis is None:
+            if not isinstance(rule, BatchAxis):
                 self._expect_one(whole, those)
                 continue
             for peer in those:
-                piece = each.axis.view(whole, peer.samples, num_samples)
+                piece = rule.view(whole, peer.samples, num_samples)
                 if not piece.is_contiguous():
-                    shape = each.axis.shape(each.example.shape, peer.samples.numel)
-                    piece = whole.new_empty(shape)
-                    self._pieces.append((each.axis, whole, piece, peer.samples))
+                    piece = whole.new_empty(rule.shape(example.shape, peer.samples.numel))
+                    self._pieces.append((rule, whole, piece, peer.samples))
                 self._messages.receive(piece, peer.position)
         self._free = way.comm.record_event(way.comm.current_stream())
 
@@ -213,9 +189,11 @@ class SendQueue:
                 if not each.goes_to(peer):
                     continue
                 if tensor is None:
-                    piece = each.zeros(peer.samples.numel, way.comm.device)
+                    shape = each.rule.shape(each.example.shape, peer.samples.numel)
+                    dtype, device = each.example.dtype, way.comm.device
+                    piece = torch.zeros(tuple(shape), dtype=dtype, device=device)
                 else:
-                    piece = each.of_samples(tensor, peer.samples, num_samples)
+                    piece = each.rule.narrow(tensor, peer.samples, num_samples)
                 messages.send(piece.contiguous(), peer.position)
         self._unsent.append(messages.post())
         # Compute waits for what is received already, so it does not stand still.  On the CPU
@@ -356,9 +334,9 @@ def stage_tensors_of(
                 "stages would do it. Make a new tensor there (x = x + y), do it inside a unit, "
                 "or give both units to one stage."
             )
-        axis = result.rules[value.number]
-        if not isinstance(axis, BatchAxis) and not (
-            axis is Join.SHARED and result.is_same_on_all
+        rule = result.rules[value.number]
+        if not isinstance(rule, BatchAxis) and not (
+            rule is Join.SHARED and result.is_same_on_all
         ):
             raise ValueError(
                 f"stages: unit {called[value.place]!r} returns a tensor without a row for each "
@@ -367,7 +345,5 @@ def stage_tensors_of(
             )
         example = result.examples[value.number]
         is_used = result.is_differentiable[value.number]
-        stage_tensors.append(
-            StageTensor(value, example, axis if isinstance(axis, BatchAxis) else None, is_used)
-        )
+        stage_tensors.append(StageTensor(value, example, rule, is_used))
     return stage_tensors

@@ -293,14 +293,15 @@ class Pipeline:
     def _collect(self, whole: Round) -> list[Tensor]:
         """The tensors that arrive in all rounds, joined."""
         stage_tensors, number = self._kinds.of(whole).received, whole.num_samples
-        joined = [each.new_whole(number, self._comm.device) for each in stage_tensors]
+        device = self._comm.device
+        joined = [each.rule.new_whole(each.example, number, device) for each in stage_tensors]
         start = 0
         for each in self._rounds:
             span = Span(start, start + each.num_samples)
             for kind, tensor, piece in zip(
                 stage_tensors, joined, self._arrive(each), strict=False
             ):
-                kind.put(tensor, piece, span, number)
+                kind.rule.put(tensor, piece, span, number)
             start = span.stop
         return joined
 
