@@ -30,12 +30,7 @@ from shardhet.extras.shared_host.arena import (
     SharedCounters,
     own_arena,
 )
-from shardhet.extras.shared_host.transport import (
-    CHUNK_BYTES,
-    SharedHost,
-    SharedMemoryGroup,
-    meet,
-)
+from shardhet.extras.shared_host.transport import CHUNK_BYTES, SharedHost
 from tests import test_collectives, test_deaths
 from tests.drawn_steps import on_rank
 from tests.hosts import on_different_hosts
@@ -52,14 +47,9 @@ def shared_host() -> SharedHost:
     """Met once per world."""
     if "shared_host" not in rank_cache():
         assert dist.group.WORLD is not None
-        rank_cache()["shared_host"] = meet(dist.group.WORLD, 1, is_wanted=True)
+        rank_cache()["shared_host"] = SharedHost.meet(dist.group.WORLD)
     met: tuple[SharedHost] = rank_cache()["shared_host"]
     return met[0]
-
-
-def neighbours() -> SharedMemoryGroup:
-    """What it speaks through."""
-    return shared_host().neighbours
 
 
 def read_all(rank: int, cases: list[test_collectives.Case], kind: str) -> int:
@@ -114,9 +104,9 @@ def test_long_shards_are_summed_chunk_by_chunk(rank: int) -> None:
 
 @on_ranks(2)
 def test_what_lies_behind_a_peers_memory_is_no_data(rank: int) -> None:
-    [peer] = [peer for peer in neighbours().peers if peer is not None]
+    [peer] = [peer for peer in shared_host().peers if peer is not None]
     with pytest.raises(OSError, match="memory ends before byte"):
-        peer.copy_to(torch.empty(4), neighbours().arena.nbytes - 8)
+        peer.copy_to(torch.empty(4), shared_host().arena.nbytes - 8)
 
 
 @on_ranks(2)
@@ -165,12 +155,12 @@ def refuse(*_: object) -> None:
 def ask_where_one_may_not(rank: int) -> bool:
     assert dist.group.WORLD is not None
     if rank != 1:
-        return SharedMemoryGroup.meet(dist.group.WORLD) is None
+        return SharedHost.meet(dist.group.WORLD) is None
     with (
         mock.patch("shardhet.extras.shared_host.arena._peers", {}),
         mock.patch("shardhet.extras.shared_host.arena.PeerArena", refuse),
     ):
-        return SharedMemoryGroup.meet(dist.group.WORLD) is None
+        return SharedHost.meet(dist.group.WORLD) is None
 
 
 def test_all_send_messages_where_one_may_not_read() -> None:

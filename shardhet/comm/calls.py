@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardhet.comm import devices
-from shardhet.comm.channel import Channel, progress
+from shardhet.comm.channel import Channel, wait_for
 from shardhet.comm.devices import BufferPool
-from shardhet.comm.failure import LostPeerError, failing_as_peers, raise_as_peers
+from shardhet.comm.failure import failing_as_peers, raise_as_peers
 
 T = TypeVar("T")
 
@@ -282,20 +282,9 @@ def received_sum(
 def _check_splits(
     shard: Tensor, full: Tensor | None, split_numels: Sequence[int], channel: Channel
 ) -> None:
-    if len(split_numels) != channel.world_size:
-        raise ValueError(
-            f"{len(split_numels)} split sizes for {channel.world_size} ranks. Give one a rank."
-        )
-    if shard.numel() != split_numels[channel.position]:
-        raise ValueError(
-            f"position {channel.position}: the shard has {shard.numel()} elements but its "
-            f"split is {split_numels[channel.position]}."
-        )
-    if full is not None and full.numel() != sum(split_numels):
-        raise ValueError(
-            f"position {channel.position}: the whole tensor has {full.numel()} elements but "
-            f"the splits sum to {sum(split_numels)}."
-        )
+    assert len(split_numels) == len(channel.rank_by_position)
+    assert shard.numel() == split_numels[channel.position]
+    assert full is None or full.numel() == sum(split_numels)
 
 
 SWITCH = "SHARDHET_TRANSPORT"
@@ -321,7 +310,7 @@ def meet(group: dist.ProcessGroup, number: int) -> tuple[Transport, ...] | None:
         shared_host: Any = import_module(SHARED_HOST)
     except ModuleNotFoundError:
         return None
-    met: tuple[Transport, ...] | None = shared_host.meet(group, number, is_wanted)
+    met: tuple[Transport, ...] | None = shared_host.SharedHost.meet(group, number, is_wanted)
     return met
 
 
@@ -348,14 +337,10 @@ class HostCopy:
         self.value: Tensor | None = None  # once it was read
 
     def read(self) -> Tensor:
-        """Return the values.  The host waits until the device has made the copy, no longer.
-
-        Raises ``LostPeerError`` if the run has ended meanwhile: a communicator that is aborted
-        lets the device go on, with whatever is in its buffers.
+        """Return the values.  The host waits until the device has made the copy, no longer;
+        see ``channel.wait_for``.
         """
-        self._copied_event.synchronize()
-        if progress.failure is not None:
-            raise LostPeerError(progress.failure.message)
+        wait_for(self._copied_event)
         self.value = self._copy
         return self._copy
 

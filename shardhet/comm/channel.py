@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from shardhet.comm import devices
-from shardhet.comm.failure import Failure, failing_as_peers
+from shardhet.comm.failure import Failure, LostPeerError, failing_as_peers
 from shardhet.records.stages import TwoLevels
 
 
@@ -62,6 +62,17 @@ class RankProgress:
 
 
 progress = RankProgress()
+
+
+def wait_for(event: Any) -> None:
+    """Let the host wait for an event of a device.
+
+    Raises ``LostPeerError`` if the run has ended meanwhile: a communicator that is aborted
+    lets the device go on, with whatever is in its buffers.
+    """
+    event.synchronize()
+    if progress.failure is not None:
+        raise LostPeerError(progress.failure.message)
 
 
 @contextmanager
@@ -233,7 +244,9 @@ class Channel:
         return [gathered[rank] for rank in self.rank_by_position]
 
 
-def check_same_on_all_ranks(value: Any, *, what: str, channel: Channel) -> None:
+def check_same_on_all_ranks(
+    value: Any, *, what: str, channel: Channel, advice: str = "Give every rank the same {}."
+) -> None:
     """Raise ``ValueError`` on every rank unless ``value`` (JSON) is equal on all of them.
 
     The message names the ranks that differ from the majority and shows the first difference.
@@ -246,7 +259,7 @@ def check_same_on_all_ranks(value: Any, *, what: str, channel: Channel) -> None:
         shown = _first_difference(json.loads(usual), json.loads(values[odd[0]]))
         raise ValueError(
             f"{what}: not the same on all ranks. Ranks {ranks} have {shown[1]} where the "
-            f"others have {shown[0]}. Give every rank the same {what}."
+            f"others have {shown[0]}. {advice.format(what)}"
         )
 
 

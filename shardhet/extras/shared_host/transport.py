@@ -55,8 +55,9 @@ from shardhet.extras.shared_host.arena import (
 )
 
 
-class SharedMemoryGroup:
-    """The processes of one group, all on one host; positions are ranks in the group.
+class SharedHost:
+    """A ``Transport`` among the processes of a group, all on one host, that read each other's
+    memory.
 
     Collectives and exchanges are numbered: all processes make them in the same order.
     """
@@ -83,7 +84,7 @@ class SharedMemoryGroup:
     def meet(
         cls, group: dist.ProcessGroup, number: int = 1, is_wanted: bool = True
     ) -> tuple[Self, ...] | None:
-        """Return ``number`` groups over the same processes, each with counters of its own.
+        """Return ``number`` transports over the same processes, each with its own queue.
 
         Returns None if some process cannot or should not read the memory of others.
         Collective over the group; either all ranks get them, or all get None.
@@ -122,6 +123,55 @@ class SharedMemoryGroup:
         return tuple(cls(group.rank(), each, arena, peers) for each in boards)
 
     # Collectives #
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """See ``Transport``; peers read these tensors without a copy."""
+        return self.arena.empty(numel, dtype)
+
+    def gather(self, call: AllGather) -> Pending:
+        """See ``Transport``: every receiver reads every owner's shard."""
+        traffic = _Traffic(call.channel, self)
+        if call.shard.numel():
+            traffic.offer(call.shard, call.receivers)
+        if call.output is None:
+            return traffic.pending(None, call.shard)
+        pieces = pieces_of(call.output, call.split_numels)
+        owners = traffic.others([i for i, piece in enumerate(pieces) if piece.numel()])
+
+        def read_all() -> None:
+            call.copy_own_shard()
+            for position in owners:
+                traffic.copy_from(position, pieces[position])
+
+        return traffic.pending(read_all, call.shard)
+
+    def reduce(self, call: ReduceScatter) -> Pending:
+        """See ``Transport``: every owner adds up its part of every contribution."""
+        output, full, position = call.output, call.full, call.channel.position
+        traffic = _Traffic(call.channel, self)
+        if full is not None:
+            traffic.offer(full, [i for i, numel in enumerate(call.split_numels) if numel])
+        if not call.contributors:
+            output.zero_()
+        if not call.contributors or not output.numel():
+            return traffic.pending(None, full)
+        owners = traffic.others(call.contributors)
+        own = None if full is None else pieces_of(full, call.split_numels)[position]
+        first = sum(call.split_numels[:position]) * output.element_size()
+
+        def add_all() -> None:
+            with ExitStack() as stack:
+                parts = {
+                    owner: stack.enter_context(traffic.part(owner, output, first))
+                    for owner in owners
+                }
+                if own is not None:
+                    parts[position] = own
+                _sum_in_chunks(output, [parts[i] for i in call.contributors])
+
+        return traffic.pending(add_all, full)
+
+    # What they are made of #
 
     def next_collective(self) -> int:
         """Return the number of the collective that begins."""
@@ -165,7 +215,7 @@ class SharedMemoryGroup:
     def exchange(
         self, row: Sequence[float], within_s: float | None = None
     ) -> list[list[float]]:
-        """Return every process's row, by rank.  All rows have the same length."""
+        """See ``Transport``."""
         rows: list[list[float]] = [[] for _ in self._boards]
         for start in range(0, len(row), ROW_WORDS):
             piece = row[start : start + ROW_WORDS]
@@ -182,7 +232,7 @@ class SharedMemoryGroup:
     # Failures #
 
     def give_up(self) -> None:
-        """Make every process that waits for this one, now or later, fail with an error."""
+        """See ``Transport``."""
         if os.getpid() != self.arena.pid:
             return  # in a process forked from this one
         self._own.put(BROKEN, 1)
@@ -196,81 +246,6 @@ _never_freed: list[torch.Tensor] = []
 CHUNK_BYTES = 512 * 1024  # stays in a core's cache while several parts are added to it
 
 
-class SharedHost:
-    """A ``Transport`` among ranks that read each other's memory."""
-
-    def __init__(self, neighbours: SharedMemoryGroup) -> None:
-        self.neighbours = neighbours
-
-    def exchange(
-        self, row: Sequence[float], within_s: float | None = None
-    ) -> list[list[float]]:
-        """See ``Transport``."""
-        return self.neighbours.exchange(row, within_s)
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """See ``Transport``; peers read these tensors without a copy."""
-        return self.neighbours.arena.empty(numel, dtype)
-
-    def give_up(self) -> None:
-        """See ``Transport``."""
-        self.neighbours.give_up()
-
-    def gather(self, call: AllGather) -> Pending:
-        """See ``Transport``: every receiver reads every owner's shard."""
-        traffic = _Traffic(call.channel, self.neighbours)
-        if call.shard.numel():
-            traffic.offer(call.shard, call.receivers)
-        if call.output is None:
-            return traffic.pending(None, call.shard)
-        pieces = pieces_of(call.output, call.split_numels)
-        owners = traffic.owners([i for i, piece in enumerate(pieces) if piece.numel()])
-
-        def read_all() -> None:
-            call.copy_own_shard()
-            for position in owners:
-                traffic.copy_from(position, pieces[position])
-
-        return traffic.pending(read_all, call.shard)
-
-    def reduce(self, call: ReduceScatter) -> Pending:
-        """See ``Transport``: every owner adds up its part of every contribution."""
-        output, full, position = call.output, call.full, call.channel.position
-        traffic = _Traffic(call.channel, self.neighbours)
-        if full is not None:
-            traffic.offer(full, [i for i, numel in enumerate(call.split_numels) if numel])
-        if not call.contributors:
-            output.zero_()
-        if not call.contributors or not output.numel():
-            return traffic.pending(None, full)
-        owners = traffic.owners(call.contributors)
-        own = None if full is None else pieces_of(full, call.split_numels)[position]
-        first = sum(call.split_numels[:position]) * output.element_size()
-
-        def add_all() -> None:
-            with ExitStack() as stack:
-                parts = {
-                    owner: stack.enter_context(traffic.part(owner, output, first))
-                    for owner in owners
-                }
-                if own is not None:
-                    parts[position] = own
-                _sum_in_chunks(output, [parts[i] for i in call.contributors])
-
-        return traffic.pending(add_all, full)
-
-
-def meet(
-    group: dist.ProcessGroup, number: int, is_wanted: bool
-) -> tuple[SharedHost, ...] | None:
-    """Return ``number`` transports, each with its own queue; None if a rank cannot take part.
-
-    Collective over ``group``.
-    """
-    met = SharedMemoryGroup.meet(group, number, is_wanted)
-    return None if met is None else tuple(SharedHost(each) for each in met)
-
-
 def _sum_in_chunks(output: Tensor, parts: Sequence[Tensor]) -> None:
     """Do what ``sum_into`` does, several parts chunk by chunk."""
     numel = CHUNK_BYTES // output.element_size() if len(parts) > 2 else output.numel()
@@ -281,37 +256,33 @@ def _sum_in_chunks(output: Tensor, parts: Sequence[Tensor]) -> None:
 class _Traffic:
     """What one collective moves to and from one rank."""
 
-    def __init__(self, channel: Channel, neighbours: SharedMemoryGroup) -> None:
+    def __init__(self, channel: Channel, host: SharedHost) -> None:
         assert channel.group is not None
         self._channel = channel
         self._group = channel.group
-        self._neighbours = neighbours
-        self._number = self._neighbours.next_collective()
+        self._host = host
+        self._number = self._host.next_collective()
         self._readers: list[int] = []  # ranks that read this rank's tensor
         self._staged: Tensor | None = None
 
     def offer(self, tensor: Tensor, readers: Sequence[int]) -> None:
         """Tell the readers where this rank's tensor is."""
-        self._readers = [self._channel.rank_by_position[i] for i in self._others(readers)]
+        self._readers = [self._channel.rank_by_position[i] for i in self.others(readers)]
         if self._readers:
             place = self._place_of(tensor)
             kept = tensor if self._staged is None else self._staged
-            self._neighbours.offer(self._number, place, self._readers, kept)
+            self._host.offer(self._number, place, self._readers, kept)
 
     def _place_of(self, tensor: Tensor) -> int:
-        place = self._neighbours.arena.place_of(tensor)
+        place = self._host.arena.place_of(tensor)
         if place is None:
             self._staged = _staging.lend(
                 tensor.numel(), dtype=tensor.dtype, device=tensor.device
             )
             self._staged.copy_(tensor)
-            place = self._neighbours.arena.place_of(self._staged)
+            place = self._host.arena.place_of(self._staged)
         assert place is not None
         return place
-
-    def owners(self, positions: Sequence[int]) -> list[int]:
-        """Return the ``positions`` that this rank reads from, nearest first."""
-        return self._others(positions)
 
     def copy_from(self, position: int, piece: Tensor) -> None:
         """Fill ``piece`` with the peer's tensor."""
@@ -329,8 +300,8 @@ class _Traffic:
     def _find(self, position: int) -> tuple[PeerArena, int]:
         """Wait for the peer's announcement and return where its tensor is."""
         rank = self._channel.rank_by_position[position]
-        place = self._neighbours.wait_for_place(self._number, rank)
-        arena = self._neighbours.peers[rank]
+        place = self._host.wait_for_place(self._number, rank)
+        arena = self._host.peers[rank]
         assert arena is not None
         return arena, place
 
@@ -344,20 +315,21 @@ class _Traffic:
 
     def _read(self, job: Callable[[], None]) -> None:
         job()
-        self._neighbours.say_read(self._number)
+        self._host.say_read(self._number)
 
     def wait(self) -> None:
         """Wait until all readers have finished reading."""
-        self._neighbours.wait_for_readers(self._number, self._readers)
+        self._host.wait_for_readers(self._number, self._readers)
         if self._staged is not None:
             _staging.take_back(self._staged)
             self._staged = None
 
     def is_completed(self) -> bool:
         """Whether all readers have finished reading."""
-        return self._neighbours.have_read(self._number, self._readers)
+        return self._host.have_read(self._number, self._readers)
 
-    def _others(self, positions: Sequence[int]) -> list[int]:
+    def others(self, positions: Sequence[int]) -> list[int]:
+        """Return the ``positions`` but this rank's, nearest first."""
         me, others = self._channel.position, sorted(positions)
         after = bisect(others, me)
         return [*others[after:], *others[: after - (me in others)]]
