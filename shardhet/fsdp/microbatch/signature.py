@@ -150,7 +150,12 @@ class ModelCall:
     @property
     def key(self) -> Hashable:
         """Equal for calls of one kind, whatever the lengths of their tensors."""
-        looks = map(self._look, self.leaves, self.batch_dims)
+        looks = [
+            (leaf.dtype, leaf.dim(), factor == 1)
+            if isinstance(leaf, Tensor)
+            else choice_of(leaf)
+            for leaf, _, factor in self._factors()
+        ]
         ragged = tuple(each and any(each) for each in self.rows)
         return (str(self.spec), *looks, self.of_loss, ragged, self.is_behind)
 
@@ -197,16 +202,6 @@ class ModelCall:
         places = torch.arange(1, self.num_samples + 1, device=device)
         sums = torch.stack([total.sum(), (total * places).sum()])
         return (sums % CHECKSUM_END).double()
-
-    def _look(self, leaf: Any, dim: int | None) -> Hashable:
-        if isinstance(leaf, Tensor):
-            return (leaf.dtype, leaf.dim(), self._has_batch_length(leaf, dim))
-        return choice_of(leaf)
-
-    def _has_batch_length(self, leaf: Any, dim: int | None) -> bool:
-        if not isinstance(leaf, Tensor) or dim is None or leaf.dim() <= dim:
-            return False
-        return leaf.shape[dim] == self.num_samples
 
     @property
     def objects(self) -> list[str]:

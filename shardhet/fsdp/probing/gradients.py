@@ -38,11 +38,9 @@ def has_own_backward(tensor: Tensor) -> bool:
 
 
 def gradients_of(
-    outputs: Sequence[Tensor], inputs: Mapping[Any, Any], grads: Sequence[Tensor] = ()
+    outputs: Sequence[Tensor], inputs: Mapping[Any, Any], grads: Sequence[Tensor]
 ) -> dict[Any, Tensor]:
-    """Gradients by key of ``inputs``, and of parameters, where outputs get ``grads``, or
-    themselves, as gradients.
-    """
+    """Gradients by key of ``inputs``, and of parameters, where outputs get ``grads``."""
     params = {
         each: each
         for output in outputs
@@ -56,7 +54,7 @@ def gradients_of(
         found = torch.autograd.grad(
             list(outputs),
             list(wanted.values()),
-            list(grads) or [each.detach() for each in outputs],
+            list(grads),
             allow_unused=True,
             retain_graph=True,
         )

@@ -95,10 +95,10 @@ def build_units(
         for group in draft.groups()
     ]
     root_comm.host_room = meet_room(plan, layouts, kinds, nodes=comm.nodes, control=control)
-    was_on_meta = is_on_meta(module)
+    units, hashes, was_on_meta = [], {}, is_on_meta(module)
     if not was_on_meta:
-        _check_same_values(_hashes(module.named_parameters()), module, control)
-    units, drawn = [], []
+        hashes = _hashes((*module.named_parameters(), *module.named_buffers()))
+        _check_same_values(hashes, control)
     for draft in drafts:
         of_unit = root_comm if draft.fqn == ROOT_FQN else comm
         materialize(
@@ -111,7 +111,7 @@ def build_units(
         )
         if was_on_meta:
             held = [(slot.fqn, slot.current) for slot in draft.slots]
-            drawn += _hashes((fqn, param) for fqn, param in held if not param.is_meta)
+            hashes |= _hashes((fqn, param) for fqn, param in held if not param.is_meta)
         flats = []
         for group in draft.groups():
             flat = FlatTensor(
@@ -139,7 +139,7 @@ def build_units(
         ]
         units.append(FSDPUnit(draft.fqn, unit_modules, flats, comm=of_unit))
     if was_on_meta:
-        _check_same_values(drawn, module, control)
+        _check_same_values(hashes | _hashes(module.named_buffers()), control)
     move_buffers(list(module.modules()), comm.device)
     return units
 
@@ -298,24 +298,19 @@ def changes_arguments(unit_fqn: str, what: str) -> str:
     )
 
 
-def _hashes(tensors: Iterable[tuple[str, Tensor]]) -> list[Any]:
-    return [[fqn, hash_of(tensor)] for fqn, tensor in tensors]
+def _hashes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
+    return {fqn: hash_of(tensor) for fqn, tensor in tensors}
 
 
-def _check_same_values(of_params: list[Any], module: nn.Module, control: Channel) -> None:
-    """Raise ``ValueError`` on every rank, naming ranks and parameters, if any differ."""
-    everyones = control.exchange_objects(dict(of_params + _hashes(module.named_buffers())))
-    usual = max(everyones, key=everyones.count)
-    odd = [i for i, each in enumerate(everyones) if each != usual]
-    if odd:
-        ranks = [control.rank_by_position[i] for i in odd]
-        named = [fqn for fqn, found in usual.items() if everyones[odd[0]].get(fqn) != found]
-        more = f" and {len(named) - 3} more" if len(named) > 3 else ""
-        raise ValueError(
-            f"initial values of the model: not the same on all ranks. Ranks {ranks} have other "
-            f"ones of {', '.join(named[:3])}{more}. Seed all ranks alike before the model is "
-            "made (torch.manual_seed(0)), or load the same weights on all."
-        )
+def _check_same_values(hashes: dict[str, Any], control: Channel) -> None:
+    """Raise ``ValueError`` on every rank, naming a parameter or buffer, if any differ."""
+    check_same_on_all_ranks(
+        hashes,
+        what="initial values of the model",
+        channel=control,
+        advice="(They are hashes.) Seed all ranks alike before the model is made "
+        "(torch.manual_seed(0)), or load the same weights on all.",
+    )
 
 
 def _warn_of_patterns(plan: Plan, fqns: Sequence[str], inside: Sequence[str]) -> None:
