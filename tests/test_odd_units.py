@@ -327,3 +327,19 @@ def test_a_unit_draws_again_what_it_drew(rank: int, draws: Callable[[Tensor], Te
         model.backward(model(x).square().sum(), len(x))
         grads.append([param.grad for param in model.parameters()])
     assert all(map(torch.equal, *grads))
+
+
+@on_ranks(1)
+def test_numbers_of_a_hook_in_backward_are_those_of_plain_torch(rank: int) -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(Unit(), nn.Dropout(0.5), nn.Linear(WIDTH, 2))
+    model = HetFSDP(
+        copy.deepcopy(reference), Plan.by_hand(microbatch_sizes=[2], recompute=True)
+    )
+    plain = torch.Generator().set_state(torch.get_rng_state())
+    x, drawn = torch.zeros(2, WIDTH), list[Tensor]()
+    for _ in range(2):
+        out = model(x)
+        out.register_hook(lambda grad: drawn.append(torch.rand(())) or grad)
+        model.backward(out.sum(), 2)
+    assert drawn == [torch.rand((), generator=plain) for _ in range(2)]

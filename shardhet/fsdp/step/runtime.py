@@ -300,8 +300,7 @@ class Runtime:
             self.step.is_in_autograd = True
             try:
                 # Without autocast, which plain programs leave before it.
-                autocast = autocast_as(self._comm.device.type, None)
-                with autocast, self._random.around(is_training=True):
+                with autocast_as(self._comm.device.type, None):
                     run_autograd()
             finally:
                 self.step.is_in_autograd = False
