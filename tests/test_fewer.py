@@ -22,11 +22,10 @@ from shardhet.config.planning import PlannerConf
 from shardhet.planner import Constraints, DeviceLimits, solve
 from shardhet.planner.idle import Positions, SubsetPlan, active_positions
 from shardhet.planner.search.search import Effort
-from shardhet.pricing.part import MeasuredGroups, part_of
+from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
 from shardhet.records.profiles import (
-    GroupCollectives,
     PairLink,
     Profile,
     Source,
@@ -97,11 +96,9 @@ def test_demanded_devices_stay_and_demands_move_with_their_devices() -> None:
     assert together.only((1, 2)) == Constraints(limits={1: DeviceLimits(max_state_share=0.1)})
 
 
-def test_collectives_of_other_groups_are_estimated_with_a_spread() -> None:
+def test_collectives_among_some_are_estimated_from_those_of_all() -> None:
     setting = setting_of("abcd", s_per_byte=1e-6)
-    groups = MeasuredGroups(setting.profile, 4)
-    assert groups.spread is None
-    estimate = groups.among((0, 1))
+    estimate = part_of(setting, (0, 1)).profile.collectives
     assert estimate.source is Source.DERIVED
     assert estimate.gather_s is not None
     # Half of the bytes pass each of two devices, three quarters each of four.
@@ -113,21 +110,12 @@ def test_collectives_of_other_groups_are_estimated_with_a_spread() -> None:
         for i in range(4)
         for j in range(i + 1, 4)
     )
-    with_pairs = replace(setting.profile, pairs=pairs)
-    faster = MeasuredGroups(with_pairs, 4).among((0, 1))
+    with_pairs = replace(setting, profile=replace(setting.profile, pairs=pairs))
+    faster = part_of(with_pairs, (0, 1)).profile.collectives
     assert faster.gather_s is not None
     assert faster.gather_s.at(2**18) == pytest.approx(1e-6 * 2**18 / 3)
-    odd = GroupCollectives(
-        positions=(0, 1, 2),
-        collectives=collectives((2**18,), gather_s_per_byte=1.5e-6, reduce_s_per_byte=1e-6),
-    )
-    spread = MeasuredGroups(replace(setting.profile, groups=(odd,)), 4).spread
-    assert spread == pytest.approx(1.5 * 9 / 8)
-    told = replace(setting, profile=replace(setting.profile, groups=(odd,)))
-    assert "from 2 measured groups, of which such estimates are within a factor of 1.7" in (
-        estimated(told, (0, 1))
-    )
-    assert estimated(told, (0, 1, 2)) == ""
+    assert "measure the others alone" in estimated(setting, (0, 1))
+    assert estimated(setting, (0,)) == estimated(setting, (0, 1, 2, 3)) == ""
 
 
 def test_devices_are_named_by_kind_and_hosts_where_they_stay_whole() -> None:
@@ -176,18 +164,12 @@ def test_measured_profiles_are_asked_as_well(
     text = said(capsys, f"measured={tmp_path}", *quick[:1], "for_tokens=1M")
     assert "Unused devices: 1-2. They compute and store nothing" in text
     assert re.search(r"1M tokens take [\d,.]+ \w+\.", text)
-    assert "measured groups" not in text  # a single device has no collectives
-    odd = GroupCollectives(
-        positions=(0, 1, 2),
-        collectives=collectives((2**18,), gather_s_per_byte=5e-7, reduce_s_per_byte=5e-7),
-    )
-    four = setting_of("ffss", s_per_byte=1e-6)
-    profile = replace(four.profile, groups=(odd,))
-    Setting(four.cluster, WORKLOAD, profile).save(tmp_path)
+    assert "estimated from" not in text  # a single device has no collectives
+    setting_of("ffss", s_per_byte=1e-6).save(tmp_path)
     text = said(capsys, f"measured={tmp_path}", *quick, "leave_out=auto")
     assert "Better without the 2 s (devices 2-3)" in text
-    assert "estimated from 2 measured groups, of which such estimates are within" in text
-    assert "Times were measured, but collectives are estimated from those of 3 devices" in text
+    assert "Collectives among the others are estimated from those of all devices" in text
+    assert "Times were measured, but collectives are estimated from those of 4 devices" in text
 
 
 def test_emulated_processes_are_told_how_many_to_start(

@@ -18,11 +18,10 @@ from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster
 from shardhet.records.plan import Plan, RankPlan
-from shardhet.records.profiles import GroupCollectives, PairLink
+from shardhet.records.profiles import PairLink
 from shardhet.records.workload import Workload
 from shardhet.simulator.simulation import simulate
 from shardhet.simulator.timeline import Work
-from tests.made_up import collectives
 from tests.pipeline_problems import drawn
 from tests.selection import one_in
 from tests.test_fewer import SLOW_LINKS, setting_of
@@ -105,16 +104,11 @@ def test_links_that_are_faster_than_derived_are_faster_among_some_too() -> None:
 
 def test_measured_clusters_without_some_devices() -> None:
     setting = setting_of("fssa", s_per_byte=1e-7)
-    sizes = (2**14, 2**18)
-    group = GroupCollectives(
-        positions=(1, 2, 3),
-        collectives=collectives(sizes, gather_s_per_byte=2e-8, reduce_s_per_byte=3e-8),
-    )
     pairs = tuple(
         PairLink(sender=i, receiver=j, latency_s=1e-5, bandwidth_bytes_per_s=(i + j) * 1e7)
         for i, j in combinations(range(4), 2)
     )
-    profile = replace(setting.profile, groups=(group,), pairs=pairs)
+    profile = replace(setting.profile, pairs=pairs)
     measured = replace(setting, profile=profile)
     for kept in ((1, 2, 3), (0, 2), (3,), (0, 1, 3)):
         assert_priced_alike(measured, part_of(measured, kept), kept)

@@ -27,11 +27,8 @@ from shardhet.profiler.measure import MeasuringEffort, measure
 from shardhet.profiler.stopwatch import Stopwatch, timing_of, typical_mean
 from shardhet.profiler.traffic import (
     CollectiveSamples,
-    GroupSamples,
     PairSamples,
     sizes_to_measure,
-    some_of,
-    subsets_to_measure,
     uneven_shares,
 )
 from shardhet.profiler.unit_runner import Started
@@ -108,7 +105,7 @@ def report(block_s: float, *, host: str = "a", kind: str = "x") -> RankReport:
 
 
 NO_LINKS = TrafficReport(
-    collectives=[], two_levels=[], groups=[], pairs=[], overlap_excesses=[0.0] * 3, note=""
+    collectives=[], two_levels=[], pairs=[], overlap_excesses=[0.0] * 3, note=""
 )
 
 
@@ -145,47 +142,26 @@ def test_devices_stand_by_host_with_its_slowest_link() -> None:
     assert Cluster.from_json(cluster.to_json()) == cluster
 
 
-def test_groups_of_ranks_stand_where_the_cluster_puts_them() -> None:
+def test_pairs_of_ranks_stand_where_the_cluster_puts_them() -> None:
     reports = [report(1.0, host=host) for host in ("a", "b", "a")]
     specs = [each.device for each in reports]
     assert positions_by_rank(specs) == {0: 0, 2: 1, 1: 2}
-    point = CollectiveSamples(
-        nbytes=1000, gather_s=[1e-3], reduce_s=[2e-3], uneven_gather_s=[], uneven_reduce_s=[]
-    )
-    whole = replace(point, uneven_gather_s=[1e-3], uneven_reduce_s=[2e-3])
+    whole = CollectiveSamples(1000, [1e-3], [2e-3], [1e-3], [2e-3])
     traffic = TrafficReport(
         collectives=[whole, replace(whole, nbytes=4000)],
         two_levels=[replace(whole, gather_s=[5e-4])],
-        groups=[GroupSamples(ranks=(1, 2), collectives=[point])],
         pairs=[PairSamples(sender=0, receiver=2, latency_s=1e-5, bandwidth_bytes_per_s=1e9)],
         overlap_excesses=[0.0] * 3,
         note="now",
     )
     cluster = make_cluster(specs, traffic.pairs)
     profile = make_profile(reports, traffic, cluster, WORKLOAD)
-    [group], [pair] = profile.groups, profile.pairs
+    [pair] = profile.pairs
     assert profile.two_levels is not None
     assert profile.two_levels.points[0].gather.mean_s == 5e-4
     assert profile.two_levels.gather_unevenness_weight > 0  # uneven shares took twice as long
-    assert group.positions == (1, 2)
-    assert group.collectives.points[0].reduce.mean_s == 2e-3
     assert (pair.sender, pair.receiver) == (0, 1)
     assert Profile.from_json(profile.to_json()) == profile
-
-
-def test_groups_are_those_that_may_train_without_the_others() -> None:
-    def devices(*kinds: str, hosts: str = "") -> list[DeviceSpec]:
-        names = hosts or "h" * len(kinds)
-        return [DeviceSpec(host=h, kind=k) for h, k in zip(names, kinds, strict=True)]
-
-    assert subsets_to_measure(devices("a", "b")) == []
-    assert subsets_to_measure(devices("a", "b", "b")) == [(1, 2), (0, 1)]
-    assert subsets_to_measure(devices("a", "a", "a", "a")) == [(0, 1, 2), (0, 1)]
-    assert subsets_to_measure(devices("a", "a", "a", "a", hosts="hhgg")) == [(0, 1), (2, 3)]
-    many = subsets_to_measure(devices(*"abcdef"))
-    assert len(many) == 4
-    assert some_of([1, 2, 3, 4, 5]) == [1, 3, 5]
-    assert some_of([7]) == [7]
 
 
 @pytest.mark.parametrize("weights", [(0.0, 1.0), (0.3, 0.6)])
@@ -212,7 +188,6 @@ def test_unevenness_weights_are_found_again(weights: tuple[float, float]) -> Non
     traffic = TrafficReport(
         collectives=collectives,
         two_levels=[],
-        groups=[],
         pairs=[],
         overlap_excesses=excesses,
         note="now",
@@ -312,15 +287,10 @@ def measure_three(rank: int) -> str:
     return measure(trained(), device_spec=spec, effort=QUICK).setting.profile.to_json()
 
 
-def test_collectives_without_some_ranks_are_measured() -> None:
+def test_all_ranks_have_the_same_profile() -> None:
     results = run_ranks(measure_three, 3)
     assert len(set(results)) == 1
-    profile = Profile.from_json(results[0])
-    assert [group.positions for group in profile.groups] == [(0, 1), (0, 1, 2)[:2]][:1]
-    for group in profile.groups:
-        assert len(group.collectives.points) == 3
-        assert all(point.gather.mean_s > 0 for point in group.collectives.points)
-    assert len(profile.pairs) == 3
+    assert len(Profile.from_json(results[0]).pairs) == 3
 
 
 class Breaks(nn.Module):

@@ -122,7 +122,7 @@ class SubsetSearch:
     def _devices(self) -> "_Devices":
         profile, constraints = self.setting.profile, self.constraints
         told = (constraints.limits, constraints.equal, constraints.context_groups)
-        are_told = any(map(bool, (*told, profile.groups, profile.pairs)))
+        are_told = any(map(bool, (*told, profile.pairs)))
         return _Devices(self.setting.cluster, are_told)
 
     def run(self) -> SubsetPlan | None:

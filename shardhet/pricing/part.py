@@ -1,15 +1,13 @@
 """The same workload on a part of a cluster, or on one device more, from what was measured.
 
-Compute is that of each kind of device.  Collectives among the devices that stay were measured,
-or are estimated from the measured group that differs from them by the fewest devices.  Of a
-group with curve t and R devices, let l = t(0) be its latency and p the time per byte of its
-slowest link.  Each device sends R - 1 messages and moves (R - 1) / R of the bytes past every
-other, so for R' devices with p'
+Compute is that of each kind of device.  Measured collectives are those of all devices.  Of R
+with curve t, let l = t(0) be the latency and p the time per byte of their slowest link.  Each
+device sends R - 1 messages and moves (R - 1) / R of the bytes past every other, so for R'
+devices with p'
 
     t'(n) = l (R' - 1) / (R - 1)  +  (t(n) - l) ((R' - 1) / R') / ((R - 1) / R) p' / p
 
-where p'/p is 1 unless pairs of both groups were measured.  ``spread`` is how far such estimates
-of the measured groups are from what was measured of them.
+where p'/p is 1 unless pairs of both were measured.
 
 What was derived from specifications is derived anew, in the proportion in which the profile
 has since been changed: the links that the others cross, how many take part in a collective, in
@@ -24,7 +22,7 @@ which nothing hides.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 
 from shardhet.pricing.derive import (
@@ -42,7 +40,6 @@ from shardhet.records.profiles import (
     ComputePoint,
     Curve,
     DeviceProfile,
-    GroupCollectives,
     PairLink,
     Profile,
     Source,
@@ -52,97 +49,59 @@ from shardhet.records.profiles import (
 from shardhet.records.workload import UnitKind
 
 
-@dataclass(frozen=True)
-class MeasuredGroups:
-    """All groups of devices whose collectives were measured, the whole cluster among them."""
+def _among(profile: Profile, world_size: int, positions: Collection[int]) -> Collectives:
+    """The collectives among some of so many devices, estimated from those of all."""
+    kept = tuple(sorted(positions))
+    if len(kept) == 1 or not profile.collectives.points:
+        return replace(profile.collectives, points=(), note="one device")
+    pace, pace_there = _slowest(profile, kept), _slowest(profile, range(world_size))
+    slower = pace / pace_there if pace and pace_there else 1.0
+    return _of_number(profile.collectives, world_size, len(kept), slower=slower)
 
-    profile: Profile
-    world_size: int
 
-    @cached_property
-    def groups(self) -> tuple[GroupCollectives, ...]:
-        """The measured groups, the whole cluster first."""
-        whole = GroupCollectives(
-            positions=tuple(range(self.world_size)), collectives=self.profile.collectives
-        )
-        return (whole, *(each for each in self.profile.groups if each.collectives.points))
+def _of_number(
+    measured: Collectives, size_there: int, size: int, *, slower: float = 1.0
+) -> Collectives:
+    """What was measured of ``size_there`` devices, for ``size`` of them.
 
-    def among(self, positions: Collection[int]) -> Collectives:
-        """The collectives among some devices: as measured, or estimated."""
-        kept = tuple(sorted(positions))
-        if len(kept) == 1 or not self.profile.collectives.points:
-            return replace(self.profile.collectives, points=(), note="one device")
-        known = {each.positions: each.collectives for each in self.groups}
-        return known[kept] if kept in known else self._estimate(kept, self.groups)
+    A byte takes ``slower`` times as long over the slowest link.
+    """
+    messages = (size - 1) / (size_there - 1)
+    nbytes = messages * size_there / size * slower
 
-    def estimated(self, positions: Collection[int]) -> Collectives:
-        """The collectives among some devices, from those of smaller groups."""
-        return self._estimate(tuple(sorted(positions)), self.profile.groups)
+    def scaled(curve: Curve | None, nbytes_whole: int) -> Timing:
+        assert curve is not None
+        latency_s = curve.intercept_at_zero
+        moving_s = curve.at(nbytes_whole) - latency_s
+        return Timing.single(messages * latency_s + nbytes * moving_s)
 
-    def is_estimated(self, positions: Collection[int]) -> bool:
-        """Whether the collectives among these devices were not measured."""
-        kept = tuple(sorted(positions))
-        return len(kept) > 1 and kept not in {each.positions for each in self.groups}
+    return replace(
+        measured,
+        source=Source.DERIVED,
+        points=tuple(
+            CollectivePoint(
+                nbytes=point.nbytes,
+                gather=scaled(measured.gather_s, point.nbytes),
+                reduce=scaled(measured.reduce_s, point.nbytes),
+            )
+            for point in measured.points
+        ),
+        note=f"estimated from those of {size_there} devices; {measured.note}",
+    )
 
-    @cached_property
-    def spread(self) -> float | None:
-        """The largest factor by which an estimate is off; None with one group only.
 
-        Every measured group is estimated from the others, at the sizes measured of it.
-        """
-        factors = []
-        for group in self.groups:
-            others = [each for each in self.groups if each is not group]
-            if others:
-                estimate = self._estimate(group.positions, others)
-                factors += _factors(estimate, group.collectives)
-        return max(factors, default=None)
-
-    def _estimate(
-        self, positions: tuple[int, ...], groups: Sequence[GroupCollectives]
-    ) -> Collectives:
-        """The collectives among ``positions``, scaled from the group that is most like it."""
-        like = min(groups, key=lambda each: len(set(positions) ^ set(each.positions)))
-        size, size_there = len(positions), len(like.positions)
-        messages = (size - 1) / (size_there - 1)
-        nbytes = messages * size_there / size
-        pace, pace_there = self._slowest(positions), self._slowest(like.positions)
-        if pace and pace_there:
-            nbytes *= pace / pace_there
-
-        def scaled(curve: Curve | None, nbytes_whole: int) -> Timing:
-            assert curve is not None
-            latency_s = curve.intercept_at_zero
-            moving_s = curve.at(nbytes_whole) - latency_s
-            return Timing.single(messages * latency_s + nbytes * moving_s)
-
-        measured = like.collectives
-        return replace(
-            measured,
-            source=Source.DERIVED,
-            points=tuple(
-                CollectivePoint(
-                    nbytes=point.nbytes,
-                    gather=scaled(measured.gather_s, point.nbytes),
-                    reduce=scaled(measured.reduce_s, point.nbytes),
-                )
-                for point in measured.points
-            ),
-            note=f"estimated from those of {size_there} devices; {measured.note}",
-        )
-
-    def _slowest(self, positions: Sequence[int]) -> float | None:
-        """Seconds per byte of the slowest pair in the group; None if too few were measured."""
-        inside = set(positions)
-        known: dict[frozenset[int], PairLink] = {
-            frozenset((each.sender, each.receiver)): each
-            for each in self.profile.pairs
-            if inside.issuperset((each.sender, each.receiver))
-        }
-        in_a_row = {frozenset(each) for each in pairwise(positions)}
-        if not known or not in_a_row <= set(known):
-            return None
-        return 1 / min(each.bandwidth_bytes_per_s for each in known.values())
+def _slowest(profile: Profile, positions: Sequence[int]) -> float | None:
+    """Seconds per byte of the slowest pair in the group; None if too few were measured."""
+    inside = set(positions)
+    known: dict[frozenset[int], PairLink] = {
+        frozenset((each.sender, each.receiver)): each
+        for each in profile.pairs
+        if inside.issuperset((each.sender, each.receiver))
+    }
+    in_a_row = {frozenset(each) for each in pairwise(positions)}
+    if not known or not in_a_row <= set(known):
+        return None
+    return 1 / min(each.bandwidth_bytes_per_s for each in known.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,13 +191,8 @@ def part_of(setting: Setting, positions: Collection[int]) -> Setting:
     cluster, profile = setting.cluster, setting.profile
     smaller = cluster.only(positions)
     place = {}
-    if profile.groups or profile.pairs:
+    if profile.pairs:
         place = {position: i for i, position in enumerate(sorted(positions))}
-    groups = tuple(
-        replace(each, positions=tuple(place[i] for i in each.positions))
-        for each in profile.groups
-        if len(each.positions) < len(place) and place.keys() >= set(each.positions)
-    )
     pairs = tuple(
         replace(each, sender=place[each.sender], receiver=place[each.receiver])
         for each in profile.pairs
@@ -249,8 +203,7 @@ def part_of(setting: Setting, positions: Collection[int]) -> Setting:
     elif _is_derived(setting):
         collectives, two_levels = _derived(setting, smaller)
     else:
-        measured = MeasuredGroups(profile, cluster.world_size)
-        collectives, two_levels = measured.among(positions), None
+        collectives, two_levels = _among(profile, cluster.world_size, positions), None
     return replace(
         setting,
         cluster=smaller,
@@ -259,7 +212,6 @@ def part_of(setting: Setting, positions: Collection[int]) -> Setting:
             devices=_devices(setting, smaller, smaller.number_by_kind),
             collectives=collectives,
             two_levels=two_levels,
-            groups=groups,
             pairs=pairs,
         ),
     )
@@ -284,11 +236,11 @@ def with_one_more(setting: Setting, position: int) -> Setting | None:
     if derived is not None:
         one, two = derived
     elif profile.collectives.points:
-        profile = _moved(profile, cluster.world_size, position)
-        every = tuple(range(larger.world_size))
-        groups = MeasuredGroups(profile, larger.world_size)
-        one, two = groups.estimated(every), profile.two_levels
-        two = two and _in_proportion(two, one, profile.collectives)
+        profile = replace(profile, pairs=_moved(profile.pairs, position))
+        one = _of_number(profile.collectives, cluster.world_size, larger.world_size)
+        two = profile.two_levels and _in_proportion(
+            profile.two_levels, one, profile.collectives
+        )
     else:
         one, two = profile.collectives, profile.two_levels
     devices = _devices(setting, larger, [each.device_kind for each in profile.devices])
@@ -299,22 +251,15 @@ def with_one_more(setting: Setting, position: int) -> Setting | None:
     )
 
 
-def _moved(profile: Profile, world_size: int, position: int) -> Profile:
-    """The profile where another device follows that at ``position``; all others are a group."""
+def _moved(pairs: Sequence[PairLink], position: int) -> tuple[PairLink, ...]:
+    """The pairs where another device follows that at ``position``."""
 
     def moved(i: int) -> int:
         return i + (i > position)
 
-    groups = MeasuredGroups(profile, world_size).groups
-    return replace(
-        profile,
-        groups=tuple(
-            replace(each, positions=tuple(map(moved, each.positions))) for each in groups
-        ),
-        pairs=tuple(
-            replace(each, sender=moved(each.sender), receiver=moved(each.receiver))
-            for each in profile.pairs
-        ),
+    return tuple(
+        replace(each, sender=moved(each.sender), receiver=moved(each.receiver))
+        for each in pairs
     )
 
 
@@ -394,17 +339,3 @@ def _in_proportion(there: Collectives, now: Collectives, stated: Collectives) ->
         gather_unevenness_weight=now.gather_unevenness_weight,
         reduce_unevenness_weight=now.reduce_unevenness_weight,
     )
-
-
-def _factors(estimate: Collectives, measured: Collectives) -> list[float]:
-    """By how much the estimate is off at every measured size, as factors of at least 1."""
-    ratios = []
-    for point in measured.points:
-        for curve, timing in (
-            (estimate.gather_s, point.gather),
-            (estimate.reduce_s, point.reduce),
-        ):
-            assert curve is not None
-            if timing.mean_s and curve.at(point.nbytes):
-                ratios.append(curve.at(point.nbytes) / timing.mean_s)
-    return [max(ratio, 1 / ratio) for ratio in ratios]

@@ -16,7 +16,6 @@ from shardhet.profiler.here import HostPartReport, pace_of, room_of
 from shardhet.profiler.stopwatch import timing_of, typical_mean
 from shardhet.profiler.traffic import (
     CollectiveSamples,
-    GroupSamples,
     PairSamples,
     uneven_shares,
 )
@@ -26,7 +25,6 @@ from shardhet.records.profiles import (
     Collectives,
     Curve,
     DeviceProfile,
-    GroupCollectives,
     PairLink,
     Profile,
     Source,
@@ -60,7 +58,6 @@ class TrafficReport:
 
     collectives: list[CollectiveSamples]
     two_levels: list[CollectiveSamples]  # the same in two levels; empty: they have one
-    groups: list[GroupSamples]  # among some of the ranks
     pairs: list[PairSamples]
     overlap_excesses: list[float]  # by rank, see DeviceProfile.overlap_excess
     note: str
@@ -156,18 +153,7 @@ def make_profile(
     if traffic.two_levels:
         even = replace(profile.collectives, points=_points(traffic.two_levels))
         two_levels = with_unevenness(even, traffic.two_levels, profile, cluster, workload)
-    return replace(
-        profile,
-        collectives=weighted,
-        two_levels=two_levels,
-        groups=tuple(
-            GroupCollectives(
-                positions=tuple(sorted(place[rank] for rank in each.ranks)),
-                collectives=replace(weighted, points=_points(each.collectives)),
-            )
-            for each in traffic.groups
-        ),
-    )
+    return replace(profile, collectives=weighted, two_levels=two_levels)
 
 
 def positions_by_rank(devices: Sequence[DeviceSpec]) -> dict[int, int]:

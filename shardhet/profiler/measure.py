@@ -7,7 +7,7 @@ that overlaps collectives, and collectives without some of the ranks are measure
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,13 +29,9 @@ from shardhet.profiler.reserved import Reserved, find_reserved
 from shardhet.profiler.traffic import (
     Channels,
     CollectiveSamples,
-    GroupSamples,
     PairSamples,
     Traffic,
-    among_some,
     sizes_to_measure,
-    some_of,
-    subsets_to_measure,
 )
 from shardhet.profiler.turns import turn_overhead_seconds
 from shardhet.records.cluster import DeviceSpec
@@ -223,7 +219,6 @@ class _Session:
             return TrafficReport(
                 collectives=[],
                 two_levels=[],
-                groups=[],
                 pairs=[],
                 overlap_excesses=[0.0],
                 note="one device",
@@ -253,32 +248,10 @@ class _Session:
         return TrafficReport(
             collectives=collectives,
             two_levels=two_levels,
-            groups=self._groups(workload, sizes),
             pairs=pairs,
             overlap_excesses=excesses,
             note=_note(None),
         )
-
-    def _groups(self, workload: Workload, sizes: Sequence[int]) -> list[GroupSamples]:
-        """Collectives among some of the ranks, each with the others waiting."""
-        subsets = subsets_to_measure(self._channels.control.exchange_objects(self._spec))
-
-        def measure(channels: Channels) -> list[CollectiveSamples]:
-            traffic = self._traffic_over(channels, workload)
-            return [
-                traffic.collectives(nbytes, self._effort.num_repeats, with_uneven=False)
-                for nbytes in some_of(sizes)
-            ]
-
-        samples = []
-        for ranks in subsets:
-            self._on_progress(f"collectives among ranks {', '.join(map(str, ranks))}", 0.97)
-            samples.append(
-                among_some(
-                    self._channels, ranks, measure, device=self._device, found=self._spec
-                )
-            )
-        return samples
 
     def _traffic_over(self, channels: Channels, workload: Workload) -> Traffic:
         dtype = trained_dtype(self._model.module)

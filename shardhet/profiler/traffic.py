@@ -17,7 +17,7 @@ from torch import nn
 
 from shardhet.comm import devices
 from shardhet.comm.collectives import all_gather_uneven
-from shardhet.comm.groups import count_alike, in_two_levels, new_group
+from shardhet.comm.groups import in_two_levels
 from shardhet.comm.members import Members
 from shardhet.fsdp.params.row_params import set_sharded_grads
 from shardhet.fsdp.sharding.comm import CommContext
@@ -45,8 +45,6 @@ COMPUTE_PER_COMM = 3  # compute is this many times longer, so that it covers all
 LARGEST_SHARE = 0.75  # in the uneven cut
 
 Launch = Callable[[], Callable[[], None]]  # starts a collective, returns its wait
-MAX_SUBSETS = 4  # of ranks, measured by themselves
-NUM_SUBSET_SIZES = 3  # of collectives among them
 
 
 class Channels(Members):
@@ -88,7 +86,7 @@ class Channels(Members):
         return [max(column) for column in zip(*self.control.exchange(seconds), strict=True)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CollectiveSamples:
     """Seconds of gathers and reductions of one size, with even and with uneven shares."""
 
@@ -97,14 +95,6 @@ class CollectiveSamples:
     reduce_s: list[float]
     uneven_gather_s: list[float]
     uneven_reduce_s: list[float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSamples:
-    """Collectives that only some ranks take part in, with even shares."""
-
-    ranks: tuple[int, ...]  # ascending
-    collectives: list[CollectiveSamples]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,28 +151,19 @@ class Traffic:
         self._comm = CommContext(device, channels.gather, channels.reduce)
         self._comm.set_receivers(tuple(range(channels.world_size)))
 
-    def collectives(
-        self, nbytes: int, num_repeats: int, *, with_uneven: bool = True
-    ) -> CollectiveSamples:
+    def collectives(self, nbytes: int, num_repeats: int) -> CollectiveSamples:
         """Time gathers and reductions of ``nbytes`` bytes."""
         world_size = self._channels.world_size
-        cuts = [even_shares(world_size), uneven_shares(world_size)][: 1 + with_uneven]
         launches = [
             launch
-            for shares in cuts
+            for shares in (even_shares(world_size), uneven_shares(world_size))
             for launch in (
                 self._gather(self._flat(nbytes // self._param_dtype.itemsize, shares)),
                 self._reduce(self._flat(nbytes // self._reduce_dtype.itemsize, shares)),
             )
         ]
         samples = [self.seconds(partial(_complete, [each]), num_repeats) for each in launches]
-        return CollectiveSamples(
-            nbytes=nbytes,
-            gather_s=samples[0],
-            reduce_s=samples[1],
-            uneven_gather_s=samples[2] if with_uneven else [],
-            uneven_reduce_s=samples[3] if with_uneven else [],
-        )
+        return CollectiveSamples(nbytes, *samples)
 
     def seconds(self, call: Callable[[], None], num_repeats: int) -> list[float]:
         """Seconds of one call, ``num_repeats`` times; short calls are timed many in a row."""
@@ -350,68 +331,3 @@ def _complete(launches: Sequence[Launch]) -> None:
     """Launch all collectives, then wait for all."""
     for wait in [launch() for launch in launches]:
         wait()
-
-
-def subsets_to_measure(devices: Sequence[DeviceSpec]) -> list[tuple[int, ...]]:
-    """Sets of at least two ranks, at most ``MAX_SUBSETS``, that may train without the others.
-
-    They are the ranks without one kind of device, and those of one host.  If these are fewer
-    than two, all but the last rank and the first half are measured as well.
-    """
-    every = range(len(devices))
-    kinds = dict.fromkeys(device.kind for device in devices)
-    hosts = dict.fromkeys(device.host for device in devices)
-    found = [tuple(i for i in every if devices[i].kind != kind) for kind in kinds]
-    found += [tuple(i for i in every if devices[i].host == host) for host in hosts]
-    found = _several(found, len(devices))
-    if len(found) < 2:
-        found += [tuple(every[:-1]), tuple(every[: (1 + len(devices)) // 2])]
-    return _several(found, len(devices))[:MAX_SUBSETS]
-
-
-def _several(sets: Sequence[tuple[int, ...]], world_size: int) -> list[tuple[int, ...]]:
-    return [each for each in dict.fromkeys(sets) if 1 < len(each) < world_size]
-
-
-def among_some(
-    channels: Channels,
-    ranks: Sequence[int],
-    measure: Callable[[Channels], list[CollectiveSamples]],
-    *,
-    device: torch.device,
-    found: DeviceSpec,
-) -> GroupSamples:
-    """What ``measure`` returns on ``ranks``, positions of ``channels``; the others wait.
-
-    ``found`` describes this rank's device.  Collective over all ranks; a failure of one raises
-    on all.
-    """
-    samples: list[CollectiveSamples] = []
-    if channels.group is not None:
-        count_alike(channels.group, device)
-    if channels.control.position in ranks:
-        assert channels.group is not None
-        subgroup = new_group(
-            channels.group,
-            device,
-            backend=devices.backend_of(channels.group, device),
-            ranks=[channels.control.rank_by_position[i] for i in ranks],
-        )
-        some = Channels.meet(subgroup, device, found)
-        with some.peers.guard("measuring some of the ranks"):
-            samples = measure(some)
-        # The name of the next group contains the number of groups that a process has (torch
-        # 2.13), which must be the same on ranks that are not among these.
-        made = (subgroup, some.gather.group, some.reduce.group, some.control.group)
-        for each in dict.fromkeys(made):
-            dist.destroy_process_group(each)
-    rows = channels.control.exchange_objects(samples)
-    return GroupSamples(ranks=tuple(ranks), collectives=rows[ranks[0]])
-
-
-def some_of(sizes: Sequence[int]) -> list[int]:
-    """The smallest, the middle and the largest size."""
-    last = len(sizes) - 1
-    return sorted(
-        {sizes[round(last * i / (NUM_SUBSET_SIZES - 1))] for i in range(NUM_SUBSET_SIZES)}
-    )

@@ -266,14 +266,6 @@ class Collectives:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupCollectives:
-    """Collectives that only some of the devices take part in."""
-
-    positions: tuple[Count, ...]  # of these devices in the cluster, ascending
-    collectives: Collectives
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PairLink:
     """What was measured between two devices, one message at a time."""
 
@@ -288,7 +280,7 @@ class Profile(Document):
     """Everything the planner knows about speeds and sizes."""
 
     document_name: ClassVar[str] = "profile"
-    document_version: ClassVar[int] = 3
+    document_version: ClassVar[int] = 4
 
     devices: tuple[DeviceProfile, ...]
     collectives: Collectives
@@ -298,8 +290,7 @@ class Profile(Document):
     turn_overhead_s: Seconds = (
         0.0  # host time per unit and phase, outside microbatches and waits
     )
-    # What tells how long collectives take without some of the devices.
-    groups: Annotated[tuple[GroupCollectives, ...], OMITTABLE] = ()
+    # They tell how long collectives take without some of the devices.
     pairs: Annotated[tuple[PairLink, ...], OMITTABLE] = ()
     # Of links' bandwidth, where collectives are derived; None: as derived, or measured.
     link_fraction: Fraction | None = None

@@ -14,7 +14,7 @@ from itertools import groupby
 from shardhet.config.planning import Inputs
 from shardhet.planner.idle import Positions, SubsetPlan, active_positions, node_type
 from shardhet.planner.problem.solution import PlanSolution
-from shardhet.pricing.part import MeasuredGroups, part_of
+from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import Cluster, DeviceSpec
 from shardhet.records.profiles import Source
@@ -115,19 +115,12 @@ def without_idle(
 
 def estimated(setting: Setting, kept: Sequence[int]) -> str:
     """Where the collectives among these devices come from, if not from a measurement."""
-    groups = MeasuredGroups(setting.profile, setting.cluster.world_size)
-    if setting.profile.collectives.source is not Source.MEASURED:
+    is_measured = setting.profile.collectives.source is Source.MEASURED
+    if not is_measured or len(kept) in (1, setting.cluster.world_size):
         return ""
-    if not groups.is_estimated(kept):
-        return ""
-    if groups.spread is None:
-        return (
-            " Collectives among the others are estimated from those of all devices: measure "
-            "the others alone before you rely on it."
-        )
     return (
-        f" Collectives among the others are estimated from {len(groups.groups)} measured "
-        f"groups, of which such estimates are within a factor of {groups.spread:.2g}."
+        " Collectives among the others are estimated from those of all devices: measure the "
+        "others alone before you rely on it."
     )
 
 
