@@ -172,24 +172,12 @@ def test_measured_profiles_are_asked_as_well(
     assert "Times were measured, but collectives are estimated from those of 4 devices" in text
 
 
-def test_emulated_processes_are_told_how_many_to_start(
+def test_parts_of_hosts_are_named_by_their_devices(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    setting = setting_of("fss", s_per_byte=SLOW_LINKS)
-    devices = tuple(
-        replace(device, kind=f"emulated {device.kind}") for device in setting.cluster.devices
-    )
-    profile = replace(
-        setting.profile,
-        devices=tuple(
-            replace(each, device_kind=f"emulated {each.device_kind}")
-            for each in setting.profile.devices
-        ),
-    )
-    cluster = Cluster(nodes=(Node(host="h", devices=devices),))
-    Setting(cluster, WORKLOAD, profile).save(tmp_path)
+    setting_of("fss", s_per_byte=SLOW_LINKS, hosts="hhh").save(tmp_path)
     text = said(capsys, f"measured={tmp_path}", "global_batch_size=16", "leave_out=auto")
-    assert "on h: 1 process, cluster.num_ranks=1, with entries 0 of cluster.kinds" in text
+    assert "To launch without them: start ranks on devices 0 of h only (" in text
 
 
 DESCRIBED = """\

@@ -151,7 +151,13 @@ def document_of(found: Sequence[FoundCard]) -> dict[str, Any]:
     if not found:
         raise ValueError(f"cluster: {NOTHING_HERE}")
     hosts = dict.fromkeys(card.device.host for card in found)
-    return joined([_of_host([c for c in found if c.device.host == host]) for host in hosts])
+    documents = [_of_host([c for c in found if c.device.host == host]) for host in hosts]
+    kinds = {kind["kind"]: kind for each in documents for kind in each["kinds"]}
+    whole: dict[str, Any] = {"version": 1, "nodes": [n for d in documents for n in d["nodes"]]}
+    networks = [each["between_nodes"] for each in documents if "between_nodes" in each]
+    if len(networks) == len(documents):
+        whole["between_nodes"] = slowest(networks)
+    return whole | ({"kinds": list(kinds.values())} if kinds else {})
 
 
 def _of_host(cards: Sequence[FoundCard]) -> dict[str, Any]:
@@ -171,16 +177,6 @@ def _of_host(cards: Sequence[FoundCard]) -> dict[str, Any]:
     unknown = [each for each in stated if each["kind"] not in built_in_kinds()]
     document = {"nodes": [node], "kinds": [{**each, **TO_FILL_IN} for each in unknown]}
     return document | ({"between_nodes": cards[0].network} if cards[0].network else {})
-
-
-def joined(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The description of the hosts of several."""
-    kinds = {kind["kind"]: kind for each in documents for kind in each.get("kinds", ())}
-    found: dict[str, Any] = {"version": 1, "nodes": [n for d in documents for n in d["nodes"]]}
-    networks = [each["between_nodes"] for each in documents if "between_nodes" in each]
-    if len(networks) == len(documents):
-        found["between_nodes"] = slowest(networks)
-    return found | ({"kinds": list(kinds.values())} if kinds else {})
 
 
 def slowest(links: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from shardhet.planner.idle import Positions, SubsetPlan, active_positions, node_
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.pricing.part import part_of
 from shardhet.pricing.setting import Setting
-from shardhet.records.cluster import Cluster, DeviceSpec
+from shardhet.records.cluster import Cluster
 from shardhet.records.profiles import Source
 
 LEAST_GAIN = 1.02  # smaller gains are within the error of any prediction
@@ -73,7 +73,16 @@ class BetterWithout:
             key = f" ({self.hosts_key} describes them)" if self.hosts_key else ""
             yield f"To launch without them: start ranks on hosts {self._patterns} only{key}."
             return
-        yield from _per_host(self.whole, self.part.positions)
+        whole, inside = self.whole, set(self.part.positions)
+        local = [
+            (node.host, [i for i, position in enumerate(here) if position in inside])
+            for node, here in zip(whole.nodes, whole.positions_by_node, strict=True)
+        ]
+        kept = [f"{ranges(numbers)} of {host}" for host, numbers in local if numbers]
+        more = f"; and so on, on {len(kept)} hosts in all" * (len(kept) > MAX_HOSTS)
+        shown = "; ".join(kept[:MAX_HOSTS])
+        how = "CUDA_VISIBLE_DEVICES, where these are GPUs"
+        yield f"To launch without them: start ranks on devices {shown} only{more} ({how})."
 
     @property
     def _patterns(self) -> str:
@@ -171,35 +180,3 @@ def whole_hosts(cluster: Cluster, kept: Sequence[int]) -> list[str] | None:
         if number:
             hosts.append(node.host)
     return hosts
-
-
-def _per_host(cluster: Cluster, kept: Sequence[int]) -> Iterator[str]:
-    """What to start on each host of which devices stay."""
-    inside, commands = set(kept), []
-    for node, here in zip(cluster.nodes, cluster.positions_by_node, strict=True):
-        local = [i for i, position in enumerate(here) if position in inside]
-        devices = [node.devices[i] for i in local]
-        if local:
-            commands.append(f"on {node.host}: {_start(local, devices)}")
-    yield "To launch without them, start ranks only"
-    for command in commands[:MAX_HOSTS]:
-        yield f"  {command}"
-    if len(commands) > MAX_HOSTS:
-        yield f"  and so on, on {len(commands)} hosts in all"
-
-
-def _start(local: Sequence[int], devices: Sequence[DeviceSpec]) -> str:
-    numbers = ",".join(map(str, local))
-    if any(is_accelerator(device) for device in devices):
-        return f"CUDA_VISIBLE_DEVICES={numbers} torchrun --nproc-per-node={len(local)} ..."
-    noun = "process" if len(local) == 1 else "processes"
-    return (
-        f"{len(local)} {noun}, cluster.num_ranks={len(local)}, with entries {numbers} of "
-        "cluster.kinds and of the other lists"
-    )
-
-
-def is_accelerator(device: DeviceSpec) -> bool:
-    """Whether the device is one that ``CUDA_VISIBLE_DEVICES`` counts."""
-    kind = (device.kind or "").lower()
-    return not (kind == "cpu" or kind.startswith("emulated"))
