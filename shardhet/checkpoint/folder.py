@@ -1,15 +1,12 @@
 """Checkpoints: a folder with one checkpoint for each of some steps.
 
     FOLDER/step_00000100           complete
-    FOLDER/.step_00000200.removed  on its way out; never read, and removed by the next save
+    FOLDER/.step_00000200.*        on its way in or out: never read; the next save removes it
 
 Rank zero lists, cleans up and removes; the other ranks learn what it has found.
 """
 
 import logging
-import re
-import shutil
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,6 @@ from shardhet.checkpoint.state.job import CALL as SAVES
 from shardhet.checkpoint.state.optimizer_state import Optimizers
 from shardhet.checkpoint.state.ranks import Ranks, step_of
 
-_LEFT_BEHIND = re.compile(r"\.step_(\d{8,})\.(unfinished|replaced|removed)")
 logger = logging.getLogger(__name__)
 
 
@@ -180,7 +176,7 @@ class Checkpoints:
         step = step_of(model, step)
         self.wait(model)
         ranks = Ranks(model)
-        ranks.agree(lambda: self._clean() if ranks.is_writer else None, call=SAVES)
+        ranks.agree(lambda: files.clean(self.folder) if ranks.is_writer else None, call=SAVES)
         return step
 
     def _settle(self, ranks: Ranks, step: int) -> None:
@@ -197,25 +193,9 @@ class Checkpoints:
         steps = [step for step in self.steps() if step <= newest]
         for step in steps[: -self._keep_last]:
             if self._keep_every is None or step % self._keep_every:
-                path = self.path_of(step)
-                removed = path.with_name(f".{path.name}.removed")
-                path.rename(removed)  # so that none is there in part
-                shutil.rmtree(removed)
+                files.remove(self.path_of(step))
 
     def _look(self, not_after: int | None) -> Latest | None:
-        for path, _ in self._left_behind():
+        for path, _ in files.left_behind(self.folder):
             files.recover(path)
         return self.latest(not_after=not_after)
-
-    def _clean(self) -> None:
-        """Remove what killed programs left behind."""
-        for path, kind in self._left_behind():
-            files.recover(path)
-            shutil.rmtree(path.with_name(f".{path.name}.{kind}"), ignore_errors=True)
-
-    def _left_behind(self) -> list[tuple[Path, str]]:
-        names: list[str] = []
-        with suppress(FileNotFoundError):
-            names = sorted(each.name for each in self.folder.iterdir())
-        found = [match for name in names if (match := _LEFT_BEHIND.fullmatch(name))]
-        return [(self.path_of(int(match[1])), match[2]) for match in found]

@@ -1,6 +1,6 @@
 """Files and folders of a checkpoint on disk: complete, or not there.
 
-.NAME.unfinished   being written; whoever finds one that nobody writes may remove it
+.NAME.unfinished   being written, or removed; whoever finds one that nobody writes may remove it
 NAME               complete: it appears by one rename, after all its files are on disk
 .NAME.replaced     an earlier NAME while the new one takes its place; if the program ends
 in between, ``recover`` gives it its name back
@@ -21,6 +21,7 @@ MANIFEST, METADATA, PLAN = "manifest.json", ".metadata", "plan.json"
 BYTES_BEFORE_WRITEBACK = 2**25
 DIGEST_PREFIX = "sha256:"
 _OF_STEP = re.compile(r"step_(\d{8,})")
+_LEFT_BEHIND = re.compile(r"\.(step_\d{8,})\.(unfinished|replaced|removed)")
 
 
 class DigestingFile:
@@ -131,6 +132,20 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(found[1]) for name in names if (found := _OF_STEP.fullmatch(name)))
 
 
+def left_behind(folder: Path) -> list[tuple[Path, Path]]:
+    """What killed programs have left there: the path of a step, and what is there instead."""
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    matches = [(each, _LEFT_BEHIND.fullmatch(each.name)) for each in found]
+    return [(folder / match[1], each) for each, match in matches if match is not None]
+
+
+def clean(folder: Path) -> None:
+    """Remove what killed programs have left, but for what can take its name back."""
+    for path, left in left_behind(folder):
+        recover(path)
+        shutil.rmtree(left, ignore_errors=True)
+
+
 def unfinished_path(path: Path) -> Path:
     """Where the checkpoint ``path`` is written until it is complete."""
     return path.with_name(f".{path.name}.unfinished")
@@ -186,6 +201,12 @@ def complete(path: Path) -> None:
 def give_up(path: Path) -> None:
     """Remove the unfinished folder of ``path``, so that a full disk has room again."""
     shutil.rmtree(unfinished_path(path), ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint; at no time is it there in part."""
+    path.rename(unfinished_path(path))
+    give_up(path)
 
 
 def sync_folder(folder: Path) -> None:

@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
-from shardhet.checkpoint.format.errors import CheckpointError, damaged
+from shardhet.checkpoint.format.errors import CheckpointError, damaged, reading
 from shardhet.checkpoint.format.files import MANIFEST, digest_of_bytes, is_plain_name
 from shardhet.checkpoint.format.values import tensor_names
 
@@ -53,24 +53,19 @@ class Manifest:
     def load(cls, folder: Path) -> Self:
         """Read manifest.json; raises ``CheckpointError`` if it is not what was written."""
         path = folder / MANIFEST
-        try:
-            content = path.read_bytes()
-        except FileNotFoundError:
-            raise damaged(path, "it is missing") from None
-        return cls.parse(content, path)
+        with reading(path):
+            return cls.parse(path.read_bytes(), path)
 
     @classmethod
     def parse(cls, content: bytes, path: Path) -> Self:
         """As ``load``, of a file with this ``content``."""
         try:
-            return cls.from_json(content, path)
+            return cls._read(json.loads(content), content, path)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise damaged(path, f"it is damaged ({error})") from None
 
     @classmethod
-    def from_json(cls, content: bytes, path: Path) -> Self:
-        """The inverse of ``to_json``; ``path`` is named in errors."""
-        document = json.loads(content)
+    def _read(cls, document: Any, content: bytes, path: Path) -> Self:
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise damaged(path, "it is not a manifest of a checkpoint")
         if document.get("version") != FORMAT_VERSION:

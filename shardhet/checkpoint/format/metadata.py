@@ -139,38 +139,23 @@ class _UnpickledStub:
         return self.state[name]
 
 
-class _Metadata(_UnpickledStub): ...
-
-
 class _Tensor(_UnpickledStub): ...
 
 
 class _Bytes(_UnpickledStub): ...
 
 
-class _Chunk(_UnpickledStub): ...
-
-
-class _Index(_UnpickledStub): ...
-
-
-class _Info(_UnpickledStub): ...
-
-
 class _Size(tuple[int, ...]): ...
 
 
 _RECORDS = "torch.distributed.checkpoint.metadata"
+_STUBS = ("Metadata", "ChunkStorageMetadata", "MetadataIndex", "TensorProperties")
 _ALLOWED: dict[tuple[str, str], Any] = {
-    (_RECORDS, "Metadata"): _Metadata,
+    **{(_RECORDS, each): _UnpickledStub for each in (*_STUBS, "StorageMeta")},
     (_RECORDS, "TensorStorageMetadata"): _Tensor,
     (_RECORDS, "BytesStorageMetadata"): _Bytes,
-    (_RECORDS, "ChunkStorageMetadata"): _Chunk,
-    (_RECORDS, "MetadataIndex"): _Index,
-    (_RECORDS, "TensorProperties"): _UnpickledStub,
     (_RECORDS, "_MEM_FORMAT_ENCODING"): _UnpickledStub,
-    (_RECORDS, "StorageMeta"): _UnpickledStub,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Info,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _UnpickledStub,
     ("torch.serialization", "_get_layout"): _UnpickledStub,
     ("torch", "Size"): _Size,
     ("pathlib", "PosixPath"): PurePosixPath,
@@ -206,12 +191,11 @@ def read_metadata(content: bytes, folder: Path) -> Stored:
 
 
 def _stored(found: Any) -> Stored:
-    _check(isinstance(found, _Metadata), "no metadata in it")
+    _check(isinstance(found, _UnpickledStub), "no metadata in it")
     described, storage = found.get("state_dict_metadata"), found.get("storage_data")
     _check(isinstance(described, dict) and isinstance(storage, dict), "no tables in it")
     place_of: dict[tuple[str, tuple[int, ...] | None], BytesPlace] = {}
     for index, info in storage.items():
-        _check(isinstance(index, _Index) and isinstance(info, _Info), "places of another kind")
         # A field that keeps its default may be absent.
         offset = index.state.get("offset") if isinstance(index.state, dict) else None
         place_of[index.get("fqn"), None if offset is None else _ints(offset)] = _place(info)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardhet.checkpoint.format import files
 from shardhet.checkpoint.format.errors import CheckpointError, damaged, reading
-from shardhet.checkpoint.format.manifest import FileFacts, Manifest
+from shardhet.checkpoint.format.manifest import Manifest
 from shardhet.checkpoint.format.metadata import BytesPlace, Stored, StoredTensor, read_metadata
 from shardhet.records.layout import Span
 
@@ -39,7 +39,8 @@ class SavedCheckpoint:
         found = Manifest.parse(manifest, folder / files.MANIFEST)
         facts = found.files.get(files.METADATA)
         if facts is None or files.digest_of_bytes(metadata) != facts.digest:
-            raise damaged(folder / files.METADATA, "its content does not fit its digest")
+            what = f"its content does not fit its digest in {files.MANIFEST}"
+            raise damaged(folder / files.METADATA, what)
         saved = cls(folder, found, read_metadata(metadata, folder))
         saved._check_places()
         return saved
@@ -53,18 +54,14 @@ class SavedCheckpoint:
         folder = Path(path).absolute()
         _check_is_there(folder)
         if (folder / files.MANIFEST).exists() or not (folder / files.METADATA).exists():
-            manifest = Manifest.load(folder)
-            for name, facts in manifest.files.items():
+            described_by = (_read_bytes(folder / n) for n in (files.MANIFEST, files.METADATA))
+            saved = cls.described(folder, *described_by)
+            for name, facts in saved.manifest.files.items() if saved.manifest else ():
                 _check_length(folder / name, facts.num_bytes)
-            if files.METADATA not in manifest.files:
-                raise damaged(folder / files.METADATA, "not in the manifest")
-            content = _verified_bytes(folder / files.METADATA, manifest.files[files.METADATA])
-            saved = cls(folder, manifest, read_metadata(content, folder))
-        else:
-            content = _read_bytes(folder / files.METADATA)
-            saved = cls(folder, None, read_metadata(content, folder))
-            if saved.stored.is_written_here:
-                raise damaged(folder / files.MANIFEST, "it is missing")
+            return saved
+        saved = cls(folder, None, read_metadata(_read_bytes(folder / files.METADATA), folder))
+        if saved.stored.is_written_here:
+            raise damaged(folder / files.MANIFEST, "it is missing")
         saved._check_places()
         return saved
 
@@ -219,13 +216,6 @@ def _check_length(path: Path, num_bytes: int) -> None:
 def _read_bytes(path: Path) -> bytes:
     with reading(path):
         return path.read_bytes()
-
-
-def _verified_bytes(path: Path, facts: FileFacts) -> bytes:
-    content = _read_bytes(path)
-    if files.digest_of_bytes(content) != facts.digest:
-        raise damaged(path, f"its content does not fit its digest in {files.MANIFEST}")
-    return content
 
 
 def _check_tensor(

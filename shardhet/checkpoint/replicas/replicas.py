@@ -24,7 +24,6 @@ Memory: two versions of the files on every node, a copy of each rank's rows unti
 written, and one piece (4 MiB) per copy on its way.
 """
 
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -51,7 +50,6 @@ from shardhet.comm.channel import phase
 from shardhet.comm.devices import available_bytes
 from shardhet.records.stages import Nodes, backup_positions
 
-_HALF_DONE = re.compile(r"\.step_\d{8,}\.(unfinished|replaced)")
 _IN_MEMORY = Path("/dev/shm")  # a file system that systems of Linux have
 
 
@@ -138,7 +136,7 @@ class Replicas:
             check_agree(holdings)
             self.bytes_by_node = _check_room(offers, nodes, backup_of)
             if nodes.leads(ranks.position):
-                self._clear_half_done()
+                files.clean(self.folder)
                 files.begin(path)
             held.copy()
 
@@ -202,7 +200,7 @@ class Replicas:
 
         def remove() -> None:
             if nodes.leads(ranks.position):
-                self._clear_half_done()
+                files.clean(self.folder)
                 self._remove(lambda each: each > step)
 
         ranks.agree(remove, call=SAVES)
@@ -230,15 +228,7 @@ class Replicas:
 
     def _remove(self, is_old: Callable[[int], bool]) -> None:
         for step in filter(is_old, files.steps_in(self.folder)):
-            path = self.path_of(step)
-            path.rename(files.unfinished_path(path))  # so that none is there in part
-            files.give_up(path)
-
-    def _clear_half_done(self) -> None:
-        if self.folder.is_dir():
-            for each in list(self.folder.iterdir()):
-                if _HALF_DONE.fullmatch(each.name):
-                    shutil.rmtree(each, ignore_errors=True)
+            files.remove(self.path_of(step))
 
 
 def _check_room(

@@ -8,14 +8,19 @@ Order of collectives, over a channel of their own if a thread makes them:
     every folder has its name
 
 What fails on any rank is raised on all of them, and unfinished folders are removed.
+
+A thread may finish at the end of the program, and is then stopped: the interpreter unwinds one
+that is in C++ when it ends, and the process then aborts in place of ending with its own status
+(Python 3.11, torch 2.13): a rank that has raised would look as if it had crashed.
 """
 
 import atexit
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from shardhet.checkpoint.format import files
 from shardhet.checkpoint.format.errors import CheckpointError, in_words
@@ -29,29 +34,7 @@ SECONDS_TO_FINISH = 10.0  # what was begun, if the program has not failed
 SECONDS_TO_STOP = 5.0
 
 
-class Thread(threading.Thread):
-    """A thread that may finish at the end of the program, and is then stopped.
-
-    The interpreter unwinds a thread that is in C++ when it ends, and the process then aborts in
-    place of ending with its own status (Python 3.11, torch 2.13): a rank that has raised would
-    look as if it had crashed.
-    """
-
-    def __init__(
-        self, target: Callable[[], None], *, name: str, stop: Callable[[], None]
-    ) -> None:
-        """``stop`` makes ``target`` return soon; called only if the program ends."""
-        super().__init__(target=target, name=name, daemon=True)
-        self.make_stop = stop
-
-    def start(self) -> None:
-        """Begin."""
-        _started[:] = [each for each in _started if each.is_alive()]
-        _started.append(self)
-        super().start()
-
-
-_started: list[Thread] = []
+_channels: WeakKeyDictionary[threading.Thread, Channel | None] = WeakKeyDictionary()
 
 
 # Registered when it is imported, so that the watch over ranks, which starts later and ends
@@ -59,10 +42,11 @@ _started: list[Thread] = []
 @atexit.register
 def _end() -> None:
     timeout_s = 0.0 if _has_failed() else SECONDS_TO_FINISH
-    _join(_started, timeout_s)
-    left = [thread for thread in _started if thread.is_alive()]
+    _join([*_channels], timeout_s)
+    left = [thread for thread in _channels if thread.is_alive()]
     for thread in left:
-        thread.make_stop()
+        if (channel := _channels[thread]) is not None:
+            break_connections(channel)
     _join(left, SECONDS_TO_STOP)
 
 
@@ -72,7 +56,7 @@ def _has_failed() -> bool:
     return has_raised or progress.failure is not None
 
 
-def _join(threads: Sequence[Thread], timeout_s: float) -> None:
+def _join(threads: Sequence[threading.Thread], timeout_s: float) -> None:
     until_s = time.monotonic() + timeout_s
     for thread in threads:
         thread.join(max(0.0, until_s - time.monotonic()))
@@ -105,12 +89,13 @@ class Job:
         self._description = description
         self._leads = leads
         self._failure: str | None = None  # in the thread
-        self._thread: Thread | None = None
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Write in a thread."""
         name = f"writes {self._path.name}"
-        self._thread = Thread(self._run_in_thread, name=name, stop=self._break)
+        self._thread = threading.Thread(target=self._run_in_thread, name=name, daemon=True)
+        _channels[self._thread] = self._channel
         self._thread.start()
 
     def wait(self) -> None:
@@ -143,10 +128,6 @@ class Job:
             self.run()
         except Exception as error:
             self._failure = in_words(error)
-
-    def _break(self) -> None:
-        if self._channel is not None:
-            break_connections(self._channel)
 
     def _write(self) -> Report | None:
         assert self._held is not None
