@@ -5,7 +5,6 @@
 ``memory_only``   batches are even, state follows free memory
 ``one_round``     anything, in a single round
 Each runs the search of ``solve`` over fewer candidates, so it finds the best plan of its form.
-Cephalo's own programme is in ``experiments/planner``.
 """
 
 from dataclasses import replace
