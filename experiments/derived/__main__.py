@@ -3,10 +3,9 @@
     python -m experiments.derived [--data FOLDER]            about two minutes
     python -m experiments.derived --table                    the numbers, as Python
 
-Fits what shardhet/pricing/efficiency.py holds, leaves models and kinds of device out, and
-counts the memory of configurations that others have run.  No clock is read.  FOLDER holds
-layer_latency.csv of github.com/benson-guo/cephalo; otherwise it is the folder cephalo in
-SHARDHET_SHARED_DATA.
+Fits what shardhet/pricing/efficiency.py holds, and leaves models and kinds of device out.  No
+clock is read.  FOLDER holds layer_latency.csv of github.com/benson-guo/cephalo; otherwise it
+is the folder cephalo in SHARDHET_SHARED_DATA.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +37,6 @@ from experiments.derived.elsewhere import ROUNDPIPE
 from experiments.derived.elsewhere import blocks as blocks_elsewhere
 from experiments.derived.elsewhere import steps as steps_elsewhere
 from experiments.derived.fit import fitted_by_group, watts_per_tflop_per_s
-from experiments.derived.memory import Demand, demands
 from shardhet.pricing.efficiency import (
     FITTED,
     SPREAD_BY_POWER,
@@ -47,7 +45,7 @@ from shardhet.pricing.efficiency import (
 )
 
 HERE = Path(__file__).parent
-NUM_WORST, NUM_FULLEST = 10, 5
+NUM_WORST = 10
 SPREAD_BY_CHECK = {
     NO_MODEL: SPREAD_FITTED,
     NO_KIND: SPREAD_BY_POWER,
@@ -82,21 +80,18 @@ def main() -> None:
         print("\n".join(table.lines(blocks)))
         return
     ratios = judged(blocks, CHECKS[:2] if options.quick else CHECKS)
-    needs = list(demands(blocks))
     here = Environment.here()
     versions = f"{here.date}, commit `{here.commit}`; Python {here.python}, numpy"
     heading = f"{versions} {np.__version__}, scipy {scipy.__version__}. No clock was read."
     page = Page(HERE, is_kept=not options.quick, heading=heading)
     if not options.quick:
-        cells = [bar.cells for bar in bars(blocks, ratios, needs)]
+        cells = [bar.cells for bar in bars(blocks, ratios)]
         page.table("Bars", BAR_HEADER, cells)
-    page.tables(tables(ratios, needs))
+    page.tables(tables(ratios))
     page.keep({"results.csv": list(rows(ratios))} if page.is_kept else {})
 
 
-def bars(
-    blocks: Sequence[Timed], ratios: Sequence[Ratio], needs: Sequence[Demand]
-) -> Iterator[Bar]:
+def bars(blocks: Sequence[Timed], ratios: Sequence[Ratio]) -> Iterator[Bar]:
     """What was asked of derived times before they were fitted."""
     no_model = [row for row in ratios if row.check == NO_MODEL]
     totals, pairs = [row.total for row in no_model], relatives(no_model)
@@ -118,11 +113,6 @@ def bars(
         claim = f"part within the printed factor of {spread:g}, {check}"
         yield Bar(claim=claim, measured=covered(found, spread), at_least=0.9)
     yield Bar(
-        claim="memory of what is known to have run / what a plan may use, largest",
-        measured=max(need.part for need in needs),
-        at_most=1.05,
-    )
-    yield Bar(
         claim="numbers in efficiency.py beside this fit, largest difference",
         measured=max(
             abs(ours - theirs)
@@ -137,8 +127,8 @@ def bars(
     )
 
 
-def tables(ratios: Sequence[Ratio], needs: Sequence[Demand]) -> Iterator[Table]:
-    """Factors by check and by kind, the worst blocks, and memory."""
+def tables(ratios: Sequence[Ratio]) -> Iterator[Table]:
+    """Factors by check and by kind, the worst blocks, and what was timed elsewhere."""
     by_check = {check: [row for row in ratios if row.check == check] for check in CHECKS}
     yield Table(
         "Derived / published seconds, as factors of at least 1",
@@ -159,23 +149,6 @@ def tables(ratios: Sequence[Ratio], needs: Sequence[Demand]) -> Iterator[Table]:
         f"Furthest off, {NO_MODEL}, at the largest microbatch",
         ["block", "GPU", "tokens", "dtype", "microbatch", "derived / published"],
         list(_worst(by_check[NO_MODEL])),
-    )
-    trained = [need for need in needs if not need.configuration.startswith("one block")]
-    alone = [need for need in needs if need not in trained]
-    fullest = sorted(alone, key=lambda need: -need.part)[:NUM_FULLEST]
-    yield Table(
-        f"Memory of what others have run; of {len(alone)} single blocks the fullest",
-        *columns(
-            (*trained, *fullest),
-            {
-                "configuration": "{0.configuration}",
-                "device": "{0.device}",
-                "recomputes": "{0.recomputes}",
-                "needs GiB": "{0.needs_gib:.1f}",
-                "may use": "{0.budget_gib:.1f}",
-                "part": "{0.part:.2f}",
-            },
-        ),
     )
     yield Table(
         "Small microbatches timed elsewhere, by the clock of the host, ms of a block",
