@@ -20,7 +20,7 @@ from tests import trainer_options as given
 from tests.beside import Beside
 from tests.context_cases import VOCAB_SIZE, Case, Plain
 from tests.emulated.accelerator import Accelerator
-from tests.worlds import ends_all_ranks, on_ranks
+from tests.worlds import ends_all_ranks, on_ranks, run_ranks
 
 PAIR = Plan.by_hand(microbatch_sizes=[1, 1], context_groups=[[0, 1]], token_shares=[3, 1])
 
@@ -29,6 +29,22 @@ PAIR = Plan.by_hand(microbatch_sizes=[1, 1], context_groups=[[0, 1]], token_shar
 @on_ranks(3)
 def test_steps_are_those_of_one_process(rank: int, seed: int) -> None:
     Case.drawn(seed, 3).run()
+
+
+def run_twice(rank: int, seed: int) -> None:
+    """Every step is that of one process, and a repeat has the same bits."""
+    case = Case.drawn(seed)
+    first, second = (
+        [p.detach().as_subclass(Tensor).clone() for p in case.run().parameters()]
+        for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", range(200))
+def test_drawn_plans_are_exact_and_repeat_to_the_bit(seed: int) -> None:
+    run_ranks(run_twice, Case.drawn(seed).plan.world_size, seed, timeout_s=120.0)
 
 
 @on_ranks(2)

@@ -70,4 +70,5 @@ def test_a_first_step_is_taken_in_two_bytes() -> None:
     checks.first_steps(job, results.Recorder(checks.FIRST_STEPS, ledger.add))
     assert [row.metric for row in ledger.rows] == [checks.DIFFERENCE] * 4
     assert len(checks.SHAPES) == 12
-    assert checks.first_bars(ledger.rows)[1].holds
+    [bar] = results.bars_of(checks.FIRST_STEPS, checks.FIRST_METRICS, ledger.rows)
+    assert bar.holds

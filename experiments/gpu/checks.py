@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -18,20 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.common.results import Bar, Table
 from experiments.common.systems import het_fsdp
 from experiments.decoders import CPU, decoder_config, make_decoder
 from experiments.gpu import systems
 from experiments.gpu.clock import free_everything, seconds_per_call, synchronize
-from experiments.gpu.results import (
-    Recorder,
-    Row,
-    cases_of,
-    largest_difference,
-    median_of,
-    noting_failure,
-    shown,
-)
+from experiments.gpu.results import Metric, Recorder, largest_difference, noting_failure
 from experiments.gpu.scale import REDUCE_DTYPE, Job
 from experiments.gpu.streams import (
     FLOAT32,
@@ -61,8 +51,9 @@ FIRST_STEPS = "first steps"
 SHAPES = tuple(product((64, 320, 1024), (17, 128), (1, 6)))  # width, tokens, samples
 SHORT_SHAPES = tuple(product((64,), (17,), (1, 2)))
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-WRONG, DIFFERENCE = "not right", "loss difference"
-FIRST_TOLERANCE = 3e-2  # relative, of a loss in two bytes
+DIFFERENCE = "loss difference"
+# Relative, of a loss in two bytes.
+FIRST_METRICS = (Metric(name=DIFFERENCE, at_most=3e-2),)
 
 
 def first_steps(job: Job, record: Recorder) -> None:
@@ -93,7 +84,11 @@ def first_steps(job: Job, record: Recorder) -> None:
 
 READS = "reads"
 SYNCS = "synchronisations"
-STEP_OF_TRAINER, WITH_READ = "a step", "control: a step and loss.item()"
+AS_IT_IS, WITH_READ = "as it is", "control: loss.item(), too"
+READ_METRICS = (
+    Metric(name=SYNCS, of=AS_IT_IS, at_most=0),
+    Metric(name=SYNCS, of=WITH_READ, at_least=1),
+)
 
 
 def reads(job: Job, record: Recorder) -> None:
@@ -114,7 +109,7 @@ def reads(job: Job, record: Recorder) -> None:
 
     for _ in range(3):
         step()
-    for case in (STEP_OF_TRAINER, WITH_READ):
+    for case in (AS_IT_IS, WITH_READ):
         with noting_failure(case, record):
             synchronize(job.device)
             with _counting_syncs(job) as found:
@@ -214,6 +209,7 @@ def _kept_bytes(device: torch.device, known_as: Callable[[Tensor], Tensor]) -> i
 GUARDS = "bad losses"
 BAD_STEP, NUM_STEPS = 2, 4  # counted from 0
 AS_EXPECTED = "as expected"
+GUARD_METRICS = (Metric(name=AS_EXPECTED, at_least=1),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +273,7 @@ def _is_guarded(job: Job, on_bad_step: OnBadStep) -> bool:
 COMPILE = "compile"
 EAGER, COMPILED = "eager", "compiled"
 RATE = "tokens/s"
+COMPILE_METRICS = (Metric(name=RATE), *FIRST_METRICS)
 
 
 def compiled(job: Job, record: Recorder) -> None:
@@ -310,6 +307,7 @@ def compiled(job: Job, record: Recorder) -> None:
 CONTROL = "controls"
 OTHER_RATE = "control: another learning rate"
 NO_WAITS = "control: compute waits for no stream"
+CONTROL_METRICS = (Metric(name=DIFFERENCE, at_least=TOLERANCES[FLOAT32]),)
 
 
 def controls(job: Job, record: Recorder) -> None:
@@ -335,82 +333,3 @@ def _faulty(job: Job, *, is_rate: bool) -> list[float]:
         fault = mock.patch.object(torch.cuda.Stream, "wait_event")
     with mock.patch.dict(os.environ, {GROUPS_FOR_ONE: "1"}), fault:
         return train_cases(0, job, config_of(job), [case])[0]
-
-
-# Tables
-
-
-def _table(title: str, *metrics: str) -> Callable[[Sequence[Row]], list[Table]]:
-    """One line per case that has the first metric."""
-
-    def tables(rows: Sequence[Row]) -> list[Table]:
-        lines = [
-            [case, *(shown(median_of(rows, case, each), "{:.2g}") for each in metrics)]
-            for case in dict.fromkeys(c for each in metrics for c in cases_of(rows, each))
-        ]
-        return [Table(title, ["case", *metrics], lines)]
-
-    return tables
-
-
-first_tables = _table("First steps in two bytes", DIFFERENCE)
-read_tables = _table("Waits of the host within a step", SYNCS)
-guard_tables = _table("A loss that is not a number", AS_EXPECTED)
-pin_tables = _table("What the driver is asked for", AS_EXPECTED)
-compile_tables = _table("Compiled units", RATE, DIFFERENCE)
-control_tables = _table("Faults that have to be noticed", DIFFERENCE)
-
-
-def first_bars(rows: Sequence[Row]) -> list[Bar]:
-    """Every shape was taken, and was right."""
-    values = [row.value for row in rows if row.metric == DIFFERENCE]
-    claims = [("first steps: number of shapes", len(values), 24, None)]
-    if values:
-        claims.append(
-            ("first steps: largest loss difference", max(values), None, FIRST_TOLERANCE)
-        )
-    return [
-        Bar(claim=claim, measured=measured, at_least=least, at_most=most)
-        for claim, measured, least, most in claims
-    ]
-
-
-def read_bars(rows: Sequence[Row]) -> list[Bar]:
-    """None in a step; the control has one."""
-    bars = []
-    for case, bounds in ((STEP_OF_TRAINER, {"at_most": 0}), (WITH_READ, {"at_least": 1})):
-        found = median_of(rows, case, SYNCS)
-        if found is not None:
-            bars.append(Bar(claim=f"{case}: synchronisations", measured=found, **bounds))
-    return bars
-
-
-def guard_bars(rows: Sequence[Row], what: str = "a loss that is not a number") -> list[Bar]:
-    """Each as it says."""
-    return [
-        Bar(claim=f"{what}, {row.case}", measured=row.value, at_least=1)
-        for row in rows
-        if row.metric == AS_EXPECTED
-    ]
-
-
-pin_bars = partial(guard_bars, what="the driver")
-
-
-def compile_bars(rows: Sequence[Row]) -> list[Bar]:
-    """The same losses."""
-    return [
-        Bar(claim="compiled: loss difference", measured=row.value, at_most=FIRST_TOLERANCE)
-        for row in rows
-        if row.metric == DIFFERENCE
-    ]
-
-
-def control_bars(rows: Sequence[Row]) -> list[Bar]:
-    """All are noticed."""
-    least = TOLERANCES[FLOAT32]
-    return [
-        Bar(claim=f"{row.case}: loss difference", measured=row.value, at_least=least)
-        for row in rows
-        if row.metric == DIFFERENCE
-    ]

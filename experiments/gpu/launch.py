@@ -43,7 +43,6 @@ def run_limited(
     limit_s: float,
     is_cuda: bool,
     on_row: Callable[[Row], None],
-    fails_at: str = "",
     num_beside: int = 0,
 ) -> Outcome:
     """``fn(*args, record)`` in a fresh process; ``on_row`` gets what it records at once.
@@ -58,7 +57,7 @@ def run_limited(
     context = SPAWNED if is_cuda else FORKED
     # A rehearsal runs beside whatever the machine is doing.
     num_threads = max(1, (os.cpu_count() or 1) // (1 + num_beside)) if is_cuda else 1
-    arguments = (fn, args, part, fails_at, num_threads)
+    arguments = (fn, args, part, num_threads)
     processes = started(context, _work, [arguments], grace_s=SECONDS_TO_LEAVE)
     with processes as [(process, receiver)]:
         kind, value = "row", None
@@ -89,12 +88,11 @@ def _work(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     part: str,
-    fails_at: str,
     num_threads: int,
 ) -> None:
     torch.set_num_threads(num_threads)
     try:
-        result = fn(*args, Recorder(part, lambda row: sender.send(("row", row)), fails_at))
+        result = fn(*args, Recorder(part, lambda row: sender.send(("row", row))))
         sender.send(("done", result))
     except BaseException:
         sender.send(("failed", traceback.format_exc()))

@@ -1,9 +1,7 @@
 """Peak memory as predicted from the profile, and as the allocator counted it."""
 
-from collections.abc import Sequence
 from dataclasses import fields
 
-from experiments.common.results import Bar, Table
 from experiments.gpu import systems
 from experiments.gpu.clock import PeakMeter, free_everything
 from experiments.gpu.profiling import (
@@ -11,17 +9,7 @@ from experiments.gpu.profiling import (
     measure_here,
     plans_by_hand,
 )
-from experiments.gpu.results import (
-    GIB,
-    Recorder,
-    Row,
-    cases_of,
-    comparison,
-    median_of,
-    noting_failure,
-    ratio_bar,
-    shown,
-)
+from experiments.gpu.results import GIB, Metric, Recorder, noting_failure
 from experiments.gpu.scale import Job
 from shardhet import Plan, simulate
 from shardhet.apps.launch.joining import choose_allocator
@@ -31,10 +19,13 @@ from shardhet.profiler.measure import Measurement
 
 NAME = "memory"
 NUM_STEPS = 3  # optimizer state is there after the first
-PREDICTED, SIMULATED, MEASURED = "predicted peak", "simulated peak", "measured peak"
-RESERVED = "reserved peak"  # what the caching allocator took for it
-TOLERANCE = 0.05
-RESERVED_TOLERANCE = 0.10
+PREDICTED, SIMULATED, MEASURED = "predicted GiB", "simulated GiB", "measured GiB"
+RESERVED = "reserved GiB"  # what the caching allocator took for it
+METRICS = (
+    *(Metric(name=each) for each in (PREDICTED, SIMULATED, MEASURED, RESERVED)),
+    Metric(name="measured / predicted", at_least=0.95, at_most=1.05),
+    Metric(name="reserved / predicted", at_most=1.10),
+)
 
 
 def run(job: Job, record: Recorder) -> None:
@@ -44,11 +35,10 @@ def run(job: Job, record: Recorder) -> None:
     for case, plan in plans_by_hand(job).items():
         free_everything(job.device)
         with noting_failure(case, record):
-            predict(case, plan, measured, record)
-            train(job, case, plan, record)
+            train(job, case, plan, predict(case, plan, measured, record), record)
 
 
-def predict(case: str, plan: Plan, measured: Measurement, record: Recorder) -> None:
+def predict(case: str, plan: Plan, measured: Measurement, record: Recorder) -> float:
     """What tensors will need, in all and by what it is for."""
     setting = measured.setting
     parts = CostModel(setting).predict(plan).ranks[0].memory
@@ -59,9 +49,10 @@ def predict(case: str, plan: Plan, measured: Measurement, record: Recorder) -> N
     record(case, SIMULATED, simulated / GIB, "GiB")
     for field in fields(MemoryParts):
         record(case, field.name, getattr(parts, field.name) / GIB, "GiB")
+    return predicted
 
 
-def train(job: Job, case: str, plan: Plan, record: Recorder) -> None:
+def train(job: Job, case: str, plan: Plan, predicted: float, record: Recorder) -> None:
     """A few steps, from the first weight on."""
     meter = PeakMeter(job.device)
     system = in_training(job, plan)
@@ -71,27 +62,5 @@ def train(job: Job, case: str, plan: Plan, record: Recorder) -> None:
     peak = meter.read()
     record(case, MEASURED, peak.allocated / GIB, "GiB")
     record(case, RESERVED, peak.reserved / GIB, "GiB")
-
-
-# Tables
-
-
-def tables(rows: Sequence[Row]) -> list[Table]:
-    """One line per plan."""
-    lines = []
-    for case in cases_of(rows, PREDICTED):
-        values = [median_of(rows, case, metric) for metric in (PREDICTED, SIMULATED, MEASURED)]
-        reserved = median_of(rows, case, RESERVED)
-        lines.append([case, *map(shown, [*values, reserved])])
-    header = ["plan", "predicted GiB", "simulated GiB", "measured GiB", "reserved GiB"]
-    return [Table("Peak memory of a rank's tensors", header, lines)]
-
-
-def bars(rows: Sequence[Row]) -> list[Bar]:
-    """Measured within five per cent of predicted, and the allocator takes little more."""
-    found = comparison(rows, "peak memory", (MEASURED, PREDICTED), TOLERANCE)
-    for case in cases_of(rows, RESERVED):
-        reserved, predicted = (median_of(rows, case, each) for each in (RESERVED, PREDICTED))
-        claim = f"{case}: reserved / predicted"
-        found += ratio_bar(claim, reserved, predicted, at_most=1 + RESERVED_TOLERANCE)
-    return found
+    record(case, "measured / predicted", peak.allocated / predicted)
+    record(case, "reserved / predicted", peak.reserved / predicted)

@@ -13,25 +13,20 @@ import torch
 import torch.distributed as dist
 
 from experiments.common.launch import run_ranks
-from experiments.common.results import Bar, Table
 from experiments.gpu import systems
 from experiments.gpu.clock import seconds_per_call
 from experiments.gpu.results import (
     MIB,
+    Metric,
     Recorder,
-    Row,
-    cases_of,
     largest_difference,
-    median_of,
     noting_failure,
-    shown,
 )
 from experiments.gpu.scale import Job
 from experiments.gpu.streams import (
-    BFLOAT16,
+    DIFFERENCE,
     FLOAT32,
     LATENESS,
-    TOLERANCES,
     Case,
     cases_for,
     config_of,
@@ -39,15 +34,20 @@ from experiments.gpu.streams import (
     train,
     train_cases,
 )
+from experiments.gpu.streams import METRICS as OF_LOSSES
 from experiments.uneven_collectives.run import our_gather, our_reduce
 from shardhet.comm.groups import GROUPS_FOR_ONE
 
 NAME = "NCCL"
 NBYTES = 256 * MIB
 ONE_RANK, TWO_RANKS = "one rank", "two ranks on one card"
-ERROR, SECONDS, DIFFERENCE = "largest error", "seconds", "loss difference"
-DIFFERENCE_ALONE = "loss difference alone"
-REFUSED = "refused"
+ERROR, SECONDS, REFUSED = "largest error", "seconds", "refused"
+METRICS = (
+    *OF_LOSSES,
+    Metric(name=ERROR, at_most=0.0),
+    Metric(name=SECONDS),
+    Metric(name=REFUSED),
+)
 MULTI_RANK = "NCCL_MULTI_RANK_GPU_ENABLE"  # from NCCL 2.30 on
 
 
@@ -60,7 +60,7 @@ def run(job: Job, record: Recorder) -> None:
         train_alone(job, record, expected)
     for is_enabled in (False,) if job.is_short else (False, True):
         os.environ[MULTI_RANK] = str(int(is_enabled))  # the ranks inherit it
-        case = f"{TWO_RANKS}, {MULTI_RANK}={int(is_enabled)}"
+        case = f"{TWO_RANKS}, {FLOAT32}, {MULTI_RANK}={int(is_enabled)}"
         try:
             found = run_ranks(two_ranks, 2, job)
         except RuntimeError as error:  # a rank that was aborted
@@ -98,7 +98,7 @@ def train_alone(job: Job, record: Recorder, expected: Mapping[int, Sequence[floa
             with noting_failure(case.name, record):
                 [losses] = train_cases(0, job, config_of(job), [case])
                 of_case = expected[case.num_rounds]
-                record(case.name, DIFFERENCE_ALONE, largest_difference(losses, of_case))
+                record(case.name, DIFFERENCE, largest_difference(losses, of_case))
 
 
 def two_ranks(_rank: int, job: Job) -> list[float] | str:
@@ -117,44 +117,3 @@ def two_ranks(_rank: int, job: Job) -> list[float] | str:
         reason = " ".join((telling or lines or [type(error).__name__])[:2])[:300]
         print(reason, flush=True)  # should the other rank hang, this is all there will be
         return reason
-
-
-# Tables
-
-
-def tables(rows: Sequence[Row]) -> list[Table]:
-    """What worked, and what was said of what did not."""
-    lines = []
-    for case in cases_of(rows):
-        worst = median_of(rows, case, ERROR)
-        for metric in (DIFFERENCE, DIFFERENCE_ALONE):
-            worst = median_of(rows, case, metric) if worst is None else worst
-        said = "refused" if median_of(rows, case, REFUSED) else ""
-        ms = shown(median_of(rows, case, SECONDS), scale=1000)
-        lines.append([case, ms, shown(worst, "{:.1e}"), said])
-    return [Table("NCCL", ["case", "ms", "largest error", ""], lines)]
-
-
-def bars(rows: Sequence[Row]) -> list[Bar]:
-    """Copies are exact; where two ranks may share a card, they train what one trains."""
-    errors = [row.value for row in rows if row.metric == ERROR]
-    differences = [row.value for row in rows if row.metric == DIFFERENCE]
-    alone = [
-        (row.value, TOLERANCES[BFLOAT16 if BFLOAT16 in row.case else FLOAT32])
-        for row in rows
-        if row.metric == DIFFERENCE_ALONE
-    ]
-    claims = [
-        (
-            "one rank over NCCL: loss difference, of what is tolerated",
-            [value / tolerated for value, tolerated in alone],
-            1.0,
-        ),
-        ("one rank over NCCL: largest error of a collective", errors, 0.0),
-        ("two ranks over NCCL: loss difference", differences, TOLERANCES[FLOAT32]),
-    ]
-    return [
-        Bar(claim=claim, measured=max(found), at_most=most)
-        for claim, found, most in claims
-        if found
-    ]

@@ -1,4 +1,4 @@
-"""Is communication hidden behind compute?  Sleeps on the streams, and a profiler's trace.
+"""Is communication hidden behind compute?  Sleeps on the streams.
 
 With one rank over NCCL (``SHARDHET_GROUPS_FOR_ONE=1``) every gather and reduction is launched
 and waited for as with many, but takes next to no time.  So each of them gets a sleep on its
@@ -10,13 +10,12 @@ stream before it, and each unit a sleep on the compute stream:
     compute   ####################            with it: compute, the first gather and the last
     gather    ################                reduction
 
-In the control every launch waits for compute, and compute for it: that must hide nothing.  The
-trace is of the model of the other parts, whose transfers are copies of the card to itself.
+In the control every launch waits for compute, and compute for it: that must hide nothing.
 """
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,27 +23,28 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
-from experiments.common.results import Bar, Table
 from experiments.gpu import systems
 from experiments.gpu.clock import synchronize
-from experiments.gpu.results import Recorder, Row, median_of, noting_failure, shown
-from experiments.gpu.scale import RECOMPUTED, Job
+from experiments.gpu.results import Metric, Recorder, noting_failure
+from experiments.gpu.scale import Job
 from shardhet import HetFSDP
 from shardhet.comm.groups import GROUPS_FOR_ONE
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.step.schedule_executor import RUNS, Handling
 from shardhet.records.schedule import GATHER, LaunchKind
 
-NAME, TRACE = "overlap", "trace"
+NAME = "overlap"
 NUM_UNITS, WIDTH, NUM_STEPS = 8, 256, 3
 COMPUTE_S, TRANSFER_S = 4e-3, 3e-3  # far longer than the host takes to launch
 AS_IT_IS, SERIAL = "as it is", "control: launches and compute wait for each other"
-STEP, HIDDEN = "step", "hidden"
+STEP, HIDDEN = "step, s", "hidden of what can be"
 LEAST_HIDDEN, MOST_OF_CONTROL = 0.9, 0.2
-COMMUNICATION, HIDDEN_IN_TRACE = "communication", "hidden in the trace"
+METRICS = (
+    Metric(name=STEP),
+    Metric(name=HIDDEN, of=AS_IT_IS, at_least=LEAST_HIDDEN),
+    Metric(name=HIDDEN, of=SERIAL, at_most=MOST_OF_CONTROL),
+)
 Sleep = Callable[[float], object]  # makes the current stream sleep for seconds
 
 
@@ -157,113 +157,3 @@ def _sleeping(
         kind: replace(handling, launch=partial(launch, kind, handling.launch))
         for kind, handling in RUNS.items()
     }
-
-
-# A trace
-
-
-def trace(job: Job, record: Recorder) -> None:
-    """Two steps of the model of the other parts, and how much of their transfers is hidden."""
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * job.is_cuda
-    size = max(1, job.scale.microbatch_size // 2)
-    plan = systems.one_rank_plan(size, 2, recompute=RECOMPUTED)
-    batch = systems.random_batch(job.scale.config, 2 * size, job.device)
-    one = mock.patch.dict(os.environ, {GROUPS_FOR_ONE: "1"})
-    with systems.one_rank_group(job.device), one:
-        system = systems.het_fsdp(job.scale.config, plan, job.device)
-        for _ in range(2):
-            system.step(*batch)
-        synchronize(job.device)
-        with profile(activities=activities) as profiled:
-            for _ in range(2):
-                system.step(*batch)
-            synchronize(job.device)
-    if job.out is not None:
-        profiled.export_chrome_trace(str(job.out / "trace.json.gz"))
-    spans = spans_by_stream(profiled.profiler.kineto_results.events())
-    if len(spans) > 1:
-        compute, *others = sorted(spans.values(), key=_length, reverse=True)
-        transfers = [span for each in others for span in each]
-        record("two steps", COMMUNICATION, _length(transfers) / 1e9, "s")
-        record("two steps", HIDDEN_IN_TRACE, hidden_part(transfers, compute))
-    record("two steps", "streams with work", len(spans))
-
-
-Spans = list[tuple[int, int]]  # begin and end, ns
-
-
-def spans_by_stream(events: Iterable[Any]) -> dict[int, Spans]:
-    """What each stream of the device was busy with."""
-    found: dict[int, Spans] = {}
-    for each in events:
-        if each.device_type() == DeviceType.CUDA and each.duration_ns():
-            span = (each.start_ns(), each.start_ns() + each.duration_ns())
-            found.setdefault(each.device_resource_id(), []).append(span)
-    return found
-
-
-def hidden_part(transfers: Spans, compute: Spans) -> float:
-    """The part of the time of ``transfers`` in which something of ``compute`` runs."""
-    own, other = _joined(transfers), _joined(compute)
-    both = sum(
-        max(0, min(stop, until) - max(start, begin))
-        for start, stop in own
-        for begin, until in other
-    )
-    return both / max(1, sum(stop - start for start, stop in own))
-
-
-def _joined(spans: Spans) -> Spans:
-    """The same moments, in spans that do not overlap."""
-    joined: Spans = []
-    for start, stop in sorted(spans):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
-        else:
-            joined.append((start, stop))
-    return joined
-
-
-def _length(spans: Spans) -> int:
-    return sum(stop - start for start, stop in _joined(spans))
-
-
-# Tables
-
-
-def tables(rows: Sequence[Row]) -> list[Table]:
-    """What was hidden."""
-    lines = [
-        [case, shown(median_of(rows, case, STEP), "{:.1f}", scale=1000), shown(hidden)]
-        for case in (AS_IT_IS, SERIAL)
-        if (hidden := median_of(rows, case, HIDDEN)) is not None
-    ]
-    return [Table("Sleeps on all streams", ["case", "step ms", "hidden"], lines)]
-
-
-def bars(rows: Sequence[Row]) -> list[Bar]:
-    """Nine tenths are hidden; the control hides nothing."""
-    real, control = (median_of(rows, case, HIDDEN) for case in (AS_IT_IS, SERIAL))
-    found = []
-    if real is not None:
-        claim = "hidden, of what can be"
-        found.append(Bar(claim=claim, measured=real, at_least=LEAST_HIDDEN))
-    if control is not None:
-        claim = "control: hidden where launches and compute wait for each other"
-        found.append(Bar(claim=claim, measured=control, at_most=MOST_OF_CONTROL))
-    return found
-
-
-def trace_tables(rows: Sequence[Row]) -> list[Table]:
-    """One line."""
-    cells = [
-        shown(median_of(rows, "two steps", COMMUNICATION), scale=1000),
-        shown(median_of(rows, "two steps", HIDDEN_IN_TRACE), "{:.1%}"),
-    ]
-    header = ["trace of", "ms of other streams than compute", "hidden behind it"]
-    return [Table("Trace", header, [["two steps", *cells]])] if any(cells) else []
-
-
-def trace_bars(_rows: Sequence[Row]) -> list[Bar]:
-    """None: with one card there is next to nothing to hide."""
-    return []

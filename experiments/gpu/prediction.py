@@ -1,9 +1,8 @@
 """Profile, plan, simulate, train: does a step take as long as was said?"""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from functools import partial
 
-from experiments.common.results import Bar, Table
 from experiments.gpu import systems
 from experiments.gpu.clock import free_everything, take_turns
 from experiments.gpu.profiling import (
@@ -11,17 +10,7 @@ from experiments.gpu.profiling import (
     measure_here,
     plans_by_hand,
 )
-from experiments.gpu.results import (
-    Recorder,
-    Row,
-    cases_of,
-    comparison,
-    median_of,
-    noting_failure,
-    shown,
-    spread_cell,
-    values_of,
-)
+from experiments.gpu.results import Metric, Recorder, noting_failure
 from experiments.gpu.scale import Job
 from shardhet import Plan, simulate
 from shardhet.planner import Constraints, solve
@@ -29,9 +18,13 @@ from shardhet.profiler.measure import Measurement
 
 NAME = "prediction"
 PREDICTED, SIMULATED, MEASURED = "predicted step", "simulated step", "measured step"
-BOUND = "lower bound of any plan"
+BOUND, RATIO = "lower bound of any plan", "simulated / measured"
 MAX_STEPS_OF_A_TURN = 5
-TOLERANCE = 0.10
+METRICS = (
+    Metric(name=SIMULATED),
+    Metric(name=MEASURED),
+    Metric(name=RATIO, at_least=0.9, at_most=1.1),
+)
 
 
 def run(job: Job, record: Recorder) -> None:
@@ -42,26 +35,28 @@ def run(job: Job, record: Recorder) -> None:
     for case, plan in plans.items():
         free_everything(job.device)
         with noting_failure(case, record):
-            record(case, SIMULATED, simulate(plan, setting).step_time_s, "s")
-            train(job, case, plan, job.budget_s / 2 / len(plans), record)
+            simulated_s = simulate(plan, setting).step_time_s
+            record(case, SIMULATED, simulated_s, "s")
+            for number, seconds in enumerate(turns(job, plan, job.budget_s / 2 / len(plans))):
+                record(case, MEASURED, seconds, "s", number)
+                record(case, RATIO, simulated_s / seconds, "", number)
 
 
-def train(job: Job, case: str, plan: Plan, budget_s: float, record: Recorder) -> None:
-    """Turns of a few steps each."""
+def turns(job: Job, plan: Plan, budget_s: float) -> Iterator[float]:
+    """Seconds of a step in each of some turns of a few."""
     step = partial(
         in_training(job, plan).step,
         *systems.random_batch(job.scale.config, plan.global_batch_size, job.device),
     )
     step()
-    turns = take_turns(
-        {case: step},
+    found = take_turns(
+        {"": step},
         job.device,
         num_rounds=job.pick(full=5, short=2),
         budget_s=budget_s,
         at_most=MAX_STEPS_OF_A_TURN,
     )
-    for turn in turns:
-        record(case, MEASURED, turn.seconds, "s", turn.number)
+    return (turn.seconds for turn in found)
 
 
 def found_plan(job: Job, measured: Measurement, record: Recorder) -> dict[str, Plan]:
@@ -79,26 +74,3 @@ def found_plan(job: Job, measured: Measurement, record: Recorder) -> dict[str, P
     record(name, PREDICTED, solution.predicted.step_time_s, "s")
     record(name, BOUND, solution.lower_bound_s, "s")
     return {name: solution.plan}
-
-
-# Tables
-
-
-def tables(rows: Sequence[Row]) -> list[Table]:
-    """One line per plan."""
-    lines = []
-    for case in cases_of(rows, SIMULATED):
-        simulated, measured = (
-            median_of(rows, case, SIMULATED),
-            median_of(rows, case, MEASURED),
-        )
-        error = shown(simulated / measured - 1, "{:+.1%}") if simulated and measured else ""
-        spread = spread_cell(values_of(rows, case, MEASURED), 1, scale=1000)
-        lines.append([case, shown(simulated, "{:.1f}", scale=1000), spread, error])
-    header = ["plan", "simulated ms", "measured ms (p10-p90)", "error"]
-    return [Table("Step time", header, lines)]
-
-
-def bars(rows: Sequence[Row]) -> list[Bar]:
-    """Simulated within ten per cent of measured."""
-    return comparison(rows, "step time", (SIMULATED, MEASURED), TOLERANCE)

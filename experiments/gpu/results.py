@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
-from experiments.common.results import Bar, Spread, write_csv
+from experiments.common.results import Bar, Spread, Table, write_csv
 
 MIB, GIB = 2**20, 2**30
 FAILED = "failed"  # the metric of a case that raised; the case says what
@@ -32,13 +32,10 @@ class Recorder:
 
     part: str
     send: Callable[[Row], None]
-    fails_at: str = ""  # cases with these words are made to fail
 
     def __call__(
         self, case: str, metric: str, value: float, unit: str = "", repeat: int = 0
     ) -> None:
-        if self.fails_at and self.fails_at in f"{self.part}: {case}":
-            raise RuntimeError(f"{case}: made to fail by --fail {self.fails_at!r}")
         row = Row(
             part=self.part,
             case=case,
@@ -83,65 +80,61 @@ class Ledger:
                 write_csv(self._path, self.rows)
 
 
-def cases_of(rows: Iterable[Row], metric: str | None = None) -> list[str]:
-    """Cases that have this metric, in the order in which they were measured."""
-    return list(dict.fromkeys(row.case for row in rows if metric in (None, row.metric)))
-
-
-def values_of(rows: Iterable[Row], case: str, metric: str) -> list[float]:
-    """All repeats of one number."""
-    return [row.value for row in rows if row.case == case and row.metric == metric]
-
-
-def median_of(rows: Iterable[Row], case: str, metric: str) -> float | None:
-    """The middle of the repeats; None where there are none, because a part did not finish."""
-    values = values_of(rows, case, metric)
-    return Spread.of(values).median if values else None
-
-
-def shown(value: float | None, pattern: str = "{:.2f}", *, scale: float = 1.0) -> str:
-    """A cell; empty where nothing was measured."""
-    return "" if value is None else pattern.format(scale * value)
-
-
-def spread_cell(values: Sequence[float], digits: int = 0, *, scale: float = 1.0) -> str:
-    """Median, first and last decile; empty where nothing was measured."""
-    return Spread.of(values).cell(digits, scale=scale) if values else ""
-
-
 def largest_difference(values: Sequence[float], expected: Sequence[float]) -> float:
     """Relative; 1 where a value is no number, which is as different as can be."""
     differences = [abs(a / b - 1) for a, b in zip(values, expected, strict=True)]
     return max(differences) if all(map(isfinite, differences)) else 1.0
 
 
-def ratio_bar(
-    claim: str,
-    dividend: float | None,
-    divisor: float | None,
-    *,
-    at_least: float | None = None,
-    at_most: float | None = None,
-) -> list[Bar]:
-    """The bar, or none where one of the two numbers is missing."""
-    if dividend is None or not divisor:
-        return []
-    return [Bar(claim=claim, measured=dividend / divisor, at_least=at_least, at_most=at_most)]
+# What is shown of rows
 
 
-def comparison(
-    rows: Sequence[Row], quantity: str, metrics: tuple[str, str], tolerance: float
-) -> list[Bar]:
-    """A bar for each case that has the second metric: the first lies within the tolerance."""
-    first, second = metrics
-    bounds = {"at_least": 1 - tolerance, "at_most": 1 + tolerance}
-    return [
-        bar
-        for case in cases_of(rows, second)
-        for bar in ratio_bar(
-            f"{case}: {quantity}, {first.split()[0]} / {second.split()[0]}",
-            median_of(rows, case, first),
-            median_of(rows, case, second),
-            **bounds,
-        )
-    ]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """A column of a part's table, and what is asked of every case that has it."""
+
+    name: str
+    of: str = ""  # asked of cases with these words alone
+    at_least: float | None = None
+    at_most: float | None = None
+
+
+def values_by_case(rows: Iterable[Row], metric: str) -> dict[str, list[float]]:
+    """All repeats of each case that has this metric, in the order of measuring."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if row.metric == metric:
+            found.setdefault(row.case, []).append(row.value)
+    return found
+
+
+def table_of(title: str, metrics: Iterable[Metric], rows: Sequence[Row]) -> Table:
+    """A line for each case; empty where nothing was measured, because a part did not finish."""
+    columns = {each.name: values_by_case(rows, each.name) for each in metrics}
+    cases = dict.fromkeys(case for values in columns.values() for case in values)
+    lines = [[case, *(_cell(each.get(case)) for each in columns.values())] for case in cases]
+    return Table(title, ["case", *columns], lines)
+
+
+def bars_of(title: str, metrics: Iterable[Metric], rows: Sequence[Row]) -> Iterator[Bar]:
+    """Of each metric the worst case."""
+    for each in metrics:
+        values = values_by_case(rows, each.name)
+        medians = [Spread.of(found).median for case, found in values.items() if each.of in case]
+        claim = f"{title}, {each.name}" + f", {each.of}" * bool(each.of)
+        if medians and each.at_least is not None:
+            yield Bar(claim=f"{claim}: least", measured=min(medians), at_least=each.at_least)
+        if medians and each.at_most is not None:
+            yield Bar(claim=f"{claim}: most", measured=max(medians), at_most=each.at_most)
+
+
+def _cell(values: Sequence[float] | None) -> str:
+    """Median, first and last decile, in three digits or as many as are before the point."""
+    if not values:
+        return ""
+    spread = Spread.of(values)
+    middle, low, high = (
+        f"{each:.0f}" if abs(each) >= 1000 else f"{each:.3g}"
+        for each in (spread.median, spread.p10, spread.p90)
+    )
+    return middle if len(values) == 1 else f"{middle} ({low}-{high})"

@@ -7,14 +7,14 @@ python -m experiments.gpu.run --rehearse    a few minutes, no GPU: every part
 python -m experiments.gpu.run --only memory --only reads
 
 Every number is in FOLDER/results.csv before the next one is measured.  The folder gets at most
-four files: that, README.md, failures.txt and trace.json.gz.
+three files: that, README.md and failures.txt.
 """
 
 import argparse
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +27,7 @@ from experiments.common.results import (
     BAR_HEADER,
     BLOCK_BEGINS,
     BLOCK_ENDS,
-    Bar,
     Page,
-    Table,
     console,
 )
 from experiments.gpu import (
@@ -44,7 +42,7 @@ from experiments.gpu import (
 )
 from experiments.gpu.launch import Outcome, run_limited
 from experiments.gpu.machine import Machine
-from experiments.gpu.results import FAILED, Ledger, Recorder, Row
+from experiments.gpu.results import FAILED, Ledger, Metric, Recorder, bars_of, table_of
 from experiments.gpu.scale import REHEARSAL, Job, Scale, scale_for
 
 HERE = Path(__file__).parent
@@ -65,43 +63,25 @@ class Part:
 
     name: str
     run: Callable[[Job, Recorder], None]
-    tables: Callable[[Sequence[Row]], list[Table]]
-    bars: Callable[[Sequence[Row]], list[Bar]]
+    metrics: tuple[Metric, ...]
     limit_s: float
     is_timed: bool = True  # False: it is right or wrong, also beside others
 
 
 PARTS = (
     # What must be right comes before what should be fast, and what is short before the rest.
-    Part(
-        checks.CONTROL,
-        checks.controls,
-        checks.control_tables,
-        checks.control_bars,
-        110,
-        is_timed=False,
-    ),
-    Part(overlap.NAME, overlap.run, overlap.tables, overlap.bars, 30),
-    Part(checks.READS, checks.reads, checks.read_tables, checks.read_bars, 60, is_timed=False),
-    Part(checks.PINS, checks.pins, checks.pin_tables, checks.pin_bars, 60, is_timed=False),
-    Part(
-        checks.GUARDS, checks.guards, checks.guard_tables, checks.guard_bars, 60, is_timed=False
-    ),
-    Part(
-        checks.FIRST_STEPS,
-        checks.first_steps,
-        checks.first_tables,
-        checks.first_bars,
-        110,
-        is_timed=False,
-    ),
-    Part(streams.NAME, streams.run, streams.tables, streams.bars, 120, is_timed=False),
-    Part(nccl.NAME, nccl.run, nccl.tables, nccl.bars, 120, is_timed=False),
-    Part(overlap.TRACE, overlap.trace, overlap.trace_tables, overlap.trace_bars, 30),
-    Part(speed.NAME, speed.run, speed.tables, speed.bars, 110),
-    Part(memory.NAME, memory.run, memory.tables, memory.bars, 50),
-    Part(prediction.NAME, prediction.run, prediction.tables, prediction.bars, 60),
-    Part(checks.COMPILE, checks.compiled, checks.compile_tables, checks.compile_bars, 60),
+    Part(checks.CONTROL, checks.controls, checks.CONTROL_METRICS, 110, is_timed=False),
+    Part(overlap.NAME, overlap.run, overlap.METRICS, 30),
+    Part(checks.READS, checks.reads, checks.READ_METRICS, 60, is_timed=False),
+    Part(checks.PINS, checks.pins, checks.GUARD_METRICS, 60, is_timed=False),
+    Part(checks.GUARDS, checks.guards, checks.GUARD_METRICS, 60, is_timed=False),
+    Part(checks.FIRST_STEPS, checks.first_steps, checks.FIRST_METRICS, 110, is_timed=False),
+    Part(streams.NAME, streams.run, streams.METRICS, 120, is_timed=False),
+    Part(nccl.NAME, nccl.run, nccl.METRICS, 120, is_timed=False),
+    Part(speed.NAME, speed.run, speed.METRICS, 110),
+    Part(memory.NAME, memory.run, memory.METRICS, 50),
+    Part(prediction.NAME, prediction.run, prediction.METRICS, 60),
+    Part(checks.COMPILE, checks.compiled, checks.COMPILE_METRICS, 60),
 )
 
 
@@ -150,12 +130,12 @@ def run_parts(options: argparse.Namespace, device: torch.device, here: Machine) 
     if options.rehearse:
         page.tell(REHEARSAL_LABEL)
     page.tell(describe_scale(scale))
-    report = Report(page, Ledger(out and out / "results.csv"), out, fails_at=options.fail)
+    report = Report(page, Ledger(out and out / "results.csv"), out)
     deadline_s = time.monotonic() + TOTAL_S
     asked = [part for part in PARTS if not options.only or part.name in options.only]
     together = [part for part in asked if not (part.is_timed or options.rehearse)]
     limits_s = [part.limit_s for part in together]
-    jobs = [job_of(options, device, scale, limit_s, out) for limit_s in limits_s]
+    jobs = [job_of(options, device, scale, limit_s) for limit_s in limits_s]
     # Starting takes longer than most of their cases.
     with ThreadPoolExecutor(max(1, len(together))) as pool:
         num_beside = [len(together) - 1] * len(together)
@@ -170,7 +150,7 @@ def run_parts(options: argparse.Namespace, device: torch.device, here: Machine) 
             report.leave_out(part)
             continue
         limit_s = min(REHEARSAL_LIMIT_S if options.rehearse else part.limit_s, left_s)
-        job = job_of(options, device, scale, limit_s, out)
+        job = job_of(options, device, scale, limit_s)
         report.add(part, job, report.run(part, job, limit_s))
     report.close()
     return report
@@ -195,8 +175,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="write everything into this folder")
     only = "some parts; without --out it keeps nothing"
     parser.add_argument("--only", action="append", choices=names, help=only)
-    fail = "a control: cases with these words (PART: CASE) raise in place of a number"
-    parser.add_argument("--fail", metavar="WORDS", default="", help=fail)
     return parser.parse_args()
 
 
@@ -217,11 +195,7 @@ def look(device: torch.device) -> Machine:
 
 
 def job_of(
-    options: argparse.Namespace,
-    device: torch.device,
-    scale: Scale,
-    limit_s: float,
-    out: Path | None,
+    options: argparse.Namespace, device: torch.device, scale: Scale, limit_s: float
 ) -> Job:
     """A part's share of the time."""
     budget_s = (QUICK_PART if options.quick else MEASURING_PART) * limit_s
@@ -231,7 +205,6 @@ def job_of(
         budget_s=REHEARSAL_BUDGET_S if options.rehearse else budget_s,
         is_short=options.quick or options.rehearse,
         is_rehearsal=options.rehearse,
-        out=out,
     )
 
 
@@ -248,14 +221,11 @@ def describe_scale(scale: Scale) -> str:
 class Report:
     """What was found so far, on the terminal and in the files."""
 
-    def __init__(
-        self, page: Page, ledger: Ledger, out: Path | None = None, *, fails_at: str = ""
-    ) -> None:
+    def __init__(self, page: Page, ledger: Ledger, out: Path | None = None) -> None:
         self.page = page
         self.has_failures = False
         self._ledger = ledger
         self._out = out
-        self._fails_at = fails_at
         self._bar_cells: list[list[str]] = []
 
     def run(self, part: Part, job: Job, limit_s: float, num_beside: int = 0) -> Outcome:
@@ -268,7 +238,6 @@ class Report:
             limit_s=limit_s,
             is_cuda=job.is_cuda,
             on_row=self._ledger.add,
-            fails_at=self._fails_at,
             num_beside=num_beside,
         )
 
@@ -282,11 +251,11 @@ class Report:
         if outcome.failure is not None:
             console.print(outcome.failure, markup=False)
             self._note(f"**{part.name} did not finish**: {outcome.cause}", outcome.failure)
-        self.page.tables(part.tables(rows))
+        self.page.tables([table_of(part.name, part.metrics, rows)])
         verdict = ["", "not judged"]
         self._bar_cells += [
             [*bar.cells[:2], *(verdict if job.is_rehearsal else bar.cells[2:])]
-            for bar in part.bars(rows)
+            for bar in bars_of(part.name, part.metrics, rows)
         ]
         self.page.write_block()
 

@@ -11,7 +11,6 @@ and word (bfloat16, float32, their logarithms, and two gradients).
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -49,7 +48,6 @@ class Job:
     budget_s: float  # about how long to measure; building and warming up come on top
     is_short: bool = False  # few repeats
     is_rehearsal: bool = False  # on a CPU: only to see that the program runs
-    out: Path | None = None  # where files go
 
     @property
     def is_cuda(self) -> bool:

@@ -6,31 +6,25 @@ from functools import partial
 
 import torch
 
-from experiments.common.results import Bar, Table
 from experiments.common.systems import FSDP2, HET, PLAIN, System
 from experiments.gpu import systems
 from experiments.gpu.clock import allocated_bytes, free_everything, take_turns
-from experiments.gpu.results import (
-    GIB,
-    Recorder,
-    Row,
-    cases_of,
-    largest_difference,
-    median_of,
-    noting_failure,
-    ratio_bar,
-    shown,
-    spread_cell,
-    values_of,
-)
+from experiments.gpu.results import GIB, Metric, Recorder, largest_difference, noting_failure
 from experiments.gpu.scale import RECOMPUTED, Job
 
 NAME = "speed"
 NUM_STEPS_COMPARED = 4  # losses of all systems agree in these
 LOSS_TOLERANCE = 1e-2  # relative; bfloat16, and sums in another order
 MAX_STEPS_OF_A_TURN = 10
-RATE, LOSS, PEAK = "tokens/s", "loss difference", "peak memory"
-LEAST_OF_PLAIN, LEAST_OF_FSDP2 = 0.98, 1.0
+RATE, LOSS, PEAK = "tokens/s", "loss difference", "peak GiB"
+RATIO = f"{HET}'s tokens/s / its"
+METRICS = (
+    Metric(name=RATE),
+    Metric(name=RATIO, of=PLAIN, at_least=0.98),
+    Metric(name=RATIO, of=FSDP2, at_least=1.0),
+    Metric(name=PEAK),
+    Metric(name=LOSS, at_most=LOSS_TOLERANCE),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +81,17 @@ def hold(job: Job, contest: Contest, record: Recorder) -> None:
         at_most=MAX_STEPS_OF_A_TURN,
     )
     tokens = contest.batch_size * job.scale.config.seq_len
+    seconds: dict[int, dict[str, float]] = {}
     for turn in turns:
+        seconds.setdefault(turn.number, {})[turn.case] = turn.seconds
         record(turn.case, RATE, tokens / turn.seconds, "tokens/s", turn.number)
         if job.is_cuda:
             peak = turn.peak_bytes + held_bytes[cases.index(turn.case)]
             record(turn.case, PEAK, peak / GIB, "GiB", turn.number)
+        of_round = seconds[turn.number]
+        if len(of_round) == len(cases):
+            for case, of_case in of_round.items():
+                record(case, RATIO, of_case / of_round[cases[0]], "", turn.number)
 
 
 def makers(job: Job, contest: Contest) -> list[Callable[[], System]]:
@@ -119,42 +119,3 @@ def enter(
 def loss_difference(one: Contestant, others: Sequence[Contestant]) -> float:
     """The largest of any of the first steps, relative, to any other system."""
     return max(largest_difference(one.losses, other.losses) for other in others)
-
-
-# Tables
-
-
-def tables(rows: Sequence[Row]) -> list[Table]:
-    """One per contest."""
-    titles = dict.fromkeys(case.rpartition(": ")[0] for case in cases_of(rows, LOSS))
-    header = ["system", "tokens/s (p10-p90)", "n", "HetFSDP's / its", "peak GiB"]
-    return [
-        Table(title, header, [_cells(rows, title, name) for name in (HET, FSDP2, PLAIN)])
-        for title in titles
-    ]
-
-
-def _cells(rows: Sequence[Row], title: str, name: str) -> list[str]:
-    case = f"{title}: {name}"
-    rates = values_of(rows, case, RATE)
-    own, ours = median_of(rows, case, RATE), median_of(rows, f"{title}: {HET}", RATE)
-    ratio = shown(ours / own, "{:.3f}") if own and ours else ""
-    peaks = values_of(rows, case, PEAK)
-    peak = shown(max(peaks), "{:.1f}") if peaks else ""
-    return [name, spread_cell(rates), str(len(rates)), ratio, peak]
-
-
-def bars(rows: Sequence[Row]) -> list[Bar]:
-    """Speed against both opponents, and that all three train the same."""
-    found = []
-    for title in [table.title for table in tables(rows)]:
-        ours = median_of(rows, f"{title}: {HET}", RATE)
-        for name, least in ((PLAIN, LEAST_OF_PLAIN), (FSDP2, LEAST_OF_FSDP2)):
-            theirs = median_of(rows, f"{title}: {name}", RATE)
-            claim = f"{title}: tokens/s, {HET} / {name}"
-            found += ratio_bar(claim, ours, theirs, at_least=least)
-    differences = [row.value for row in rows if row.metric == LOSS]
-    if differences:
-        claim = "first losses: largest relative difference between systems"
-        found.append(Bar(claim=claim, measured=max(differences), at_most=LOSS_TOLERANCE))
-    return found

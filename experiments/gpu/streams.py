@@ -27,19 +27,10 @@ import torch
 import torch.distributed as dist
 
 from experiments.common.launch import SPAWNED, run_ranks
-from experiments.common.results import Bar, Table
 from experiments.common.systems import PLAIN, stock
 from experiments.decoders import CPU, decoder_config, make_decoder
 from experiments.gpu import systems
-from experiments.gpu.results import (
-    Recorder,
-    Row,
-    cases_of,
-    largest_difference,
-    median_of,
-    noting_failure,
-    shown,
-)
+from experiments.gpu.results import Metric, Recorder, largest_difference, noting_failure
 from experiments.gpu.scale import MLP_RATIO, PARAM_DTYPE, REDUCE_DTYPE, Job
 from shardhet import HetFSDP, Plan
 from shardhet.apps.cli.quantities import counted
@@ -53,6 +44,10 @@ LEARNING_RATE = 1e-3
 DIFFERENCE = "loss difference"
 FLOAT32, BFLOAT16 = "float32", "bfloat16 in flight"
 TOLERANCES = {FLOAT32: 1e-4, BFLOAT16: 3e-2}  # relative; a race gives anything at all
+METRICS = tuple(
+    Metric(name=DIFFERENCE, of=precision, at_most=tolerance)
+    for precision, tolerance in TOLERANCES.items()
+)
 GLOBAL_BATCH_SIZE = 8
 # Per world: samples of each rank, shares of the state, and microbatch sizes.
 WORLDS = {
@@ -287,30 +282,3 @@ def make_late(
                 multiply()
 
     return observe
-
-
-# Tables
-
-
-def tables(rows: Sequence[Row]) -> list[Table]:
-    """One line per case without its lateness, which is in the columns."""
-    lines = {}
-    for case in cases_of(rows, DIFFERENCE):
-        name, _, lateness = case.rpartition(", ")
-        cells = lines.setdefault(name, dict.fromkeys(LATENESS, ""))
-        cells[lateness] = shown(median_of(rows, case, DIFFERENCE), "{:.1e}")
-    header = ["largest relative difference of a loss to the CPU's", *LATENESS]
-    return [Table("Losses of 5 steps", header, [[n, *c.values()] for n, c in lines.items()])]
-
-
-def bars(rows: Sequence[Row]) -> list[Bar]:
-    """The worst case of each precision."""
-    found = []
-    for precision, tolerance in TOLERANCES.items():
-        cases = [case for case in cases_of(rows, DIFFERENCE) if f" {precision}," in case]
-        worst = [median_of(rows, case, DIFFERENCE) for case in cases]
-        if worst:
-            claim = f"{precision}: largest relative difference of a loss"
-            measured = max(each for each in worst if each is not None)
-            found.append(Bar(claim=claim, measured=measured, at_most=tolerance))
-    return found

@@ -25,7 +25,6 @@ from experiments.common.results import (
 from experiments.common.unlike import slowness_of, why_no_groups
 from experiments.mixed_cluster import contest, report
 from experiments.mixed_cluster.clusters import CASES, STRONG, Case
-from experiments.mixed_cluster.figure import draw
 from experiments.mixed_cluster.systems import has_deepspeed
 from shardhet.profiler.measure import MeasuringEffort
 
@@ -74,7 +73,6 @@ def main() -> None:
         if not options.quick:  # at once: what comes next may fail
             kept = replace_cases(results, found, report.Row, [case.name for case in CASES])
             write_results_block(HERE / "README.md", report.as_markdown(kept))
-            draw(results, HERE / "figure.png")
     print_table("Bars", BAR_HEADER, [bar.cells for bar in report.bars(rows)])
     if options.quick:
         console.print("Only a little was measured: nothing was written.")

@@ -1,14 +1,10 @@
-"""How long ``shardhet plan`` takes from the shell, start-up included; beside another version.
+"""How long ``shardhet plan`` takes from the shell, start-up included.
 
     OMP_NUM_THREADS=1 python -m experiments.planner.seconds
-    OMP_NUM_THREADS=1 python -m experiments.planner.seconds --before COMMIT [--runs 7]
 
 The plan alone in three runs, then everything: what limits the plan (by planning again for each
 resource), simpler plans, parts of the cluster.  torch is not imported: a module that refuses to
 be stands in its place.  The larger clusters are made up.
-
-With ``--before`` both versions plan the same problems in turns, and the medians of user seconds
-go to the screen; nothing is kept.  The earlier one needs the keys of this one.
 """
 
 import os
@@ -122,10 +118,13 @@ def cases(folder: Path) -> Iterator[Case]:
             yield case(path.stem, size, MODEL, f"cluster_file={path}")
 
 
-def timed(
-    keys: tuple[str, ...], environment: dict[str, str], folder: Path
-) -> tuple[float, float, float, float]:
-    """Seconds of the clock, of the CPU, of the user's alone, and MiB, of one command."""
+def timed(keys: tuple[str, ...], folder: Path) -> tuple[float, float, float]:
+    """Seconds of the clock and of the CPU, and MiB, of one command without torch."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(folder / "no_torch"), str(REPOSITORY)]),
+        "OMP_NUM_THREADS": "1",
+    }
     started_s = time.perf_counter()
     command = [sys.executable, "-m", "shardhet.apps.main", "plan", *keys]
     with tempfile.TemporaryFile() as output:
@@ -138,34 +137,16 @@ def timed(
         if done.returncode not in (0, 1):  # 1: nothing fits
             output.seek(0)
             raise RuntimeError(output.read().decode())
-    return wall_s, usage.ru_utime + usage.ru_stime, usage.ru_utime, usage.ru_maxrss / 1024
-
-
-def environment_of(tree: Path, folder: Path) -> dict[str, str]:
-    """In which ``shardhet`` is that of a tree, and there is no torch."""
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(folder / "no_torch"), str(tree)]),
-        "OMP_NUM_THREADS": "1",
-    }
-
-
-def checked_out(commit: str, folder: Path) -> Path:
-    """The sources of a commit, as they were."""
-    archive = ["git", "-C", str(REPOSITORY), "archive", commit, "shardhet", "conf"]
-    packed = subprocess.run(archive, stdout=subprocess.PIPE, check=True).stdout
-    folder.mkdir()
-    subprocess.run(["tar", "-x", "-C", str(folder)], input=packed, check=True)
-    return folder
+    return wall_s, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
 
 
 def measure(case: Case, folder: Path) -> list[Row]:
     """All runs of one case."""
-    environment, rows = environment_of(REPOSITORY, folder), []
+    rows = []
     for run in range(NUM_RUNS + 1):
         is_everything = run == NUM_RUNS
         keys = (*case.keys, *(EVERYTHING if is_everything else PLAN_ALONE))
-        wall_s, cpu_s, _, peak_mib = timed(keys, environment, folder)
+        wall_s, cpu_s, peak_mib = timed(keys, folder)
         rows.append(
             Row(
                 **{name: getattr(case, name) for name in ("cluster", "devices", "model")},
@@ -186,27 +167,9 @@ def measure(case: Case, folder: Path) -> list[Row]:
     return rows
 
 
-def compare(case: Case, folder: Path, before: Path, num_runs: int) -> None:
-    """Both versions by turns, to the screen."""
-    for keys, what in ((EVERYTHING, "everything"), (PLAN_ALONE, "the plan alone")):
-        seconds: dict[Path, list[float]] = {before: [], REPOSITORY: []}
-        for run in range(-1, num_runs):  # the first fills caches
-            for tree, found in seconds.items():
-                environment = environment_of(tree, folder)
-                user_s = timed((*case.keys, *keys), environment, folder)[2]
-                found += [user_s] * (run >= 0)
-        old_s, new_s = (median(found) for found in seconds.values())
-        console.print(
-            f"| {case.cluster} | {what} | {old_s:.2f} | {new_s:.2f} | {new_s / old_s:.2f} |",
-            soft_wrap=True,
-        )
-
-
 def main() -> None:
     """All clusters; every run to shell.csv, medians to the screen."""
     parser = parser_of(__doc__, "the smallest cluster; keeps nothing")
-    parser.add_argument("--before", metavar="COMMIT", help="an earlier version")
-    parser.add_argument("--runs", type=int, default=7, help="of each version")
     parser.add_argument("--only", default="", metavar="WORD", help="keeps nothing")
     options = parser.parse_args()
     rows: list[Row] = []
@@ -216,11 +179,7 @@ def main() -> None:
         (folder / "no_torch" / "torch.py").write_text(NO_TORCH)
         asked = [case for case in cases(folder) if options.only in case.cluster]
         asked = [min(asked, key=lambda case: case.devices)] if options.quick else asked
-        before = checked_out(options.before, folder / "before") if options.before else None
         for case in asked:
-            if before is not None:
-                compare(case, folder, before, options.runs)
-                continue
             rows += measure(case, folder)
             if not (options.quick or options.only):
                 write_csv(HERE / "shell.csv", rows)
