@@ -1,6 +1,6 @@
 """Drawn steps, each held against one process, or refused by name: in rounds, in stages.
 
-In float64 a ``Patchwork`` trains beside plain PyTorch over the whole batch (``tests.parity``).
+In float64 a drawn model trains beside plain PyTorch over the whole batch (``tests.parity``).
 In lower precision HetFSDP errs no more than plain PyTorch does that accumulates the same
 microbatches, as in tests/test_parity_low_precision.py.
 """
@@ -16,7 +16,10 @@ from torch import Tensor
 
 from shardhet import DeviceSpec, HetFSDP, Plan, Stage
 from shardhet.models.decoder import Decoder
+from tests.drawn_cases import Case, draw_rounds, draw_shape
 from tests.emulated.accelerator import Accelerator
+from tests.fuzzing.model import IGNORED
+from tests.fuzzing.shapes import ModelShape
 from tests.parity import (
     LOSS_BAR,
     Batch,
@@ -28,7 +31,6 @@ from tests.parity import (
     check_covered_once,
     check_parity,
 )
-from tests.patchwork import IGNORED, Case, draw_rounds, draw_shape
 from tests.test_parity_low_precision import ALLOWED_FACTOR, LANGUAGE, compared, make_batch
 from tests.worlds import run_ranks
 
@@ -107,7 +109,7 @@ def _in_low_precision(rank: int, case: Case, _: Any) -> tuple[list[Tensor], Rank
     plan, course = case.plan, case.course
     torch.manual_seed(case.seed)
     master = Decoder(LANGUAGE)
-    if case.shape.is_tied:
+    if case.shape.tied:
         master.head.projection.weight = master.embedding.weight
     sizes = course.rank_batch_sizes[-1]
     batch = make_batch(sum(sizes))
@@ -199,20 +201,19 @@ def draw_stages(seed: int) -> Case:
     if draw.random() < 0.5:  # else most are refused
         shape = replace(shape, order=tuple(sorted(set(shape.order))))
     if draw.random() < 0.6:
-        shape = replace(shape, mixes=tuple(False for _ in shape.mixes))
+        shape = replace(shape, units=tuple(replace(unit, aux="") for unit in shape.units))
     options: dict[str, Any] = {"seed": draw.randrange(100)}
-    called = ["embedding", *dict.fromkeys(f"blocks.{i}" for i in shape.order)]
-    called += ["side"] * shape.has_side + ["head"]
-    options["units"] = (*called, *(["idle"] if shape.has_idle and draw.random() < 0.5 else []))
-    case = Case(seed=seed, shape=shape, plan=_NO_PLAN, course=Course(rank_batch_sizes=()),
-                options=options)  # fmt: skip
+    has_dropout = any(unit.dropout for unit in shape.units)
+    called = ["embedding", *["beside"] * (shape.side == "unused")]
+    called += [*dict.fromkeys(f"blocks.{i}" for i in shape.order), "head"]
+    idle = ["beside"] if shape.side == "idle" and draw.random() < 0.5 else []
+    options["units"] = (*called, *idle)
     num_stages = draw.choice([1, 2, 2, 2, 3, 3])
     borders = [0, *sorted(draw.sample(range(1, len(called)), num_stages - 1)), len(called)]
     groups = [called[a:b] for a, b in pairwise(borders)]
-    refused = _refusal(case, groups)
-    if "idle" in options["units"]:
-        draw.choice(groups).append("idle")
-    plan, kinds = _draw_staged_plan(draw, groups, has_dropout=shape.dropout > 0)
+    refused = _refusal(shape, groups)
+    draw.choice(groups).extend(idle)
+    plan, kinds = _draw_staged_plan(draw, groups, has_dropout=has_dropout)
     last = plan.global_batch_size
     num_samples = (last, last, draw.randint(1, last))
     blank = tuple(
@@ -223,26 +224,30 @@ def draw_stages(seed: int) -> Case:
         optimizer=draw.choice(["sgd", "adamw"]),
         clip_at=draw.choice([None, 0.3, 2.0]),
         kinds=kinds,
-        has_dropout=shape.dropout > 0,
+        has_dropout=has_dropout,
         steps_between_zero_grad=draw.choice([1, 1, 1, 3]),
         blank_rounds=blank,
         blank_target=IGNORED,
     )
-    return replace(case, plan=plan, course=course, refused=refused)
+    return Case(
+        seed=seed,
+        shape=shape,
+        length=draw.randint(1, 5),
+        plan=plan,
+        course=course,
+        options=options,
+        refused=refused,
+    )
 
 
-_NO_PLAN = Plan.by_hand(microbatch_sizes=[1])
-
-
-def _refusal(case: Case, groups: Sequence[Sequence[str]]) -> str | None:
+def _refusal(shape: ModelShape, groups: Sequence[Sequence[str]]) -> str | None:
     """What the plan must be refused with, if stages cannot have these units."""
-    shape = case.shape
     stage_by_fqn = {fqn: i for i, group in enumerate(groups) for fqn in group}
     stages = [stage_by_fqn[f"blocks.{i}"] for i in shape.order]
     if stages != sorted(stages):
         return "is called after unit"
-    mixed = [stage_by_fqn[f"blocks.{i}"] for i in shape.order if shape.mixes[i]]
-    if shape.head == "loss" and mixed and min(mixed) < len(groups) - 1:
+    summed = [stage_by_fqn[f"blocks.{i}"] for i in shape.order if shape.units[i].aux == "sum"]
+    if shape.head == "loss" and summed and min(summed) < len(groups) - 1:
         return "without a row for each sample"  # energies
     return None
 

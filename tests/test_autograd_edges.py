@@ -11,23 +11,29 @@ from torch import Tensor, nn
 from shardhet import HetFSDP, Plan
 from shardhet.records.layout import Span
 from tests.beside import Beside, is_exact
+from tests.drawn_cases import problem_of
 from tests.edge_plans import PLANS, every_plan, full_batches
+from tests.fuzzing.model import NUM_POSITIONS, FuzzModel, weighted_loss
+from tests.fuzzing.shapes import ModelShape, UnitShape
 from tests.parity import Course, Problem, check_parity, compare_grads
-from tests.patchwork import ModelShape, Patchwork, masked_loss, patchwork_problem
 from tests.worlds import on_ranks, run_ranks
 
 SHAPE = ModelShape(
-    width=6, hidden=7, num_tokens=3, num_words=11, order=(0, 1, 0, 2),
-    mixes=(False, True, False), is_tied=True, head="loss", dropout=0.0, mask="buffer",
-    position_in="root", frozen=(), has_side=False, has_idle=False, has_unused_param=False,
-)  # fmt: skip
+    units=(UnitShape(), UnitShape(core="attention", returns="nested", aux="sum"), UnitShape()),
+    order=(0, 1, 0, 2),
+    width=6,
+    num_words=11,
+    position=True,
+    mask="causal",
+    tied="head",
+)
 
 
 class Drawn(Beside):
     """The model of SHAPE, whose batches are its problem's."""
 
     def __init__(self, plan: Plan) -> None:
-        self.problem = patchwork_problem(SHAPE)
+        self.problem = problem_of(SHAPE, 3)
         torch.manual_seed(3)
         super().__init__(
             self.problem.make_module(), plan, loss=self.sum, **self.problem.options
@@ -122,9 +128,9 @@ def test_a_rank_that_recomputes_may_join_after_the_first_step() -> None:
 
 def _meta_values(rank: int, plan: Plan, is_tied: bool) -> dict[str, Tensor]:
     torch.manual_seed(rank)  # what the ranks' generators hold must not matter
-    shape = replace(SHAPE, is_tied=is_tied, position_in="blocks")
+    shape = replace(SHAPE, tied="head" if is_tied else "")
     with torch.device("meta"):
-        module = Patchwork(shape).double()
+        module = FuzzModel(shape).double()
     model = HetFSDP(module, plan, seed=8, init_fn=_init)
     for fqn, param in model.named_parameters():
         assert param.device.type == "cpu", fqn
@@ -135,8 +141,8 @@ def _meta_values(rank: int, plan: Plan, is_tied: bool) -> dict[str, Tensor]:
 def _init(module: nn.Module) -> None:
     for param in module.parameters(recurse=False):
         nn.init.normal_(param, std=0.5)
-    if isinstance(module, Patchwork):
-        module.mask.copy_(torch.ones(3, 3).tril().bool())
+    if isinstance(module, FuzzModel):
+        module.causal.copy_(torch.ones(NUM_POSITIONS, NUM_POSITIONS).tril().bool())
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
@@ -151,7 +157,7 @@ def test_initial_values_do_not_depend_on_the_plan(is_tied: bool) -> None:
 
 def _tied_across_root_on_meta(rank: int, plan: Plan) -> dict[str, Tensor]:
     with torch.device("meta"):
-        module = Patchwork(SHAPE).double()
+        module = FuzzModel(SHAPE).double()
     # The embedding is the root's, so the tied weight is too; the rest of the head is a unit.
     model = HetFSDP(module, plan, units=("blocks.0", "blocks.1", "head"), init_fn=_init)
     return model.state_dict()
@@ -212,7 +218,7 @@ def test_inputs_get_their_gradients(rank: int, plan: Plan) -> None:
     torch.manual_seed(4)
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).double()
     both = Beside(
-        layers, plan, loss=lambda model, x, targets: masked_loss(model(x)[:, None], targets)
+        layers, plan, loss=lambda model, x, targets: weighted_loss(model(x)[:, None], targets)
     )
     x = torch.randn(sum(full_batches(plan)), 4, dtype=torch.float64)
     targets = torch.randint(0, 4, (len(x), 1))

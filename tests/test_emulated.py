@@ -35,6 +35,7 @@ from shardhet.records.ops import ops_of
 from shardhet.records.schedule import GATHER, LaunchKind
 from shardhet.training.guard import Guard
 from shardhet.training.hooks.bad_steps import OnBadStep
+from tests.drawn_cases import Case, draw_case, draw_rounds
 from tests.emulated.accelerator import Accelerator
 from tests.emulated.memory import RaceError
 from tests.emulated.nccl import Communicator, Launched
@@ -46,7 +47,6 @@ from tests.parity import (
     part_of,
     train_step,
 )
-from tests.patchwork import Case, draw_case, draw_rounds
 from tests.programs import SMALL_MODEL
 from tests.selection import one_in, only
 from tests.test_trainer import make_trainer
@@ -195,9 +195,8 @@ def check_in_two_formats(rank: int, case: Case) -> Launches:
 
     Numbers of dropout depend on the format, and steps of AdamW blow up errors of rounding.
     """
-    shape = replace(case.shape, dropout=0.0)
-    course = replace(case.course, has_dropout=False, optimizer="sgd")
-    case = replace(case, shape=shape, course=course)
+    case = case.without_dropout()
+    case = replace(case, course=replace(case.course, optimizer="sgd"))
     return check_beside_one_process(rank, case, bar=1e-4, param_dtype=torch.float32)
 
 

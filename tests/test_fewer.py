@@ -180,17 +180,6 @@ def test_parts_of_hosts_are_named_by_their_devices(
     assert "To launch without them: start ranks on devices 0 of h only (" in text
 
 
-DESCRIBED = """\
-version: 1
-nodes:
-  - {host: fast, link: {latency_s: 2.0e-5, bandwidth_bytes_per_s: 20.0e+9, source: made up},
-     devices: [{kind: NVIDIA A10G, count: 8}]}
-  - {host: slow, count: 4, devices: [{kind: Tesla T4, count: 4}],
-     link: {latency_s: 2.0e-5, bandwidth_bytes_per_s: 12.0e+9, source: made up}}
-between_nodes: {latency_s: 5.0e-5, bandwidth_bytes_per_s: 3.125e+9, source: made up}
-"""
-
-
 def test_of_many_devices_the_best_kinds_of_the_best_region_are_kept(tmp_path: Path) -> None:
     """540 devices of three kinds, in 20 nodes of two regions."""
     kinds = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "Tesla T4")

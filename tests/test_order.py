@@ -25,8 +25,8 @@ from shardhet.fsdp.sharding import flat_grad
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.records.ops import ops_of
 from shardhet.records.schedule import LaunchKind, Segment, StepForm, make_schedule
+from tests.drawn_cases import Case, draw_case
 from tests.parity import Batch, Course, Problem, check_parity, part_of, take_rounds
-from tests.patchwork import Case, draw_case
 from tests.selection import one_in
 from tests.worlds import run_ranks
 

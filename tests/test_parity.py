@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from tests.drawn_cases import draw_case, draw_rounds
 from tests.drawn_steps import check, draw_in_rounds, draw_stages
-from tests.patchwork import draw_case, draw_rounds
 from tests.selection import one_in, only
 
 SEEDS_BY_WORLD_SIZE = {1: 50, 2: 120, 3: 90, 4: 60}

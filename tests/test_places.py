@@ -16,9 +16,9 @@ from shardhet import Plan
 from shardhet.comm.copy_streams import Copy, CopyStream
 from shardhet.fsdp.microbatch.host_inputs import HostInput
 from shardhet.fsdp.sharding.persistence import GradientOnHost, RowsOnHost
+from tests.drawn_cases import Case, draw_case, draw_rounds
 from tests.emulated.clocks import Event
 from tests.parity import check_parity
-from tests.patchwork import Case, draw_case, draw_rounds
 from tests.selection import blocks, for_campaign, one_in, quads
 from tests.test_emulated import check_beside_one_process
 from tests.worlds import on_ranks, run_ranks_expecting_failure
@@ -67,19 +67,14 @@ def in_tiles(case: Case) -> Case:
         )
         for rank in case.plan.ranks
     ]
-    return replace(
-        case,
-        plan=replace(case.plan, ranks=tuple(ranks)),
-        shape=replace(case.shape, dropout=0.0),
-        course=replace(case.course, has_dropout=False),
-    )
+    return replace(case.without_dropout(), plan=replace(case.plan, ranks=tuple(ranks)))
 
 
 def with_residents(case: Case) -> Case:
     """The case with most parameters frozen, which stay; some ranks have much on the host."""
     draw = random.Random(f"resident {case.seed}")
-    blocks = range(len(case.shape.mixes))
-    parts = [f"blocks.{i}.{name}" for i in blocks for name in ("up", "down", "qkv", "words")]
+    blocks = range(len(case.shape.units))
+    parts = [f"blocks.{i}.{name}" for i in blocks for name in ("up", "down", "core")]
     frozen = ["embedding", "position", "head.norm", *(p for p in parts if draw.random() < 0.8)]
     case = replace(
         case,

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardhet import HetFSDP, Plan
 from shardhet.comm import calls
 from shardhet.comm.calls import SWITCH, AllGather, ReduceScatter
 from shardhet.comm.channel import Channel
@@ -32,9 +31,9 @@ from shardhet.extras.shared_host.arena import (
 )
 from shardhet.extras.shared_host.transport import CHUNK_BYTES, SharedHost
 from tests import test_collectives, test_deaths
+from tests.drawn_cases import draw_case
 from tests.drawn_steps import on_rank
 from tests.hosts import on_different_hosts
-from tests.patchwork import draw_case
 from tests.selection import one_in
 from tests.test_bad_input import PLAN
 from tests.worlds import on_ranks, rank_cache, run_ranks, run_ranks_expecting_failure
@@ -314,19 +313,3 @@ def test_a_limit_to_a_processs_data_holds_for_the_arena_too(rank: int) -> None:
             del kept
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-def main() -> None:
-    """What a program does that trains and ends."""
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(3)))
-    model = HetFSDP(net, Plan.even(2, microbatch_size=2))
-    for _ in range(3):
-        model.backward(model(torch.ones(2, 256)).sum(), 2)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

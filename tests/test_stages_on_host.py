@@ -10,8 +10,8 @@ from shardhet import HetFSDP, Plan, Stage
 from shardhet.fsdp.microbatch.host_inputs import InputsOnHost
 from shardhet.fsdp.step import runtime
 from shardhet.models.decoder import Decoder
+from tests.drawn_cases import Case
 from tests.drawn_steps import check, draw_stages
-from tests.patchwork import Case
 from tests.selection import one_in
 from tests.test_inputs_on_host import INPUT_BYTES, MODEL, tokens
 from tests.test_places import on_host, with_inputs_on_host

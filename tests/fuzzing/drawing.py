@@ -5,10 +5,10 @@ from dataclasses import MISSING, fields, replace
 from typing import Any
 
 from shardhet import Plan
+from tests.drawn_cases import draw_plan
 from tests.fuzzing.model import NUM_POSITIONS, weighted_loss
 from tests.fuzzing.shapes import FuzzCase, ModelShape, StepShape, UnitShape
 from tests.fuzzing.units import Block
-from tests.patchwork import draw_plan
 
 ODD_OF_UNIT = (
     "sets scalar", "sets rows", "sets of input", "hook of input", "read by unit",

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from shardhet.fsdp.sharding.unit import find_units
-from tests.fuzzing.model import Batch, FuzzModel, call_model, loss_of, part_of
+from tests.fuzzing.model import IGNORED, Batch, FuzzModel, call_model, loss_of, part_of
 from tests.fuzzing.shapes import FuzzCase, StepShape
-from tests.patchwork import IGNORED
 from tests.seeded import seeded, unit_by_param
 
 
