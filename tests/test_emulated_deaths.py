@@ -5,42 +5,28 @@ for ever.  The watch over ranks ends them, within seconds and by the name of the
 """
 
 import random
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
 
 import pytest
-import torch
 
-from shardhet import HetFSDP, Plan
+from shardhet import Plan
 from shardhet.comm.liveness import watch
 from shardhet.comm.liveness.ending import EXIT_STATUS
 from tests.emulated.accelerator import Accelerator
-from tests.misdeeds import commit
+from tests.misdeeds import Misdeed
 from tests.selection import one_in
-from tests.test_bad_input import Net
+from tests.test_stillness import Case, take_steps
 from tests.worlds import patience, run_ranks_expecting_failure
 
 NUM_CASES = 30
 WITHIN_S = 10.0
 BEFORE_S = 10.0  # start-up and the steps before the deed, on a busy machine
-STEP = 3
 PLACES = ("forward", "backward", "optimizer", "loader")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """What one rank does, and when."""
-
-    deed: Literal["kill", "exit", "raise"]
-    place: str
-    rank: int
-    plan: Plan
-    aborts: bool  # whether devices go on, with garbage, once communicators are aborted
-
-
-def draw(seed: int) -> Case:
+def draw(seed: int) -> tuple[Case, Plan, bool]:
+    """What one rank does, the plan, and whether devices go on, with garbage, once communicators
+    are aborted.
+    """
     rng = random.Random(seed)
     world_size = rng.choice([2, 3, 4])
     batches = [rng.choice([0, 1, 2, 4]) for _ in range(world_size - 1)] + [2]
@@ -52,65 +38,29 @@ def draw(seed: int) -> Case:
         state_shares=[each / 8 for each in eighths],
     )
     rank = rng.randrange(world_size)
-    return Case(
-        deed=("kill", "exit", "raise")[seed % 3],
-        place=rng.choice(PLACES if batches[rank] else PLACES[2:]),
-        rank=rank,
-        plan=plan,
-        aborts=rng.random() < 0.5,
-    )
+    deed: Misdeed = rng.choice(["kill", "exit", "raise"])
+    place = rng.choice(PLACES if batches[rank] else PLACES[2:])
+    return Case(deed=deed, place=place, rank=rank), plan, rng.random() < 0.5
 
 
-def train(rank: int, case: Case) -> None:
+def train(rank: int, case: Case, plan: Plan, aborts: bool) -> None:
     accelerator = Accelerator()
     accelerator.nccl.blocks_on_loss = True
-    accelerator.nccl.aborts = case.aborts
+    accelerator.nccl.aborts = aborts
     watch._is_decided.clear()  # so that HetFSDP starts the watch itself
-    torch.manual_seed(1)
     with accelerator.installed():
-        net = Net()
-        model = HetFSDP(net, case.plan, device=accelerator.device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        doing = ""
-
-        def spring(*_: Any) -> None:
-            if rank == case.rank and model.step == STEP and doing == case.place:
-                commit(case.deed)
-
-        net.layer(1).in_forward = net.layer(1).in_backward = spring
-        x = torch.randn(case.plan.ranks[rank].rank_batch_size, 4, dtype=torch.float64).to(
-            accelerator.device
-        )
-        for step in range(STEP + 3):
-            time.sleep(0.3)
-            for doing, act in in_order(model, optimizer, x):
-                if doing in PLACES[2:]:
-                    spring()
-                act()
-                model._runtime.rounds.end_step(step)  # all of it belongs to one step
-            model._runtime.rounds.end_step(step + 1)
-
-
-def in_order(model: HetFSDP, optimizer: Any, x: Any) -> list[tuple[str, Callable[[], Any]]]:
-    outputs: list[Any] = []
-    return [
-        ("loader", optimizer.zero_grad),
-        ("forward", lambda: outputs.append(model(x))),
-        ("backward", lambda: model.backward(*outputs.pop())),
-        ("optimizer", optimizer.step),
-    ]
+        take_steps(rank, case, plan, accelerator.device)
 
 
 @pytest.mark.parametrize("seed", one_in(32, range(NUM_CASES)))
 def test_all_end_within_seconds_with_the_name_of_the_rank(seed: int) -> None:
-    assert_all_end_with_its_name(train, draw(seed))
-
-
-def assert_all_end_with_its_name(act: Callable[[int, Case], None], case: Case) -> None:
+    case, plan, aborts = draw(seed)
     outcomes = run_ranks_expecting_failure(
-        act,
-        case.plan.world_size,
+        train,
+        plan.world_size,
         case,
+        plan,
+        aborts,
         within_s=WITHIN_S + BEFORE_S,
         leaves_on_failure=True,
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +25,7 @@ from shardhet.comm.liveness import watch
 from shardhet.comm.liveness.diagnosis import panel
 from shardhet.comm.liveness.ending import EXIT_STATUS
 from shardhet.comm.liveness.watch import watch_ranks
-from tests.hosts import on_different_hosts
-from tests.misdeeds import commit
+from tests.misdeeds import Misdeed, commit
 from tests.selection import one_in, only
 from tests.test_bad_input import Net
 from tests.worlds import Outcome, on_ranks, patience, run_ranks, run_ranks_expecting_failure
@@ -42,11 +41,10 @@ PLACES = ("forward", "backward", "optimizer", "saving", "evaluation", "loader")
 class Case:
     """What one rank does, and when."""
 
-    deed: Literal["stop", "loop", "sleep", "kill", "raise", "slow"]
+    deed: Misdeed
     place: str
     rank: int
-    folder: str = ""
-    apart: bool = False  # ranks talk as ranks of several hosts do
+    folder: str = ""  # nothing is saved without
 
     def do(self) -> None:
         if self.deed == "stop":
@@ -77,16 +75,13 @@ def keep(folder: str, failure: Failure) -> None:
 
 def train(rank: int, world_size: int, case: Case) -> int:
     watch_ranks(hang_timeout_s=TIMEOUT_S, on_failure=partial(keep, case.folder))
-    if case.apart:
-        with on_different_hosts():
-            return take_steps(rank, world_size, case)
-    return take_steps(rank, world_size, case)
+    return take_steps(rank, case, Plan.even(world_size, microbatch_size=2))
 
 
-def take_steps(rank: int, world_size: int, case: Case) -> int:
+def take_steps(rank: int, case: Case, plan: Plan, device: torch.device | None = None) -> int:
     torch.manual_seed(1)
     net = Net()
-    model = HetFSDP(net, Plan.even(world_size, microbatch_size=2))
+    model = HetFSDP(net, plan, device=device)
     optimizer = Optimizer(model.parameters(), lr=0.01)
     doing = ""
 
@@ -96,7 +91,7 @@ def take_steps(rank: int, world_size: int, case: Case) -> int:
 
     net.layer(1).in_forward = net.layer(1).in_backward = spring
     optimizer.spring = spring  # type: ignore[method-assign]
-    x = torch.randn(2, 4, dtype=torch.float64)
+    x = torch.randn(plan.ranks[rank].rank_batch_size, 4, dtype=torch.float64).to(model.device)
     for step in range(STEP + 2):
         time.sleep(0.2)  # so that the last sign of life comes from this step
         doing = "loader"
@@ -109,14 +104,13 @@ def take_steps(rank: int, world_size: int, case: Case) -> int:
         doing = "optimizer"
         optimizer.step()
         doing = "saving"
-        if step == STEP:
+        if step == STEP and case.folder:
             with phase("saving"):
                 spring()
                 save(model, optimizer, case.folder)
         doing = "evaluation"
         with torch.no_grad():
             model.eval()
-            doing = "evaluation"
             model(x)
             model.train()
         model._runtime.rounds.end_step(step + 1)
