@@ -116,14 +116,6 @@ def test_every_mutation_is_refused_and_names_the_file(whole: Path, tmp_path: Pat
         shutil.rmtree(folder)
 
 
-def test_the_undamaged_one_is_read(whole: Path) -> None:
-    model = Odd()
-    extra = load(model, make_optimizer(model, "adamw"), whole)
-    assert extra["epoch"] == 3
-    assert torch.equal(extra["seen"], torch.arange(5))
-    SavedCheckpoint.open(whole).verify()
-
-
 @pytest.fixture
 def unsigned(whole: Path, tmp_path: Path) -> Path:
     """The same written by torch.distributed.checkpoint, which has no manifest."""
@@ -194,13 +186,6 @@ def test_boxes_that_overlap_are_refused(unsigned: Path) -> None:
     metadata.storage_data[other] = metadata.storage_data[index]
     (unsigned / ".metadata").write_bytes(pickle.dumps(metadata))
     assert "overlap" in refused_of_torch(unsigned)
-
-
-def test_without_its_manifest_a_checkpoint_is_no_other_one(whole: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "bare"
-    shutil.copytree(whole, folder)
-    (folder / "manifest.json").unlink()
-    assert "manifest.json" in refused(folder)
 
 
 def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:

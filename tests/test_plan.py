@@ -383,19 +383,13 @@ def test_contradictory_flags_and_no_rounds_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"microbatch_sizes": [math.nan, 2]}, {"microbatch_sizes": [2.5, 2]},
-              {"microbatch_sizes": "22"}, {"num_microbatches": [1, "2"]}, {"num_rounds": 1.5},
-              {"global_batch_size": 4.0}]
-)  # fmt: skip
-def test_counts_that_are_no_whole_numbers_are_refused(wrong: dict[str, Any]) -> None:
-    given: dict[str, Any] = {"microbatch_sizes": [2, 2], **wrong}
-    with pytest.raises(ValueError, match=f"plan: {next(iter(wrong))}.* whole number"):
-        Plan.by_hand(**given)
-
-
-@pytest.mark.parametrize(
     ("wrong", "words"),
     [
+({"microbatch_sizes": [math.nan, 2]}, "plan: microbatch_sizes.* whole number"),
+        ({"microbatch_sizes": "22"}, "plan: microbatch_sizes.* whole number"),
+        ({"num_microbatches": [1, "2"]}, "plan: num_microbatches.* whole number"),
+        ({"num_rounds": 1.5}, "plan: num_rounds.* whole number"),
+        ({"global_batch_size": 4.0}, "plan: global_batch_size.* whole number"),
         ({"recompute": None}, "recompute is None. Give True, False, or a list"),
         ({"recompute": "blocks.*"}, "recompute is 'blocks.*'. Give True, False, or a list"),
         ({"recompute": [[1], False]}, "recompute has 1 among its patterns"),
@@ -420,6 +414,7 @@ def test_claims_of_a_wrong_type_are_refused(wrong: dict[str, Any], words: str) -
 def test_what_can_be_listed_once_is_listed() -> None:
     plan = Plan.by_hand(
         microbatch_sizes=(each for each in (2, 2)),
+        num_microbatches=np.array([1, 1]),
         state_shares=(each for each in (1, 1)),
         recompute=(each for each in (np.array(["a", "b"]), np.False_)),  # type: ignore[arg-type]
         optimizer_on_host=np.array([True, False]),  # type: ignore[arg-type]
@@ -429,24 +424,6 @@ def test_what_can_be_listed_once_is_listed() -> None:
         stages=(Stage(units=(unit,), num_ranks=1) for unit in "ab"),  # type: ignore[arg-type]
     )
     assert Plan.from_json(plan.to_json()) == plan
-
-
-def test_numbers_of_numpy_are_numbers() -> None:
-    found = Plan.by_hand(
-        microbatch_sizes=np.array([2, 3]),
-        num_microbatches=np.array([1, 2]),
-        state_shares=np.array([0.5, 0.5]),
-        recompute=list(np.array([True, False])),
-        num_rounds=np.int64(2),
-    )
-    plan = Plan.by_hand(
-        microbatch_sizes=[2, 3],
-        num_microbatches=[1, 2],
-        state_shares=[0.5, 0.5],
-        recompute=[True, False],
-        num_rounds=2,
-    )
-    assert found == Plan.from_json(found.to_json()) == plan
 
 
 def test_a_plan_is_printed_as_the_table_of_its_devices() -> None:
