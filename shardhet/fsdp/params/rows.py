@@ -21,7 +21,8 @@ except in these calls:
     cat, stack, T, transpose, view, ...       a ShardTensor, which is reduced as a whole only
                                               if its first dimension is not the rows
     var, std, median, argmax, sort, ...       refused, except along other dimensions
-    matmul, dot, svd, roll, triu, ...         refused
+    what runs an operation that is not known  refused (row_calls.py)
+    to work by element: matmul, roll, ...
     chunk, split, unbind, normalize           ShardTensor; refused along the first dimension
     anything else that keeps the shape        a ShardTensor
     anything else that returns a tensor       refused
@@ -44,7 +45,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from shardhet.fsdp.microbatch.modes import FunctionTensor, OperationMode
 from shardhet.fsdp.params.host_step import host_threads
-from shardhet.fsdp.params.row_calls import ACROSS_ROWS, PRODUCTS, REFUSED, calls
+from shardhet.fsdp.params.row_calls import REFUSED, calls, run_by_element
 from shardhet.fsdp.params.row_group import (
     Rows,
     ShardNorm,
@@ -171,8 +172,10 @@ def _what_is_reduced(
     None: it does not reduce.
     """
     others = {k for k in kwargs if k not in ("input", "dtype", "dim") and kwargs[k] is not None}
-    if name == "quantile":  # its second argument is no dimension
+    if "quantile" in name:  # whose second argument is no dimension, and whose first may be one
         return True, True
+    if name in ("kthvalue", "topk"):
+        args = args[1:]
     if (args and isinstance(args[0], Tensor)) or isinstance(kwargs.get("other"), Tensor):
         return None, False  # elementwise maximum or minimum of two tensors
     dims = kwargs.get("dim", args[0] if args else None)
@@ -186,13 +189,11 @@ def _what_is_reduced(
     return True, bool(others or args[1:]) or not is_all or name in ("max", "min")
 
 
-def _refuse(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-    """Refuse products and decompositions of matrices, and gradients that rows have none of."""
+def _refuse(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> None:
+    """Raise if ``func``, which needs more than rows, gets any."""
     for each in tree_leaves((args, kwargs)):
         if isinstance(each, ShardTensor):
             each._of.refuse(func.__name__)
-    with _plainly():
-        return func(*args, **kwargs)
 
 
 def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> None:
@@ -264,21 +265,31 @@ def _keep_rows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) 
     with _plainly():
         if (kwargs or len(args) > 1) and func.__name__ != "__set__":
             args, kwargs = _aligned(func, args, kwargs)
-        result = func(*args, **kwargs)
+        result = run_by_element(func, args, kwargs, refuse=_refuse)
         if isinstance(result, list | tuple) and func.__name__.startswith("_foreach_"):
             return [_marked_in(args, i, each) for i, each in enumerate(result)]
+        if isinstance(result, list | tuple):
+            mark = partial(_marked_as, func, args, kwargs)
+            return tree_map_only(Tensor, mark, result)
         if type(result) is not Tensor or (args and result is args[0]):
             return result
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        rows = [each for each in tensors if isinstance(each, ShardTensor)]
-        others = [each for each in tensors if type(each) is Tensor and each.dim()]
-        like = next((each for each in rows if each.shape == result.shape), None)
-        if rows and like is None and func not in _OF_OTHER_SHAPE:
-            rows[0]._of.refuse(func.__name__)
-        is_compared = others and func in _COMPARISONS
-        if like is None or func is Tensor.as_subclass or is_compared:
-            return result
-        return marked(result, like._of, has_rows=all(each._has_rows for each in rows))
+        return _marked_as(func, args, kwargs, result)
+
+
+def _marked_as(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs, result: Tensor
+) -> Tensor:
+    """A result of ``func`` as rows, if it is."""
+    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    rows = [each for each in tensors if isinstance(each, ShardTensor)]
+    others = [each for each in tensors if type(each) is Tensor and each.dim()]
+    like = next((each for each in rows if each.shape == result.shape), None)
+    if rows and like is None and func not in _OF_OTHER_SHAPE:
+        rows[0]._of.refuse(func.__name__)
+    is_compared = others and func in _COMPARISONS
+    if like is None or func is Tensor.as_subclass or is_compared:
+        return result
+    return marked(result, like._of, has_rows=all(each._has_rows for each in rows))
 
 
 def _marked_in(args: tuple[Any, ...], place: int, result: Tensor) -> Tensor:
@@ -431,7 +442,7 @@ _HANDLERS: dict[Any, Callable[[Callable[..., Any], tuple[Any, ...], Kwargs], Any
     **dict.fromkeys(calls((*_COMBINED_AS, *REFUSED)), _reduce),
     **dict.fromkeys(calls(_JOINS), _join),
     **dict.fromkeys(_RESHAPES, _reshape),
-    **dict.fromkeys((*calls((*PRODUCTS, *ACROSS_ROWS)), torch.linalg.qr), _refuse),
+    torch._foreach_max: _refuse,
     torch.autograd.grad: _refuse,
     **dict.fromkeys(_DIM_BY_CALL, _work_along),
     **dict.fromkeys((Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__), _number),
