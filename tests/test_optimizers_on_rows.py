@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
+from torch.nn.functional import cosine_similarity, normalize
 
 from shardhet import Plan
 from shardhet.fsdp.params.optimizer_check import ELEMENT_WISE, ROWS
@@ -76,8 +77,26 @@ def is_zero(grad: Tensor, _: Tensor) -> bool:
 
 
 def is_across(grad: Tensor, param: Tensor) -> bool:
-    """Whether it is orthogonal to the parameter, as of weights whose norm does not matter."""
-    return param.dim() > 1 and float((grad * param).flatten(1).sum(1).abs().max()) < 1e-6
+    """Whether each row is almost orthogonal, as of weights whose norms do not matter."""
+    if param.dim() < 2:
+        return False
+    return float(cosine_similarity(grad.flatten(1), param.flatten(1)).abs().max()) < 5e-3
+
+
+class Projected(optim.Optimizer):
+    """As AdamP and SGDP without momentum: what is almost across a parameter becomes so."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, param in with_gradients(self):
+            along = torch.zeros_like(param)
+            if is_across(param.grad, param):
+                direction = normalize(param.flatten(1))
+                along = direction * (direction * param.grad.flatten(1)).sum(1, keepdim=True)
+            param -= group["lr"] * (param.grad - along.view_as(param))
 
 
 class Strict(Lion):
@@ -293,6 +312,7 @@ def test_unknown_optimizers_that_rows_suffice_for_are_tried_and_pass(
         (partial(Deciding, leaves_out=is_large), DIFFERENTLY),
         (partial(Deciding, leaves_out=is_zero), DIFFERENTLY),
         (partial(Deciding, leaves_out=is_across), DIFFERENTLY),
+        (Projected, "optimizer Projected updates rows of a parameter differently"),
         (Factored, "optimizer Factored updates rows of a parameter differently"),
         (
             WithLock,

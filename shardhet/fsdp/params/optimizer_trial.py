@@ -38,9 +38,11 @@ def _oddly(step: int, grads: Tensor, params: Tensor) -> Tensor:
         return grads * 1e6
     if step == TRIAL_STEPS - 2:
         return torch.zeros_like(grads)
-    if step == TRIAL_STEPS // 3 and grads.dim() > 1:  # orthogonal, as where norms follow
+    # All but orthogonal, as where norms follow; some then take away the little that is not.
+    if step == TRIAL_STEPS // 3 and grads.dim() > 1:
         along = (grads * params).flatten(1).sum(1) / params.square().flatten(1).sum(1)
-        return grads - params * along.reshape(-1, *(1 for _ in grads.shape[1:]))
+        across = grads - params * along.reshape(-1, *(1 for _ in grads.shape[1:]))
+        return 1000 * across + params
     return grads
 
 
