@@ -3,8 +3,6 @@
 from dataclasses import replace
 from math import inf
 
-import numpy as np
-
 from shardhet.planner.candidates.candidates import TableBuilder
 from shardhet.planner.problem.constraints import Constraints, host_bytes
 from shardhet.planner.problem.problem import Limits, Problem
@@ -82,12 +80,11 @@ def _no_sample_fits(
         recomputed_units=EVERY_UNIT,
         tiled_units=EVERY_UNIT if model.may_tile else (),
     )
-    one = np.array([1])
     budgets = constraints.budgets(model.cluster)
     needed, taken = dict[int, float](), dict[int, float]()  # also by the idle; for the sample
     for i, device in enumerate(model.cluster.devices):
         if constraints.rank_batch_size(i) != 0:
-            needed[i] = float(model.working_bytes(device.kind, every, one, one)[0])
+            needed[i] = float(model.lines_of(replace(every, device=device))[0].max())
             taken[i] = needed[i] - model.profile.device(device.kind).reserved_bytes
     enough = [i for i in needed if needed[i] <= budgets[i]]
     i = max(needed, key=lambda i: budgets[i] - needed[i])

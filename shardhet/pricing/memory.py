@@ -13,7 +13,7 @@ graphs of all rounds in flight.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import inf, prod
 
 import numpy as np
@@ -24,19 +24,13 @@ from shardhet.pricing.priced import UnitRun, at_sizes
 from shardhet.pricing.step_cost import MemoryParts, MemoryPeaks
 from shardhet.records.ops import MAX_ROUNDS
 from shardhet.records.plan import RankPlan
-from shardhet.records.workload import Unit, Workload
+from shardhet.records.workload import Unit
 
 STORED_DTYPES = ("float32", "float64")  # in which parameters are kept, too
 LEAST_KNOWN_SIZES = 33  # of microbatches, whose bytes are computed at once
 AT_ONCE = 2**17  # numbers of bytes
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
-
-@lru_cache(maxsize=32)
-def _known_moments(workload: Workload) -> dict[object, dict[tuple[object, ...], MemoryPeaks]]:
-    """Moments of plans for a workload, by form, which are the same on parts of a cluster."""
-    return {}
 
 
 @dataclass(frozen=True)
@@ -134,11 +128,12 @@ class PeakMemoryPrices(HostInputPrices):
         return number * float(self.trained_bytes.max(initial=0.0)) / self.workload.numel
 
     @cached_property
-    def _moments(self) -> dict[tuple[object, ...], MemoryPeaks]:
+    def _of_form(self) -> tuple[object, ...]:
+        """What memory depends on besides the workload and what a rank does with units."""
         levels = len(self.cluster.nodes) if self.two_level_units else 0
         of_stage = (self.in_flight, self.receives, self.hands_on_bytes)
         few = min(self.num_rounds, max(MAX_ROUNDS, COPIES_HELD))  # more rounds have the same
-        key = (
+        return (
             replace(self.form, num_rounds=few),
             of_stage,
             self.is_alone,
@@ -146,17 +141,21 @@ class PeakMemoryPrices(HostInputPrices):
             self.resident_units,
             self.member and self.member.recomputed,
         )
-        return _known_moments(self.workload).setdefault(key, {})
 
     def moments(self, rank: RankPlan) -> MemoryPeaks:
         """Those in which the rank may hold the most while it computes."""
-        key = (*self.treated(rank), rank.inputs_on_host, rank.optimizer_on_host)
-        if key not in self._moments:
+        key, known = self.memory_key(rank), self.known.of_workload.moments
+        if key not in known:
             found = self.moments_by_turn(rank)
             if rank.optimizer_on_host:
                 found = found.and_also(self.launching_copies(found))
-            self._moments[key] = found.fullest()
-        return self._moments[key]
+            known[key] = found.fullest()
+        return known[key]
+
+    def memory_key(self, rank: RankPlan) -> tuple[object, ...]:
+        """What says how much memory units and state of a rank need, for the same workload."""
+        on_host = rank.inputs_on_host, rank.optimizer_on_host
+        return (self._of_form, *self.treated(rank), *on_host)
 
     def moments_by_turn(self, rank: RankPlan) -> MemoryPeaks:
         """[turns + 1] of at most ``MAX_ROUNDS`` rounds; the last is after all turns."""
@@ -215,7 +214,7 @@ class PeakMemoryPrices(HostInputPrices):
 
     def _runs_of(self, rank: RankPlan) -> Mapping[UnitRun, int]:
         """How many units run in each way."""
-        known, key = self.known.runs, self.treated(rank)
+        known, key = self.known.of_workload.runs, self.treated(rank)
         if key not in known:
             known[key] = Counter(self.run_of(rank, unit) for unit in self.visited_units)
         return known[key]
@@ -257,18 +256,6 @@ class MemoryPrices(PeakMemoryPrices):
             known[key] = bool((np.diff(running) >= 0).all())
         return known[key]
 
-    def lines(
-        self, rank: RankPlan, device_kind: str | None, batches: Ints, sizes: Ints
-    ) -> Iterator[tuple[Floats, Floats]]:
-        """[J, ..., sizes] bytes without stored elements in J moments, and [J, ..., 1] bytes
-        per element; few moments at a time of many batches.
-
-        ``rank`` says what is recomputed and what is on the host.  ``batches`` [..., 1] have at
-        least one sample.
-        """
-        for own, per_numel, _ in self._lines_of_all((rank,), device_kind, batches, sizes):
-            yield own, per_numel
-
     def _lines_of_all(
         self,
         ranks: Sequence[RankPlan],
@@ -276,8 +263,32 @@ class MemoryPrices(PeakMemoryPrices):
         batches: Ints,
         sizes: Ints,
     ) -> Iterator[tuple[Floats, Floats, Ints]]:
-        """``lines`` of several ranks one after the other, and [J] of which rank each is."""
-        largest = int(sizes.max(initial=0))
+        """[J, ..., sizes] bytes without stored elements in J moments, [J, ..., 1] bytes per
+        element, and [J] of which rank they are; few moments at a time of many batches.
+
+        Each rank says what is recomputed and what is on the host.  ``batches`` [..., 1] have at
+        least one sample.
+        """
+        running, bytes_of, rank_of = self.moments_of_all(
+            ranks, device_kind, int(sizes.max(initial=0))
+        )
+        shape = np.broadcast_shapes(batches.shape, sizes.shape)
+        fixed, per_sample, per_numel = (
+            each.reshape(-1, *(1 for _ in shape)) for each in bytes_of
+        )
+        reserved = self.profile.device(device_kind).reserved_bytes
+        number = max(1, AT_ONCE // max(1, prod(shape)))
+        for start in range(0, len(rank_of), number):
+            part = slice(start, start + number)
+            needed = reserved + fixed[part] + batches * per_sample[part]
+            yield running[part][:, sizes] + needed, per_numel[part], rank_of[part]
+
+    def moments_of_all(
+        self, ranks: Sequence[RankPlan], device_kind: str | None, largest: int
+    ) -> tuple[Floats, list[Floats], Ints]:
+        """Of the moments of several ranks one after the other: [J, 1 + largest] what
+        microbatches need, [J] other bytes, those per sample and per element, and whose it is.
+        """
         moments = [self.moments(rank) for rank in ranks]
         running = np.concatenate(
             [
@@ -285,48 +296,9 @@ class MemoryPrices(PeakMemoryPrices):
                 for rank, each in zip(ranks, moments, strict=True)
             ]
         )
-        shape = np.broadcast_shapes(batches.shape, sizes.shape)
-        fixed, per_sample, per_numel = (
-            np.concatenate(each).reshape(-1, *(1 for _ in shape))
-            for each in zip(
-                *((m.fixed_bytes, m.sample_bytes, m.numel_bytes) for m in moments),
-                strict=True,
-            )
-        )
-        reserved = self.profile.device(device_kind).reserved_bytes
+        bytes_of = [(m.fixed_bytes, m.sample_bytes, m.numel_bytes) for m in moments]
         rank_of = np.repeat(np.arange(len(ranks)), [len(each.runs) for each in moments])
-        number = max(1, AT_ONCE // max(1, prod(shape)))
-        for start in range(0, len(rank_of), number):
-            part = slice(start, start + number)
-            needed = reserved + fixed[part] + batches * per_sample[part]
-            yield running[part][:, sizes] + needed, per_numel[part], rank_of[part]
-
-    def working_bytes(
-        self, device_kind: str | None, rank: RankPlan, batches: Ints, sizes: Ints
-    ) -> Floats:
-        """Bytes of a rank that stores nothing, for each batch and microbatch size.
-
-        ``rank`` says what is recomputed.  The result is [..., len(sizes)] for ``batches``
-        [..., 1].
-        """
-        return self.used_bytes(device_kind, rank, batches, sizes, stored_numel=0.0)
-
-    def used_bytes(
-        self,
-        device_kind: str | None,
-        rank: RankPlan,
-        batches: Ints,
-        sizes: Ints,
-        *,
-        stored_numel: float,
-    ) -> Floats:
-        """``working_bytes`` of a rank that stores so many elements."""
-        alone = self.profile.device(device_kind).reserved_bytes
-        resting = alone + stored_numel * self.bytes_per_numel_of(rank)
-        fullest = np.zeros(())
-        for own, per_numel in self.lines(rank, device_kind, batches, sizes):
-            fullest = np.maximum(fullest, (own + stored_numel * per_numel).max(axis=0))
-        return np.where(batches > 0, fullest, resting)
+        return running, [*map(np.concatenate, zip(*bytes_of, strict=True))], rank_of
 
     def bytes_per_sample(self, rank: RankPlan) -> int:
         """Bytes that each sample of a rank's batch adds at most, whatever the microbatches."""
@@ -397,14 +369,15 @@ class MemoryPrices(PeakMemoryPrices):
         return float(numel_bytes.min()), float(numel_bytes.max())
 
     def lines_of(self, rank: RankPlan) -> Floats:
-        """[2, moments] of ``lines`` of a rank's batch and its largest microbatch."""
+        """[2, moments] bytes of a rank without stored elements, and per element."""
         kind = rank.device.kind
+        reserved = self.profile.device(kind).reserved_bytes
         if not rank.rank_batch_size:
-            reserved = self.profile.device(kind).reserved_bytes
             return np.array([[reserved], [self.bytes_per_numel_of(rank)]])
-        batch, size = np.array([rank.rank_batch_size]), np.array([max(rank.microbatch_sizes)])
-        lines = self.lines(rank, kind, batch, size)
-        return np.concatenate([np.stack((own[:, 0], per[:, 0])) for own, per in lines], axis=1)
+        running, bytes_of, _ = self.moments_of_all((rank,), kind, max(rank.microbatch_sizes))
+        fixed, per_sample, per_numel = bytes_of
+        own = running[:, -1] + (reserved + fixed + rank.rank_batch_size * per_sample)
+        return np.stack((own, per_numel))
 
     def memory(self, rank: RankPlan, stored_numel: int) -> MemoryParts:
         """The memory of a rank that stores this many elements, by purpose.

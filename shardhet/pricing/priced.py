@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from shardhet.pricing.part import Member, part_of, part_of_samples
 from shardhet.pricing.setting import Setting
+from shardhet.pricing.step_cost import MemoryPeaks
 from shardhet.records.cluster import Cluster
 from shardhet.records.plan import Plan, RankPlan, is_matched
 from shardhet.records.profiles import Collectives, Curve, Profile
@@ -47,37 +48,57 @@ class FewRounds(NamedTuple):
 
 
 @dataclass(slots=True)
+class KnownOfWorkload:
+    """What was computed of a workload alone, which is the same on any devices."""
+
+    # Moments in which a rank may hold the most, by form and what it does with units.
+    moments: dict[tuple[object, ...], MemoryPeaks] = field(default_factory=dict)
+    # Samples that fit, likewise, and by what is left to them.
+    fitting: dict[tuple[object, ...], Floats] = field(default_factory=dict)
+    # How many units run in each way, by patterns.
+    runs: dict[tuple[object, ...], Mapping[UnitRun, int]] = field(default_factory=dict)
+    # Units of one kind that the same ranks recompute, by what ranks recompute.
+    alike: dict[tuple[tuple[str, ...], ...], list[list[int]]] = field(default_factory=dict)
+    # What devices may do with units, by number of steps and what hosts may hold.
+    policies: dict[tuple[int, bool, bool], tuple[RankPlan, ...]] = field(default_factory=dict)
+
+
+@lru_cache(maxsize=32)
+def _known_of(workload: Workload) -> KnownOfWorkload:
+    return KnownOfWorkload()
+
+
+@dataclass(slots=True)
 class Known:
     """What was computed of a workload and a profile, for plans of any form."""
 
     of: tuple[Workload, Profile] | None = None
+    of_workload: KnownOfWorkload = field(init=False)
     # Seconds by device kind, unit kind and microbatches.
     seconds: dict[tuple[str | None, str, tuple[int, ...]], tuple[float, float]] = field(
         default_factory=dict
     )
-    # How many units run in each way, by patterns.
-    runs: dict[tuple[object, ...], Mapping[UnitRun, int]] = field(default_factory=dict)
     running_bytes: dict[tuple[object, ...], Floats] = field(default_factory=dict)
     # [2, 1 + sizes] forward and backward by device kind, unit kind and largest microbatch.
     curves_s: dict[tuple[str | None, str, int], Floats] = field(default_factory=dict)
     # Whether larger microbatches need no less, by patterns, device kind and largest microbatch.
     needs_more: dict[tuple[object, ...], bool] = field(default_factory=dict)
-    # Units of one kind that the same ranks recompute, by what ranks recompute.
-    alike: dict[tuple[tuple[str, ...], ...], list[list[int]]] = field(default_factory=dict)
     # Collectives of at most three rounds, by their form and what their price depends on.
     few_rounds: dict[tuple[object, ...], FewRounds] = field(default_factory=dict)
     # Seconds of launches by unit, by unevenness and what else their price depends on.
     launches: dict[tuple[object, ...], dict[LaunchKind, list[float]]] = field(
         default_factory=dict
     )
-    # What devices may do with units, by number of steps and what hosts may hold.
-    policies: dict[tuple[int, bool, bool], tuple[RankPlan, ...]] = field(default_factory=dict)
     # Shares of the last plan, and the elements that they are.
     stored: tuple[tuple[float, ...], list[int]] | None = None
     # Settings of parts of the cluster, and what is known of each, by positions.
     parts: dict[tuple[int, ...], tuple[Setting, "Known"]] = field(default_factory=dict)
     # What is known of members of context groups.
     members: dict[Member, "Known"] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.of is not None:
+            self.of_workload = _known_of(self.of[0])
 
 
 @dataclass(frozen=True)

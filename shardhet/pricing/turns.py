@@ -176,9 +176,10 @@ class TurnPrices(Priced):
     def _alike(self, recomputed: Sequence[Sequence[str]]) -> list[list[int]]:
         """Indices of units of one kind that the same ranks recompute, class by class."""
         key = tuple(map(tuple, recomputed))
-        if key not in self.known.alike:
-            self.known.alike[key] = self._found_alike(key)
-        return self.known.alike[key]
+        known = self.known.of_workload.alike
+        if key not in known:
+            known[key] = self._found_alike(key)
+        return known[key]
 
     def _found_alike(self, recomputed: tuple[tuple[str, ...], ...]) -> list[list[int]]:
         ranks = [

@@ -173,7 +173,16 @@ class TableBuilder:
     def may_be_within(self, cutoff_s: float) -> bool:
         """Whether a step of at most ``cutoff_s`` may exist; false proves that none does."""
         left_s = cutoff_s - self.turns.exposed_comm_s - self.model.overhead_s
-        return may_compute(self._groups, self.rounds.round_size, cutoff_s, left_s)
+        compute, comm_s = self.least_compute(), self._terms.comm_s
+        of_classes = [
+            each.num_units * compute.unit_s[each.kind.name] for each in self.turns.classes
+        ]
+        compute_s = np.array(of_classes).T.ravel()  # [2 classes]
+        beside_s = compute_s + compute.overlap_excess * comm_s * (compute_s > 0)
+        least_s = np.maximum(beside_s, comm_s)
+        return bool(least_s.sum() <= left_s) and may_compute(
+            self._groups, self.rounds.round_size, cutoff_s, left_s, least_s
+        )
 
     def stride(self, cut_s: float) -> int:
         """Between batches, so that no device has too many of them; 1 if there are few."""

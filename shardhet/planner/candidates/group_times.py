@@ -164,10 +164,10 @@ class GroupTimes:
             largest = min(largest, int(cut_s / self.least_seconds_per_sample))
         return largest
 
-    def most_within(self, most_s: float, left_s: float) -> int:
-        """The largest batch of all members whose compute may take ``left_s`` of ``most_s``."""
+    def most_within(self, most_s: float, left_s: float, least_s: Floats) -> int:
+        """The largest batch of all members whose phases may take ``left_s`` of ``most_s``."""
         most = self.most(most_s)
-        each = min(member.most_within(most, left_s) for member in self._members)
+        each = min(member.most_within(most, left_s, least_s) for member in self._members)
         return self.count * self.num_batches * each
 
     def _batches(self, window: range, stride: int) -> Ints:
@@ -224,7 +224,11 @@ class GroupTimes:
 
 
 def may_compute(
-    groups: Sequence[GroupTimes], num_samples: int, most_s: float, left_s: float
+    groups: Sequence[GroupTimes],
+    num_samples: int,
+    most_s: float,
+    left_s: float,
+    least_s: Floats,
 ) -> bool:
     """Whether all groups together may compute so many, as of ``most_within``.
 
@@ -235,5 +239,5 @@ def may_compute(
     for group, each in zip(groups, most, strict=True):
         if slack < 0:
             break
-        slack -= each - group.most_within(most_s, left_s)
+        slack -= each - group.most_within(most_s, left_s, least_s)
     return slack >= 0

@@ -40,7 +40,7 @@ def policies(
     their inputs in the memory of the host, all or none of them. With ``optimizer_on_host``,
     the optimizer may step there beside any of it.
     """
-    key, known = (num_steps, on_host, optimizer_on_host), model.known.policies
+    key, known = (num_steps, on_host, optimizer_on_host), model.known.of_workload.policies
     if key in known:
         return known[key]
     choices = [

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardhet.planner.candidates.fitting import fitting_batches
 from shardhet.planner.forms import BatchRounds
 from shardhet.planner.problem.constraints import Role
 from shardhet.planner.problem.problem import Bools, Floats, Ints
@@ -19,7 +20,8 @@ from shardhet.records.plan import EVERY_UNIT, RankPlan
 from shardhet.records.schedule import Phase, StepForm
 
 MAX_MICROBATCH_SIZE = 2048  # larger ones are not looked at
-MOST_TRIED = 64  # batches, for a bound
+TANGENTS = 4  # that bound a batch
+ROUNDING = 1e-12
 
 
 class PortShares(NamedTuple):
@@ -85,6 +87,11 @@ class Terms:
         )
 
     @cached_property
+    def comm_s(self) -> Floats:
+        """[2 classes] seconds of collectives beside forward, and beside backward."""
+        return np.concatenate([comm_s.sum(axis=(0, 2, 3)) for _, comm_s, _ in self.of_rounds])
+
+    @cached_property
     def least_bytes_per_sample(self) -> int:
         """What any device needs for each of its samples."""
         return min(map(self.model.bytes_per_sample, self.policies))
@@ -96,16 +103,13 @@ class Terms:
             model = replace(model, resident_units=()).in_form(StepForm())
         limits = (self.max_microbatch_size, role.limits.max_microbatch_size)
         stated = [each for each in limits if each is not None]
-        sizes = np.arange(1, 1 + min(self.rounds.round_size, MAX_MICROBATCH_SIZE, *stated))
-        needed = np.min(  # the last needs the least, or the last without the host
-            [
-                model.working_bytes(role.device_kind, each, sizes, sizes)
-                for each in self.policies
-                if each.recomputed_units == EVERY_UNIT
-            ],
-            axis=0,
-        )
-        return int(sizes[needed <= role.budget_bytes].max(initial=1))
+        largest = min(self.rounds.round_size, MAX_MICROBATCH_SIZE, *stated)
+        # One of those needs the least.
+        ranks = [each for each in self.policies if each.recomputed_units == EVERY_UNIT]
+        sizes = np.arange(1, 1 + MAX_MICROBATCH_SIZE)
+        samples = fitting_batches(model, ranks, role.device_kind, role.budget_bytes, sizes)
+        fits: Bools = np.any(samples * (1 + ROUNDING) >= sizes, axis=0)
+        return int(sizes[:largest][fits[:largest]].max(initial=1))
 
 
 class Worth(NamedTuple):
@@ -175,17 +179,17 @@ class RoleTimes:
             for rank in self._terms.policies
         )
 
-    def most_within(self, most: int, left_s: float) -> int:
-        """The largest batch up to ``most`` that may fit, and may take at most ``left_s``."""
+    def most_within(self, most: int, left_s: float, least_s: Floats) -> int:
+        """The largest batch up to ``most`` that may fit, and may take at most ``left_s``; the
+        phases of all classes take at least ``least_s`` [2 classes].
+        """
         if not most or not self.needs_more_if_larger:
             return most
-        terms, sizes = self._terms, 2 ** np.arange(min(most, len(self._sizes)).bit_length())
-        seconds, slowed_s = _least_seconds(terms, self._seconds, sizes, self._role.device_kind)
-        batches = np.unique(np.linspace(1, most, min(most, MOST_TRIED)).astype(np.int64))
-        step_s = terms.rounds.in_whole_ones * batches[:, None, None] * seconds + slowed_s
-        fits = self._room(terms.policies, batches, sizes[None]) >= 0
-        may_be = (fits & (step_s <= left_s)).any(axis=(1, 2))
-        return int(np.append(batches - 1, most)[np.flatnonzero(may_be).max(initial=-1) + 1])
+        return self._bound.most_within(most, left_s, least_s)
+
+    @cached_property
+    def _bound(self) -> "_BatchBound":
+        return _BatchBound(self._terms, self._role, self._seconds, len(self._sizes))
 
     def of_choices(
         self, choices: Ints, batches: Ints, sizes: Ints, all_seconds: Floats
@@ -376,25 +380,67 @@ class RoleTimes:
         return np.where(computes & (left < least), -1.0, within)
 
 
-def _least_seconds(
-    terms: Terms, seconds: Mapping[str, Floats], sizes: Ints, device_kind: str | None
-) -> tuple[Floats, float]:
-    """[treatments, sizes] seconds that a sample takes at least, and what collectives add.
+class _BatchBound:
+    """How many samples a device may compute in some time, in microbatches of any size."""
 
-    Sizes are powers of two.  A microbatch needs the memory of the power below it at least, and
-    takes per sample as long as the fastest that is smaller than the power above it.
-    """
-    found, slowed_s = np.zeros((len(terms.policies), len(sizes))), 0.0
-    excess = terms.model.profile.device(device_kind).overlap_excess
-    min_s = {}
-    for name, each in seconds.items():  # [2, 1 + sizes]
-        per_sample = each[:, 1:] / np.arange(1, each.shape[1])
-        last = np.minimum(2 * sizes - 1, per_sample.shape[1]) - 1
-        min_s[name] = np.minimum.accumulate(per_sample, axis=1)[:, last]
-    for i, of_turn in enumerate(terms.turns.classes):
-        of_class = min_s[of_turn.kind.name]
-        again = terms.are_recomputed[:, i, None] * of_class[0]
-        found += of_turn.num_units * (of_class.sum(axis=0) + again)
-        for (_, comm_s, _), phase_s in zip(terms.of_rounds, of_class, strict=True):
-            slowed_s += excess * float(comm_s[:, i].sum()) * bool(phase_s.all())
-    return found, slowed_s
+    def __init__(
+        self, terms: Terms, role: Role, seconds: Mapping[str, Floats], largest: int
+    ) -> None:
+        """``seconds`` [2, 1 + largest] are of a microbatch, by kind of unit."""
+        self._terms, self._role, self._seconds, self._largest = terms, role, seconds, largest
+        # Sizes of microbatches, each of which stands for those up to the next.
+        self._powers: Ints = np.asarray(2 ** np.arange(largest.bit_length()))
+
+    def most_within(self, most: int, left_s: float, least_s: Floats) -> int:
+        """``RoleTimes.most_within``, where larger microbatches need more.
+
+        A batch of b samples takes  sum over phases of  max(least, b seconds + slowed),  which
+        is convex in b: where a tangent meets ``left_s`` is not below the largest batch.
+        """
+        seconds, slowed_s = self._least_seconds
+        seconds = seconds[:, :, : most.bit_length()]
+        samples = np.minimum(self._fitting[:, : seconds.shape[2]], most)
+        least_s = least_s[:, None, None]
+        for _ in range(TANGENTS):
+            phases_s = samples * seconds + slowed_s[:, None, None]
+            is_own = phases_s > least_s
+            over_s = np.where(is_own, phases_s, least_s).sum(axis=0) - left_s
+            per_sample_s = np.where(is_own, seconds, 0.0).sum(axis=0)
+            most_over = np.divide(  # samples; all of them where none is fast enough
+                over_s, per_sample_s, out=np.full(over_s.shape, inf), where=per_sample_s > 0
+            )
+            samples = np.maximum(0.0, samples - np.where(over_s > 0, most_over, 0.0))
+        return int(samples.max() * (1 + ROUNDING))
+
+    @cached_property
+    def _fitting(self) -> Floats:
+        """[treatments, sizes] samples that fit at most in microbatches of so many or more."""
+        terms, role, state = self._terms, self._role, self._terms.state
+        if terms.has_endless_memory:
+            return np.full((len(terms.policies), len(self._powers)), inf)
+        stored = (role.limits.state_share or 0.0) * state.whole
+        if not stored:
+            stored = max(state.even or 0.0, terms.stored.least * terms.model.workload.numel)
+        asked = (terms.model, terms.policies, role.device_kind, role.budget_bytes, self._powers)
+        stored -= 2 * state.slack
+        return fitting_batches(*asked, stored_numel=stored, host_bytes=role.host_bytes)
+
+    @cached_property
+    def _least_seconds(self) -> tuple[Floats, Floats]:
+        """[2 classes, treatments, sizes] seconds that each sample of a round adds at least to
+        the phases of each class, and [2 classes] what collectives add.
+
+        A microbatch takes per sample as long as the fastest below the next size.
+        """
+        terms, forward_s, backward_s = self._terms, [], []
+        sizes = np.arange(1, 1 + self._largest)
+        last = np.minimum(2 * self._powers - 1, self._largest) - 1
+        for i, of_turn in enumerate(terms.turns.classes):
+            per_sample = self._seconds[of_turn.kind.name][:, 1:] / sizes
+            least = np.minimum.accumulate(per_sample, axis=1)[:, last] * of_turn.num_units
+            again = terms.are_recomputed[:, i, None] * least[0]
+            forward_s.append(np.broadcast_to(least[0], again.shape))
+            backward_s.append(least[1] + again)
+        seconds = terms.rounds.in_whole_ones * np.array([*forward_s, *backward_s])
+        excess = terms.model.profile.device(self._role.device_kind).overlap_excess
+        return seconds, excess * terms.comm_s * (seconds > 0).all(axis=(1, 2))
