@@ -31,7 +31,7 @@ from shardhet.planner.problem.solution import PlanError, PlanSolution
 from shardhet.planner.residents import with_all_resident
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import slowest_of
-from shardhet.pricing.part import part_of
+from shardhet.pricing.part import links_of, part_of
 from shardhet.pricing.priced import at_sizes
 from shardhet.pricing.setting import Setting
 from shardhet.pricing.turns import taking_part
@@ -148,10 +148,10 @@ class SubsetSearch:
 
     @property
     def _max_searches(self) -> int:
+        are_unlike = len(self.setting.cluster.number_by_kind) > MAX_KINDS
         if self.near:
-            return MAX_SEARCHES_IF_NEAR
-        num_kinds = len(self.setting.cluster.number_by_kind)
-        return MAX_SEARCHES_IF_UNLIKE if num_kinds > MAX_KINDS else MAX_SEARCHES
+            return 1 if are_unlike else MAX_SEARCHES_IF_NEAR
+        return MAX_SEARCHES_IF_UNLIKE if are_unlike else MAX_SEARCHES
 
     def _try(self, parts: Iterable[Bools], first: Bools) -> bool:
         """Search the most promising of these parts; returns whether one is the best yet."""
@@ -159,7 +159,7 @@ class SubsetSearch:
         fine = FINE * len(kept)
         # The whole goes first unless others may be far faster: parts are then soon ruled out.
         far = inf if self.near else FAR
-        bounded: list[tuple[tuple[bool, float], float, Positions, Setting]] = []
+        bounded: list[tuple[tuple[bool, float], float, Positions]] = []
         for part in parts:
             if (key := part.tobytes()) in self._seen or not self._meets_constraints(part):
                 continue
@@ -169,17 +169,17 @@ class SubsetSearch:
             if compute_s >= most_s:
                 continue
             positions = tuple(np.flatnonzero(part).tolist())
-            setting = part_of(self.setting, positions)
-            if self._has_room(part, setting):
-                bound_s = _least_step_s(setting, compute_s)
+            links = links_of(self.setting, positions)
+            if self._has_room(part, links):
+                bound_s = _least_step_s(links, compute_s)
                 is_first = bool((part == first).all())
                 is_fine = not is_first and int((kept ^ part).sum()) < fine
                 order = (is_fine, bound_s / (far if is_first else 1))
-                bounded.append((order, bound_s, positions, setting))
+                bounded.append((order, bound_s, positions))
         bounded.sort(key=lambda each: each[0])
         faster: list[SubsetPlan] = []
-        for (is_fine, _), bound_s, positions, setting in bounded:
-            if faster and is_fine:
+        for (is_fine, _), bound_s, positions in bounded:
+            if is_fine and (faster or self.near):
                 break  # such sets are looked at beside what is faster
             cutoff_s = min(self.cutoff_s, self._most_s(len(positions), faster))
             is_whole = len(positions) == len(kept)
@@ -189,6 +189,7 @@ class SubsetSearch:
                 continue
             self.num_searched += 1
             try:
+                setting = part_of(self.setting, positions)
                 solution = self.solved(positions, setting, cutoff_s)
             except ValueError as error:  # or constraints need the devices that are left out
                 if isinstance(error, PlanError):

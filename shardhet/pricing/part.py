@@ -188,6 +188,13 @@ def _unit_of_member(
 
 def part_of(setting: Setting, positions: Collection[int]) -> Setting:
     """The setting with the devices at ``positions`` only."""
+    smaller = links_of(setting, positions)
+    devices = _devices(setting, smaller.cluster, smaller.cluster.number_by_kind)
+    return replace(smaller, profile=replace(smaller.profile, devices=devices))
+
+
+def links_of(setting: Setting, positions: Collection[int]) -> Setting:
+    """The same, but with the profiles of all devices, which wait for as many as before."""
     cluster, profile = setting.cluster, setting.profile
     smaller = cluster.only(positions)
     place = {}
@@ -209,7 +216,6 @@ def part_of(setting: Setting, positions: Collection[int]) -> Setting:
         cluster=smaller,
         profile=replace(
             profile,
-            devices=_devices(setting, smaller, smaller.number_by_kind),
             collectives=collectives,
             two_levels=two_levels,
             pairs=pairs,

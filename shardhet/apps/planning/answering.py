@@ -156,10 +156,10 @@ def _show_what_would_help(
     is_known = len(found) == len(tenths) + len(endless)
     limits = limit_lines(solution, found) if is_known else ()
     say(console, pace_line(solution), *limits)
-    # No memory of one kind gives more than eight times as much of all.  Cards help most, as a
-    # rule: of what follows, what is seen to help less is not searched.
+    # No memory of one kind gives more than eight times as much of all.  Other plans and cards
+    # help most, as a rule: of what follows, what is seen to help less is not searched.
     most = max((gain.value for gain in found if gain.variant.is_endless), default=inf)
-    bounds = {Resource.DEVICES: inf, Resource.MEMORY: most, None: inf}
+    bounds = {None: inf, Resource.DEVICES: inf, Resource.MEMORY: most}
     advice = [
         replace(each, most=min(each.most, bound))
         for resource, bound in bounds.items()
