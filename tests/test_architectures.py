@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from shardhet.config.compose import VERSION_BASE, conf_dir, register_schemas
-from shardhet.config.models import DecoderConf, ModelConf, SampleShape
+from shardhet.config.models import DecoderConf, ModelConf
 from shardhet.models.decoder import Decoder
 from shardhet.records.workload import Workload
 from tests.selection import one_in
@@ -52,7 +52,7 @@ def built(conf: ModelConf) -> nn.Module:
 
 
 def workload_of(conf: ModelConf) -> Workload:
-    return conf.to_workload(SampleShape(), param_dtype="float32")
+    return conf.to_workload(param_dtype="float32")
 
 
 @pytest.mark.parametrize("name", one_in(2, NAMES))

@@ -28,7 +28,6 @@ from shardhet.config.compose import (
     to_conf,
 )
 from shardhet.config.imported import ImportedConf
-from shardhet.config.models import SampleShape
 from shardhet.config.train import Precision, TrainConf
 from shardhet.profiler.measure import MeasuringEffort, measure
 from shardhet.records.plan import HoldsFor, Plan
@@ -275,7 +274,7 @@ def test_a_class_by_its_import_path_is_described_and_measured(
     conf = ImportedConf(
         target="mine_to_import:Model", batch="mine_to_import:batch", arguments={"width": 6}
     )
-    workload = conf.to_workload(SampleShape(), param_dtype="bfloat16")
+    workload = conf.to_workload(param_dtype="bfloat16")
     assert workload.numel == 3 * (36 + 6) + 6
     assert workload.param_dtype == "bfloat16"
     assert measure(conf.trained(), effort=QUICK).setting.workload.numel == workload.numel
@@ -287,4 +286,4 @@ def test_a_class_by_its_import_path_is_described_and_measured(
         with pytest.raises(ConfigError, match=words):
             ImportedConf(target=target, batch="mine_to_import:batch").trained()
     with pytest.raises(ConfigError, match=r"seq_len: the samples are those of model\.batch"):
-        conf.to_workload(SampleShape(seq_len=3), param_dtype="float32")
+        conf.to_workload(seq_len=3, param_dtype="float32")

@@ -32,7 +32,7 @@ from shardhet.config.compose import (
     to_conf,
 )
 from shardhet.config.measure import MeasureConf
-from shardhet.config.models import HfConf, SampleShape
+from shardhet.config.models import HfConf
 from shardhet.config.train import TrainConf
 from shardhet.models.pretrained import (
     LanguageModel,
@@ -131,9 +131,7 @@ def test_any_language_model_is_counted_from_its_configuration(
     sketch = trace_model(called.trained(module, vocab_size=VOCAB_SIZE, seq_len=SEQ_LEN))
     assert sketch.goes_on == (kind == "gemma2")  # which caps its logits
     assert sketch.times_loss
-    workload = HfConf(path=str(folder.path)).to_workload(
-        SampleShape(seq_len=SEQ_LEN), param_dtype="float32"
-    )
+    workload = HfConf(path=str(folder.path)).to_workload(seq_len=SEQ_LEN, param_dtype="float32")
     assert workload.numel == sum(param.numel() for param in module.parameters())
     blocks = [unit.kind for unit in workload.units if unit.fqn.split(".")[-1].isdigit()]
     assert len(blocks) == (6 if kind == "t5" else 3)
@@ -188,13 +186,13 @@ def mixtral_with(folder: Path, experts: str) -> HfConf:
 def test_what_depends_on_values_is_refused_by_unit(tmp_path: Path) -> None:
     conf = mixtral_with(tmp_path, "eager")
     with pytest.raises(ConfigError, match=r"unit 'model.layers.0'.*plan=by_hand"):
-        conf.to_workload(SampleShape(seq_len=SEQ_LEN), param_dtype="float32")
+        conf.to_workload(seq_len=SEQ_LEN, param_dtype="float32")
 
 
 def test_experts_are_counted_in_whatever_way_they_are_computed(tmp_path: Path) -> None:
     grouped, batched = (
         mixtral_with(tmp_path, each)
-        .to_workload(SampleShape(seq_len=SEQ_LEN), param_dtype="bfloat16")
+        .to_workload(seq_len=SEQ_LEN, param_dtype="bfloat16")
         .kind_by_name["mixtral_decoder_layer"]
         for each in ("grouped_mm", "batched_mm")
     )

@@ -16,7 +16,7 @@ from shardhet.apps.planning.sentences import form_lines
 from shardhet.apps.planning.what_if import WhatIfQuery, forms
 from shardhet.apps.simulate import main as simulate_main
 from shardhet.config.compose import conf_dir
-from shardhet.config.models import DecoderConf, SampleShape
+from shardhet.config.models import DecoderConf
 from shardhet.config.planning import PlannerConf, SimulateConf
 from shardhet.planner.stages.bound import together_s
 from shardhet.profiler.here import FoundCard
@@ -250,9 +250,9 @@ def test_a_model_is_described_once_for_all_that_is_tried(
     described: list[str] = []
     whole = DecoderConf.to_workload
 
-    def counted(conf: DecoderConf, samples: SampleShape, *, param_dtype: str) -> Workload:
+    def counted(conf: DecoderConf, *, param_dtype: str, **samples: int | None) -> Workload:
         described.append(param_dtype)
-        return whole(conf, samples, param_dtype=param_dtype)
+        return whole(conf, param_dtype=param_dtype, **samples)
 
     monkeypatch.setattr(DecoderConf, "to_workload", counted)
     said(capsys, *QUICK, "max_stages=2", "global_batch_size=8")

@@ -1,5 +1,6 @@
 """The console script ``shardhet COMMAND ...``; each command has a module of its own."""
 
+import gc
 import sys
 from importlib import import_module
 
@@ -28,6 +29,8 @@ def main() -> None:
     """Pass the command line to the command's own module."""
     command, *arguments = sys.argv[1:] or ["--help"]
     if command in COMMANDS:
+        # Imports and plans make millions of objects that stay, and few cycles.
+        gc.set_threshold(100_000, 20, 100)
         try:
             import_module(COMMANDS[command][0]).main(arguments)
         except KeyboardInterrupt:

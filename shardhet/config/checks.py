@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from enum import Enum
 from inspect import signature
 from math import inf
 from pathlib import Path
@@ -158,3 +159,22 @@ def _check_picture(path: str) -> None:
         ) from None
     if Path(path).suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"picture: {path!r} must end in .png, .svg or .pdf.")
+
+
+def check_measured(key: str, folder: Path) -> None:
+    """Raise ConfigError if ``folder`` lacks a file that ``shardhet measure`` writes."""
+    for name in ("cluster.json", "workload.json", "profile.json"):
+        if not (folder / name).is_file():
+            raise ConfigError(
+                f"{key}: {str(folder)!r} has no {name}. Give the folder that "
+                "`shardhet measure out=...` has written."
+            )
+
+
+def check_fp16_accumulation(is_set: bool, precision: Enum) -> None:
+    """Raise if products are to be summed in float16 that are not computed in it."""
+    if is_set and precision.value != "float16":
+        raise ConfigError(
+            f"fp16_accumulation: true but precision is {precision.name}, in which it has no "
+            "effect. Set precision=FP16, or leave it out."
+        )

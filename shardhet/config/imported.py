@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import MISSING
 
 from shardhet.config.checks import ConfigError, config_errors
-from shardhet.config.models import ModelConf, ModelKind, SampleShape
+from shardhet.config.models import ModelConf, ModelKind
 from shardhet.records.workload import Workload
 
 if TYPE_CHECKING:
@@ -34,15 +34,17 @@ class ImportedConf(ModelConf):
         """The name of the class."""
         return self.target.rpartition(":")[2]
 
-    def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
+    def to_workload(
+        self, *, param_dtype: str, vocab_size: int | None = None, seq_len: int | None = None
+    ) -> Workload:
         """The model's workload, counted on tensors without memory."""
         import torch
 
         from shardhet.profiler.describe import describe_spec
         from shardhet.profiler.model_spec import trace_model
 
-        for key in ("vocab_size", "seq_len"):
-            if getattr(samples, key) is not None:
+        for key, value in (("vocab_size", vocab_size), ("seq_len", seq_len)):
+            if value is not None:
                 raise ConfigError(f"{key}: the samples are those of model.batch. Leave it out.")
         model = replace(
             self.trained(),

@@ -1,13 +1,12 @@
 """MeasureConf: the configuration of ``shardhet measure``."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from shardhet.config.checks import above, at_least, checked
-from shardhet.config.compose import load_checked, register_schemas
+from shardhet.config.compose import register_schemas
 from shardhet.config.train import RanksConf
 
 MEASURE_CONFIG_NAME = "measure"
@@ -23,11 +22,6 @@ class MeasureConf(RanksConf):
     num_repeats: int = checked(10, at_least(3))  # of every measurement, if the time allows
     # Approximate, for compute; collectives and links come on top.
     time_limit_s: float = checked(60.0, above(0))
-
-    @classmethod
-    def load(cls, path: Path) -> "MeasureConf":
-        """Load what ``compose.save_resolved`` wrote."""
-        return load_checked(path, cls)
 
 
 def register_measure_schemas() -> None:

@@ -4,9 +4,10 @@ torch is imported only when a record is created, so that help stays fast.
 """
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,14 +53,6 @@ class DataKind(Enum):
     TEXT_DIR = "text_dir"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleShape:
-    """The shape of samples that a plan counts with; None means the model's usual value."""
-
-    vocab_size: int | None = None
-    seq_len: int | None = None
-
-
 @dataclass(kw_only=True)
 class ModelConf(Checked, prefix="model."):
     """The fields of every model.
@@ -74,18 +67,17 @@ class ModelConf(Checked, prefix="model."):
         return choice
 
     @cached_property
-    def _described(self) -> dict[tuple[SampleShape, str], Workload]:
-        return {}
-
-    def described(self, samples: SampleShape, *, param_dtype: str) -> Workload:
+    def described(self) -> Callable[..., Workload]:
         """``to_workload``, once for all clusters: counting a real model takes seconds."""
-        key = samples, param_dtype
-        if key not in self._described:
-            self._described[key] = self.to_workload(samples, param_dtype=param_dtype)
-        return self._described[key]
+        return cache(self.to_workload)
 
-    def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
-        """The model as counts and bytes; ConfigError if its shape is impossible."""
+    def to_workload(
+        self, *, param_dtype: str, vocab_size: int | None = None, seq_len: int | None = None
+    ) -> Workload:
+        """The model as counts and bytes; ConfigError if its shape is impossible.
+
+        Samples are of the model's usual shape where nothing else is given.
+        """
         raise NotImplementedError
 
 
@@ -104,7 +96,9 @@ class DecoderConf(ModelConf):
     usual_vocab_size: int = checked(256, at_least(1))
     usual_seq_len: int = checked(64, at_least(1))
 
-    def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
+    def to_workload(
+        self, *, param_dtype: str, vocab_size: int | None = None, seq_len: int | None = None
+    ) -> Workload:
         """The workload of ``shardhet.models.decoder.Decoder``."""
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
@@ -114,8 +108,8 @@ class DecoderConf(ModelConf):
         with config_errors("model"):
             return Workload.transformer(
                 **fields_of(self, Workload.transformer),
-                vocab_size=samples.vocab_size or self.usual_vocab_size,
-                seq_len=samples.seq_len or self.usual_seq_len,
+                vocab_size=vocab_size or self.usual_vocab_size,
+                seq_len=seq_len or self.usual_seq_len,
                 fuses_norms=True,  # on GPUs, which described clusters are of
                 param_dtype=param_dtype,
             )
@@ -301,7 +295,9 @@ class HfConf(ModelConf):
         trained = sum(each.numel() for each in module.parameters() if each.requires_grad)
         return f"{type(adapted.get_base_model()).__name__} (LoRA: {trained:,} trained)"
 
-    def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
+    def to_workload(
+        self, *, param_dtype: str, vocab_size: int | None = None, seq_len: int | None = None
+    ) -> Workload:
         """The model's workload, counted on tensors without memory."""
         import torch
 
@@ -309,11 +305,11 @@ class HfConf(ModelConf):
         from shardhet.profiler.model_spec import trace_model
 
         folder = self.folder()
-        seq_len = samples.seq_len or min(self.usual_seq_len, folder.max_seq_len or 2**62)
+        seq_len = seq_len or min(self.usual_seq_len, folder.max_seq_len or 2**62)
         self._check_seq_len(folder, seq_len, key="seq_len")
-        if samples.vocab_size not in (None, folder.vocab_size):
+        if vocab_size not in (None, folder.vocab_size):
             raise ConfigError(
-                f"vocab_size: {samples.vocab_size} but {folder.path}/config.json says "
+                f"vocab_size: {vocab_size} but {folder.path}/config.json says "
                 f"{folder.vocab_size}. Leave vocab_size out."
             )
         with config_errors("model"):

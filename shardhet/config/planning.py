@@ -21,6 +21,8 @@ from shardhet.config.checks import (
     above,
     at_least,
     check_fields,
+    check_fp16_accumulation,
+    check_measured,
     checked,
     config_errors,
     is_fraction,
@@ -28,19 +30,17 @@ from shardhet.config.checks import (
     one_of,
 )
 from shardhet.config.compose import register_schemas
-from shardhet.config.models import ModelConf, SampleShape
-from shardhet.config.train import check_fp16_accumulation
+from shardhet.config.models import ModelConf
 from shardhet.planner.problem.constraints import TOLERANCE, Constraints, DeviceLimits
 from shardhet.planner.stages.groups import MAX_STAGES
 from shardhet.pricing import derive
 from shardhet.pricing.part import part_of
-from shardhet.pricing.setting import CLUSTER_FILE, PROFILE_FILE, WORKLOAD_FILE, Setting
+from shardhet.pricing.setting import Setting
 from shardhet.records.cluster import USABLE_MEMORY_FRACTION, Cluster, DeviceSpec
 from shardhet.records.margin import with_fraction, with_libraries
 from shardhet.records.plan import EVERY_BLOCK
 
 LEAVE_OUT = ("ask", "auto", "never")
-MEASURED_FILES = (CLUSTER_FILE, WORKLOAD_FILE, PROFILE_FILE)
 GIB = 2**30
 
 
@@ -99,8 +99,10 @@ class InputsConf(Checked):
         if self.measured is not None:
             return self._load_measured(Path(self.measured))
         path = None if self.cluster_file is None else Path(self.cluster_file)
-        if path is not None:
-            _check_file("cluster_file", path)
+        if path is not None and not path.is_file():
+            raise ConfigError(
+                f"cluster_file: {self.cluster_file!r} does not exist. Pass the path of a file."
+            )
         if self.network is not None and self.cards is None:
             raise ConfigError(
                 "network: it has no effect without cards. Drop it, or give cards."
@@ -132,8 +134,7 @@ class InputsConf(Checked):
         with config_errors():
             cluster.check_described()  # the model may take long to read
         workload = self.model.described(
-            SampleShape(vocab_size=self.vocab_size, seq_len=self.seq_len),
-            param_dtype=self._dtype(cluster),
+            param_dtype=self._dtype(cluster), vocab_size=self.vocab_size, seq_len=self.seq_len
         )
         if self.num_moments is not None:
             workload = workload.with_moments(self.num_moments)
@@ -177,13 +178,7 @@ class InputsConf(Checked):
         return tuple(kept) if lacking and is_asked else (), part
 
     def _load_measured(self, folder: Path) -> Inputs:
-        if not folder.is_dir():
-            raise ConfigError(
-                f"measured: {str(folder)!r} is not a folder. Pass the one that "
-                f"shardhet measure out=... has written, with {', '.join(MEASURED_FILES)}."
-            )
-        for name in MEASURED_FILES:
-            _check_file("measured", folder / name)
+        check_measured("measured", folder)
         with config_errors():
             setting = Setting.load(folder)
         self._check_meets(setting.cluster)
@@ -405,8 +400,3 @@ def _positions(what: str, key: str, devices: Sequence[DeviceSpec]) -> list[int]:
             f"kind or pattern of it: {kinds}."
         )
     return named
-
-
-def _check_file(key: str, path: Path) -> None:
-    if not path.is_file():
-        raise ConfigError(f"{key}: {str(path)!r} does not exist. Pass the path of a file.")

@@ -6,7 +6,15 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
-from shardhet.config.checks import Checked, ConfigError, above, at_least, checked, one_of
+from shardhet.config.checks import (
+    Checked,
+    ConfigError,
+    above,
+    at_least,
+    check_fp16_accumulation,
+    checked,
+    one_of,
+)
 from shardhet.config.models import (
     NUM_BYTES,
     DataConf,
@@ -351,12 +359,3 @@ class TrainConf(RanksConf):
             )
         if isinstance(self.model, HfConf):
             self.model.check_is_trained()
-
-
-def check_fp16_accumulation(is_set: bool, precision: Enum) -> None:
-    """Raise if products are to be summed in float16 that are not computed in it."""
-    if is_set and precision.value != "float16":
-        raise ConfigError(
-            f"fp16_accumulation: true but precision is {precision.name}, in which it has no "
-            "effect. Set precision=FP16, or leave it out."
-        )

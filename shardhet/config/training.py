@@ -13,6 +13,7 @@ from shardhet.config.checks import (
     ConfigError,
     above,
     at_least,
+    check_measured,
     checked,
     config_errors,
     fields_of,
@@ -317,7 +318,7 @@ class FilePlanConf(PlanConf):
                 f"plan.path: {self.path!r} does not exist. Pass the path of a plan.json."
             )
         if self.measured:
-            _check_measured(self.measured)
+            check_measured("plan.measured", Path(self.measured))
 
     @property
     def stated_world_size(self) -> int | None:
@@ -349,7 +350,7 @@ class MeasuredPlanConf(PlanConf):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.measured is not None:
-            _check_measured(self.measured)
+            check_measured("plan.measured", Path(self.measured))
 
     @property
     def usual_world_size(self) -> int | None:
@@ -374,12 +375,3 @@ class LoggerConf:
     kind: LoggerKind = LoggerKind.NONE
     project: str = "shardhet"  # only wandb has projects
     is_offline: bool = True  # only wandb can be online
-
-
-def _check_measured(folder: str) -> None:
-    for name in ("cluster.json", "workload.json", "profile.json"):
-        if not (Path(folder) / name).is_file():
-            raise ConfigError(
-                f"plan.measured: {folder!r} has no {name}. Give the folder that "
-                "`shardhet measure out=...` has written."
-            )

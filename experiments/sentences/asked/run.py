@@ -31,7 +31,7 @@ from shardhet.apps.planning.answering import show
 from shardhet.apps.planning.inputs import composed, read_request
 from shardhet.apps.planning.what_if import WhatIfQuery, forms, that_fit
 from shardhet.config.compose import to_checked
-from shardhet.config.models import HfConf, LoraConf, SampleShape
+from shardhet.config.models import HfConf, LoraConf
 from shardhet.config.planning import Inputs, PlannedPrecision, PlannerConf
 from shardhet.planner import PlanError
 from shardhet.planner.advice.explain import Situation, at_other_speed, larger_situations
@@ -95,15 +95,17 @@ class Row:
 class Lora(HfConf):
     """A Hugging Face model that is counted once."""
 
-    def to_workload(self, samples: SampleShape, *, param_dtype: str) -> Workload:
-        return _counted(self.lora.rank, samples, param_dtype)
+    def to_workload(
+        self, *, param_dtype: str, vocab_size: int | None = None, seq_len: int | None = None
+    ) -> Workload:
+        return _counted(self.lora.rank, seq_len, param_dtype)
 
 
 @cache
-def _counted(rank: int, samples: SampleShape, param_dtype: str) -> Workload:
+def _counted(rank: int, seq_len: int | None, param_dtype: str) -> Workload:
     lora = LoraConf(rank=rank, targets=["q_proj", "v_proj"] if rank else [])
     conf = HfConf(path=str(FOLDER), weights=False, lora=lora)
-    return conf.to_workload(samples, param_dtype=param_dtype)
+    return conf.to_workload(param_dtype=param_dtype, seq_len=seq_len)
 
 
 @cache

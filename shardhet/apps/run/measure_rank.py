@@ -12,6 +12,7 @@ from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.run.measure_report import show_measurement
 from shardhet.apps.run.model_to_measure import measured_here
 from shardhet.config.checks import fields_of
+from shardhet.config.compose import load_checked
 from shardhet.config.measure import MeasureConf
 from shardhet.config.train import Precision
 from shardhet.profiler.measure import MeasuringEffort
@@ -24,7 +25,7 @@ def main() -> None:
 
 def measure_launched(folder: RunFolder, env: RankEnv) -> None:
     """``measure_as_rank`` by the configuration in the folder."""
-    measure_as_rank(MeasureConf.load(folder.start_config_path), folder, env)
+    measure_as_rank(load_checked(folder.start_config_path, MeasureConf), folder, env)
 
 
 def measure_as_rank(conf: MeasureConf, folder: RunFolder, env: RankEnv) -> None:
