@@ -16,7 +16,7 @@ from shardhet.apps.plan import DOOR as PLAN_DOOR
 from shardhet.apps.plan import main as plan_main
 from shardhet.apps.planning.inputs import load as plan_load
 from shardhet.apps.planning.inputs import read_request
-from shardhet.apps.planning.stages import beside_line, units_in_short
+from shardhet.apps.planning.sentences import beside_line, units_in_short
 from shardhet.apps.simulate import main as simulate_main
 from shardhet.config.planning import PlannerConf
 from shardhet.planner import Constraints, PlanSolution, solve

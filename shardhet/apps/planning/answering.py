@@ -1,6 +1,8 @@
 """What ``shardhet plan`` answers: the best plan, what limits it, and what would help."""
 
+import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -12,7 +14,6 @@ from rich.console import Console
 from shardhet.apps.cli.quantities import counted
 from shardhet.apps.cli.streamed import Spinner, say
 from shardhet.apps.planning.fewer_devices import LEAST_GAIN, without_idle
-from shardhet.apps.planning.keeping import keep_plan
 from shardhet.apps.planning.report import (
     PlanReport,
     limit_lines,
@@ -21,12 +22,13 @@ from shardhet.apps.planning.report import (
     proof_lines,
     show_plan,
 )
-from shardhet.apps.planning.stages import beside_line, pipeline_below
+from shardhet.apps.planning.sentences import beside_line
 from shardhet.apps.planning.what_if import (
     MAX_SHOWN,
     WhatIfQuery,
     could_be_float16,
     forms,
+    pipeline_below,
     show_best,
     show_gains,
     show_simpler,
@@ -49,8 +51,10 @@ from shardhet.planner.advice.explain import (
 )
 from shardhet.planner.search.search import Effort
 from shardhet.pricing.setting import Setting
+from shardhet.records.plan import Plan
 from shardhet.simulator.simulation import simulate, timeline_of
 
+LAST_PLAN = Path(".shardhet", "last_plan.json")  # where no other place was asked for
 # Sufficient for comparisons; the plan itself is searched until it is proven optimal.
 COMPARED = Effort(relative_gap=1e-4)
 COMPARED_IF_UNLIKE = Effort(relative_gap=1e-3, max_exact_additions=1e7)
@@ -300,3 +304,35 @@ def _write(conf: PlannerConf, report: PlanReport, console: Console) -> None:
 
         draw_report(report, Path(conf.picture))
         say(console, f"drawn to {conf.picture}")
+
+
+def keep_plan(setting: Setting, plan: Plan, path: str | None, console: Console) -> None:
+    """Write the plan, with what it holds for, and say what to start."""
+    if path is None:
+        with suppress(OSError):
+            LAST_PLAN.parent.mkdir(exist_ok=True)
+        if not os.access(LAST_PLAN.parent, os.W_OK):
+            return
+        said = [f"The plan is in {LAST_PLAN} until the next one; out=plan.json keeps it."]
+    else:
+        said = [f"written to {path}", *launch_lines(plan, path)]
+    setting.named(plan).save(path or LAST_PLAN)
+    say(console, *said)
+
+
+def launch_lines(plan: Plan, path: str) -> Iterator[str]:
+    """What to start on each host, if there are several."""
+    num_by_host = Counter(rank.device.host for rank in plan.ranks if rank.device.host)
+    if len(num_by_host) < 2:
+        return
+    hosts_by_num: dict[int, list[str]] = {}
+    for host, num in num_by_host.items():
+        hosts_by_num.setdefault(num, []).append(host)
+    first = next(iter(num_by_host))
+    yield f"To train, put {path} on every host and start, with the same other keys:"
+    for num, hosts in hosts_by_num.items():
+        yield (
+            f"  on {', '.join(hosts)}: torchrun --nnodes={len(num_by_host)} "
+            f"--nproc-per-node={num} --rdzv-backend=c10d --rdzv-endpoint={first}:29500 "
+            f"-m shardhet.apps.train plan=file plan.path={path} ..."
+        )

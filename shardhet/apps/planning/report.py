@@ -22,10 +22,12 @@ from shardhet.apps.planning.heading import source_line
 from shardhet.apps.planning.sentences import (
     OVER_GLOO,
     form_lines,
+    pipeline_lines,
+    pipeline_proof,
     preferred_lines,
     proven_line,
+    units_in_short,
 )
-from shardhet.apps.planning.stages import pipeline_lines, pipeline_proof, units_in_short
 from shardhet.config.planning import Inputs
 from shardhet.planner import Constraints, PlanSolution
 from shardhet.planner.advice.explain import Gain, Resource, fullest_kinds, slowest_kinds

@@ -12,7 +12,6 @@ from shardhet.apps.cli.quantities import GIB, counted, duration
 from shardhet.apps.cli.streamed import Spinner, StreamedTable, say
 from shardhet.apps.planning.fewer_devices import LEAST_GAIN, BetterWithout, named
 from shardhet.apps.planning.report import speed_part
-from shardhet.apps.planning.stages import pipeline_below
 from shardhet.config.models import HfConf, LoraConf
 from shardhet.config.planning import Inputs, PlannedPrecision, PlannerConf
 from shardhet.planner import Constraints, PlanError, PlanSolution, solve
@@ -21,6 +20,8 @@ from shardhet.planner.baselines import compute_only, even, memory_only, one_roun
 from shardhet.planner.candidates.groupings import FEW
 from shardhet.planner.idle import Positions, SubsetPlan, active_positions
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
+from shardhet.planner.stages.find import find_pipeline
+from shardhet.planner.stages.solution import PipelineSolution
 from shardhet.planner.task import TOO_SLOW
 from shardhet.pricing.derive import meets_over_gloo, slowest_of
 from shardhet.pricing.setting import Setting
@@ -251,6 +252,22 @@ def _described(query: WhatIfQuery, conf: PlannerConf, least: float) -> tuple[flo
 def _in_float16(query: WhatIfQuery, least: float) -> tuple[float, str]:
     half = replace(query.conf, precision=PlannedPrecision.FP16)
     return _described(query, half, least)[0], "it trains with a scaled loss."
+
+
+def pipeline_below(
+    conf: PlannerConf, inputs: Inputs, constraints: Constraints, cutoff_s: float
+) -> PipelineSolution | None:
+    """A pipeline whose step is shorter than this; None if none was found."""
+    found = find_pipeline(
+        inputs.setting,
+        global_batch_size=conf.global_batch_size,
+        smaller=conf.part_of(inputs),
+        max_stages=conf.max_stages,
+        constraints=constraints,
+        tolerance=conf.tolerance,
+        cutoff_s=cutoff_s,
+    )
+    return None if found is None or found.step_time_s >= cutoff_s else found
 
 
 def _in_stages(query: WhatIfQuery, least: float) -> tuple[float, str]:
