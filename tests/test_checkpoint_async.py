@@ -1,16 +1,19 @@
 """Checkpoints that are written while training goes on."""
 
+import sys
 import time
 from pathlib import Path
+from threading import Event
 from typing import IO
 
 import pytest
 
 from shardhet.checkpoint import CheckpointError, load, save, save_async
 from shardhet.checkpoint.format import files
+from shardhet.checkpoint.state import job
 from tests.checkpoint_cases import check_same, train, whole_state
 from tests.test_checkpoint_failures import full_disk, message_of, trained
-from tests.worlds import on_ranks, run_ranks
+from tests.worlds import on_ranks, run_ranks, wait_until
 
 SLOWLY_S = 0.5
 
@@ -34,6 +37,24 @@ def test_what_is_written_is_the_state_of_the_call(rank: int, tmp_path: Path) -> 
     files.open_new = usual
     assert load(model, optimizer, tmp_path / "first") == [0]
     check_same(whole_state(model, optimizer), expected)
+
+
+@on_ranks(3)
+def test_it_is_complete_before_anybody_waits(rank: int, tmp_path: Path) -> None:
+    pending = save_async(*trained(), tmp_path / "alone")
+    wait_until((tmp_path / "alone").exists, seconds=10)  # no collective call until then
+    pending.wait()
+
+
+def test_a_thread_of_a_program_that_has_failed_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "last_value", KeyError("sample 17"), raising=False)
+    stopped = Event()
+    thread = job.Thread(stopped.wait, name="writes", stop=stopped.set)
+    thread.start()
+    job._end()
+    assert not thread.is_alive()
 
 
 @on_ranks(3)

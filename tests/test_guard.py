@@ -65,7 +65,17 @@ def train(rank: int, poison: Poison, guard: dict[str, Any], num_steps: int) -> A
     trainer.guard = Guard(**guard)
     steps = [trainer.train_step() for _ in range(num_steps)]
     rows = [p.detach().clone() for p in trainer.model.parameters()]
-    return [(s.step, s.why_skipped) for s in steps], rows, trainer.optimizers[0].state_dict()
+    return [(s.step, s.why_skipped) for s in steps], rows
+
+
+def test_a_trainer_makes_nothing_of_a_bad_gradient() -> None:
+    guard = {"on_bad_step": OnBadStep.SKIP}
+    before = run_ranks(train, 2, "none", guard, BAD_STEP)
+    for (steps, rows), (_, same) in zip(
+        run_ranks(train, 2, "gradient", guard, BAD_STEP + 1), before, strict=True
+    ):
+        assert steps[-1] == (BAD_STEP + 1, "the gradient norm is nan")
+        assert all(map(torch.equal, rows, same))
 
 
 @pytest.mark.parametrize("poison", [for_campaign("loss"), "gradient"])
@@ -103,24 +113,58 @@ def entries(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
 
 
-def judged_by_when_resumed(rank: int, path: str) -> dict[str, Any]:
+def run_alone(path: str) -> Run:
     folder = RunFolder(Path(path))
-    env = RankEnv(rank=rank, world_size=1, local_rank=rank, store_host="", store_port=0)
-    run = Run(folder.load_config(), folder, env, torch.device("cpu"))
-    return run.trainer.guard.state_dict()
+    env = RankEnv(rank=0, world_size=1, local_rank=0, store_host="", store_port=0)
+    return Run(folder.load_config(), folder, env, torch.device("cpu"))
+
+
+def judged_by_when_resumed(rank: int, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    trainer = run_alone(path).trainer
+    assert trainer.loss_scaler is not None
+    return trainer.guard.state_dict(), trainer.loss_scaler.state_dict()
 
 
 def test_a_run_that_goes_on_judges_steps_by_those_before_it_was_cut_off(
     tmp_path: Path,
 ) -> None:
     keys = (*TEXT, f"data.path={write_pages(tmp_path / 'text')}", "plan.global_batch_size=2")
-    path = configure(tmp_path / "run", *keys, "cluster.num_ranks=1", "resume=auto")
+    keys += ("precision=FP16", "cluster.num_ranks=1", "resume=auto")
+    path = configure(tmp_path / "run", *keys)
     run_ranks(train_until, 1, path, 1, 2)
-    [judged_by] = run_ranks(judged_by_when_resumed, 1, path)
+    [(judged_by, scale)] = run_ranks(judged_by_when_resumed, 1, path)
+    assert scale["_growth_tracker"] == 2
     taken = entries(tmp_path / "run")
     assert judged_by["losses"] == [each["loss"] for each in taken if "loss" in each]
     assert judged_by["norms"] == [each["grad_norm"] for each in taken if "grad_norm" in each]
     assert len(judged_by["norms"]) == 2
+
+
+def roll_back_once(rank: int, path: str) -> tuple[int, list[int]]:
+    """How many batches are left out at first, and which are taken; number 5 is bad."""
+    run = run_alone(path)
+    trainer, run_well, taken = run.trainer, run.trainer._run, list[int]()
+    left_out = trainer.num_batches_skipped
+
+    def run_badly(model: HetFSDP, tensors: Any) -> Any:
+        loss_sum, *rest = run_well(model, tensors)
+        if model.training:
+            taken.append(model.step + trainer.num_batches_skipped)
+            assert len(taken) < 20
+            loss_sum = loss_sum * (math.nan if taken[-1] == 5 else 1.0)
+        return (loss_sum, *rest)
+
+    trainer._run = run_badly
+    run.train()
+    return left_out, taken
+
+
+def test_a_run_that_rolls_back_leaves_the_bad_batch_out_for_good(tmp_path: Path) -> None:
+    keys = (*TEXT, f"data.path={write_pages(tmp_path / 'text')}", "plan.global_batch_size=2")
+    keys += ("cluster.num_ranks=1", "guard.on_bad_step=ROLL_BACK", "resume=auto")
+    for num_steps, expected in ((7, (0, list(range(9)))), (8, (2, [9]))):
+        path = configure(tmp_path / "run", *keys, f"num_steps={num_steps}")
+        assert run_ranks(roll_back_once, 1, path) == [expected]
 
 
 def test_what_steps_are_judged_by_is_read_as_it_was_written() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardhet import HetFSDP, Plan
+from shardhet.fsdp.microbatch.chosen import _rolled
 from shardhet.fsdp.probing.attempt import Attempt
 from shardhet.fsdp.probing.comparing import HUGE, are_close
 from shardhet.fsdp.probing.prober import _tell_of_alike_samples
@@ -733,6 +734,18 @@ def test_masks_that_depend_on_values(first: bool, recomputes: bool) -> None:
             x[step, 0, 0] = 2.0  # one sample of another microbatch at each step
             x[(step + 1) % 5, 0, 0] = 2.0
         both.step(x)
+
+
+@pytest.mark.parametrize(
+    ("sample", "rolled"),
+    [
+        ([1, 1, 0, 0], [1, 1, 1, 0]),  # padding does not come to the front
+        ([0, 0, 0, 1], [1, 0, 0, 0]),  # nothing would be left of it
+        ([0, 1, 2, 3], [3, 0, 1, 2]),
+    ],
+)
+def test_a_mask_in_a_probe_begins_as_it_did(sample: list[int], rolled: list[int]) -> None:
+    assert _rolled(torch.tensor([sample]), 1, 1).tolist() == [rolled]
 
 
 # Batch norm

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardhet import HetFSDP, Plan, redistribute
+from shardhet import HetFSDP, Plan, Stage, redistribute
 from shardhet.checkpoint import CheckpointError, load, save
 from shardhet.fsdp.microbatch.batching import storage_of
 from tests.beside import mean_of, squared
@@ -402,6 +402,32 @@ def keeps(model: HetFSDP, fqns: Sequence[str]) -> bool:
         for flat in model._flats
         if not (flat.is_trainable or flat._is_shard_itself)
     )
+
+
+@on_ranks(4)
+def test_each_stage_keeps_its_own_frozen_weights(rank: int) -> None:
+    """In steps, called one by one, and after one rank of one stage has written its rows."""
+    plan = Plan.by_hand(
+        microbatch_sizes=[2, 1, 0, 3],
+        state_shares=[0.3, 0.7, 0.4, 0.6],
+        num_rounds=2,
+        stages=[Stage(units=("0",), num_ranks=2), Stage(units=("[12]",), num_ranks=2)],
+        resident_units=True,
+    )
+    model = wrapped(plan, loss_fn=lambda y: (y.square().sum(), torch.tensor(len(y))))
+    expected, x = make_module(), inputs(4)
+    for _ in range(2):
+        for callers in (range(4), (3,)):
+            model.zero_grad()
+            model.forward_backward(own(model))
+            assert keeps(model, [["0"], ["0"], [], ["1", "2"]][model.position])
+            check_grads(model, expected)
+            with model.unit_by_unit():
+                if model.position in callers:
+                    assert torch.allclose(model.module(x), expected(x), rtol=1e-12, atol=1e-14)
+        if model.position == 3:
+            _double(model)
+        expected = _as_it_is(model)
 
 
 def test_plans_with_residents_are_kept_in_files() -> None:
