@@ -319,6 +319,26 @@ def test_a_folder_that_does_not_hold_what_its_index_lists_is_refused(
         load_pretrained(tmp_path, ONE)
 
 
+def write_of_two(folder: Path, tensor: Tensor) -> None:
+    from shardhet.hf.folders.saving import WeightFiles
+
+    listed = {"a": torch.ones(2, 3), "b": torch.ones(1)}
+    files = WeightFiles(folder, listed, least_file_bytes=MIB)
+    files.add({"a": tensor})
+    files.close(7)
+
+
+@pytest.mark.parametrize(
+    "tensor, words",
+    [(torch.ones(2, 3), "'b'.* never written"), (torch.ones(3, 2), r"a: .* but .*\(2, 3\) is")],
+)
+def test_what_is_written_is_what_was_expected(
+    tensor: Tensor, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        write_of_two(tmp_path, tensor)
+
+
 def adapt_and_save(rank: int, folder: str) -> None:
     """LoRA on a folder that is read by rows; the adapter is saved alone."""
     from peft import LoraConfig, PeftModel, get_peft_model

@@ -228,6 +228,47 @@ def test_masks_drawn_by_worker_processes_are_not_resumed(tmp_path: Path) -> None
         trainer.train(resume_from_checkpoint=True)
 
 
+def test_the_newest_whole_checkpoint_is_gone_on_from(saved: Path, tmp_path: Path) -> None:
+    from shardhet.hf.resuming import _newest
+
+    for number, damage in enumerate((half_written, without_state, cut)):
+        folder = Path(shutil.copytree(saved, tmp_path / str(number)))
+        assert _newest(folder).name == "checkpoint-6"
+        damage(folder / "checkpoint-6")
+        assert _newest(folder).name == "checkpoint-3"
+
+
+def half_written(folder: Path) -> None:
+    path = folder / "trainer_state.json"
+    path.write_text(path.read_text()[:50])
+
+
+def without_state(folder: Path) -> None:
+    shutil.rmtree(folder / "shardhet")
+
+
+def cut(folder: Path) -> None:
+    largest = max((folder / "shardhet").iterdir(), key=lambda each: each.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1])
+
+
+def test_a_run_in_float16_goes_on_with_its_scale(tmp_path: Path) -> None:
+    make(str(tmp_path), ONE, fp16=True, max_steps=3).train()
+    resumed = make(str(tmp_path), ONE, fp16=True, max_steps=4)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.loss_scaler.state_dict()["_growth_tracker"] == 4
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    """Of a run whose learning rate is so high that it is not the last."""
+    how = {"learning_rate": 0.3, "warmup_steps": 0, "eval_strategy": "steps", "eval_steps": 3}
+    trainer = make(str(tmp_path), ONE, load_best_model_at_end=True, **how)
+    trainer.train()
+    history = trainer.state.log_history
+    losses = [each["eval_loss"] for each in history if "eval_loss" in each]
+    assert trainer.evaluate()["eval_loss"] == min(losses) < losses[-1]
+
+
 def test_a_checkpoint_of_a_run_opens_with_from_pretrained(saved: Path) -> None:
     model = transformers.LlamaForCausalLM.from_pretrained(saved / "checkpoint-6")
     assert model.config.vocab_size == 64
