@@ -1,5 +1,6 @@
 """transformers' Trainer under a plan is transformers' Trainer on one process."""
 
+import inspect
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -153,6 +154,41 @@ def test_a_mean_over_samples_is_trained_as_on_one_process(
         torch.testing.assert_close(found[fqn], param, rtol=1e-9, atol=1e-9)
 
 
+def own_mean(self: Any, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
+    """Of the next token at each position that has one, without outputs."""
+    labels = inputs.pop("labels")
+    logits = model(**inputs).logits[:, :-1].flatten(0, 1)
+    return F.cross_entropy(logits, labels[:, 1:].flatten())
+
+
+@pytest.mark.parametrize(
+    "methods, changes",
+    [
+        ({"compute_loss": own_mean}, {}),
+        ({"compute_loss": own_mean}, {"gradient_accumulation_steps": 2}),
+        ({}, {"label_smoothing_factor": 0.1}),
+    ],
+)
+def test_means_over_next_tokens_are_those_of_whole_batches(
+    methods: dict[str, Any], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    from shardhet.hf import HetTrainer
+
+    plan, found = Plan.by_hand(microbatch_sizes=[1], num_rounds=4), []
+    for base, size, given in (
+        (HetTrainer, {}, {"plan": plan}),
+        (transformers.Trainer, {"per_device_train_batch_size": 4}, {}),
+    ):
+        args = arguments(tmp_path, max_steps=2, optim="sgd", **size, **changes)
+        given["train_dataset"] = texts(16, seed=1)
+        trainer = type("Own", (base,), methods)(llama(), args, **given)
+        trainer.model_accepts_loss_kwargs = not methods
+        trainer.train()
+        found.append(getattr(trainer, "het", trainer.model).state_dict())
+    for fqn, param in found[1].items():
+        torch.testing.assert_close(found[0][fqn], param, rtol=0, atol=1e-9)
+
+
 def save_and_predict(rank: int, folder: str) -> bool:
     """Checkpoints of a run are folders of transformers."""
     from shardhet.hf import HetTrainer
@@ -180,6 +216,27 @@ def test_a_saved_run_opens_with_from_pretrained(tmp_path: Path) -> None:
 
 ONE = Plan.even(1, microbatch_size=4)
 
+
+def alone(folder: Path, model: Any = None, kind: Any = None, **given: Any) -> Any:
+    """A trainer of one process; ``given`` is for the trainer, or else for its arguments."""
+    from shardhet.hf import HetTrainer
+
+    of_trainer = inspect.signature(HetTrainer.__init__).parameters.keys()
+    of_trainer |= inspect.signature(transformers.Trainer.__init__).parameters.keys()
+    options = {name: given.pop(name) for name in [*given] if name in of_trainer}
+    args = options.pop("args", None) or arguments(folder, **given)
+    options = {"plan": ONE, "train_dataset": texts(8, seed=1), **options}
+    trainer = (kind or HetTrainer)(llama() if model is None else model, args, **options)
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def overriding(**methods: Any) -> Any:
+    from shardhet.hf import HetTrainer
+
+    return type("Overriding", (HetTrainer,), methods)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "evaluation in float16": ({"fp16_full_eval": True}, "fp16_full_eval"),
     "adafactor": ({"optim": "adafactor"}, "optim='adafactor'"),
@@ -194,12 +251,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_a_plan_cannot_honour_is_refused_by_name(case: str, tmp_path: Path) -> None:
-    from shardhet.hf import HetTrainer
-
     changes, message = REFUSED[case]
-    args = arguments(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
-        HetTrainer(llama(), args, plan=ONE, train_dataset=texts(8, seed=1))
+        alone(tmp_path, **changes)
 
 
 @pytest.mark.parametrize(
@@ -217,96 +271,58 @@ def test_what_a_plan_cannot_honour_is_refused_by_name(case: str, tmp_path: Path)
 def test_what_the_launcher_asks_for_and_a_plan_cannot_honour_is_refused_by_name(
     name: str, value: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shardhet.hf import HetTrainer
-
     # DeepSpeed, if it is not installed, is refused by transformers when arguments are made.
     is_read_first = name == "ACCELERATE_MIXED_PRECISION"
     args = None if is_read_first else arguments(tmp_path)
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"accelerate launch: .*{message}"):
-        HetTrainer(
-            llama(), args or arguments(tmp_path), plan=ONE, train_dataset=texts(8, seed=1)
-        )
+        alone(tmp_path, args=args)
 
 
 @pytest.mark.parametrize("method", ["get_train_dataloader", "get_eval_dataloader"])
 def test_loaders_that_do_not_deal_by_the_plan_are_refused(method: str, tmp_path: Path) -> None:
-    from shardhet.hf import HetTrainer
-
     samples = texts(8, seed=1)
     loader = torch.utils.data.DataLoader(samples, batch_size=4)  # type: ignore[arg-type]  # rows
-    overriding = type("Overriding", (HetTrainer,), {method: lambda *_: loader})
-    trainer = overriding(
-        llama(),
-        arguments(tmp_path, max_steps=1, eval_strategy="epoch"),
-        plan=ONE,
-        train_dataset=samples,
-        eval_dataset=samples,
-    )
+    kind = overriding(**{method: lambda *_: loader})
+    own = {"max_steps": 1, "eval_strategy": "epoch", "eval_dataset": samples}
+    trainer = alone(tmp_path, kind=kind, **own)
     with pytest.raises(ValueError, match=f"{method}.* does not deal out batches"):
         trainer.train()
 
 
-def test_a_prediction_step_that_would_not_be_called_is_refused(tmp_path: Path) -> None:
-    from shardhet.hf import HetTrainer
-
-    overriding = type("Overriding", (HetTrainer,), {"prediction_step": lambda *_: None})
-    with pytest.raises(ValueError, match="Overriding overrides prediction_step"):
-        overriding(llama(), arguments(tmp_path), plan=ONE, train_dataset=texts(8, seed=1))
-
-
 def test_batch_sizes_alone_or_the_path_of_its_file_are_a_plan(tmp_path: Path) -> None:
-    from shardhet.hf import HetTrainer
-
     plan, path = Plan.by_hand(microbatch_sizes=[8]), tmp_path / "plan.json"
     plan.save(path)
     for given in ([8], path, str(path)):
-        args, dataset = arguments(tmp_path), texts(8, seed=1)
-        assert HetTrainer(llama(), args, plan=given, train_dataset=dataset).plan == plan
+        assert alone(tmp_path, plan=given).plan == plan
 
 
 def test_a_plan_is_made_for_these_cards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shardhet.hf import HetTrainer
-
     monkeypatch.setenv("SHARDHET_REHEARSE", "A6000")
-    args, dataset = arguments(tmp_path, per_device_train_batch_size=6), texts(8, seed=1)
+    args = arguments(tmp_path, per_device_train_batch_size=6)
     with pytest.raises(ValueError, match=r"train_dataset.*there is none"):
-        HetTrainer(llama(), args, plan="auto")
-    plan = HetTrainer(llama().float(), args, plan="auto", train_dataset=dataset).plan
+        alone(tmp_path, args=args, plan="auto", train_dataset=None)
+    plan = alone(tmp_path, llama().float(), args=args, plan="auto").plan
     assert plan.ranks[0].device.kind == "NVIDIA RTX A6000"
     assert plan.global_batch_size == 6
 
 
 def test_an_optimizer_on_the_host_is_fused(tmp_path: Path) -> None:
-    from shardhet.hf import HetTrainer
-
     losses = []
     for on_host in (False, True):
         plan = Plan.by_hand(microbatch_sizes=[8], optimizer_on_host=on_host)
-        args = arguments(tmp_path / str(on_host), optim="adamw_torch", max_steps=2)
-        trainer = HetTrainer(llama(), args, plan=plan, train_dataset=texts(16, seed=1))
+        how = {"optim": "adamw_torch", "max_steps": 2, "train_dataset": texts(16, seed=1)}
+        trainer = alone(tmp_path / str(on_host), plan=plan, **how)
         losses.append(trainer.train().training_loss)
         assert bool(trainer.optimizer.optimizer.defaults["fused"]) == on_host
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
-def test_a_plan_for_other_ranks_is_refused(tmp_path: Path) -> None:
-    from shardhet.hf import HetTrainer
-
-    with pytest.raises(ValueError, match="1 processes but the plan has 3 devices"):
-        HetTrainer(llama(), arguments(tmp_path), plan=PLAN, train_dataset=texts(8, seed=1))
-
-
 def test_a_plan_for_another_optimizer_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    from shardhet.hf import HetTrainer
-
     said = HoldsFor(param_dtype="float64", tokens_per_sample=99, num_moments=1)
-    plan = replace(ONE, holds_for=said)
-    trainer = HetTrainer(
-        llama(), arguments(tmp_path), plan=plan, train_dataset=texts(8, seed=1)
-    )
+    trainer = alone(tmp_path, plan=replace(ONE, holds_for=said))
     with pytest.raises(
         ValueError, match=r"AdamW keeps .*num_moments is 2 but the plan was made for 1"
     ):
@@ -314,33 +330,30 @@ def test_a_plan_for_another_optimizer_is_refused_before_the_first_step(tmp_path:
     assert trainer.state.global_step == trainer.het.step == 0
 
 
-def test_an_optimizer_of_the_whole_model_is_refused(tmp_path: Path) -> None:
-    from shardhet.hf import HetTrainer
-
+def with_its_own_optimizer(folder: Path) -> Any:
     model = llama()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ValueError, match="Wrap the model with HetFSDP"):
-        HetTrainer(
-            model,
-            arguments(tmp_path),
-            plan=ONE,
-            train_dataset=texts(8, seed=1),
-            optimizers=(optimizer, None),
-        )
+    return alone(folder, model, optimizers=(torch.optim.AdamW(model.parameters()), None))
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (
+            lambda folder: alone(folder, kind=overriding(prediction_step=lambda *_: None)),
+            "Overriding overrides prediction_step",
+        ),
+        (lambda folder: alone(folder, plan=PLAN), "1 processes but the plan has 3 devices"),
+        (with_its_own_optimizer, "Wrap the model with HetFSDP"),
+    ],
+)
+def test_what_a_trainer_cannot_use_is_refused(make: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        make(tmp_path)
 
 
 def one_step(folder: Path, loss: Any, **changes: Any) -> None:
     """With a loss function of the user's."""
-    from shardhet.hf import HetTrainer
-
-    trainer = HetTrainer(
-        llama(),
-        arguments(folder, max_steps=1, **changes),
-        plan=ONE,
-        train_dataset=texts(8, seed=1),
-        compute_loss_func=loss,
-    )
-    trainer.train()
+    alone(folder, compute_loss_func=loss, max_steps=1, **changes).train()
 
 
 def test_a_loss_that_is_no_sum_over_samples_is_refused(tmp_path: Path) -> None:
@@ -385,9 +398,8 @@ def test_what_compute_loss_keeps_when_it_is_tried_is_put_back(tmp_path: Path) ->
             self.log({"calls": float(self.calls)})
             return super().compute_loss(model, inputs, *args, **kwargs)
 
-    args = arguments(tmp_path, max_steps=3, logging_strategy="no")
-    trainer = Keeping(classifier(), args, plan=ONE, train_dataset=labelled(12))
-    trainer.remove_callback(transformers.PrinterCallback)
+    how = {"max_steps": 3, "logging_strategy": "no", "train_dataset": labelled(12)}
+    trainer = alone(tmp_path, classifier(), Keeping, **how)
     trainer.losses = []
     trainer.train()
     logged = [each["calls"] for each in trainer.state.log_history if "calls" in each]
@@ -428,8 +440,11 @@ def test_what_looks_like_a_mean_of_one_class_or_sample_is_refused(
     loss: Any, batch_size: int, tmp_path: Path
 ) -> None:
     label = torch.tensor(0) if loss is weighted else torch.tensor(1.0, dtype=torch.float64)
+    samples = [{**each, "labels": label} for each in labelled(4)]
+    plan = Plan.even(1, microbatch_size=batch_size)
+    how = {"plan": plan, "train_dataset": samples, "max_steps": 1, "compute_loss_func": loss}
     with pytest.raises(ValueError, match="neither a sum over samples nor a mean over labels"):
-        one_classified(tmp_path, label, batch_size, compute_loss_func=loss)
+        alone(tmp_path, classifier(), **how).train()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bool])
@@ -445,27 +460,11 @@ def test_weights_of_samples_that_are_alike_at_first_do_not_pass_for_none(
             return (weight * losses).sum() / weight.sum()
 
     samples = [{**each, "weight": torch.ones((), dtype=dtype)} for each in labelled(4)]
-    args = arguments(tmp_path, max_steps=1, remove_unused_columns=False)
     plan = Plan.by_hand(microbatch_sizes=[1], num_rounds=4)
-    trainer = Weighing(classifier(), args, plan=plan, train_dataset=samples)
+    how = {"max_steps": 1, "remove_unused_columns": False, "train_dataset": samples}
+    trainer = alone(tmp_path, classifier(), Weighing, plan=plan, **how)
     with pytest.raises(ValueError, match="neither a sum over samples nor a mean over labels"):
         trainer.train()
-
-
-def one_classified(folder: Path, label: Tensor, batch_size: int, **options: Any) -> Any:
-    """A trainer of the classifier, after one step on samples with one label."""
-    from shardhet.hf import HetTrainer
-
-    trainer = HetTrainer(
-        classifier(),
-        arguments(folder, max_steps=1),
-        plan=Plan.even(1, microbatch_size=batch_size),
-        train_dataset=[{**each, "labels": label} for each in labelled(4)],
-        **options,
-    )
-    trainer.remove_callback(transformers.PrinterCallback)
-    trainer.train()
-    return trainer
 
 
 def count_adapters(rank: int, folder: str) -> list[Any]:
@@ -496,11 +495,8 @@ def test_parameters_are_counted_for_the_whole_model(tmp_path: Path) -> None:
 
 
 def test_batches_of_an_evaluation_stay_apart_if_asked(tmp_path: Path) -> None:
-    from shardhet.hf import HetTrainer
-
-    args = arguments(tmp_path, eval_do_concat_batches=False, per_device_eval_batch_size=2)
-    trainer = HetTrainer(classifier(), args, plan=ONE)
-    predicted = trainer.predict(labelled(5))
+    how = {"eval_do_concat_batches": False, "per_device_eval_batch_size": 2}
+    predicted = alone(tmp_path, classifier(), **how).predict(labelled(5))
     assert [len(each) for each in predicted.predictions] == [2, 2, 1]
     assert [len(each) for each in predicted.label_ids] == [2, 2, 1]
 
@@ -556,11 +552,8 @@ class MeasuredStream(Stream):
 
 @pytest.mark.parametrize("kind", [Stream, MeasuredStream])
 def test_streams_are_refused(kind: Any, tmp_path: Path) -> None:
-    from shardhet.hf import HetTrainer
-
     stream = kind(labelled(4))
-    args = arguments(tmp_path, max_steps=1)
-    trainer = HetTrainer(classifier(), args, plan=ONE, train_dataset=stream)
+    trainer = alone(tmp_path, classifier(), train_dataset=stream, max_steps=1)
     with pytest.raises(ValueError, match="dataset for training cannot be dealt out"):
         trainer.train()
     with pytest.raises(ValueError, match="dataset for evaluation cannot be dealt out"):
@@ -606,14 +599,12 @@ def test_batches_are_padded_alike_where_losses_depend_on_it(tmp_path: Path) -> N
 
 
 def test_answers_outside_of_their_texts_are_refused(tmp_path: Path) -> None:
-    from shardhet.hf import HetTrainer
-
     model = of_transformers("BertForQuestionAnswering")
     samples = [
         {"input_ids": each["input_ids"], "start_positions": i, "end_positions": 9 * i}
         for i, each in enumerate(texts(4, seed=4))
     ]
-    trainer = HetTrainer(model, arguments(tmp_path), plan=ONE, train_dataset=samples)
+    trainer = alone(tmp_path, model, train_dataset=samples)
     with pytest.raises(ValueError, match="end_positions: 2 of 4 samples have their answer"):
         trainer.train()
 
@@ -633,10 +624,8 @@ class Averaged(nn.Module):
 def test_a_model_that_is_not_of_transformers_is_saved_by_its_names(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    from shardhet.hf import HetTrainer
-
-    args = arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
-    trainer = HetTrainer(Averaged(), args, plan=ONE, train_dataset=labelled(8))
+    how = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    trainer = alone(tmp_path, Averaged(), train_dataset=labelled(8), **how)
     trainer.train()
     saved = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
     Averaged().load_state_dict(saved)
@@ -652,16 +641,10 @@ class StopWithin(transformers.TrainerCallback):
 
 
 def test_a_step_that_is_stopped_in_its_middle_is_dropped(tmp_path: Path) -> None:
-    from shardhet.hf import HetTrainer
-
-    trainer = HetTrainer(
-        llama(),
-        arguments(tmp_path, max_steps=3, gradient_accumulation_steps=3),
-        plan=Plan.by_hand(microbatch_sizes=[1], num_rounds=2),
-        train_dataset=texts(24, seed=1),
-        eval_dataset=texts(4, seed=2),
-        callbacks=[StopWithin()],
-    )
+    datasets = {"train_dataset": texts(24, seed=1), "eval_dataset": texts(4, seed=2)}
+    how = {"max_steps": 3, "gradient_accumulation_steps": 3, "callbacks": [StopWithin()]}
+    plan = Plan.by_hand(microbatch_sizes=[1], num_rounds=2)
+    trainer = alone(tmp_path, plan=plan, **datasets, **how)
     trainer.train()
     assert trainer.state.global_step == 1
     assert trainer.het.is_between_steps
@@ -680,17 +663,8 @@ class Flattening:
 
 
 def test_a_collator_that_flattens_is_refused(tmp_path: Path) -> None:
-    from shardhet.hf import HetTrainer
-
-    trainer = HetTrainer(
-        llama(),
-        arguments(tmp_path, max_steps=1),
-        plan=ONE,
-        train_dataset=texts(8, seed=1),
-        data_collator=Flattening(),
-    )
     with pytest.raises(ValueError, match="one row per sample"):
-        trainer.train()
+        alone(tmp_path, max_steps=1, data_collator=Flattening()).train()
 
 
 def use_accelerate(rank: int) -> float:
