@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardhet.comm import devices
-from shardhet.comm.channel import Channel, wait_for
+from shardhet.comm.channel import Channel, progress
 from shardhet.comm.devices import BufferPool
-from shardhet.comm.failure import failing_as_peers, raise_as_peers
+from shardhet.comm.failure import LostPeerError, failing_as_peers, raise_as_peers
 
 T = TypeVar("T")
 
@@ -337,10 +337,14 @@ class HostCopy:
         self.value: Tensor | None = None  # once it was read
 
     def read(self) -> Tensor:
-        """Return the values.  The host waits until the device has made the copy, no longer;
-        see ``channel.wait_for``.
+        """Return the values.  The host waits until the device has made the copy, no longer.
+
+        Raises ``LostPeerError`` if the run has ended meanwhile: a communicator that is aborted
+        lets the device go on, with whatever is in its buffers.
         """
-        wait_for(self._copied_event)
+        self._copied_event.synchronize()
+        if progress.failure is not None:
+            raise LostPeerError(progress.failure.message)
         self.value = self._copy
         return self._copy
 

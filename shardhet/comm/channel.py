@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from shardhet.comm import devices
-from shardhet.comm.failure import Failure, LostPeerError, failing_as_peers
+from shardhet.comm.failure import Failure, failing_as_peers
 from shardhet.records.stages import TwoLevels
 
 
@@ -62,17 +62,6 @@ class RankProgress:
 
 
 progress = RankProgress()
-
-
-def wait_for(event: Any) -> None:
-    """Let the host wait for an event of a device.
-
-    Raises ``LostPeerError`` if the run has ended meanwhile: a communicator that is aborted
-    lets the device go on, with whatever is in its buffers.
-    """
-    event.synchronize()
-    if progress.failure is not None:
-        raise LostPeerError(progress.failure.message)
 
 
 @contextmanager

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from shardhet.comm import devices
-from shardhet.comm.channel import wait_for
+from shardhet.comm.channel import progress
+from shardhet.comm.failure import LostPeerError
 
 MAX_HELD = 2  # tensors that are kept alive for a copy that reads them
 
@@ -34,11 +35,17 @@ class Copy:
             stream.wait_event(self._event)
 
     def wait(self) -> None:
-        """Let the host wait until the copy has been made; see ``channel.wait_for``."""
+        """Let the host wait until the copy has been made.
+
+        Raises ``LostPeerError`` if the run has ended meanwhile: a communicator that is aborted
+        lets the device go on, with whatever is in its buffers.
+        """
         if self._event is None:
             self._lane.make_up_to(self)
-        else:
-            wait_for(self._event)
+            return
+        self._event.synchronize()
+        if progress.failure is not None:
+            raise LostPeerError(progress.failure.message)
 
 
 class CopyStream:
