@@ -141,7 +141,7 @@ class Trainer:
         self._schedule = schedule
         self._max_grad_norm = max_grad_norm
         self._device = device or torch.device("cpu")
-        self._peak_memory = peak_memory or PeakMemory(self._device)
+        self.peak_memory = peak_memory or PeakMemory(self._device)
         self._run = run
         self.guard = guard or Guard()
         self.loss_scaler = loss_scaler
@@ -152,7 +152,7 @@ class Trainer:
         self._settled_s = 0.0  # time of waiting for a step since it ended
         self._kept = KeptBytes()  # of the last timed step
         self._is_in_step = False
-        self.forget_peak_memory()
+        self.peak_memory.forget()  # that of building the model
 
     def train_step(self, *, is_timed: bool = True) -> StepMetrics:
         """One optimizer step on the next global batch.
@@ -293,7 +293,7 @@ class Trainer:
     def look_at_devices(self) -> tuple[DeviceUse, ...]:
         """What each device did in the timed steps since the last call, in plan order."""
         self.settle()  # the device has done by then what is timed
-        rows = self.model.exchange([*self._times.look(), self._peak_memory.read(), *self._kept])
+        rows = self.model.exchange([*self._times.look(), self.peak_memory.read(), *self._kept])
         return tuple(
             DeviceUse(
                 busy_share=busy,
@@ -303,13 +303,6 @@ class Trainer:
             )
             for busy, waiting, nbytes, *kept in rows
         )
-
-    def forget_peak_memory(self) -> None:
-        """Reset the peak memory to what is held now.
-
-        The trainer does it once when it is created, to exclude the building of the model.
-        """
-        self._peak_memory.forget()
 
     def _my_part(self, batch: TokenBatch, round_index: int = 0) -> list[Tensor]:
         arrays = own_arrays(batch, self.model, round_index)

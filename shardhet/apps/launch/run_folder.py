@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from shardhet.apps.launch.rank_env import is_task_of_srun
 from shardhet.checkpoint import Checkpoints
+from shardhet.checkpoint.format.writing import version_of
 from shardhet.config.checks import ConfigError
 from shardhet.config.compose import leaves_of, load_resolved, save_resolved
 from shardhet.config.train import TrainConf
@@ -311,14 +311,7 @@ def describe_process() -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """The versions of the packages that a run depends on; None if not installed."""
-    return {name: _version(name) for name in PACKAGES}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return {name: version_of(name) for name in PACKAGES}
 
 
 def _step_of(line: str) -> float:

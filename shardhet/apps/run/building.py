@@ -25,7 +25,6 @@ from shardhet.records.plan import Plan
 from shardhet.training.compiling import compile_units
 from shardhet.training.guard import Guard
 from shardhet.training.loss_scaling import LossScaler
-from shardhet.training.peak_memory import PeakMemory
 from shardhet.training.trainer import Trainer
 
 
@@ -41,7 +40,6 @@ class Built:
     prediction: Prediction | None
     setting: Setting | None  # that the plan was made from, if it was
     constraints: Constraints  # of plans to come
-    peak_memory: PeakMemory
     why_eager: str | None  # why this rank's units are not compiled, if they were to be
 
 
@@ -58,7 +56,7 @@ def build(conf: TrainConf, folder: RunFolder, env: RankEnv, device: torch.device
     here = plan_here(conf, spec, everyone, folder=folder, env=env, device=device)
     task = _task(conf, here.plan, folder, env, everyone)
     why_eager = compile_units(task.module, device) if conf.compile else None
-    trainer, peak_memory = _trainer(conf, here.plan, task, env, spec, device)
+    trainer = _trainer(conf, here.plan, task, env, spec, device)
     checkpoints = RunCheckpoints(
         conf,
         folder,
@@ -67,7 +65,7 @@ def build(conf: TrainConf, folder: RunFolder, env: RankEnv, device: torch.device
         may_go_on=env.may_go_on or folder.memory_limits_dir.exists(),
     )
     resumed = checkpoints.resume()
-    trainer.forget_peak_memory()
+    trainer.peak_memory.forget()
     limits = enumerate(trainer.model.exchange_objects(here.own_limit))
     budgets = {position: each.nbytes for position, each in limits if each is not None}
     return Built(
@@ -79,7 +77,6 @@ def build(conf: TrainConf, folder: RunFolder, env: RankEnv, device: torch.device
         prediction=here.prediction(),
         setting=here.setting,
         constraints=Constraints().with_budgets(budgets),
-        peak_memory=peak_memory,
         why_eager=why_eager,
     )
 
@@ -103,9 +100,8 @@ def _trainer(
     env: RankEnv,
     spec: DeviceSpec,
     device: torch.device,
-) -> tuple[Trainer, PeakMemory]:
-    emulated = conf.cluster.emulated_device(env.rank)
-    peak_memory = PeakMemory(device)
+) -> Trainer:
+    emulated, peak_memory = conf.cluster.emulated_device(env.rank), None
     if emulated is not None:
         Communicators.over(dist.group.WORLD, device)  # their threads are not capped
         peak_memory = emulated.cap_memory()
@@ -123,7 +119,7 @@ def _trainer(
         check_room(optimizer)
     if emulated is not None:
         emulated.slow_down(model, *optimizers)
-    trainer = Trainer(
+    return Trainer(
         model,
         optimizers,
         task.batches,
@@ -135,7 +131,6 @@ def _trainer(
         guard=Guard(**fields_of(conf.guard, Guard)),
         loss_scaler=LossScaler(device) if conf.precision is Precision.FP16 else None,
     )
-    return trainer, peak_memory
 
 
 def found_devices(model: HetFSDP, spec: DeviceSpec) -> list[DeviceSpec]:

@@ -27,7 +27,7 @@ class RunCheckpoints(SaveCheckpoints):
         may_go_on: bool = False,
     ) -> None:
         """``may_go_on``: the folder may have the state of an earlier start of this run."""
-        scaler, replicates = trainer.loss_scaler, bool(conf.replicas.every)
+        replicates = bool(conf.replicas.every)
         stated = fields_of(conf.checkpoint, SaveCheckpoints)
         kept = {name: stated[name] or None for name in ("keep_last", "keep_every")}
         super().__init__(
@@ -41,9 +41,6 @@ class RunCheckpoints(SaveCheckpoints):
         self._goes_on = may_go_on or conf.resume == AUTO
         self._folder = folder
         self._trainer = trainer
-        # Checkpoints of other precisions, or from before there was a guard, have none.
-        named = ("loss_scaler", scaler), ("guard", trainer.guard)
-        self._judges = {name: each for name, each in named if each is not None}
         self._resume_facts = {
             "global_batch_size": trainer.model.plan.global_batch_size,
             "data_digest": data_digest,
@@ -94,7 +91,9 @@ class RunCheckpoints(SaveCheckpoints):
 
     @property
     def _kept(self) -> dict[str, Any]:
-        return self._judges
+        scaler = self._trainer.loss_scaler  # checkpoints of other precisions have none
+        own = {} if scaler is None else {"loss_scaler": scaler}
+        return {"guard": self._trainer.guard, **own}
 
     def extra(self, step: int) -> dict[str, Any]:
         skipped = self._trainer.num_batches_skipped

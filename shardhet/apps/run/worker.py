@@ -78,7 +78,7 @@ def run_rank(
         run.train()
         logger.info("rank %d has finished %d steps", env.rank, run.model.step)
     if run.goes_on_without_some:
-        leave(run.was_told)
+        leave(run.notice.reason)
 
 
 class Run(Hook):
@@ -98,35 +98,36 @@ class Run(Hook):
         self._device = device
         self._built = built = build(conf, folder, env, device)
         self.trainer = built.trainer
-        self._model = built.trainer.model
+        self.model = built.trainer.model
+        self.is_rank_zero = env.rank == 0  # the one that prints and writes files
         self._checkpoints = built.checkpoints
         self._goes_on = built.resumed is not None  # its next step is the first that does
-        self._log = RunLog(built.prediction, self._model.position)
-        self._notice = EndNotice(folder.end_notice_path, of_node=conf.end_notice.file)
+        self._log = RunLog(built.prediction, self.model.position)
+        self.notice = EndNotice(folder.end_notice_path, of_node=conf.end_notice.file)
         self.goes_on_without_some = False  # without the ranks that were told to end
         # The notice is first, so that it ends last: it is heard until all is written.
-        hooks = [self._notice, *self._chosen(), self, self._checkpoints]
+        hooks = [self.notice, *self._chosen(), self, self._checkpoints]
         self._hooks = Hooks(
-            self._model,
+            self.model,
             self.trainer.optimizers,
             hooks,
             say=self._say,
             log=self._log.log,
             on_roll_back=self._log.roll_back,
-            forget_peak_memory=self.trainer.forget_peak_memory,
+            forget_peak_memory=self.trainer.peak_memory.forget,
         )
 
     def _chosen(self) -> Iterator[Hook]:
         conf, built = self._conf, self._built
         if conf.on_oom is OnOom.REPLAN:
-            spec = built.devices[self._model.position]
+            spec = built.devices[self.model.position]
             limit = OwnMemoryLimit(self._folder, spec, self._env.local_rank)
-            yield LowersLimit(limit, self._env.rank, built.peak_memory)
+            yield LowersLimit(limit, self._env.rank, self.trainer.peak_memory)
         if conf.trace:
             yield Trace(
                 self._folder.trace_dir,
                 **fields_of(conf.trace_steps, Trace),
-                host_memory=HostMemory(built.peak_memory),
+                host_memory=HostMemory(self.trainer.peak_memory),
                 then=self._write_predicted_trace,
             )
         if built.setting is not None:
@@ -138,43 +139,28 @@ class Run(Hook):
                 then=self._follow,
             )
 
-    @property
-    def model(self) -> HetFSDP:
-        """The model that is trained."""
-        return self._model
-
-    @property
-    def was_told(self) -> str | None:
-        """To end before the last step, and how; None if others were, if any."""
-        return self._notice.reason
-
-    @property
-    def is_rank_zero(self) -> bool:
-        """Whether this is the rank that prints and writes files."""
-        return self._env.rank == 0
-
     def train(self) -> None:
         """Run all steps, reports of device use and evaluations."""
         console = RankConsole(quiet=not self.is_rank_zero)
-        done = self._model.step
+        done = self.model.step
         with self.in_training(console):
-            while self._model.step < self._conf.num_steps and not self._hooks.is_over:
+            while self.model.step < self._conf.num_steps and not self._hooks.is_over:
                 self.take_step()
-        is_complete = self._model.step >= self._conf.num_steps
-        end = agree_on_end(self._model, self._notice, self._env, is_complete=is_complete)
+        is_complete = self.model.step >= self._conf.num_steps
+        end = agree_on_end(self.model, self.notice, self._env, is_complete=is_complete)
         self.goes_on_without_some = end.goes_on
         self._checkpoints.free_nodes(
-            is_leaving=self.was_told is not None, others_go_on=end.goes_on
+            is_leaving=self.notice.reason is not None, others_go_on=end.goes_on
         )
         if self.is_rank_zero:
             self._folder.save_end(
-                step=self._model.step, num_steps=self._conf.num_steps, asked_by=end.asked_by
+                step=self.model.step, num_steps=self._conf.num_steps, asked_by=end.asked_by
             )
         if is_complete:
-            self._finish(console, is_idle=self._model.step == done)
+            self._finish(console, is_idle=self.model.step == done)
             return
         text = (
-            f"the run ends after step {self._model.step} of {self._conf.num_steps}, as it was "
+            f"the run ends after step {self.model.step} of {self._conf.num_steps}, as it was "
             f"asked to ({'; '.join(end.asked_by)})"
         )
         logger.info("%s", text)
@@ -184,35 +170,35 @@ class Run(Hook):
 
     def _finish(self, console: Console, *, is_idle: bool) -> None:
         """What comes after the last step of a run, or instead of one if it ``is_idle``."""
-        save_whole(self._model, self._conf, self._folder)
+        save_whole(self.model, self._conf, self._folder)
         prediction, outcome = self._log.prediction, self._log.outcome
         if is_idle:
             text = (
-                f"nothing to do: {self._model.step} steps are taken, and num_steps is "
+                f"nothing to do: {self.model.step} steps are taken, and num_steps is "
                 f"{self._conf.num_steps}. Increase num_steps to continue."
             )
             console.print(text, soft_wrap=True)
         elif prediction is not None and outcome.step_times_s:
             console.print(outcome.beside(prediction), soft_wrap=True)
-            console.print(outcome.table(self._model.plan, prediction))
+            console.print(outcome.table(self.model.plan, prediction))
         console.print(f"written to {self._folder.path}", soft_wrap=True)
 
     @contextmanager
     def in_training(self, console: Console) -> Iterator[None]:
         """A context for ``take_step``, in which the plan is shown and all writers are open."""
-        logger.info("rank %d has position %d of the plan", self._env.rank, self._model.position)
+        logger.info("rank %d has position %d of the plan", self._env.rank, self.model.position)
         if self.is_rank_zero:
             self._folder.accept_start()
-            self._folder.forget_metrics_after(self._model.step)
-            self._model.plan.save(self._folder.plan_path)
+            self._folder.forget_metrics_after(self.model.step)
+            self.model.plan.save(self._folder.plan_path)
             self._folder.save_devices(self._built.devices)
             self._log.loggers = open_loggers(
-                self._conf.logger, self._folder, first_step=self._model.step + 1
+                self._conf.logger, self._folder, first_step=self.model.step + 1
             )
-        show_start(console, self._conf, self._built.task, self._model, self._built.resumed)
+        show_start(console, self._conf, self._built.task, self.model, self._built.resumed)
         if self._conf.compile:
-            say(console, say_who_compiles(self._model, self._built.why_eager, self._folder))
-        show_plan(self._model.plan, self._built.devices, console)
+            say(console, say_who_compiles(self.model, self._built.why_eager, self._folder))
+        show_plan(self.model.plan, self._built.devices, console)
         self._display = Display(
             num_steps=self._conf.num_steps, log_every=self._conf.log_every, console=console
         )
@@ -222,7 +208,7 @@ class Run(Hook):
     def take_step(self) -> None:
         """Run one optimizer step with its metrics, reports of device use and evaluations."""
         self._hooks.before_step()
-        step = self._model.step + 1
+        step = self.model.step + 1
         self._step = metrics = self.trainer.train_step(is_timed=self._is_reported(step))
         self._record()  # the step before, whose norm was read in this one
         self._log.pending = metrics if metrics.why_skipped is None else None
@@ -260,8 +246,7 @@ class Run(Hook):
         if self._is_reported(step):
             uses = self.trainer.look_at_devices()
             self._log.log_uses(step, uses)
-            if self.is_rank_zero:
-                self._display.show_devices(uses)
+            self._display.show_devices(uses)
         if self._is_evaluated(step):
             self._evaluate(step)
         return None
@@ -269,7 +254,7 @@ class Run(Hook):
     def _record(self) -> None:
         """Log and show the step that has not been yet, if there is one."""
         metrics = self._log.log_pending()
-        if metrics is not None and self.is_rank_zero:
+        if metrics is not None:
             self._display.show_step(metrics)
 
     def _write_predicted_trace(self) -> None:
@@ -291,8 +276,7 @@ class Run(Hook):
         score, name = evaluation.bits_per_target, self._built.task.score_name
         values = {"held_out_loss": evaluation.mean_loss, f"held_out_{_snake(name)}": score}
         self._log.log(step, values)
-        if self.is_rank_zero:
-            self._display.show_score(step, name, score)
+        self._display.show_score(step, name, score)
 
     def _say(self, said: str, level: int = logging.INFO) -> None:
         logger.log(level, "%s", said)

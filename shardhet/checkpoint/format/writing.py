@@ -104,16 +104,15 @@ class Description:
             world_size=len(self.holdings),
             model_digest=model_digest(tensors),
             optimizer=mine.optimizer,
-            versions={name: _version(name) for name in ("shardhet", "torch")},
+            versions={"shardhet": version_of("shardhet"), "torch": str(torch.__version__)},
             files=facts,
             extra=self.extra,
         )
         return {**texts, files.MANIFEST: manifest.to_json().encode("ascii")}
 
 
-def _version(package: str) -> str | None:
-    if package == "torch":
-        return str(torch.__version__)
+def version_of(package: str) -> str | None:
+    """The version that is installed; None if none is."""
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
     return None
