@@ -71,19 +71,13 @@ def save_async(
     load of ``model`` waits for this one, and raises if it has failed.  Wait for the last one
     before the program ends.
     """
-    job = _begin(model, optimizer, path, extra, is_async=True)
-    pending = _pending[model] = PendingSave(Path(path).absolute(), model, job)
-    job.start()
+    pending = _pending[model] = _begin(model, optimizer, path, extra, is_async=True)
+    pending.start()
     return pending
 
 
-class PendingSave:
+class PendingSave(Job):
     """A checkpoint that is being written."""
-
-    def __init__(self, path: Path, model: nn.Module, job: Job) -> None:
-        self.path = path
-        self._model = model
-        self._job: Job | None = job
 
     @phase(CALL)
     def wait(self) -> None:
@@ -91,11 +85,9 @@ class PendingSave:
 
         Raises ``CheckpointError`` on every rank if any rank could not write.
         """
-        job, self._job = self._job, None
-        if _pending.get(self._model) is self:
-            del _pending[self._model]
-        if job is not None:
-            job.wait()
+        for model in [model for model, pending in _pending.items() if pending is self]:
+            del _pending[model]
+        super().wait()
 
 
 # By model, until somebody has waited for it.
@@ -116,7 +108,7 @@ def _begin(
     extra: Any,
     *,
     is_async: bool,
-) -> Job:
+) -> PendingSave:
     check_order(CALL, model, path)
     wait_for_pending(model)
     ranks = Ranks(model)
@@ -136,4 +128,4 @@ def _begin(
     writer = ranks.agree(begin, call=CALL).index(True)
     description = held.described(holdings, writer)
     channel = ranks.side_channel(CALL) if is_async else None
-    return Job(path, ranks, held, description, leads=ranks.is_writer, channel=channel)
+    return PendingSave(path, ranks, held, description, leads=ranks.is_writer, channel=channel)

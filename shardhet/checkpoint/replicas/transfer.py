@@ -137,7 +137,7 @@ class Copying(Job):
         """Send this rank's file, and write those that it keeps."""
         if self._channel is None:
             return
-        folder, here = files.unfinished_path(self._path), self._ranks.position
+        folder, here = files.unfinished_path(self.path), self._ranks.position
         outgoing: dict[int, Stream] = {}
         kept: dict[int, Report] = {}
         for i, report in enumerate(reports):

@@ -81,7 +81,7 @@ class Job:
         """``leads``: whether this rank completes a folder ``path``; ``channel``: for a thread,
         whose ``held`` are copies.
         """
-        self._path = path
+        self.path = path
         self._ranks = ranks
         self._among = ranks if channel is None else ranks.over(channel)
         self._channel = channel
@@ -93,18 +93,20 @@ class Job:
 
     def start(self) -> None:
         """Write in a thread."""
-        name = f"writes {self._path.name}"
+        name = f"writes {self.path.name}"
         self._thread = threading.Thread(target=self._run_in_thread, name=name, daemon=True)
         _channels[self._thread] = self._channel
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the thread has ended.  Collective.
+        """Wait until the thread has ended, unless that was waited for before.  Collective.
 
         Raises ``CheckpointError`` on every rank if any rank could not write.
         """
-        assert self._thread is not None
-        join(self._thread)
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        join(thread)
         ranks = self._ranks
         ranks.raise_if_any(ranks.exchange((ranks.rank, self._failure), call=CALL))
 
@@ -120,7 +122,7 @@ class Job:
             among.agree(lambda: self._complete(texts[self._description.writer]), call=CALL)
         except CheckpointError:
             if self._leads:
-                files.give_up(self._path)
+                files.give_up(self.path)
             raise
 
     def _run_in_thread(self) -> None:
@@ -132,7 +134,7 @@ class Job:
     def _write(self) -> Report | None:
         assert self._held is not None
         content, self._held = self._held.content, None  # frees the copies at the end
-        folder, entries = files.unfinished_path(self._path), self._description.entries
+        folder, entries = files.unfinished_path(self.path), self._description.entries
         return write_rank_file(folder, entries, content, position=self._ranks.position)
 
     def _pass_on(self, reports: Sequence[Report | None]) -> None:
@@ -141,5 +143,5 @@ class Job:
     def _complete(self, texts: Mapping[str, bytes]) -> None:
         if self._leads:
             for name, text in texts.items():
-                files.write_file(files.unfinished_path(self._path) / name, text)
-            files.complete(self._path)
+                files.write_file(files.unfinished_path(self.path) / name, text)
+            files.complete(self.path)
