@@ -84,16 +84,13 @@ class EmulatedDevice:
         """
         return Stretch(self.speed).observe
 
-    def slow_down(
-        self, model: HetFSDP, *optimizers: Optimizer, changes: bool = False
-    ) -> "Stretch | None":
+    def slow_down(self, model: HetFSDP, *optimizers: Optimizer) -> "Stretch | None":
         """Stretch forward, backward and optimizer steps from now on.
 
         Call it before other observers are added, so that they see the stretched times.  At
-        speed 1 nothing is added and there is no overhead, unless it ``changes``: then the
-        ``speed`` of what is returned may be set at any time.
+        speed 1 nothing is added and there is no overhead.
         """
-        if self.speed == 1 and not changes:
+        if self.speed == 1:
             return None
         stretch = Stretch(self.speed)
         model.add_observer(stretch.observe, counts_cpu=True)
