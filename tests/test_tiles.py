@@ -214,3 +214,25 @@ def test_what_draws_random_numbers_is_drawn_once_for_all_tokens(rank: int) -> No
     model = HetFSDP(net, replace(plan, ranks=(named,)), units=["units.0", "units.1"])
     with pytest.raises(ValueError, match=r"units.0.dropout: it draws .* in tiles"):
         model(torch.randn(2, LONG, WIDTH, dtype=torch.float64))
+
+
+class Recurrent(nn.Module):
+    """A unit with an LSTM, which lists parameters that it had before wrapping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.rnn(x)[0])
+
+
+@on_ranks(2)
+def test_what_mixes_tokens_and_lists_its_parameters_is_computed_whole(rank: int) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(Recurrent(), nn.Linear(WIDTH, WIDTH)).double()
+    plan = Plan.by_hand(microbatch_sizes=[2, 1], tiles=True, tokens_per_tile=2)
+    both = Beside(net, plan, loss=squared, units=["0", "1"])
+    for _ in range(2):
+        both.step(torch.randn(3, 5, WIDTH).double())
