@@ -480,3 +480,29 @@ def test_pairs_are_joined_in_forward(sizes: list[int]) -> None:
     run_ranks(_prefers, len(sizes), plan, True)
     for each in run_ranks_expecting_failure(_prefers, len(sizes), plan, False):
         assert "If a sample has 2 rows (torch.cat([chosen, rejected])), pass" in each.message
+
+
+class Metered(nn.Module):
+    """Adds up losses in a tensor that is no buffer, as metrics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.total = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        losses = self.linear(x).square().sum(1)
+        self.total += losses.detach().sum()
+        return losses.sum()
+
+
+@on_ranks(2)
+def test_a_meter_in_forward_has_what_this_rank_has_computed(rank: int) -> None:
+    plan = Plan.by_hand(microbatch_sizes=[3, 1])
+    both = Beside(Metered().double(), plan, loss=summed, units=["linear"])
+    expected = 0.0
+    for _ in range(2):
+        x = torch.randn(4, WIDTH).double()
+        expected += float(both.plain.linear(both.part(x)[0]).square().sum())
+        both.step(x)
+    assert abs(float(both.model.module.total) - expected) < 1e-5 * expected

@@ -102,14 +102,15 @@ class Attributes:
 def restored_modules(module: nn.Module) -> Iterator[None]:
     """A context that restores attributes and buffers of all modules at its end.
 
-    The content of containers among the attributes is restored too, and what hooks keep.  The
-    context holds a copy of all buffers.
+    The content of containers and tensors among the attributes is restored too, and what hooks
+    keep.  The context holds a copy of all buffers, and of these tensors.
     """
     modules = list(module.modules())
     before = Attributes(modules)
     # Hooks too, which some models add when first called
     hooks = [h for each in modules for kind in HOOKS for h in vars(each)[kind].values()]
-    with restored_names(hooks, list(module.buffers())):
+    held = [value for *_, value in attributes_of(module) if isinstance(value, Tensor)]
+    with restored_names(hooks, [*module.buffers(), *held]):
         try:
             yield
         finally:
