@@ -60,15 +60,3 @@ def num_params(config: DecoderConfig) -> int:
     mlp = 3 * width * config.hidden_width
     block = attention + mlp + 2 * width
     return 2 * config.vocab_size * width + config.num_layers * block + width
-
-
-def flops_per_token(config: DecoderConfig) -> int:
-    """Forward and backward FLOPs: 6 per matrix element, 12 L T D for the attention.
-
-    Attention counts the full T x T square (PaLM, appendix B).  Norms are not counted, nor is
-    the embedding, which multiplies nothing.
-    """
-    num_norm_params = (2 * config.num_layers + 1) * config.width
-    num_matrix_params = num_params(config) - num_norm_params - config.vocab_size * config.width
-    attention = 12 * config.num_layers * config.seq_len * config.width
-    return 6 * num_matrix_params + attention

@@ -1,7 +1,6 @@
 """What share of the sum of their speeds do clusters that people have reach, and by which plans?
 
     python -m experiments.capability.run
-    python -m experiments.capability.run --only v100_t4     # some; keeps nothing
 
 Prices are those of stated.csv (links at 0.37 of their specification, 0.9 of the memory, 2e9
 elements a second of optimizers on a host, whose memory has no limit), and beside them those
@@ -193,13 +192,10 @@ WHICH = {"cluster": "{0.cluster}", "model": "{0.model}", "batch": "{0.batch}"}
 
 def main() -> None:
     """Every row, into results.csv, pipelines.csv and README.md."""
-    parser = parser_of(__doc__, quick="the first row; keeps nothing")
-    parser.add_argument("--only", default="", metavar="CLUSTER", help="keeps nothing")
-    options = parser.parse_args()
-    page = Page(HERE, is_kept=not (options.quick or options.only))
+    options = parser_of(__doc__, quick="the first row; keeps nothing").parse_args()
+    page = Page(HERE, is_kept=not options.quick)
     found: dict[str, list[Any]] = {"results.csv": [], "pipelines.csv": []}
-    asked = [each for each in stated() if options.only in each[0][0]]
-    for each in asked[:1] if options.quick else asked:
+    for each in [*stated()][: 1 if options.quick else None]:
         found["results.csv"].append(row_of(*each))
         console.print(str(found["results.csv"][-1]), markup=False, soft_wrap=True)
         if each[2]["pipeline"] is not None:

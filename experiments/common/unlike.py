@@ -6,7 +6,6 @@ that is denied or not wanted, for HetFSDP only.
 
 import ctypes
 import gc
-import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,10 +17,7 @@ from shardhet.training.emulation import EmulatedDevice, cores_for, stay_on
 from shardhet.training.peak_memory import memory_of_process
 
 MIB = 2**20
-# What a plan may use of a process's memory: the C library's allocator leaves gaps.  A rank
-# that needs 184 MiB when every tensor has a mapping of its own asks for 250 without.
-USABLE_FRACTION = 0.68
-ROOMY_MIB = 4096  # where memory is no matter
+ROOMY_BYTES = 4 * 2**30  # memory is no matter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +26,6 @@ class MixedCluster:
 
     name: str
     cores: tuple[float, ...]  # CPU time of each, as a part of a core
-    memory_mib: tuple[int, ...] = ()  # empty: nobody's is limited
-    only_stores: tuple[int, ...] = ()  # ranks that HetFSDP gives no samples
 
     @property
     def world_size(self) -> int:
@@ -48,30 +42,18 @@ class MixedCluster:
         """All that have no more time than that."""
         return [i for i, each in enumerate(self.cores) if each == min(self.cores)]
 
-    @property
-    def is_capped(self) -> bool:
-        """Whether memory is limited, so that systems cannot share a process."""
-        return bool(self.memory_mib)
-
-    def memory_bytes(self, rank: int) -> int:
-        """The rank's limit, or what is far more than it needs."""
-        return (self.memory_mib[rank] if self.memory_mib else ROOMY_MIB) * MIB
-
     def device_spec(self, rank: int) -> DeviceSpec:
         """What the rank announces itself as; ranks of equal quota are one kind."""
         return DeviceSpec(
             host="here",
             kind=f"{self.cores[rank]:g} of a core",
-            memory_capacity_bytes=self.memory_bytes(rank),
+            memory_capacity_bytes=ROOMY_BYTES,
         )
 
     @property
     def title(self) -> str:
         """For tables."""
-        parts = [" : ".join(f"{each:g}" for each in self.cores) + " of a core"]
-        if self.memory_mib:
-            parts.append(" : ".join(str(each) for each in self.memory_mib) + " MiB")
-        return f"{self.name} ({', '.join(parts)})"
+        return f"{self.name} ({' : '.join(f'{each:g}' for each in self.cores)} of a core)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,12 +76,6 @@ class Slowness:
             yield
         finally:
             self.group.leave()
-
-    def cap_memory(self, level_bytes: int) -> None:
-        """Hold the process to its device's memory, counted from ``level_bytes``."""
-        assert self.device.memory_bytes is not None
-        limit_bytes = level_bytes + self.device.memory_bytes
-        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
 
 
 def forget_building() -> None:
@@ -124,21 +100,20 @@ def data_bytes(key: str) -> int:
 @contextmanager
 def slowness_of(cluster: MixedCluster, *, has_groups: bool) -> Iterator[list[Slowness]]:
     """One per rank; control groups are gone afterwards."""
-    memory = [cluster.memory_bytes(rank) for rank in range(cluster.world_size)]
     if not has_groups:
         yield [
             Slowness(
-                group=None, device=EmulatedDevice(speed=speed, memory_bytes=nbytes), core=core
+                group=None,
+                device=EmulatedDevice(speed=speed, memory_bytes=ROOMY_BYTES),
+                core=core,
             )
-            for speed, nbytes, core in zip(
-                cluster.cores, memory, cores_for(cluster.cores), strict=True
-            )
+            for speed, core in zip(cluster.cores, cores_for(cluster.cores), strict=True)
         ]
         return
     with quotas(cluster.cores) as groups:
         yield [
-            Slowness(group=group, device=EmulatedDevice(memory_bytes=nbytes))
-            for group, nbytes in zip(groups, memory, strict=True)
+            Slowness(group=group, device=EmulatedDevice(memory_bytes=ROOMY_BYTES))
+            for group in groups
         ]
 
 

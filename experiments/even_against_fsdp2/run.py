@@ -40,23 +40,18 @@ MEMORY_HEADER = ["system", "peak MiB (p10-p90)", "of the steps alone", "n"]
 
 def main() -> None:
     """Measure, print, and keep."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", choices=("speed", "memory"), help="half of it; keeps nothing")
-    options = parser.parse_args()
-    page = Page(HERE, is_kept=not (options.quick or options.only))
+    options = parser_of(__doc__).parse_args()
+    page = Page(HERE, is_kept=not options.quick)
     steps: list[StepSample] = []
-    peaks: list[MemorySample] = []
     bars = []
-    if options.only != "memory":
-        for contest in QUICK_CONTESTS if options.quick else CONTESTS:
-            steps += run_ranks(measure_speed, contest.num_ranks, contest)[0]
-            page.table(contest.title, SPEED_HEADER, speed_rows(contest, steps))
-            bars.append(speed_bar(contest, steps))
-    if options.only != "speed":
-        peaks = measure_peaks(1 if options.quick else NUM_LAUNCHES)
-        title = f"Resident memory of a rank, 2 ranks, model state {STATE_MIB:.0f} MiB in all"
-        page.table(title, MEMORY_HEADER, memory_rows(peaks))
-        bars += memory_bars(peaks)
+    for contest in QUICK_CONTESTS if options.quick else CONTESTS:
+        steps += run_ranks(measure_speed, contest.num_ranks, contest)[0]
+        page.table(contest.title, SPEED_HEADER, speed_rows(contest, steps))
+        bars.append(speed_bar(contest, steps))
+    peaks = measure_peaks(1 if options.quick else NUM_LAUNCHES)
+    title = f"Resident memory of a rank, 2 ranks, model state {STATE_MIB:.0f} MiB in all"
+    page.table(title, MEMORY_HEADER, memory_rows(peaks))
+    bars += memory_bars(peaks)
     page.bars(bars)
     page.keep({"results.csv": steps, "memory.csv": peaks})
 

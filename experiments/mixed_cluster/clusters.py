@@ -10,13 +10,7 @@ MILD = MixedCluster(name="mild", cores=(0.95, 0.76))
 TWO_KINDS = MixedCluster(name="two kinds", cores=(0.6, 0.6, 0.3, 0.3))
 STRONG = MixedCluster(name="strong", cores=(0.9, 0.45, 0.225, 0.225))
 EXTREME = MixedCluster(name="extreme", cores=(1.0, 0.1))
-FAST_BUT_SMALL = MixedCluster(
-    name="fast but small, slow but large", cores=(0.9, 0.45), memory_mib=(448, 1280)
-)
-STORAGE_ONLY = MixedCluster(
-    name="one only stores", cores=(0.8, 0.8, 0.2), memory_mib=(384, 384, 1280), only_stores=(2,)
-)
-CLUSTERS = (MILD, TWO_KINDS, STRONG, EXTREME, FAST_BUT_SMALL, STORAGE_ONLY)
+CLUSTERS = (MILD, TWO_KINDS, STRONG, EXTREME)
 
 COMPUTE_BOUND = Work(
     name="compute-bound",
@@ -29,15 +23,8 @@ COMMUNICATION_BOUND = Work(
     config=decoder_config(width=512, num_layers=4, seq_len=16),
     global_batch_size=32,
 )
-# Most of its memory is state: 16 bytes for each of 27 million parameters.
-LARGE_STATE = Work(
-    name="large state",
-    config=decoder_config(width=512, num_layers=8, seq_len=32),
-    global_batch_size=30,
-)
 
-
-MICROBATCH_SIZES = {COMPUTE_BOUND.name: 8, COMMUNICATION_BOUND.name: 4, LARGE_STATE.name: 5}
+MICROBATCH_SIZES = {COMPUTE_BOUND.name: 8, COMMUNICATION_BOUND.name: 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +44,12 @@ class Case:
     @property
     def has_bars(self) -> bool:
         """Whether something was claimed of it before."""
-        is_strong = self.cluster is STRONG and self.work is COMPUTE_BOUND
-        return is_strong or self.cluster is FAST_BUT_SMALL
+        return self.cluster is STRONG and self.work is COMPUTE_BOUND
 
     @property
     def num_weighed(self) -> int:
         """Launches in which memory is read; there is a bar on it in one case only."""
-        return 3 if self.has_bars and self.cluster is STRONG else 1
+        return 3 if self.has_bars else 1
 
     @property
     def name(self) -> str:
@@ -79,5 +65,5 @@ CASES = tuple(
         microbatch_size=MICROBATCH_SIZES[work.name],
     )
     for cluster in CLUSTERS
-    for work in ((LARGE_STATE,) if cluster.is_capped else (COMPUTE_BOUND, COMMUNICATION_BOUND))
+    for work in (COMPUTE_BOUND, COMMUNICATION_BOUND)
 )

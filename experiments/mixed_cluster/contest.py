@@ -18,12 +18,10 @@ from experiments.mixed_cluster.plans import MeasuringEffort, Planned, make_plans
 from experiments.mixed_cluster.systems import Make, Work
 from shardhet.comm.groups import Communicators
 from shardhet.training.emulation import THREAD_STACK_BYTES
-from shardhet.training.peak_memory import memory_of_process
 
 NUM_BATCHES = 4
 NUM_STEPS_COMPARED = 2  # losses of all systems are equal in these
 TOGETHER = "plain PyTorch on all ranks at once, nothing shared"
-LARGEST_ALONE = "plain PyTorch on the largest device alone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +50,11 @@ def take_turns(
     case: Case,
     slownesses: Sequence[Slowness],
     plans: Sequence[Planned],
-    names: Sequence[str],
     num_rounds: int,
     turn_s: float,
-    beside_plain: bool = True,
 ) -> list[Turn]:
-    """Steps of every system of ``names``, and of plain PyTorch unless it is not wanted, in the
-    same processes; the same list on every rank.
+    """Steps of every system and of plain PyTorch in the same processes; the same list on every
+    rank.
 
     A slow second of the machine meets all of them, and who goes first in one round goes last
     in the next.
@@ -66,26 +62,25 @@ def take_turns(
     slowness = slownesses[rank]
     batches = batches_of(case)
     plain = systems.plain_pytorch(case.work, case.plain_batch_size, case.microbatch_size)
-    make_by_name = makers(rank, case, slowness, plans)
-    contestants = [make_by_name[name]() for name in names]
+    contestants = [make() for make in makers(rank, case, slowness, plans).values()]
 
     def plain_turns(number: int) -> Iterator[Turn]:
         for slow_rank in range(dist.get_world_size()):
-            yield _plain_turn(plain, slowness, batches, case, number, slow_rank)
-        yield _plain_together(plain, slowness, batches, case, number)
+            yield _plain_turn(plain, batches, case, number, slow_rank)
+        yield _plain_together(plain, batches, case, number)
 
     with slowness.applied():
         plain.step(*batches[0])  # warms up
         seconds = first_steps(contestants, batches)
         num_steps = {
-            name: max(1, round(turn_s / each))
-            for name, each in zip(names, seconds, strict=True)
+            system.name: max(1, round(turn_s / each))
+            for system, each in zip(contestants, seconds, strict=True)
         }
         return [
             turn
             for number in range(num_rounds)
             for turn in (
-                *(plain_turns(number) if beside_plain else ()),
+                *plain_turns(number),
                 *(
                     _turn(system, batches, case.work, number, num_steps[system.name])
                     for system in contestants[:: 1 if number % 2 else -1]
@@ -104,20 +99,17 @@ def train_by_itself(
 ) -> Turn:
     """One system in these fresh processes; the same on every rank.
 
-    Memory is counted, and capped where the case says so, once the system is built: what
-    building takes is another question.
+    Memory is counted once the system is built: what building takes is another question.
     """
     own = slowness[rank]
     make = makers(rank, case, own, plans)[name]
     batches = batches_of(case)
     threading.stack_size(THREAD_STACK_BYTES)
     Communicators.over(dist.group.WORLD, CPU)  # their threads are nobody's memory
-    level_bytes, level_asked_bytes = data_bytes("VmRSS"), memory_of_process("VmData")
+    level_bytes = data_bytes("VmRSS")
     peaks_bytes = []
     system = make()
     forget_building()
-    if case.cluster.is_capped:
-        own.cap_memory(level_asked_bytes)
     with own.applied():
         # The first makes the optimizer's state, and runs what has not run yet.
         for number, steps in enumerate((1, num_steps)):
@@ -131,38 +123,18 @@ def train_by_itself(
 def makers(
     rank: int, case: Case, slowness: Slowness, plans: Sequence[Planned]
 ) -> dict[str, Make]:
-    """All systems by name; only HetFSDP where other programs cannot be slowed down."""
-    found: dict[str, Make] = {}
-    if slowness.group is not None:
-        found |= systems.stock_systems(
-            case.work,
-            case.cluster.cores,
-            case.microbatch_size,
-            is_capped=case.cluster.is_capped,
-        )
-        if case.cluster.is_capped:
-            found[LARGEST_ALONE] = partial(_largest_alone, rank, case)
+    """All systems by name."""
+    found = systems.stock_systems(case.work, case.cluster.cores, case.microbatch_size)
     for planned in plans:
-        if planned.plan is not None:
-            found[planned.system] = partial(
-                systems.het_fsdp,
-                case.work,
-                planned.system,
-                planned.plan,
-                device=slowness.device,
-                device_spec=case.cluster.device_spec(rank),
-            )
+        found[planned.system] = partial(
+            systems.het_fsdp,
+            case.work,
+            planned.system,
+            planned.plan,
+            device=slowness.device,
+            device_spec=case.cluster.device_spec(rank),
+        )
     return found
-
-
-def _largest_alone(rank: int, case: Case) -> System:
-    """What one does without sharding: all on the roomiest device."""
-    largest = max(range(case.cluster.world_size), key=case.cluster.memory_bytes)
-    if rank != largest:
-        return System(LARGEST_ALONE, lambda _tokens, _targets: 0.0)
-    work = case.work
-    plain = systems.plain_pytorch(work, work.global_batch_size, case.microbatch_size)
-    return System(LARGEST_ALONE, plain.step)
 
 
 # Steps
@@ -204,7 +176,6 @@ def _turn(
 
 def _plain_turn(
     plain: System,
-    slowness: Slowness,
     batches: Sequence[Batch],
     case: Case,
     number: int,
@@ -215,8 +186,7 @@ def _plain_turn(
     mine = [0.0, 0.0]
     if dist.get_rank() == slow_rank:
         clock = _Clock()
-        with slowness.device.slowed():
-            plain.step(*batches[number % len(batches)])
+        plain.step(*batches[number % len(batches)])
         mine = clock.read()
     seconds, cpu_s = _rows(mine)[slow_rank]
     return Turn(
@@ -228,9 +198,7 @@ def _plain_turn(
     )
 
 
-def _plain_together(
-    plain: System, slowness: Slowness, batches: Sequence[Batch], case: Case, number: int
-) -> Turn:
+def _plain_together(plain: System, batches: Sequence[Batch], case: Case, number: int) -> Turn:
     """All ranks at once, each for itself: what sharing memory and caches leaves of the ideal.
 
     They go on until the slowest has finished a step.
@@ -241,8 +209,7 @@ def _plain_together(
     is_slowest = dist.get_rank() == case.cluster.slowest_rank
     clock = _Clock()
     while not num_steps or not (is_slowest or store.check([key])):
-        with slowness.device.slowed():
-            plain.step(*batches[num_steps % len(batches)])
+        plain.step(*batches[num_steps % len(batches)])
         num_steps += 1
     seconds, cpu_s = clock.read()
     if is_slowest:

@@ -6,18 +6,15 @@ measurement that ``shardhet measure`` makes.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from experiments.common.unlike import USABLE_FRACTION
 from experiments.mixed_cluster.clusters import Case
 from shardhet import Plan
 from shardhet.planner import (
     Constraints,
     DeviceLimits,
-    PlanError,
     PlanSolution,
     baselines,
     solve,
@@ -33,12 +30,11 @@ SPARED = "HetFSDP, slowest spared"  # rows of an objective that is gone
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan of HetFSDP, or why there is none."""
+    """A plan of HetFSDP."""
 
     system: str
-    plan: Plan | None
-    predicted_step_time_s: float | None
-    why_not: str = ""
+    plan: Plan
+    predicted_step_time_s: float
 
 
 def measured(case: Case, device: EmulatedDevice, effort: MeasuringEffort) -> Measurement:
@@ -54,10 +50,9 @@ def measured(case: Case, device: EmulatedDevice, effort: MeasuringEffort) -> Mea
 
 
 def make_plans(case: Case, measurement: Measurement) -> list[Planned]:
-    """The planner's plan and simpler planners' ones; recomputing only with capped memory."""
-    cluster = replace(measurement.setting.cluster, usable_memory_fraction=USABLE_FRACTION)
-    setting = replace(measurement.setting, cluster=cluster)
-    demands = demands_of(case, recomputes=None if case.cluster.is_capped else False)
+    """The planner's plan and simpler planners' ones, without recomputing."""
+    limits = dict.fromkeys(range(case.cluster.world_size), DeviceLimits(recomputes=False))
+    constraints = Constraints(limits=limits, max_microbatch_size=case.max_microbatch_size)
     makers: dict[str, Callable[..., PlanSolution]] = {
         PLANNED: solve,
         EVEN: baselines.even,
@@ -65,31 +60,11 @@ def make_plans(case: Case, measurement: Measurement) -> list[Planned]:
         MEMORY_ONLY: baselines.memory_only,
     }
     batch = case.work.global_batch_size
-    return [
-        _attempt(name, partial(make, setting, global_batch_size=batch, constraints=demands))
+    found = {
+        name: make(measurement.setting, global_batch_size=batch, constraints=constraints)
         for name, make in makers.items()
+    }
+    return [
+        Planned(system=name, plan=each.plan, predicted_step_time_s=each.predicted.step_time_s)
+        for name, each in found.items()
     ]
-
-
-def demands_of(case: Case, recomputes: bool | None) -> Constraints:
-    """Which ranks compute, how much at a time, and whether units may be recomputed."""
-    return Constraints(
-        limits={
-            position: DeviceLimits(
-                recomputes=recomputes,
-                rank_batch_size=0 if position in case.cluster.only_stores else None,
-            )
-            for position in range(case.cluster.world_size)
-        },
-        max_microbatch_size=case.max_microbatch_size,
-    )
-
-
-def _attempt(system: str, make: Callable[[], PlanSolution]) -> Planned:
-    try:
-        solution = make()
-    except PlanError as error:
-        return Planned(system=system, plan=None, predicted_step_time_s=None, why_not=str(error))
-    return Planned(
-        system=system, plan=solution.plan, predicted_step_time_s=solution.predicted.step_time_s
-    )

@@ -7,24 +7,23 @@ from typing import Any
 from experiments.common.machine import Environment
 from experiments.common.results import BAR_HEADER, Bar, Spread, markdown_table, print_table
 from experiments.common.systems import FSDP2
-from experiments.mixed_cluster.clusters import CASES, STRONG, Case
-from experiments.mixed_cluster.contest import TOGETHER, Turn, plain_name
-from experiments.mixed_cluster.plans import EVEN, PLANNED, SPARED, Planned
+from experiments.mixed_cluster.clusters import CASES, Case
+from experiments.mixed_cluster.contest import Turn, plain_name
+from experiments.mixed_cluster.plans import PLANNED, SPARED, Planned
 from experiments.mixed_cluster.systems import FSDP2_UNEVEN
 
-TIMED, WEIGHED, RAN_OUT, PREDICTED = "timed", "weighed", "out of memory", "predicted"
+TIMED, WEIGHED, PREDICTED = "timed", "weighed", "predicted"
 HEADER = ["system", "samples/s (p10-p90)", "of the ideal", "times FSDP2", "MiB per rank", "n"]
 PLAN_HEADER = ["plan", "rank", "samples", "microbatches", "state", "recomputed"]
-NOTHING_UNLIKE = f"{EVEN} / {FSDP2}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One measurement, or one failure."""
+    """One measurement."""
 
     case: str
     system: str
-    what: str  # TIMED, WEIGHED, RAN_OUT or PREDICTED
+    what: str  # TIMED, WEIGHED or PREDICTED
     round: int = 0
     samples_per_s: float = 0.0
     step_time_s: float = 0.0
@@ -43,11 +42,8 @@ class Results:
         self.rows: list[Row] = []
         self._about = {"case": case.name, **environment.stamp}
         for planned in plans:
-            if planned.predicted_step_time_s is None:
-                self.add_lack(planned.system)
-            else:
-                step_time_s = round(planned.predicted_step_time_s, 5)
-                self._add(planned.system, PREDICTED, step_time_s=step_time_s)
+            step_time_s = round(planned.predicted_step_time_s, 5)
+            self._add(planned.system, PREDICTED, step_time_s=step_time_s)
 
     def add(self, turns: Sequence[Turn]) -> None:
         """Steps of systems that took turns, or of one by itself."""
@@ -61,10 +57,6 @@ class Results:
                 peak_mib=_joined(turn.peak_mib),
                 cpu_s=_joined(turn.cpu_s),
             )
-
-    def add_lack(self, system: str, number: int = 0) -> None:
-        """A system ran out of memory, or has no plan that fits."""
-        self._add(system, RAN_OUT, round=number)
 
     def add_peaks(self, turn: Turn) -> None:
         """Memory of a system that was timed in turns."""
@@ -128,8 +120,6 @@ class CaseRows:
 
     def cells(self, system: str) -> list[str]:
         """A row of the table."""
-        if not self.has(system):
-            return [system, "does not fit", "", "", "", "0"]
         spread = self.spread(system)
         over = self.over(system, FSDP2)
         return [
@@ -142,13 +132,10 @@ class CaseRows:
         ]
 
     def table(self) -> list[list[str]]:
-        """All systems, and two lines to read them by."""
+        """All systems, and a line to read them by."""
         ideal = self.ideal_samples_per_s
         rows = [["the ideal: plain PyTorch on each rank, added up", f"{ideal:.2f}", "1.00"]]
         rows += [self.cells(system) for system in self.systems]
-        over = self.over(EVEN, FSDP2)
-        if over is not None:
-            rows.append([f"not due to unlike devices: {NOTHING_UNLIKE}", "", "", f"{over:.2f}"])
         return [row + [""] * (len(HEADER) - len(row)) for row in rows]
 
     @property
@@ -166,9 +153,6 @@ def show_plans(plans: Sequence[Planned]) -> None:
     """Print who computes and stores what."""
     rows = []
     for planned in plans:
-        if planned.plan is None:
-            rows.append([planned.system, *[""] * 4, planned.why_not])
-            continue
         for i, rank in enumerate(planned.plan.ranks):
             sizes = rank.microbatch_sizes
             rows.append(
@@ -192,7 +176,7 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
         if not of_case.has(PLANNED):
             continue
         if case.has_bars:
-            found += (_strong_bars if case.cluster is STRONG else _small_bars)(of_case)
+            found += _strong_bars(of_case)
     return found
 
 
@@ -231,27 +215,6 @@ def _strong_bars(of_case: CaseRows) -> list[Bar]:
             claim = f"{name}: memory of a slowest device, {_short(system)} / {FSDP2_UNEVEN}"
             found.append(Bar(claim=claim, measured=over, at_most=0.75))
     return found
-
-
-def _small_bars(of_case: CaseRows) -> list[Bar]:
-    best_stock = max(
-        (of_case.spread(s).median for s in of_case.systems if _is_stock(s) and of_case.has(s)),
-        default=0.0,
-    )
-    speed = of_case.spread(PLANNED).median
-    return [
-        _ideal_bar(of_case, PLANNED, 0.80),
-        Bar(
-            claim=f"{of_case.case.name}: the fastest stock system that fits / planned",
-            measured=best_stock / speed,
-            at_most=round(1 / 1.5, 3),
-        ),
-    ]
-
-
-def _is_stock(system: str) -> bool:
-    """Whether it trains one model; ranks that share nothing train one each."""
-    return not system.startswith("HetFSDP") and system != TOGETHER
 
 
 def as_markdown(rows: Sequence[Row]) -> str:

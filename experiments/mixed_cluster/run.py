@@ -5,6 +5,7 @@ python -m experiments.mixed_cluster.run --quick    about six minutes
 python -m experiments.mixed_cluster.run --only strong
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
@@ -25,11 +26,9 @@ from experiments.common.results import (
 from experiments.common.unlike import slowness_of, why_no_groups
 from experiments.mixed_cluster import contest, report
 from experiments.mixed_cluster.clusters import CASES, STRONG, Case
-from experiments.mixed_cluster.systems import has_deepspeed
 from shardhet.profiler.measure import MeasuringEffort
 
 HERE = Path(__file__).parent
-RAN_OUT = ("can't allocate memory", "MemoryError", "bad_alloc", "ended without a message")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +36,7 @@ class Extent:
     """How much to measure."""
 
     profile: MeasuringEffort
-    num_rounds: int  # of all systems in turn, or launches of each where memory is capped
+    num_rounds: int  # of all systems in turn
     turn_s: float  # about how long a turn takes, in whole steps
 
 
@@ -53,20 +52,17 @@ def main() -> None:
     options = parse_cases(parser_of(__doc__), CASES)
     cases = options.cases
     if options.quick and not options.only:
-        cases = [case for case in cases if case.cluster is STRONG or case.cluster.is_capped]
+        cases = [case for case in cases if case.cluster is STRONG]
     environment = Environment.here()
     console.print(environment.as_markdown())
-    reason = why_no_groups()
-    if reason is not None:
-        console.print(f"Only HetFSDP takes part, emulated in its processes: {reason}")
-    if not has_deepspeed():
-        console.print("DeepSpeed is not installed here and does not take part.")
+    if (reason := why_no_groups()) is not None:
+        sys.exit(reason)
     results = HERE / "results.csv"
     rows: list[report.Row] = []
     for case in cases:
         console.rule(case.name)
         extent = QUICK if options.quick else FULL if case.has_bars else BRIEF
-        found = measure(case, extent, environment, reason is None)
+        found = measure(case, extent, environment)
         of_case = report.CaseRows.of(case, found)
         print_table(of_case.title, report.HEADER, of_case.table())
         rows += found
@@ -78,38 +74,22 @@ def main() -> None:
         console.print("Only a little was measured: nothing was written.")
 
 
-def measure(
-    case: Case, extent: Extent, environment: Environment, has_groups: bool
-) -> list[report.Row]:
+def measure(case: Case, extent: Extent, environment: Environment) -> list[report.Row]:
     """Everything about one case."""
-    is_capped = case.cluster.is_capped
-    with slowness_of(case.cluster, has_groups=has_groups) as slownesses:
+    with slowness_of(case.cluster, has_groups=True) as slownesses:
 
         def run(fn: Callable[..., Any], *args: Any) -> Any:
             return run_ranks(fn, case.cluster.world_size, case, slownesses, *args)[0]
 
         plans = run(contest.survey, extent.profile)
         report.show_plans(plans)
-        names = list(contest.makers(0, case, slownesses[0], plans))
         results = report.Results(case, environment, plans)
-        # Plain PyTorch always takes turns; a system that is to be capped needs its own process.
-        in_turns = [] if is_capped else names
-        results.add(run(contest.take_turns, plans, in_turns, extent.num_rounds, extent.turn_s))
+        results.add(run(contest.take_turns, plans, extent.num_rounds, extent.turn_s))
         num_weighed = case.num_weighed if extent is FULL else 1
-        num_launches = extent.num_rounds if is_capped else num_weighed
-        for number, name in product(range(num_launches), names):
-            try:
-                turn = run(contest.train_by_itself, plans, name, 2 if is_capped else 1)
-            except RuntimeError as error:
-                if not is_capped or not any(words in str(error) for words in RAN_OUT):
-                    raise
-                results.add_lack(name, number)
-                continue
-            turn = replace(turn, round=number)
-            if is_capped:
-                results.add([turn])
-            else:
-                results.add_peaks(turn)
+        names = list(contest.makers(0, case, slownesses[0], plans))
+        for number, name in product(range(num_weighed), names):
+            turn = run(contest.train_by_itself, plans, name, 1)
+            results.add_peaks(replace(turn, round=number))
     return results.rows
 
 

@@ -6,8 +6,6 @@ the global batch, so that systems may deal it out differently; the losses of all
 to the mean loss over it.
 """
 
-import importlib.util
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +13,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -29,9 +26,7 @@ from shardhet.models.decoder import Block, Decoder, DecoderConfig, Embedding, He
 from shardhet.training.emulation import EmulatedDevice
 
 LEARNING_RATE = 1e-3
-FSDP2_RECOMPUTED = f"{FSDP2}, recomputed"
 FSDP2_UNEVEN = f"{FSDP2}, uneven counts"  # the strong baseline
-DEEPSPEED = "DeepSpeed ZeRO-3"
 
 Make = Callable[[], System]
 
@@ -103,13 +98,9 @@ def _fsdp2(
     *,
     microbatch_size: int | None = None,
     rank_batch_sizes: Sequence[int] | None = None,
-    recomputes: bool = False,
 ) -> System:
     """FSDP2; with numbers of microbatches of each rank's own it shards as ZeRO-2 does."""
     model = work.model()
-    if recomputes:
-        for i, block in enumerate(model.blocks):
-            model.blocks[i] = checkpoint_wrapper(block)
     system = systems.fsdp2(
         model,
         units_of(model),
@@ -149,44 +140,6 @@ def _on_part(system: System, rank_batch_sizes: Sequence[int], position: int) -> 
     return System(system.name, step)
 
 
-# DeepSpeed, where it is installed
-
-
-def has_deepspeed() -> bool:
-    """Whether it can be imported; it is no dependency of anything here."""
-    return importlib.util.find_spec("deepspeed") is not None
-
-
-def deepspeed_zero3(work: Work) -> System:
-    """ZeRO stage 3, even batches."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    os.environ["LOCAL_RANK"] = str(dist.get_rank())  # it does not start without
-    import deepspeed
-
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": work.even[0],
-        "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": 3},
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": LEARNING_RATE, "torch_adam": True, "fused": True},
-        },
-        "steps_per_print": 2**31,
-    }
-    engine, *_ = deepspeed.initialize(
-        model=work.model(), dist_init_required=False, config=settings
-    )
-
-    def step(tokens: Tensor, targets: Tensor) -> float:
-        loss_sum, num_tokens = engine(tokens, targets)
-        loss = loss_sum / num_tokens
-        engine.backward(loss)
-        engine.step()
-        return float(loss.detach())
-
-    return _on_part(System(DEEPSPEED, step), work.even, dist.get_rank())
-
-
 def _by_speed(number: int, speeds: Sequence[float]) -> list[int]:
     """In proportion to ``speeds``, rounded by the largest-remainder method."""
     exact = [number * speed / sum(speeds) for speed in speeds]
@@ -197,9 +150,7 @@ def _by_speed(number: int, speeds: Sequence[float]) -> list[int]:
     return counts
 
 
-def stock_systems(
-    work: Work, speeds: Sequence[float], microbatch_size: int, *, is_capped: bool
-) -> dict[str, Make]:
+def stock_systems(work: Work, speeds: Sequence[float], microbatch_size: int) -> dict[str, Make]:
     """What there is besides HetFSDP, by name; ``speeds`` are for the strong baseline."""
     counts = _by_speed(work.global_batch_size // microbatch_size, speeds)
     uneven = [number * microbatch_size for number in counts]
@@ -213,8 +164,4 @@ def stock_systems(
     }
     made["FSDP1"] = partial(_wrapped, work, "FSDP1", _fsdp1)
     made["DDP"] = partial(_wrapped, work, "DDP", DistributedDataParallel)
-    if is_capped:
-        made[FSDP2_RECOMPUTED] = partial(_fsdp2, work, FSDP2_RECOMPUTED, recomputes=True)
-    if has_deepspeed():
-        made[DEEPSPEED] = partial(deepspeed_zero3, work)
     return made

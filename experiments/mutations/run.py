@@ -3,14 +3,11 @@
 python -m experiments.mutations.run            by the tests of the folder, then by all: hours
 python -m experiments.mutations.run --first 4  the first four faults of forty
 python -m experiments.mutations.run --near     by the tests of the folder alone
-python -m experiments.mutations.run --chosen experiments/mutations/chosen_28.csv
-                                               by tests that a reader has chosen
 """
 
 import argparse
 import re
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,14 +37,6 @@ class Verdict:
     found_by: str  # the first test that failed, twice; "" if none has noticed
     seconds: float
     is_by_new_test: bool = False  # one that was written because of this fault
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
-    """Tests that a reader of a fault expects to notice it."""
-
-    number: int
-    tests: str  # with spaces between them, the cheapest first
 
 
 # Test files of a folder, by what stands after test_; the nearest folder counts.
@@ -85,9 +74,6 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=NUM_FAULTS, help="how many of the faults")
     parser.add_argument("--jobs", type=int, default=2, help="faults that are tried at a time")
     parser.add_argument("--near", action="store_true", help="ask the tests of the folder")
-    parser.add_argument(
-        "--chosen", type=Path, help="a file of tests by number, asked before the folder's"
-    )
     parser.add_argument("--seed", type=int, default=SEED, help="of the draw")
     parser.add_argument("--list", action="store_true", help="show the faults and stop")
     options = parser.parse_args()
@@ -102,11 +88,11 @@ def main() -> None:
     path = HERE / f"results_{options.seed}.csv"
     known = read_csv(path, Verdict) if path.exists() else []
     done = {(each.path, each.before, each.after): each for each in known}
-    tests = questions(faults, options.chosen, is_near=options.near)
+    more = [] if options.near else ["tests"]
     todo = [
-        (i, fault, *tests[i])
+        (i, fault, tests_near(fault), more)
         for i, fault in enumerate(faults[: options.first])
-        if i in tests and (fault.path, fault.before, fault.after) not in done
+        if (fault.path, fault.before, fault.after) not in done
     ]
     with ThreadPoolExecutor(options.jobs) as pool:
         for verdict in pool.map(lambda each: judge(*each), todo):
@@ -115,20 +101,6 @@ def main() -> None:
             what = verdict.found_by or "NOT FOUND"
             where = f"{verdict.path}:{verdict.line}"
             console.print(f"{verdict.number} {where} {what}", markup=False)
-
-
-def questions(
-    faults: Sequence[Fault], chosen: Path | None, *, is_near: bool
-) -> dict[int, tuple[list[str], list[str]]]:
-    """By number the tests of faults, and those to run where none of these fails.
-
-    Of faults for which a file of ``chosen`` tests has none nothing is said.
-    """
-    near = dict(enumerate(map(tests_near, faults)))
-    if chosen is not None:
-        tests = {each.number: each.tests.split() for each in read_csv(chosen, Chosen)}
-        return {i: (each, near[i]) for i, each in tests.items()}
-    return {i: (each, [] if is_near else ["tests"]) for i, each in near.items()}
 
 
 def judge(number: int, fault: Fault, tests: list[str], more: list[str]) -> Verdict:

@@ -3,11 +3,10 @@
 python -m experiments.mutations.waits           an hour or more on two cores
 python -m experiments.mutations.waits --list    the places
 python -m experiments.mutations.waits --only fsdp/step comm.py:16 --by pending overlap
-python -m experiments.mutations.waits --on-hosts --only wait_sent
 
-With --on-hosts the detector is not asked again, and only tests over transports of the host run;
-with --by only some of the groups of tests, with --tests only these.  The newest verdict of each
-place is kept.  A test that fails without the change too, or not alone, does not count.
+With --by only some of the groups of tests are asked; parity is of transports of the host.  The
+newest verdict of each place is kept.  A test that fails without the change too, or not alone,
+does not count.
 """
 
 import argparse
@@ -192,11 +191,9 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", default=[""], help="places with one of these words: path:line code"
     )
-    parser.add_argument("--on-hosts", action="store_true", help="do not ask the detector")
     parser.add_argument(
         "--by", nargs="+", choices=TESTS, default=[], help="ask these groups of tests alone"
     )
-    parser.add_argument("--tests", nargs="+", help="ask these tests alone")
     options = parser.parse_args()
     todo = [
         place
@@ -206,10 +203,8 @@ def main() -> None:
             for words in options.only
         )
     ]
-    by = ["parity"] if options.on_hosts else options.by
-    tests = {name: [f"tests/test_{each}.py" for each in TESTS[name]] for name in by or TESTS}
-    if options.tests:
-        tests = {"tests": options.tests}
+    by = options.by or TESTS
+    tests = {name: [f"tests/test_{each}.py" for each in TESTS[name]] for name in by}
     if options.list:
         for each in todo:
             console.print(f"{each.path}:{each.line} {each.before.strip()}", markup=False)
@@ -217,7 +212,7 @@ def main() -> None:
         return
     console.print(Environment.here().as_markdown())
     verdicts: list[Verdict] = []
-    path = HERE / ("waits_on_hosts.csv" if by == ["parity"] else "waits.csv")
+    path = HERE / ("waits_on_hosts.csv" if [*by] == ["parity"] else "waits.csv")
     before = read_csv(path, Verdict) if path.exists() else []
     with ThreadPoolExecutor(options.jobs) as pool:
         for verdict in pool.map(partial(judge, tests=tests), todo):

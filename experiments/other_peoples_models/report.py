@@ -1,14 +1,13 @@
 """The tables, from rows alone."""
 
 from collections.abc import Sequence
-from statistics import median
 
 from experiments.common.results import markdown_table
 from experiments.other_peoples_models.records import Row, Verdict
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """What became of each family, what was refused, what it costs."""
+    """What became of each family, and what was refused."""
     if not rows:
         return "No case was run."
     commits = ", ".join(f"`{commit}`" for commit in dict.fromkeys(row.commit for row in rows))
@@ -30,34 +29,21 @@ def _count(rows: Sequence[Row], way: str | None, verdict: Verdict) -> int:
 
 
 def _families(rows: Sequence[Row]) -> str:
-    header = [
-        "family",
-        "exact",
-        "others",
-        "gradient error",
-        "start s",
-        "step ms, plain",
-        "ours",
-    ]
     lines = []
     for family in dict.fromkeys(row.family for row in rows):
         own = [row for row in rows if row.family == family]
         exact = [row for row in own if row.verdict == Verdict.EXACT.value]
         others = [f"{row.way}, {row.plan}: {row.verdict}" for row in own if row not in exact]
         outside = [row.grad_error for row in exact if row.way not in ("labels", "num_items")]
-        alone = [row for row in exact if row.plan == "1 rank"]
         lines.append(
             [
                 family,
                 f"{len(exact)} of {len(own)}",
                 "; ".join(others),
                 f"{max(outside):.0e}" if outside else "",
-                f"{median(row.start_s for row in alone):.2f}" if alone else "",
-                f"{1000 * median(row.plain_step_s for row in alone):.0f}" if alone else "",
-                f"{1000 * median(row.step_s for row in alone):.0f}" if alone else "",
             ]
         )
-    return markdown_table(header, lines)
+    return markdown_table(["family", "exact", "others", "gradient error"], lines)
 
 
 def _texts(rows: Sequence[Row]) -> str:

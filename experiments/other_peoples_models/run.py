@@ -65,7 +65,7 @@ def main() -> None:
     name = "stages.csv" if options.stages else "tokens.csv" if options.tokens else "results.csv"
     path = options.results or (None if options.quick else HERE / name)
     rows = {row.key: row for row in (read_csv(path, Row) if path and path.exists() else [])}
-    pairs = [] if options.report else _pairs(options)
+    pairs = _pairs(options)
     import_for([FAMILIES[family] for family in dict.fromkeys(family for family, _ in pairs)])
     drawn = _staged if options.stages else _by_tokens if options.tokens else _flat
     cases = [*drawn(pairs, options)]
@@ -82,7 +82,7 @@ def main() -> None:
             _say(row, number, len(missing), time.monotonic() - started_at_s)
             if path is not None:
                 write_csv(path, _in_order(rows))
-    keys = rows.keys() if options.report else {case.key for case, _ in cases}
+    keys = {case.key for case, _ in cases}
     text = as_markdown([row for row in _in_order(rows) if row.key in keys])
     console.print(text, markup=False)
     if path == HERE / "results.csv":
@@ -99,7 +99,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--stages", action="store_true", help="in stages")
     parser.add_argument("--again", action="store_true", help="run what is there already, too")
     parser.add_argument("--tokens", action="store_true", help="in tiles, and a shared sample")
-    parser.add_argument("--report", action="store_true", help="tables of what is there")
     parser.add_argument("--results", type=Path, metavar="FILE", help="written instead")
     return parser.parse_args()
 

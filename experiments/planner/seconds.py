@@ -170,18 +170,17 @@ def measure(case: Case, folder: Path) -> list[Row]:
 def main() -> None:
     """All clusters; every run to shell.csv, medians to the screen."""
     parser = parser_of(__doc__, "the smallest cluster; keeps nothing")
-    parser.add_argument("--only", default="", metavar="WORD", help="keeps nothing")
     options = parser.parse_args()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "no_torch").mkdir()
         (folder / "no_torch" / "torch.py").write_text(NO_TORCH)
-        asked = [case for case in cases(folder) if options.only in case.cluster]
+        asked = [*cases(folder)]
         asked = [min(asked, key=lambda case: case.devices)] if options.quick else asked
         for case in asked:
             rows += measure(case, folder)
-            if not (options.quick or options.only):
+            if not options.quick:
                 write_csv(HERE / "shell.csv", rows)
     console.print(Environment.here().as_markdown("start-up included"), soft_wrap=True)
 

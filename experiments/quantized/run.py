@@ -21,8 +21,7 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 
-from experiments.common.machine import Environment
-from experiments.common.results import console, markdown_table, write_csv, write_results_block
+from experiments.common.results import Page, console, markdown_table
 from shardhet import Plan
 from tests.trainer_options import (
     IN_ROUNDS,
@@ -76,8 +75,8 @@ def main() -> None:
     only = parser.parse_args().only
     torch.set_num_threads(1)
     preload(*TRANSFORMERS, "bitsandbytes", "peft")
-    environment = Environment.here()
-    rows = []
+    page, rows = Page(HERE, is_kept=only is None), list[Row]()
+    page.tell(f"bitsandbytes {bitsandbytes.__version__}.")
     world = World(PLAN.world_size)
     with tempfile.TemporaryDirectory() as folder:
         config = transformers.LlamaConfig(
@@ -93,13 +92,8 @@ def main() -> None:
             rows.append(row := _tried(world, folder, weights, plan))
             console.print(str(row), markup=False, soft_wrap=True)
     world.close()
-    if only is None:
-        write_csv(HERE / "results.csv", rows)
-        versions = f"bitsandbytes {bitsandbytes.__version__}"
-        write_results_block(
-            HERE / "README.md",
-            f"{environment.as_markdown()} {versions}.\n\n{as_markdown(rows)}",
-        )
+    page.tell(as_markdown(rows))
+    page.keep({"results.csv": rows})
 
 
 def _tried(world: World, folder: str, weights: str, plan: str) -> Row:

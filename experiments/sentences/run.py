@@ -285,19 +285,9 @@ def as_markdown(rows: list[Row]) -> str:
     groups = {
         "all": rows,
         "no plan": [row for row in rows if not row.planned_s],
-        "one round asked": [row for row in rows if row.max_rounds == 1],
-        "two or three rounds at most": [row for row in rows if row.max_rounds > 1],
         "several rounds chosen": [row for row in rows if row.rounds > 1],
-        "microbatches beyond those measured": [
-            row for row in rows if row.largest_microbatch > 4
-        ],
-        "microbatches of more than 16": [row for row in rows if row.largest_microbatch > 16],
         "batches of 33 to 72": [row for row in rows if row.seed >= NUM_SMALL],
     }
-    groups |= {
-        f"{curve} curves": [row for row in rows if row.curve == curve] for curve in CURVES
-    }
-    groups |= {f"{n} devices": [row for row in rows if row.devices == n] for n in (2, 3, 4)}
     header = ["cases", "number", *(f"{each} false" for each in SENTENCES), "too many"]
     lines = [
         [

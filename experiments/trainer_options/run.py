@@ -18,8 +18,7 @@ from typing import Any
 import torch
 import transformers
 
-from experiments.common.machine import Environment
-from experiments.common.results import console, markdown_table, write_csv, write_results_block
+from experiments.common.results import Page, console, markdown_table
 from tests.trainer_options import (
     LOGGED_BAR,
     OPTIONS,
@@ -55,8 +54,7 @@ def main() -> None:
     only = parser.parse_args().only
     torch.set_num_threads(1)
     preload(*TRANSFORMERS)
-    environment = Environment.here()
-    rows = []
+    page, rows = Page(HERE, is_kept=only is None), list[Row]()
     world = World(PLAN.world_size)
     for option in only or OPTIONS:
         for loss in LOGGED_BAR:
@@ -66,11 +64,8 @@ def main() -> None:
                 world.kill()
                 world = World(PLAN.world_size)
     world.close()
-    if only is None:
-        write_csv(HERE / "results.csv", rows)
-        write_results_block(
-            HERE / "README.md", f"{environment.as_markdown()}\n\n{as_markdown(rows)}"
-        )
+    page.tell(as_markdown(rows))
+    page.keep({"results.csv": rows})
 
 
 def _tried(world: World, option: str, loss: str) -> Row:
