@@ -19,7 +19,17 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import shardhet
-from shardhet import After, EndNotice, HetFSDP, Hook, Hooks, Plan, SaveCheckpoints, Trace
+from shardhet import (
+    After,
+    EndNotice,
+    HetFSDP,
+    Hook,
+    Hooks,
+    Plan,
+    SaveCheckpoints,
+    Trace,
+    redistribute,
+)
 from shardhet.checkpoint import CheckpointError, Checkpoints, Replicas
 from tests.worlds import TRANSFORMERS, on_ranks, preload, run_ranks, run_ranks_expecting_failure
 
@@ -188,13 +198,28 @@ def test_a_loop_is_traced(tmp_path: Path) -> None:
     assert run_ranks(traced, 2, str(tmp_path)) == [2, 2]
 
 
+class Moves(Hook):
+    """Follows a plan with other batches from the third step on."""
+
+    def begin(self, run: Hooks) -> None:
+        self._run = run
+
+    def after_step(self, step: int, loss: float | None) -> None:
+        if step == 2:
+            plan = Plan.by_hand(microbatch_sizes=[1, 2, 2], rank_batch_sizes=[1, 2, 4])
+            self._run.optimizers[0].zero_grad()
+            redistribute(self._run.model, self._run.optimizers, plan)
+
+
 def in_het_trainer(rank: int, folder: str) -> Any:
-    """As in a loop of one's own: traced, told to end, and resumed."""
+    """As in a loop of one's own: traced, told to end, and resumed; and under two plans."""
     from tests.test_hf_resuming import make
     from tests.trainer_options import PLAN, as_torchrun_starts
 
     with as_torchrun_starts(rank, PLAN.world_size):
         seen, told, after = Seen(), Seen(signalled(rank), TOLD_IN_STEP), Seen()
+        moved = Seen()
+        make(f"{folder}/moved", PLAN, hooks=[moved, Moves()], save_strategy="no").train()
         trace = Trace(f"{folder}/traces", first_step=2, num_steps=2)
         make(f"{folder}/whole", PLAN, hooks=[seen, trace], save_strategy="no").train()
         handler = signal.getsignal(signal.SIGTERM)
@@ -211,14 +236,16 @@ def in_het_trainer(rank: int, folder: str) -> Any:
             seen.losses,
             told.losses | after.losses,
             traced_names(trace._folder, rank).count(name),
+            moved.losses,
         )
 
 
 def test_a_het_trainer_has_the_same_hooks(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs the hf extra")
     found = run_ranks(in_het_trainer, 3, str(tmp_path), timeout_s=2 * FIRST_CASE_S)
-    for expected, losses, num_traced in found[:2]:
+    for expected, losses, num_traced, under_two in found[:2]:
         assert losses == expected
+        assert under_two == pytest.approx(expected, rel=1e-12)
         assert num_traced >= 2
     assert found[2][:2] == found[0][:2]
 
