@@ -3,8 +3,9 @@
 import sys
 import time
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import IO
+from unittest.mock import Mock
 
 import pytest
 
@@ -51,7 +52,9 @@ def test_a_thread_of_a_program_that_has_failed_is_stopped(
 ) -> None:
     monkeypatch.setattr(sys, "last_value", KeyError("sample 17"), raising=False)
     stopped = Event()
-    thread = job.Thread(stopped.wait, name="writes", stop=stopped.set)
+    monkeypatch.setattr(job, "break_connections", lambda _: stopped.set())
+    thread = Thread(target=stopped.wait)
+    job._channels[thread] = Mock()
     thread.start()
     job._end()
     assert not thread.is_alive()
