@@ -124,17 +124,11 @@ def _of_part(
     setting, constraints = request.setting, request.constraints
     if not 0 < len(positions) < setting.cluster.world_size:
         return None
+    part = request.of_part(positions, part_of(setting, positions))
     try:
-        found = solve(
-            part_of(setting, positions),
-            global_batch_size=request.global_batch_size,
-            constraints=constraints.only(positions),
-            effort=request.effort,
-            tolerance=tolerance,
-            is_bounded=request.is_bounded,
-            near=request.near,
-            cutoff_s=request.cutoff_s,
-        )
+        part.constraints.check(len(positions))
+        part.constraints.check_batches(len(positions), request.global_batch_size)
+        found = _of_all_or_fewer(replace(part, subset_hint=(), with_kind=None), tolerance)
     except ValueError:  # nothing fits, or constraints need the other devices
         return None
     return with_idle(found, positions, request.prices[0], constraints)
@@ -148,14 +142,8 @@ def _of_all_or_fewer(request: "_Request", tolerance: float | None) -> PlanSoluti
     def solved(positions: Positions, setting: Setting, cutoff_s: float) -> PlanSolution:
         part = request
         if len(positions) < prices.cluster.world_size:
-            of_part = constraints.only(positions)
-            part = replace(request, prices=_priced(setting, of_part), constraints=of_part)
+            part = request.of_part(positions, setting)
         met = _of_all(replace(part, cutoff_s=cutoff_s), tolerance)
-        # A lone device computes with the rows that it stores; beside idle ones it gathers them.
-        if len(positions) == 1 and not any(
-            with_idle(e, positions, prices, constraints) for e in _preferred(met, tolerance)
-        ):
-            raise PlanError(f"plan: device {positions[0]} has no room beside idle ones.")
         found[positions] = met
         return met.best
 
@@ -197,14 +185,6 @@ def _of_all_or_fewer(request: "_Request", tolerance: float | None) -> PlanSoluti
     whole_s = search.whole.lower_bound_s if search.whole is not None else inf
     missed_s = search.missed_s.get(active_positions(chosen), inf)
     return replace(chosen, lower_bound_s=min(chosen.lower_bound_s, whole_s, missed_s))
-
-
-def _preferred(met: "_Found", tolerance: float | None) -> Iterator[PlanSolution]:
-    """The fastest plan, and the one to prefer to it."""
-    yield met.best
-    if tolerance is not None:
-        limit_s = (1 + tolerance) * met.best.predicted.step_time_s
-        yield preferred(met.best, met.pools, limit_s)
 
 
 def _of_all(request: "_Request", tolerance: float | None) -> "_Found":
@@ -309,6 +289,12 @@ class _Request:
     def setting(self) -> Setting:
         """What is planned for."""
         return self.prices[0].setting
+
+    def of_part(self, positions: Positions, setting: Setting) -> "_Request":
+        """What is asked where only the devices at these positions take part."""
+        constraints = self.constraints.only(positions)
+        prices = _priced(setting, constraints, beside_idle=True)
+        return replace(self, prices=prices, constraints=constraints)
 
     def of_demanded_form(self) -> Iterator[FormTask]:
         """Plans of the form that is demanded, if one is."""
@@ -437,13 +423,16 @@ class _Met:
             self.missed, self.missed_form = error, task.memory_frugality
 
 
-def _priced(setting: Setting, constraints: Constraints) -> tuple[CostModel, ...]:
+def _priced(
+    setting: Setting, constraints: Constraints, *, beside_idle: bool = False
+) -> tuple[CostModel, ...]:
     """Prices of plans whose units are in the levels that are faster, by what is resident."""
     prices = CostModel(
         setting,
         in_flight=constraints.rounds_in_flight,
         receives=constraints.receives,
         hands_on_bytes=constraints.hands_on_bytes,
+        beside_idle=beside_idle,
     )
     if constraints.has_one_level:
         return (prices,)

@@ -116,6 +116,7 @@ class Priced:
     receives: bool = False  # whether another stage hands over the inputs of the first unit
     hands_on_bytes: int = 0  # per sample, to the next stage
     member: Member | None = None  # of a context group, whose part of each sample is priced
+    beside_idle: bool = False  # whether other devices take no part
     known: Known = field(default_factory=Known, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -267,8 +268,11 @@ class Priced:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is one device, which has all rows."""
-        return self.cluster.world_size == 1
+        """Whether there is one device, which computes with the rows that it stores.
+
+        Beside idle ones it gathers them.
+        """
+        return self.cluster.world_size == 1 and not self.beside_idle
 
     def resident_bytes_of(self, unit: Unit) -> int:
         """Bytes of the unit's frozen parameters that stay unsharded over steps.
