@@ -14,10 +14,9 @@ ALONE = Named(
 )
 
 
-def _two_ranks(name: str, **options: Any) -> Named:
-    plan = Plan.by_hand(
-        microbatch_sizes=[2, 1], rank_batch_sizes=[5, 2], state_shares=[0.7, 0.3], **options
-    )
+def _two_ranks(name: str, rank_batch_sizes: tuple[int, int] = (5, 2), **options: Any) -> Named:
+    cut = {"microbatch_sizes": [2, 1], "rank_batch_sizes": rank_batch_sizes}
+    plan = Plan.by_hand(**cut, state_shares=[0.7, 0.3], **options)
     return Named(name=name, plan=plan, eval_sizes=(1, 4))
 
 
@@ -33,19 +32,14 @@ APART = Named(  # one only computes, one only stores
     ),
     eval_sizes=(2, 0, 3),
 )
-IN_ROUNDS = Named(  # the second round has samples on one rank only
-    name="2 ranks, 2 rounds",
-    plan=Plan.by_hand(
-        microbatch_sizes=[2, 1],
-        rank_batch_sizes=[3, 1],
-        state_shares=[0.7, 0.3],
-        recompute=[True, False],
-        num_rounds=2,
-        global_batch_size=7,
-        reshard_after_forward=False,
-        reduce_each_round=False,
-    ),
-    eval_sizes=(1, 4),
+IN_ROUNDS = _two_ranks(  # the second round has samples on one rank only
+    "2 ranks, 2 rounds",
+    (3, 1),
+    recompute=[True, False],
+    num_rounds=2,
+    global_batch_size=7,
+    reshard_after_forward=False,
+    reduce_each_round=False,
 )
 PLANS = {each.name: each for each in (ALONE, KEPT, RECOMPUTED, APART, IN_ROUNDS)}
 
