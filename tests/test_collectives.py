@@ -383,12 +383,18 @@ def reduce(full_numel: int, shard_numel: int, splits: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("call", [gather, reduce])
 @pytest.mark.parametrize(
-    "numels", [(7, 3, [4]), (7, 3, [4, 3, 0]), (7, 4, [4, 3]), (8, 3, [4, 3])]
+    "numels, message",
+    [
+        ((7, 3, [4]), "1 split sizes for 2 ranks"),
+        ((7, 3, [4, 3, 0]), "3 split sizes for 2 ranks"),
+        ((7, 4, [4, 3]), "position 1: the shard has 4 elements but its split is 3"),
+        ((8, 3, [4, 3]), "position 1: the whole tensor has 8 elements but the splits sum to 7"),
+    ],
 )
 def test_lengths_that_do_not_fit_are_refused_before_anything_is_sent(
-    call: Callable[..., None], numels: tuple[int, int, list[int]]
+    call: Callable[..., None], numels: tuple[int, int, list[int]], message: str
 ) -> None:
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match=message):
         call(*numels)
 
 

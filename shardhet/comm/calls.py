@@ -282,9 +282,20 @@ def received_sum(
 def _check_splits(
     shard: Tensor, full: Tensor | None, split_numels: Sequence[int], channel: Channel
 ) -> None:
-    assert len(split_numels) == len(channel.rank_by_position)
-    assert shard.numel() == split_numels[channel.position]
-    assert full is None or full.numel() == sum(split_numels)
+    if len(split_numels) != channel.world_size:
+        raise ValueError(
+            f"{len(split_numels)} split sizes for {channel.world_size} ranks. Give one a rank."
+        )
+    if shard.numel() != split_numels[channel.position]:
+        raise ValueError(
+            f"position {channel.position}: the shard has {shard.numel()} elements but its "
+            f"split is {split_numels[channel.position]}."
+        )
+    if full is not None and full.numel() != sum(split_numels):
+        raise ValueError(
+            f"position {channel.position}: the whole tensor has {full.numel()} elements but "
+            f"the splits sum to {sum(split_numels)}."
+        )
 
 
 SWITCH = "SHARDHET_TRANSPORT"
