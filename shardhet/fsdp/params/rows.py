@@ -178,8 +178,8 @@ def _what_is_reduced(
         args = args[1:]
     if (args and isinstance(args[0], Tensor)) or isinstance(kwargs.get("other"), Tensor):
         return None, False  # elementwise maximum or minimum of two tensors
-    dims = kwargs.get("dim", args[0] if args else None)
-    dims = (dims,) if isinstance(dims, int) and not isinstance(dims, bool) else dims
+    numbers = tuple(each for each in (kwargs.get("dim"), *args) if type(each) is int)
+    dims = numbers or kwargs.get("dim", args[0] if args else None)
     if dims is None or not isinstance(dims, tuple | list):
         return True, bool(others or args[1:])
     num_dims = max(1, grad.dim())
