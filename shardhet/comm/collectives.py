@@ -5,11 +5,11 @@ Only *receivers* (the ranks that compute) get a gathered tensor, and only *contr
 supply a gradient; a rank that only stores never holds more than its shard.  Nothing is
 padded, and only a rank's own part is copied.
 
-``_algorithms`` alone decides which algorithm runs.  For gloo on CPU the choice was
-measured (``experiments/uneven_collectives``).  If the channel has a ``Transport``, the
-transport carries the collectives.  Between hosts, point-to-point messages between all pairs
-are faster than gloo's own collectives; they run on gloo's transport thread while the caller
-computes, and ranks need not take part.  The other algorithms have not been compared.
+Tensors on the host of a channel that has a ``Transport`` are carried by that (one host, CPU);
+for others ``_algorithms`` decides: NCCL's are in ``nccl.py``.  For gloo on CPU the choice was
+measured (``experiments/uneven_collectives``): between hosts, point-to-point messages between
+all pairs are faster than gloo's own collectives; they run on gloo's transport thread while the
+caller computes, and ranks need not take part.  The other algorithms have not been compared.
 """
 
 from collections.abc import Callable, Sequence

@@ -6,7 +6,7 @@ A death is first noticed, on
     accelerators                 (extras.shared_host.arena: SharedCounters.wait_for)
     several hosts, gloo          by the broken connection, at once (calls: wait_all)
     accelerators, NCCL           by what hosts agree on three times a step, as above; where the
-                                 host waits for its device, by the watch, within 2 s: a process
+                                 host waits for its device, by the watch, after 2 s: a process
                                  is gone from /proc, or its connection to rank 0 has closed
                                  (liveness.ending)
     a host that is cut off, or   by the watch, within 60 s unless set (liveness.diagnosis)
@@ -20,8 +20,8 @@ Then on each of the others, in this order:
     Peers.guard           is around every step and catches it; ``_cause_of`` breaks this rank's
                           own connections, so that ranks further away notice, too
     the message           is that of the first ``Failure`` that any rank has reported to the
-                          store, under one key: the rank that raises, or a watch; without one
-                          within 3 s, of processes that have ended or do not answer
+                          store, of this model or of all: the rank that raises, or a watch;
+                          without one within 3 s, of processes that have ended or do not answer
                           (``_cause_by_silence``)
     the launcher          reads the same record from the run folder (``apps.launch.crash``)
 """

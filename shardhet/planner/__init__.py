@@ -7,11 +7,11 @@ That no other plan of the candidates is faster than the bound follows from, in t
                           time of the best choice, or the effort is spent; where choices are
                           few, ``search.few`` looks at all of them instead
     search_table          leaves out candidates that compute longer than a cut, and raises the
-                          cut until the choice found is within it
-    fitting_plans         rounds shares to whole rows, which may break a plan, or make it slower
-                          than the bound, but never the bound; where no plan is left,
-                          ``search_table`` searches for one with room to round, and the bound of
-                          the first search is kept
+                          cut until the choice found is within it; where that leaves no room to
+                          round shares to rows, it searches for one that does (``rounded``), and
+                          keeps the bound of the first search
+    fitting_plans         rounds shares to rows, by which a plan may not fit, or be slower than
+                          the bound, but never the bound break; then less room is tried
     find._solve           takes the least bound of all forms and rounds; one whose bound is no
                           better than the best plan is not searched, and its bound counts too
 

@@ -382,7 +382,8 @@ class MemoryPrices(PeakMemoryPrices):
     def memory(self, rank: RankPlan, stored_numel: int) -> MemoryParts:
         """The memory of a rank that stores this many elements, by purpose.
 
-        ``CostModel`` (pricing/cost.py) shows it; the planner asks ``room_for_state``.
+        ``CostModel`` (pricing/cost.py) shows it; the planner asks ``room_for_state`` and
+        ``moments_of_all``.
         """
         workload, batch = self.workload, rank.rank_batch_size
         reserved = self.profile.device(rank.device.kind).reserved_bytes

@@ -68,8 +68,8 @@ class MemoryParts:
 class MemoryPeaks:
     """Moments of a step on one rank, [J]; each may be the one in which it holds the most.
 
-    In moment j it holds ``unsharded + grads + b sample + S numel + running(m)`` bytes for b
-    samples in microbatches of m and S stored elements.
+    In moment j it holds ``unsharded + grads + b sample + S numel + running(m)`` bytes, and what
+    is reserved, for b samples in microbatches of m and S stored elements.
     """
 
     unsharded_bytes: Floats  # gathered parameters

@@ -137,8 +137,9 @@ class Launch(NamedTuple):
 class Schedule:
     """All turns of a step, round after round, and the launches around each.
 
-    This is the only place that decides the order of collectives.  A schedule equals itself
-    alone, so that lists of it are laid out once.
+    Collectives come in this order on all ranks; ``records.ops`` decides when each is launched,
+    and ``ScheduleExecutor.reduce_rest`` ends with the root's.  A schedule equals itself alone,
+    so that lists of it are laid out once.
     """
 
     turns: tuple[Turn, ...]

@@ -7,7 +7,8 @@ A rank accuses only while its own training thread waits for other ranks and has 
 for the whole patience; as long as nobody waits in vain, nobody is accused.  Then, in this
 order:
 
-    silent    no heartbeat for the patience: gone, stopped, or cut off from the network
+    gone      its process has ended: after ten seconds in place of the patience, two with NCCL
+    silent    no heartbeat for the patience: stopped, or cut off from the network
     still     heartbeats, but no progress for the patience, and it waits for nobody
     left      its program has ended without a failure while others wait for it
     mutual    all ranks wait for each other, for twice the patience

@@ -6,7 +6,10 @@ Where it is refused that
                                          examine: _check_backward, _gradients
     code outside of units mixes them     attempt: _check_rows; in backward _check_gradients,
                                          with gradients: GradientCut
-    a loss is no sum, once it is used    microbatch.loss: Output.check_adds_up, check_factors
+    a unit's sum or mean leaves out      examine: _check_joins
+    samples, or counts values
+    a loss is no sum, once it is used    microbatch.loss: Output.check_adds_up, check_factors;
+                                         attempt
     the model draws random numbers       watch: Watcher.run; attempt: _check_draws
     a tensor leaves or enters a unit     watch
     in other ways

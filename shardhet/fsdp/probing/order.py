@@ -1,10 +1,11 @@
 """The order in which units are visited: found while the model is probed, then checked.
 
 [Note: Finding the order]
-A probe (probe.py) runs the model before the first step and finds the order in which the units
-are visited.  Before each visit all ranks exchange the unit that they are about to visit; ranks
-without samples follow the others.  A probe prefetches nothing.  After it the schedule is fixed,
-ranks without samples follow it without being told, and a visit out of order is an error.
+A probe (probe.py) runs the model before the first call of each kind and finds the order in
+which the units are visited.  Before each visit all ranks exchange the unit that they are about
+to visit; ranks without samples follow the others.  A probe prefetches nothing.  After it the
+schedule is fixed, ranks without samples follow it without being told, and a visit out of order
+is an error.
 """
 
 from collections.abc import Sequence

@@ -80,7 +80,7 @@ class Findings:
     def make_empty_output(self, anchor: Tensor) -> Any:
         """The model's output for no samples, with its tensors as zeros where ``anchor`` is.
 
-        It needs gradients where other ranks' does, and is told by the same sentences.
+        It needs gradients where other ranks' does.
         """
         leaves, spec = flatten(self.empty_output)
         for i, leaf in enumerate(leaves):

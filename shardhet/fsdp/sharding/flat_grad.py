@@ -35,7 +35,8 @@ class FlatGradient:
     autograd makes for each parameter are the gradient.
 
     ``finish`` gives the whole gradient back, also on a rank without rows of it.
-    ``ScheduleExecutor`` calls it before it launches the next reduction, and after the last.
+    ``ScheduleExecutor`` calls it before it launches the next reduction, before the unit's own
+    next turn of backward, and after the last.
 
     With ``on_host`` its part of the sum is copied to the host when a reduction ends.
     """

@@ -2,9 +2,10 @@
 
 [Note: The way to .grad]
 Each turn's reduction is launched when the turn ends, and waited for (``FlatGradient.finish``)
-before the next one is.  Then ``set_grads_with_hooks`` sets the gradients of the rows of each
-flat tensor (``set_sharded_grads``); with whole matrices, who reads one of the last reduction
-waits for it: an optimizer of others steps beside it.
+before the next one is; ``end_step`` waits for the last, the root's.  Then
+``set_grads_with_hooks`` sets the gradients of the rows of each flat tensor.  With whole
+matrices ``end_step`` need not wait: who reads a gradient of the last reduction does
+(``defer_grads``), and an optimizer of others steps beside it.
 
 [Note: Settings]
 A learning rate that follows the loss of one rank's samples (``ReduceLROnPlateau``) differs

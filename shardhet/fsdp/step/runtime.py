@@ -325,7 +325,9 @@ class Runtime:
     # The end of a step #
 
     def reduce_rest(self) -> None:
-        """Reduce what is left, the root's last, and end the step.  Collective."""
+        """Launch the reductions that are left, of which the root's, the last, is in flight
+        afterwards (``MeanLoss.end_step`` waits for it), and end the rounds.  Collective.
+        """
         self.executor.reduce_rest()
         self.end_rounds()
 

@@ -1,9 +1,10 @@
-"""What limits a plan, and what would help: every change to what is planned for is tried.
+"""What limits a plan, and what would help: more of each resource is tried.
 
 A gain is the improvement of the best plan after one change: more of a resource, or plans that
 were not allowed.  It includes everything that a plan may change, and it is 0 for a resource
 that does not limit the plan.  What a plan loses where devices are not as fast as the profile
-says is such a gain, too: that of the best plan at the other speed over this one.
+says is such a gain, too: that of the best plan at the other speed over this one.  Changes that
+a key of the command makes are in ``apps.planning.what_if``.
 """
 
 import time

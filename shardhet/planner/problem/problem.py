@@ -115,7 +115,7 @@ class Problem:
     global_batch_size: int
     state_numel: float  # S
     fixed_s: float = 0.0
-    row_numel: float = 0.0  # of a device's room; only ``rounded`` subtracts it
+    row_numel: float = 0.0  # that rounding to rows may take of a device's room
     fixed_optimizer_s: float = 0.0  # for exact shares that are demanded
 
     @property
