@@ -145,6 +145,19 @@ class Factored(Lion):
             param -= group["lr"] * update
 
 
+class InBlocks(Lion):
+    """Scales blocks of what is large and has whole blocks only, as 8-bit states of torchao."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, param in with_gradients(self):
+            update = param.grad
+            if update.numel() >= 4096 and update.numel() % 256 == 0:
+                blocks = update.view(-1, 256)
+                update = (blocks / blocks.abs().amax(1, keepdim=True)).view_as(update)
+            param -= group["lr"] * update
+
+
 class Lookahead(optim.Optimizer):
     """An optimizer around another one."""
 
@@ -314,6 +327,7 @@ def test_unknown_optimizers_that_rows_suffice_for_are_tried_and_pass(
         (partial(Deciding, leaves_out=is_across), DIFFERENTLY),
         (Projected, "optimizer Projected updates rows of a parameter differently"),
         (Factored, "optimizer Factored updates rows of a parameter differently"),
+        (InBlocks, "optimizer InBlocks updates rows of a parameter differently"),
         (
             WithLock,
             r"optimizer WithLock could not be tried on a copy (TypeError: cannot pickle",

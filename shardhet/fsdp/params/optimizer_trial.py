@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn, optim
 
 # Large enough for optimizers that treat small tensors differently (8-bit: below 4,096) or
-# matrices with a small side (factored moments: below 128, as a rule).
-TRIAL_SHAPES = ((), (4290,), (260, 258), (130, 129, 3), (130, 4, 3, 3), (130, 4, 3, 3, 1))
-TRIAL_CUT = 37  # rows of the first of two parts
+# matrices with a small side (factored moments: below 128, as a rule), and of whole blocks of
+# 256 elements, as parameters of models are: some quantize no others.
+TRIAL_SHAPES = ((), (4608,), (256, 131), (256, 129, 3), (256, 3, 3, 3), (256, 3, 3, 3, 1))
+TRIAL_CUT = 37  # rows of the first of two parts, which are not of whole blocks
 # Of whole parameters, whose sizes count for less than what some compute of them.
 WHOLE_SHAPES = ((), (50,), (24, 18), (12, 9, 3), (10, 6, 3, 3), (10, 6, 3, 3, 1))
 TRIAL_STEPS = 30  # some look at whole matrices only then and when, or after a warm-up
