@@ -158,6 +158,17 @@ class InBlocks(Lion):
             param -= group["lr"] * update
 
 
+class Averaging(Lion):
+    """Averages gradients over ranks, as in data parallelism by hand."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for _, param in with_gradients(self):
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+        super().step(closure)
+
+
 class Lookahead(optim.Optimizer):
     """An optimizer around another one."""
 
@@ -328,6 +339,11 @@ def test_unknown_optimizers_that_rows_suffice_for_are_tried_and_pass(
         (Projected, "optimizer Projected updates rows of a parameter differently"),
         (Factored, "optimizer Factored updates rows of a parameter differently"),
         (InBlocks, "optimizer InBlocks updates rows of a parameter differently"),
+        (
+            Averaging,
+            r"optimizer Averaging could not be tried on a copy (RuntimeError: it communicates "
+            "by itself: c10d::allreduce_)",
+        ),
         (
             WithLock,
             r"optimizer WithLock could not be tried on a copy (TypeError: cannot pickle",

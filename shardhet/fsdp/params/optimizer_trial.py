@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from shardhet.fsdp.microbatch.modes import EagerMode
+
 # Large enough for optimizers that treat small tensors differently (8-bit: below 4,096) or
 # matrices with a small side (factored moments: below 128, as a rule), and of whole blocks of
 # 256 elements, as parameters of models are: some quantize no others.
@@ -45,6 +47,20 @@ def _oddly(step: int, grads: Tensor, params: Tensor) -> Tensor:
         across = grads - params * along.reshape(-1, *(1 for _ in grads.shape[1:]))
         return 1000 * across + params
     return grads
+
+
+class _Alone(EagerMode):
+    """Refuses communication, which would be of other parameters on each rank."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch compile an optimizer within it."""
+        return True
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise RuntimeError(f"it communicates by itself: {func.name()}")
+        return func(*args, **kwargs)
 
 
 class Trial:
@@ -107,7 +123,8 @@ class Trial:
         optimizer = self._copy_for(params, _Part.ALL)
         for param in params:
             param.grad = torch.ones_like(param)
-        optimizer.step()
+        with _Alone():
+            optimizer.step()
         kept = max(
             (optimizer.state[param].values() for param in params),
             key=lambda states: sum(torch.is_tensor(each) for each in states),
@@ -146,7 +163,8 @@ class Trial:
             closure()
             torch.manual_seed(step)
             try:
-                optimizer.step(closure if self._has_closure else None)  # type: ignore[arg-type]
+                with _Alone():
+                    optimizer.step(closure if self._has_closure else None)  # type: ignore[arg-type]
             except Exception:
                 if step < TRIAL_STEPS:
                     raise
