@@ -463,6 +463,22 @@ def test_a_unit_in_a_transform_is_refused(rank: int) -> None:
     Transforming(UNEVEN).backward()
 
 
+class Deciding(Pair):
+    """A model that calls an operator which calls functions of the program."""
+
+    def prepare(self, module: Net) -> None:
+        def choose(_: nn.Module, args: tuple[Tensor]) -> Any:
+            return torch.cond(args[0].sum() > 0, torch.sin, torch.cos, args)
+
+        module.blocks[0].inner.register_forward_pre_hook(choose)
+
+
+@ends_all_ranks(2, "cond: what it calls, and which samples that reads, cannot be followed")
+def test_an_operator_that_calls_functions_is_refused(rank: int) -> None:
+    """As ``flex_attention``, which has no backward on CPUs."""
+    Deciding(UNEVEN).backward()
+
+
 # Settings of optimizers
 
 

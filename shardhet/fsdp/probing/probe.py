@@ -74,7 +74,7 @@ from shardhet.fsdp.probing.probed_call import (
     filled,
 )
 from shardhet.fsdp.probing.rules import LARGE, SMALL
-from shardhet.fsdp.probing.watch import Watcher
+from shardhet.fsdp.probing.watch import Operators, Watcher
 from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.sharding.unit import FSDPUnit
 from shardhet.fsdp.stages.flow import Flow, Reads
@@ -214,7 +214,8 @@ class Probe:
             reads = Reads(self.watcher.hook, self.watcher.read) if follows else nullcontext()
             hooks = Reads(lambda tensor: self._hooked.add(id(tensor)))
             self.watcher.aliased.clear()
-            with hooks if name == "large" else nullcontext(), reads, self.watcher:
+            first = {"small": Operators(), "large": hooks}.get(name, nullcontext())
+            with first, reads, self.watcher:
                 yield
             self.counted |= dict(numbers(self._model.module).items() - before.items()).keys()
             self.values[name] = values_of(self._model.module)

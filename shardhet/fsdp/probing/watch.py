@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardhet.fsdp.microbatch.batching import storage_of
-from shardhet.fsdp.microbatch.modes import EagerMode, tensors_among
+from shardhet.fsdp.microbatch.modes import EagerMode, FunctionMode, tensors_among
 from shardhet.fsdp.params.optimizer_check import is_in_memory_given_up
-from shardhet.fsdp.probing.comparing import Law
+from shardhet.fsdp.probing.comparing import Law, Refusal
 from shardhet.fsdp.stages.flow import Flow
 
 
@@ -113,6 +114,25 @@ class MadeRows:
             self.give(made, of_samples=False)
         else:
             self.pass_on(given, made)
+
+
+class Operators(FunctionMode):
+    """Refuses operators that call functions of the program, which no ``Watcher`` follows."""
+
+    def run(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        # torch.func calls every autograd.Function by one of them, which runs its operations.
+        if isinstance(func, HigherOrderOperator) and func.name() != "custom_function_call":
+            raise Refusal(
+                ValueError(
+                    f"{func.name()}: what it calls, and which samples that reads, cannot be "
+                    "followed when the model is tried on a few samples. Use operations on "
+                    "tensors; instead of flex_attention, F.scaled_dot_product_attention with a "
+                    "mask (attn_implementation='sdpa' in transformers)."
+                )
+            )
+        return func(*args, **kwargs)
 
 
 class Watcher(EagerMode):
