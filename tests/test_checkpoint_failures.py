@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn, optim
+from torch.testing._internal.two_tensor import TwoTensor
 
 from shardhet import HetFSDP, Plan
 from shardhet.checkpoint import CheckpointError, load, save, save_async
@@ -171,9 +172,23 @@ class Odder(Lion):
                 self.state[param]["history"] = [1, 2]
 
 
+class InParts(Lion):
+    """Keeps tensors of a class of their own, as torchao's 8-bit optimizers."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            own = torch.zeros(param.shape)
+            self.state[param]["mean"] = TwoTensor(own, own)
+
+
 @pytest.mark.parametrize(
     ("kind", "found"),
-    [(Averaging, "Averaging: state 'row_mean'"), (Odder, "rank 1: Odder: state 'history'")],
+    [
+        (Averaging, "Averaging: state 'row_mean'"),
+        (Odder, "rank 1: Odder: state 'history'"),
+        (InParts, "is of type TwoTensor"),
+    ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @on_ranks(3)

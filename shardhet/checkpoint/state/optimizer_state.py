@@ -6,7 +6,8 @@ whole parameter.  None counts as absent.  Anything else is refused.
 
 States of other shapes than their parameter's, which one rank has whole, are kept as tensors by
 name.  The factors of Adafactor are tensors, the sides of Shampoo and SOAP lists of them.  A
-list, tuple, dict or text is a text (its JSON) and its tensors, named ``<state>/<i>``.
+list, tuple, dict or text is a text (its JSON) and its tensors, named ``<state>/<i>``.  Tensors
+of a class of their own, such as torchao's 8-bit states, are refused: they would be plain again.
 """
 
 import json
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardhet.checkpoint.format.entries import STATE, HeldState
 from shardhet.checkpoint.format.errors import CheckpointError
@@ -179,7 +181,8 @@ def states_of(
 
 
 def _held(value: Any, part: ModelPart, what: str) -> HeldState:
-    if isinstance(value, Tensor) and value.layout == torch.strided:
+    is_plain = isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value)
+    if is_plain and value.layout == torch.strided:
         if value.dim() == 0:
             return HeldState(str(value.dtype), value.item())
         if value.shape == part.tensor.shape:
