@@ -151,7 +151,7 @@ class Odd(Plain):
 
 
 ODD = {
-    "counts positions": "depends for one token",
+    "counts positions": "depends for one token on the other tokens. A device has only its own",
     "mean": "no sum over tokens",
     "batch norm": "batch norm 'norm'",
     "begins at 2": "another way than 0, 1, 2",

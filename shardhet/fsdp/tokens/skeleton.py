@@ -22,6 +22,12 @@ from shardhet.records.plan import Plan
 
 WINDOWS = ("sliding_window", "attention_chunk_size")  # which few tokens do not show
 COMPILED = ("CompiledForward", "OptimizedModule")  # which may have compiled attention already
+GROUPS = "context groups: "
+REMEDY = (
+    "{}{}. A device has only its own tokens of a sample: take positions as an argument "
+    "position_ids of forward, which is filled in, and let tokens meet in "
+    "F.scaled_dot_product_attention alone; or give a plan without context groups."
+)
 _ENDS = NUM_TOKENS - FIRST + 7
 # The order of tokens in pieces, of which the first has 7 at the start, and others at the end.
 MIRRORED = [*range(7), *range(_ENDS, NUM_TOKENS), *range(7, _ENDS)]
@@ -86,14 +92,18 @@ class Skeleton:
             return self._loss.loss_fn(output, *of_loss)
 
         tensors = [x for x in leaves if isinstance(x, Tensor) and x.dim() > 1]
-        law.by_tokens(
-            type(self._module).__name__,
-            self._module,
-            computed,
-            (args, {**kwargs, "of_loss": loss_inputs}),
-            together=True,
-            order=MIRRORED if tensors[0].shape[1] >= NUM_TOKENS else None,
-        )
+        try:
+            law.by_tokens(
+                type(self._module).__name__,
+                self._module,
+                computed,
+                (args, {**kwargs, "of_loss": loss_inputs}),
+                together=True,
+                order=MIRRORED if tensors[0].shape[1] >= NUM_TOKENS else None,
+            )
+        except NotByTokensError as reason:
+            found = str(reason).removeprefix(GROUPS).rstrip(".")
+            raise ValueError(REMEDY.format(GROUPS, found)) from None
         self._tried.add(key)
 
     def _check_positions(
@@ -114,7 +124,7 @@ class Skeleton:
         eps = torch.finfo(torch.float32).eps
         if not all(are_close(a, b, eps) for a, b in zip(*found, strict=True)):
             raise NotByTokensError(
-                f"context groups: {type(self._module).__name__} counts positions of tokens in "
+                f"{GROUPS}{type(self._module).__name__} counts positions of tokens in "
                 f"another way than 0, 1, 2, ... Pass it {POSITIONS}, as it counts them."
             )
 
