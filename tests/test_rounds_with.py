@@ -101,6 +101,23 @@ def test_a_divisor_is_taken_if_it_is_known(rank: int) -> None:
     assert model.mean_so_far == mean
 
 
+@on_ranks(3)
+def test_a_loss_may_be_divided_by_less_than_zero(rank: int) -> None:
+    """By weights that sum up to less than zero, as in one process."""
+    plan = plan_of(3, 3, 1)
+    both, x = deep(plan), samples(plan)
+    for i in range(3):
+        own = plan.round_samples(both.model.position, i)
+        loss_sum, number = both.model(x[own.start : own.stop])
+        mean = both.model.backward(loss_sum, -number)
+    assert mean is not None
+    is_exact(-mean, both.step_of_one(x))
+    for param in both.plain.parameters():
+        assert param.grad is not None
+        param.grad.neg_()
+    compare_grads(both.model, both.plain)
+
+
 UNLIKE = "on different ranks"
 DIVISORS: list[tuple[list[list[float | None]], str]] = [  # by round and rank
     ([[1.0, 2.0]], rf"divisor is \[1.0, 2.0\] {UNLIKE}"),

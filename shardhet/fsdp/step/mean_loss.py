@@ -171,7 +171,7 @@ class MeanLoss:
         """
         self.sums = sums
         losses, counts = sums.T.tolist()
-        is_valid = all(map(math.isfinite, losses)) and sum(counts) > 0
+        is_valid = all(map(math.isfinite, losses)) and abs(sum(counts)) > 0
         if not is_valid:
             with self._peers.guard("model.backward"):
                 self._runtime.drop()
