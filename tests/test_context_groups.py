@@ -214,6 +214,14 @@ def test_arguments_that_cannot_be_cut_are_refused(options: dict[str, Any], says:
         called_with(Odd(""), ids, ids, **options)
 
 
+@on_ranks(2)
+def test_labels_may_begin_with_a_prompt_that_is_left_out(rank: int) -> None:
+    torch.manual_seed(0)
+    both = Beside(Plain().double(), PAIR)
+    ids = torch.randint(VOCAB_SIZE, (1, 40))
+    both.step(ids, ids.where(torch.arange(40) >= 32, -100))
+
+
 @ends_all_ranks(2, "unlike samples")
 def test_members_need_the_same_samples(rank: int) -> None:
     ids = torch.full((1, 24), rank)

@@ -404,7 +404,8 @@ def _few(
     if isinstance(tensor, FakeTensor):
         return torch.zeros(axis.shape(tensor.shape, number), dtype=tensor.dtype, device=device)
     few = axis.narrow(tensor, Span(0, number), total)
-    if as_given or not tensor.numel():  # positions follow on each other
+    # Positions follow on each other; labels may be of a prompt that is left out of the loss.
+    if not tensor.numel() or (as_given and bool((few != few.flatten()[0]).any())):
         return few
     values = tensor.unique()
     return values[torch.randint(len(values), few.shape, device=tensor.device)]
