@@ -214,12 +214,15 @@ def test_arguments_that_cannot_be_cut_are_refused(options: dict[str, Any], says:
         called_with(Odd(""), ids, ids, **options)
 
 
-@on_ranks(2)
-def test_labels_may_begin_with_a_prompt_that_is_left_out(rank: int) -> None:
+@pytest.mark.parametrize("first", [32, 40])
+@on_ranks(3)
+def test_labels_of_a_prompt_or_of_all_tokens_may_be_left_out(rank: int, first: int) -> None:
     torch.manual_seed(0)
-    both = Beside(Plain().double(), PAIR)
-    ids = torch.randint(VOCAB_SIZE, (1, 40))
-    both.step(ids, ids.where(torch.arange(40) >= 32, -100))
+    plan = Plan.by_hand(microbatch_sizes=[1, 1, 1], context_groups=[[0, 1]])
+    ids = torch.randint(VOCAB_SIZE, (2, 40))
+    labels = ids.clone()
+    labels[0, :first] = -100
+    Beside(Plain().double(), plan).step(ids, labels)
 
 
 @ends_all_ranks(2, "unlike samples")

@@ -170,8 +170,7 @@ class _Try:
             raise NotByTokensError(f"{self.fqn}: each of its calls changes what it holds")
         results = whole["", 0]
         self._check_gradients(results, [part["", 0] for part in parts], rules)
-        given = [*self.inputs[1], *results]
-        outside = {storage_of(t): t.nbytes for t in given}
+        outside = {storage_of(t): t.nbytes for t in (*self.inputs[1], *results)}
         kept = sum(
             self.kept[s] for s in self.kept.keys() - {*outside, *map(storage_of, self.params)}
         )
@@ -297,8 +296,7 @@ class _Try:
 
     def _in_order(self, rule: Rule, whole: Tensor) -> Tensor:
         """With its tokens in the order of pieces."""
-        tokens = self.order.tolist()
-        return rule.select(whole, tokens, len(tokens))
+        return rule.select(whole, self.order.tolist(), len(self.order))
 
     def _check_gradients(
         self, whole: Sequence[Tensor], parts: Any, rules: Sequence[Rule]
@@ -408,6 +406,8 @@ def _few(
     if not tensor.numel() or (as_given and bool((few != few.flatten()[0]).any())):
         return few
     values = tensor.unique()
+    if values[-1] < 0:  # labels that are all left out: a loss of nothing shows nothing
+        values = values.new_zeros(1)
     return values[torch.randint(len(values), few.shape, device=tensor.device)]
 
 
