@@ -463,6 +463,14 @@ def test_a_unit_in_a_transform_is_refused(rank: int) -> None:
     Transforming(UNEVEN).backward()
 
 
+@ends_all_ranks(2, "model(...): called inside a transform of torch.func")
+def test_the_model_in_a_transform_is_refused(rank: int) -> None:
+    pair = Pair(UNEVEN)
+    batch = pair.mine(pair.batch())
+    x = batch["x"]
+    torch.func.jvp(lambda x: pair.model(x, batch["y"])[0], (x,), (torch.ones_like(x),))
+
+
 class Deciding(Pair):
     """A model that calls an operator which calls functions of the program."""
 

@@ -178,6 +178,8 @@ class ModuleInRounds(ModuleWithState):
     def _check_can_run(self) -> None:
         if self._runtime.calls.outside_of_steps is not None:
             raise RuntimeError(_INSIDE)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise RuntimeError(_TRANSFORMED)
         if self._pipeline is not None and torch.is_grad_enabled():
             _check_no_hooks(self)
         self._check_intact()
@@ -322,4 +324,8 @@ def _warn_of_long(comm: CommContext, tokens: int) -> None:
 _INSIDE = (
     "model(...): called inside unit_by_unit(). Call model.module there, or leave the context "
     "first."
+)
+_TRANSFORMED = (
+    "model(...): called inside a transform of torch.func (vmap, grad, jvp, ...), where ranks "
+    "cannot exchange tensors. Call it outside, and transform what is inside a unit."
 )
