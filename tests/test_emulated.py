@@ -154,8 +154,8 @@ def received_sums(model: HetFSDP, flat: FlatTensor) -> int:
         return numels[model.position]
     carried = [
         n
-        for n, c in zip(numels, computing.relay_by_position, strict=True)
-        if c == model.position
+        for n, relays in zip(numels, computing.relays_by_position, strict=True)
+        if model.position in relays
     ]
     return sum(carried) * len(others)
 

@@ -8,7 +8,7 @@ moments: if none has changed, the process has made no progress in between.
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from shardhet.comm import devices
 from shardhet.comm.failure import Failure, failing_as_peers
-from shardhet.records.stages import TwoLevels
 
 
 @dataclass(slots=True)
@@ -102,26 +101,27 @@ def join(thread: Thread) -> None:
 holders: list["ref[Any]"] = []
 
 
-@dataclass(frozen=True, slots=True)
-class ComputingRanks:
-    """The positions that compute by the plan, where others only store.
+@dataclass(frozen=True, slots=True, eq=False)
+class Communicator:
+    """A group for the collectives of positions that compute, and who carries whose rows.
 
     A position that only stores hands its rows to a *relay*, a computing one of its node if
-    there is one, which takes part in the collectives of the computing for it.
+    there is one, which takes part for it; in two levels every node has a relay for each
+    position, and a group of its own.
     """
 
-    positions: tuple[int, ...]
-    relay_by_position: tuple[int, ...]  # itself for one that computes
-    group: dist.ProcessGroup | None = None  # of the computing; None on the others
+    positions: tuple[int, ...]  # that compute, on all nodes
+    relays_by_position: tuple[tuple[int, ...], ...]  # itself for one that computes
+    root_by_position: Mapping[int, int]  # of those in ``group`` here: the rank within it
+    group: dist.ProcessGroup | None  # None on a rank outside of it, or that is alone in it
 
-
-@dataclass(frozen=True, slots=True)
-class Levels:
-    """Collectives in two levels, and a communicator of the computing ranks of this node."""
-
-    geometry: TwoLevels
-    # None where a rank does not compute, or is the only one of its node that does.
-    group: dist.ProcessGroup | None = None
+    def root(self, owner: int) -> int:
+        """The rank within ``group`` that carries the rows of ``owner`` there."""
+        return next(
+            self.root_by_position[i]
+            for i in self.relays_by_position[owner]
+            if i in self.root_by_position
+        )
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -135,8 +135,8 @@ class Channel:
     rank_by_position: tuple[int, ...]  # ranks within ``group``
     position: int  # of this process
     transport: Any = None  # a ``calls.Transport`` that carries the traffic, not ``group``
-    computing: ComputingRanks | None = None  # with NCCL, if others only store
-    levels: Levels | None = None  # of collectives in two levels
+    computing: Communicator | None = None  # with NCCL, if others only store
+    levels: Communicator | None = None  # of collectives in two levels
 
     def __post_init__(self) -> None:
         holders.append(ref(self, holders.remove))
@@ -152,6 +152,11 @@ class Channel:
     def world_size(self) -> int:
         """The number of processes in the channel."""
         return len(self.rank_by_position)
+
+    def ranks_among(self, positions: Iterable[int]) -> dict[int, int]:
+        """The rank of each position in a group of them, whose ranks are in ascending order."""
+        ascending = sorted(positions, key=self.rank_by_position.__getitem__)
+        return {position: rank for rank, position in enumerate(ascending)}
 
     def exchange(
         self, values: Sequence[float], within_s: float | None = None

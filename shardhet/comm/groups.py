@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from hashlib import sha1
 from importlib.metadata import entry_points
-from typing import Self
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from shardhet.comm import devices
 from shardhet.comm.calls import SWITCH, Transport, meet, timeout_of, wants_gloo
-from shardhet.comm.channel import Channel, ComputingRanks, Levels, holders
+from shardhet.comm.channel import Channel, Communicator, holders
 from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
 from shardhet.comm.devices import BufferPool
 from shardhet.comm.failure import end_waits
@@ -64,7 +63,7 @@ class Communicators:
         holders.append(ref(self, holders.remove))
 
     @classmethod
-    def over(cls, group: dist.ProcessGroup | None, device: torch.device) -> Self:
+    def over(cls, group: dist.ProcessGroup | None, device: torch.device) -> "Communicators":
         """Return groups over the ranks of ``group``, made on first use and kept as long as it.
 
         Collective over ``group``.  Models that share ``group`` share the new groups too; a
@@ -80,10 +79,7 @@ class Communicators:
         kind = f"{devices.backend_of(group, device)} for {device.type}, {wants_gloo()}"
         if kind not in made:
             made[kind] = _make_groups(group, device)
-        gather, reduce, control, transports = made[kind]
-        return cls(
-            gather=gather, reduce=reduce, control=control or group, transports=transports
-        )
+        return replace(made[kind], control=made[kind].control or group)
 
     def channels(self, rank_by_position: tuple[int, ...], rank: int) -> list[Channel]:
         """The channels for gathers, reductions and agreements, with ranks by position."""
@@ -96,9 +92,13 @@ class Communicators:
 
     def break_connections(self) -> None:
         """Make every collective that a peer waits in, now or later, end with an error."""
+        self.give_up()
+        end_waits(self.with_parts())
+
+    def give_up(self) -> None:
+        """The same, of what transports carry."""
         for each in self.transports or ():
             each.give_up()
-        end_waits(self.with_parts())
 
     def with_parts(self) -> Iterator[dist.ProcessGroup]:
         """All its groups, and those of some of their ranks that this rank is one of."""
@@ -109,29 +109,26 @@ class Communicators:
 
 
 # The control group is None if the given group can serve: the value must not keep its key alive.
-_Groups = tuple[
-    dist.ProcessGroup,
-    dist.ProcessGroup,
-    dist.ProcessGroup | None,
-    tuple[Transport, ...] | None,
-]
-_made_by_group: WeakKeyDictionary[dist.ProcessGroup, dict[str, _Groups]] = WeakKeyDictionary()
+_made_by_group: WeakKeyDictionary[dist.ProcessGroup, dict[str, Communicators]] = (
+    WeakKeyDictionary()
+)
 # Of ranks that compute, of those of one node, or of two stages, None on the others; by the
 # group that they are a part of, their purpose and ranks.
 _Parts = dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None]
 _parts_by_group: WeakKeyDictionary[dist.ProcessGroup, _Parts] = WeakKeyDictionary()
 
 
-def _make_groups(group: dist.ProcessGroup, device: torch.device) -> _Groups:
+def _make_groups(group: dist.ProcessGroup, device: torch.device) -> Communicators:
     backend = _backend_of_all(group, device)
     count_alike(group, device)
     gather, reduce = (new_group(group, device, backend=backend) for _ in range(2))
     if backend == "gloo":
         is_on_host = devices.is_on_host(device)
-        return gather, reduce, None, meet(group, 3) if is_on_host else None
+        transports = meet(group, 3) if is_on_host else None
+        return Communicators(gather, reduce, None, transports)
     for each in (gather, reduce):
         _connect(each, device)
-    return gather, reduce, new_group(group, device, backend="gloo"), None
+    return Communicators(gather, reduce, new_group(group, device, backend="gloo"))
 
 
 def _backend_of_all(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -337,7 +334,8 @@ def among_computing(
         return replace(channel, computing=None)
     ranks = tuple(sorted(channel.rank_by_position[i] for i in positions))
     part, is_new = _part_with(group, [ranks], control=control, device=device)
-    computing = ComputingRanks(positions, tuple(relay_by_position), part)
+    carried = tuple((relay,) if relay >= 0 else () for relay in relay_by_position)
+    computing = Communicator(positions, carried, channel.ranks_among(positions), part)
     channel = replace(channel, computing=computing)
     if is_new:
         splits = [int(relay >= 0) for relay in relay_by_position]
@@ -361,9 +359,12 @@ def in_two_levels(
     }
     parts = sorted(ranks for ranks in nodes if len(ranks) > 1)
     mine, is_new = _part_with(group, parts, control=control, device=device)
-    channel = replace(channel, levels=Levels(geometry, mine))
+    positions, here = geometry.positions, channel.position
+    near = channel.ranks_among(geometry.node_peers(here) if here in positions else ())
+    levels = Communicator(positions, geometry.node_leaders, near, mine)
+    channel = replace(channel, levels=levels)
     if is_new:
-        _run_once(channel, [1] * channel.world_size, geometry.positions, device)
+        _run_once(channel, [1] * channel.world_size, positions, device)
     return channel
 
 
@@ -401,10 +402,9 @@ def break_all_connections() -> None:
     """Make every collective of this process end with an error, and those of its peers."""
     groups: list[dist.ProcessGroup | None] = []
     for made in list(_made_by_group.values()):
-        for gather, reduce, control, transports in list(made.values()):
-            for each in transports or ():
-                each.give_up()
-            groups += Communicators(gather, reduce, control).with_parts()
+        for communicators in list(made.values()):
+            communicators.give_up()
+            groups += communicators.with_parts()
     groups += [channel.group for channel in list(_side_channels)]
     end_waits(group for group in (*groups, dist.group.WORLD) if group is not None)
 

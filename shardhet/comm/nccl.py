@@ -2,12 +2,12 @@
 
 They run among the ranks that receive or contribute: all of them, or those that compute by the
 plan, on a communicator of their own.  Rows of a position that only stores pass through its
-relay (``channel.ComputingRanks``), so each rank receives every byte that it needs once:
+relay (``channel.Communicator``), so each rank receives every byte that it needs once:
 
     gather    stores only --rows--> relay --broadcast--> all that compute
     reduce    all that compute --reduce--> relay --sum--> stores only
 
-In two levels (``channel.Levels``) every node has a relay for each position, and broadcasts
+In two levels every node has a relay for each position, and broadcasts
 and reductions run inside of nodes, on a communicator of each.
 
 Pieces of equal length are one even collective.  Unequal ones are one group of broadcasts or
@@ -25,7 +25,6 @@ their memory is freed.  So the allocator need not be told of that stream, and is
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -40,24 +39,8 @@ from shardhet.comm.calls import (
     pieces_of,
     received_sum,
 )
-from shardhet.comm.channel import Channel
+from shardhet.comm.channel import Communicator
 from shardhet.comm.failure import failing_as_peers
-
-
-class _Communicator(NamedTuple):
-    """A communicator of ranks that compute in a collective, and who carries whose rows."""
-
-    group: dist.ProcessGroup | None  # None on a rank outside of it, or that is alone in it
-    relays_by_position: tuple[tuple[int, ...], ...]  # one for each communicator like it
-    root_by_position: dict[int, int]  # the rank within ``group``
-
-    def root(self, owner: int) -> int:
-        """The rank within ``group`` that carries the rows of ``owner`` there."""
-        return next(
-            self.root_by_position[i]
-            for i in self.relays_by_position[owner]
-            if i in self.root_by_position
-        )
 
 
 @failing_as_peers()
@@ -81,7 +64,7 @@ def gather(call: AllGather, otherwise: Callable[[AllGather], Pending]) -> Pendin
 
 
 def _gather_in_group(
-    call: AllGather, communicator: _Communicator, pieces: list[Tensor] | None
+    call: AllGather, communicator: Communicator, pieces: list[Tensor] | None
 ) -> Pending:
     messages, position = Messages(call.channel), call.channel.position
     for owner, relays in enumerate(communicator.relays_by_position):
@@ -123,7 +106,7 @@ def reduce(call: ReduceScatter, otherwise: Callable[[ReduceScatter], Pending]) -
 
 
 def _reduce_in_group(
-    call: ReduceScatter, communicator: _Communicator, pieces: list[Tensor] | None
+    call: ReduceScatter, communicator: Communicator, pieces: list[Tensor] | None
 ) -> Pending:
     if pieces is not None:
         _each_piece(dist.reduce, pieces, communicator, "group_dst")
@@ -143,7 +126,7 @@ def _reduce_in_group(
 def _each_piece(
     collective: Callable[..., object],
     pieces: list[Tensor],
-    communicator: _Communicator,
+    communicator: Communicator,
     root: str,
 ) -> None:
     """Run ``collective`` on every piece, as one group, with its relay as the root."""
@@ -161,43 +144,25 @@ def _pieces_or_none(
     return None if flat is None else pieces_of(flat, call.split_numels)
 
 
-def _ring_of(call: AllGather | ReduceScatter, positions: Sequence[int]) -> _Communicator | None:
-    channel, computing, levels = call.channel, call.channel.computing, call.channel.levels
-    if levels is not None and tuple(positions) == levels.geometry.positions:
-        node_peers = (
-            levels.geometry.node_peers(channel.position)
-            if channel.position in positions
-            else ()
-        )
-        return _Communicator(
-            levels.group, levels.geometry.node_leaders, _roots(node_peers, channel)
-        )
+def _ring_of(call: AllGather | ReduceScatter, positions: Sequence[int]) -> Communicator | None:
+    channel = call.channel
     everyone = tuple(range(channel.world_size))
-    if tuple(positions) == everyone:
-        return _Communicator(
-            channel.group, tuple((i,) for i in everyone), _roots(everyone, channel)
-        )
-    if computing is None or tuple(positions) != computing.positions:
-        return None
-    relays = computing.relay_by_position
-    if any(n and relay < 0 for n, relay in zip(call.split_numels, relays, strict=True)):
-        return None  # the rows of another stage, which this one has asked for
-    alone = tuple((i,) for i in relays)
-    return _Communicator(computing.group, alone, _roots(computing.positions, channel))
+    alone, roots = tuple((i,) for i in everyone), channel.ranks_among(everyone)
+    of_all = Communicator(everyone, alone, roots, channel.group)
+    for each in (channel.levels, of_all, channel.computing):
+        if each is not None and each.positions == tuple(positions):
+            # Without a relay they are of another stage, which this one has asked for.
+            pairs = zip(call.split_numels, each.relays_by_position, strict=True)
+            return None if any(n and not relays for n, relays in pairs) else each
+    return None
 
 
-def _roots(positions: Sequence[int], channel: Channel) -> dict[int, int]:
-    """The rank of each position in a group of them, whose ranks are in ascending order."""
-    ascending = sorted(positions, key=channel.rank_by_position.__getitem__)
-    return {position: rank for rank, position in enumerate(ascending)}
-
-
-def _are_all(call: AllGather | ReduceScatter, communicator: _Communicator) -> bool:
+def _are_all(call: AllGather | ReduceScatter, communicator: Communicator) -> bool:
     """Whether every rank of the channel takes part, and none of the pieces is empty."""
     return communicator.group is call.channel.group and 0 not in call.split_numels
 
 
-def _are_in_one(call: AllGather | ReduceScatter, communicator: _Communicator) -> bool:
+def _are_in_one(call: AllGather | ReduceScatter, communicator: Communicator) -> bool:
     """Whether the pieces have the layout of NCCL's own even collectives.
 
     With equal pieces, NCCL's list collectives go through a buffer as large as the whole tensor.
