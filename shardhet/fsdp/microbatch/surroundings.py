@@ -253,17 +253,19 @@ class CheckpointedError(RuntimeError):
 Visit = Callable[[UnitModule, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class RootDropout:
+class RootDropout(FunctionMode):
     """Passes such calls to ``visit`` while it is switched on."""
 
     def __init__(self, root: nn.Module, visit: Visit) -> None:
-        self._mode = _Taking(root, visit)
+        super().__init__()
+        self._root, self._visit = root, visit
         self._is_taken_over = False  # in this forward
+        self._num_left_alone = 0
 
     def taken_over(self, *, is_needed: bool) -> AbstractContextManager[Any]:
         """A context for code outside of units; free for a model without such calls."""
         self._is_taken_over = is_needed
-        return self._mode if is_needed else nullcontext()
+        return self if is_needed else nullcontext()
 
     def left_alone(self) -> AbstractContextManager[None]:
         """A context for a unit or an ``nn.Dropout``, which runs by microbatch already."""
@@ -271,14 +273,22 @@ class RootDropout:
 
     @contextmanager
     def _left_alone(self) -> Iterator[None]:
-        self._mode.num_left_alone += 1
+        self._num_left_alone += 1
         try:
             # With another mode on top it cannot be popped, and only the counter disables it.
-            is_on_top = _get_current_function_mode() is self._mode
+            is_on_top = _get_current_function_mode() is self
             with _pop_mode_temporarily() if is_on_top else nullcontext():
                 yield
         finally:
-            self._mode.num_left_alone -= 1
+            self._num_left_alone -= 1
+
+    def run(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        # For all values of p and training, since they may differ at the next step.
+        if func in _FUNCTIONS and not self._num_left_alone:
+            return self._visit(UnitModule(DROPOUT_CALLS, self._root, func, False), args, kwargs)
+        return func(*args, **kwargs)
 
 
 def is_checkpointed(*, grad_enabled: bool) -> bool:
@@ -291,22 +301,6 @@ def is_checkpointed(*, grad_enabled: bool) -> bool:
         return True
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
-
-
-class _Taking(FunctionMode):
-    def __init__(self, root: nn.Module, visit: Visit) -> None:
-        super().__init__()
-        self.num_left_alone = 0
-        self._root = root
-        self._visit = visit
-
-    def run(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        # For all values of p and training, since they may differ at the next step.
-        if func in _FUNCTIONS and not self.num_left_alone:
-            return self._visit(UnitModule(DROPOUT_CALLS, self._root, func, False), args, kwargs)
-        return func(*args, **kwargs)
 
 
 logger = logging.getLogger(__name__)
