@@ -169,13 +169,15 @@ class FlatGradient:
         if reduced is None:
             return
         if self._on_host is not None:
-            lent = self._whole if reduced is self._whole else None
-            self._on_host.add(
-                reduced,
-                after=event,
-                stream=self._comm.current_stream(),
-                drop=_Freeing(self._comm, [reduced], lent),
-            )
+            held, is_lent, buffers = [reduced], reduced is self._whole, self._comm.buffers
+
+            def free() -> None:
+                each = held.pop()
+                if is_lent:
+                    buffers.take_back(each)
+
+            stream = self._comm.current_stream()
+            self._on_host.add(reduced, after=event, stream=stream, drop=free)
         elif self._total is None:
             self._total = reduced
         else:
@@ -227,21 +229,6 @@ class FlatGradient:
         missing = [span for i, span in spans if i not in self._sums]
         for span in (*self._layout.gap_spans, *missing):
             whole[span.start : span.stop].zero_()
-
-
-class _Freeing:
-    """Frees the memory of a gradient that has been copied, when it is called."""
-
-    def __init__(self, comm: CommContext, tensors: list[Tensor], lent: Tensor | None) -> None:
-        self._comm = comm
-        self._tensors = tensors
-        self._lent = lent
-
-    def __call__(self) -> None:
-        if self._lent is not None:
-            self._comm.buffers.take_back(self._lent)
-        self._lent = None
-        self._tensors.clear()
 
 
 def forget_autograds(params: Sequence[nn.Parameter]) -> None:
