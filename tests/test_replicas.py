@@ -277,10 +277,10 @@ def test_versions_of_another_history_are_not_mixed() -> None:
     assert choose([[old], [new]]) is None
     found = choose([[old, before], [new]])
     assert found is not None
-    assert (found.step, found.holders["a"]) == (3, (0,))
+    assert (found[0].step, found[1]["a"]) == (3, (0,))
     found = choose([[old, before], [before]], {(0, "one", "b")})
     assert found is not None
-    assert (found.step, found.holders["b"]) == (3, (1,))
+    assert (found[0].step, found[1]["b"]) == (3, (1,))
     assert choose([[old, before], [new]], {(0, "one", "b")}) is None
 
 

@@ -45,14 +45,8 @@ class Version:
     here: frozenset[str]  # the files on this node that have their length
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WholeReplica:
-    """The newest replica of which every file is somewhere."""
-
-    step: int
-    digest: str
-    digest_by_file: Mapping[str, str]
-    holders: Mapping[str, tuple[int, ...]]  # by file the positions whose node has it
+# By file, the positions whose node has it.
+Holders = Mapping[str, tuple[int, ...]]
 
 
 def versions_in(folder: Path) -> list[Version]:
@@ -84,8 +78,8 @@ def versions_in(folder: Path) -> list[Version]:
 def choose(
     versions: Sequence[Sequence[Version]],
     damaged: Collection[DamagedFile] = (),
-) -> WholeReplica | None:
-    """The newest step of which the nodes have all files together.
+) -> tuple[Version, Holders] | None:
+    """The newest version of which the nodes have all files together, and who has which.
 
     Two nodes may have different replicas of one step, of which one was given up: only files
     of equal manifests count.
@@ -100,19 +94,17 @@ def choose(
             by_version[version.step, version.digest][position] = version
     for step, digest in sorted(by_version, reverse=True):
         having = by_version[step, digest]
-        wanted = next(iter(having.values())).digest_by_file
+        any_of_them = next(iter(having.values()))
         holders = {
             file: tuple(
                 position
                 for position, version in having.items()
                 if file in version.here and (position, digest, file) not in damaged
             )
-            for file in wanted
+            for file in any_of_them.digest_by_file
         }
         if all(holders.values()):
-            return WholeReplica(
-                step=step, digest=digest, digest_by_file=wanted, holders=holders
-            )
+            return any_of_them, holders
     return None
 
 
@@ -128,7 +120,7 @@ def find(
     nodes, versions = Nodes.of([name for name, _ in looks]), [found for _, found in looks]
     choice, damaged = choose(versions), set[DamagedFile]()
     while choice is not None:
-        bad = ranks.agree(partial(_damaged_in, folder, choice, nodes, ranks), call=CALL)
+        bad = ranks.agree(partial(_damaged_in, folder, *choice, nodes, ranks), call=CALL)
         more = set().union(*bad) - damaged
         if not more:
             break
@@ -136,31 +128,31 @@ def find(
         choice = choose(versions, damaged)
     if choice is None:
         return None
-    step = choice.step
+    step = choice[0].step
     later = ranks.agree(lambda: ranks.is_writer and _has_later(checkpoints, step), call=CALL)
     if any(later):
         return None
-    source = ReplicaSource(folder, choice, channel)
+    source = ReplicaSource(folder, step, choice[1], channel)
     source.prepare(ranks)
     return source
 
 
 def _damaged_in(
-    folder: Path, choice: WholeReplica, nodes: Nodes, ranks: Ranks
+    folder: Path, version: Version, holders: Holders, nodes: Nodes, ranks: Ranks
 ) -> set[DamagedFile]:
     """Of this rank's share of the files that its node has, those that are damaged there."""
     neighbours = nodes.positions(nodes.node_by_position[ranks.position])
-    names = sorted(name for name, at in choice.holders.items() if ranks.position in at)
+    names = sorted(name for name, at in holders.items() if ranks.position in at)
     wrong = set[DamagedFile]()
     for name in names[neighbours.index(ranks.position) :: len(neighbours)]:
-        path = files.step_path(folder, choice.step) / name
+        path = files.step_path(folder, version.step) / name
         try:
-            is_right = files.fits(path, choice.digest_by_file[name])
+            is_right = files.fits(path, version.digest_by_file[name])
         except OSError:
             is_right = False
         if not is_right:
             logger.warning("%s: damaged; another copy counts, if there is one", path)
-            wrong |= {(position, choice.digest, name) for position in neighbours}
+            wrong |= {(position, version.digest, name) for position in neighbours}
     return wrong
 
 
@@ -176,30 +168,22 @@ class ReplicaSource:
 
     is_one_folder = False
 
-    def __init__(self, folder: Path, choice: WholeReplica, channel: Channel | None) -> None:
-        self.step = choice.step
-        self._channel = channel
-        self._path = files.step_path(folder, choice.step)
-        self._holders = choice.holders
-        self._description: tuple[bytes, bytes]
+    def __init__(
+        self, folder: Path, step: int, holders: Holders, channel: Channel | None
+    ) -> None:
+        self.step, self._path = step, files.step_path(folder, step)
+        self._holders, self._channel = holders, channel
+        self._description: Sequence[bytes]
         self._num_bytes = [0, 0]  # read here, sent by other nodes
 
     def prepare(self, ranks: Ranks) -> None:
         """Get what describes the replica.  Collective."""
         is_first = ranks.position == self._holders[files.METADATA][0]
-        [self._description] = [
-            found
-            for found in ranks.agree(
-                lambda: self._read_description() if is_first else None, call=CALL
-            )
-            if found is not None
-        ]
-
-    def _read_description(self) -> tuple[bytes, bytes]:
-        return (
-            (self._path / files.MANIFEST).read_bytes(),
-            (self._path / files.METADATA).read_bytes(),
+        wanted = (files.MANIFEST, files.METADATA) if is_first else ()
+        found = ranks.agree(
+            lambda: [(self._path / name).read_bytes() for name in wanted], call=CALL
         )
+        [self._description] = filter(None, found)
 
     def open(self, ranks: Ranks) -> SavedCheckpoint:
         """What every rank was told of the replica."""
