@@ -30,7 +30,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardhet.fsdp import HetFSDP
-from shardhet.fsdp.step.around import Activity, Observed, Observer
+from shardhet.fsdp.step.around import COMPUTING, Observed, Observer
 from shardhet.training.peak_memory import AllocatedMemory, PeakMemory, memory_of_process
 
 # What a process that trains needs beside its tensors, and a device would not hold: objects of
@@ -45,7 +45,6 @@ PRODUCT_SIZE = 1024  # of matrices large enough for all buffers of the libraries
 MAX_CREDIT_S = 0.02  # a few time slices of the system's scheduler
 ROUNDING = 1e-9  # on sums of parts of a core
 CPU = torch.device("cpu")
-STRETCHED = (Activity.FORWARD, Activity.BACKWARD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +237,7 @@ class Stretch:
 
     def observe(self, event: Observed) -> None:
         # These events are never nested: a unit's recomputation is part of its backward.
-        if event.activity in STRETCHED:
+        if event.activity in COMPUTING:
             seconds = event.end_s - event.start_s
             self.after(seconds, seconds if event.cpu_s is None else event.cpu_s)
 

@@ -16,7 +16,7 @@ from torch import Tensor, optim
 
 from shardhet.comm import devices
 from shardhet.fsdp import HetFSDP
-from shardhet.fsdp.step.around import Activity, Observed
+from shardhet.fsdp.step.around import COMPUTING, Activity, Observed
 
 RUSAGE_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024  # getrusage(2) of each system
 SAMPLE_EVERY_S = 0.004  # units of an emulated device take tens of milliseconds
@@ -149,9 +149,6 @@ def memory_of_process(key: str) -> int:
     )
 
 
-COMPUTE = (Activity.FORWARD, Activity.BACKWARD)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUse:
     """What one device did since the last look, as fractions of the time of its timed steps."""
@@ -203,7 +200,7 @@ class DeviceTimes:
     def look(self) -> tuple[float, float]:
         """The shares of time computing and waiting since the last look."""
         self._count_events()
-        busy_s = sum(self._seconds[activity] for activity in COMPUTE)
+        busy_s = sum(self._seconds[activity] for activity in COMPUTING)
         waiting_s = sum(self._seconds.values()) - busy_s
         steps_s = max(self._steps_s, sys.float_info.min)
         self._seconds = dict.fromkeys(Activity, 0.0)

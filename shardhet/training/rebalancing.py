@@ -20,7 +20,7 @@ from typing import Any
 
 from shardhet.checkpoint import redistribute
 from shardhet.comm.channel import phase
-from shardhet.fsdp.step.around import Activity, Observed
+from shardhet.fsdp.step.around import COMPUTING, Observed
 from shardhet.planner import Constraints, PlanError, solve
 from shardhet.planner.problem.constraints import TOLERANCE
 from shardhet.planner.stages.again import planned_again
@@ -43,7 +43,6 @@ WINDOW = 5  # steps; a device that slows down is found out after three to seven 
 # First steps under a plan, which are not counted: they probe the model and touch new memory.
 NUM_WARM_UP_STEPS = 2
 LEAST_GAIN = 0.03  # of the step time, that is worth moving rows for
-COMPUTE = (Activity.FORWARD, Activity.BACKWARD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +207,7 @@ class Rebalancer(Hook):
         return next(theirs for rank, theirs in by_position if rank == 0)
 
     def _observe(self, event: Observed) -> None:
-        if event.activity in COMPUTE and self._model.training:
+        if event.activity in COMPUTING and self._model.training:
             self._events.append(event)
 
     def _read_times(self) -> None:

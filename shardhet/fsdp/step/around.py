@@ -49,6 +49,9 @@ class Activity(Enum):
     AGREE = "agree"  # a small exchange between hosts, which waits for the slowest rank
 
 
+COMPUTING = (Activity.FORWARD, Activity.BACKWARD)
+
+
 class DeviceSpan(NamedTuple):
     """The device events before and after an activity ([Note: Whose clock])."""
 

@@ -28,6 +28,7 @@ import torch
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
+from shardhet.checkpoint.state.optimizer_state import listed
 from shardhet.fsdp import HetFSDP
 from shardhet.training.emulation import HostMemory
 
@@ -98,7 +99,7 @@ class Hooks:
             has_scaler: losses are scaled, as a model in float16 has them.
         """
         self.model = model
-        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self.optimizers = listed(optimizer)
         self.hooks = tuple(hooks)
         self.say = say or self._say
         self.log = log or (lambda step, values: None)
