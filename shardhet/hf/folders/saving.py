@@ -129,7 +129,7 @@ def save_model(model: HetFSDP, folder: Path) -> None:
         return
     with phase("saving the model"):
         state = model.state_dict()
-        if _is_rank_zero(model):
+        if model.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             unfinished = folder / f"{SAFE_WEIGHTS_NAME}.unfinished"
             save_whole({k: v for k, v in state.items() if isinstance(v, Tensor)}, unfinished)
@@ -140,7 +140,7 @@ def _save_whole(model: HetFSDP, folder: Path, least_file_bytes: int) -> None:
     module: Any = model.module
     whole = _shapes(model)
     saved = _reverted(module, whole)
-    is_writer = _is_rank_zero(model)
+    is_writer = model.rank == 0
     with _replaced_when_complete(folder, is_writer) as unfinished:
         files = None
         if unfinished is not None:
@@ -158,7 +158,7 @@ def _units(model: HetFSDP, whole: Mapping[str, Tensor]) -> Iterator[dict[str, Te
     """The part of the state dict in each unit, then the buffers; {} except on rank zero."""
     for params in model.gather_units(lambda fqn: fqn in whole):
         yield {fqn: tensor for fqn, tensor in params.items() if fqn in whole}
-    if _is_rank_zero(model):
+    if model.rank == 0:
         yield {fqn: b for fqn, b in persistent_buffers(model.module) if fqn in whole}
 
 
@@ -209,7 +209,7 @@ def _save_adapters(model: HetFSDP, folder: Path) -> None:
     shapes = {fqn: buffer.shape for fqn, buffer in buffers.items()} | {
         fqn: slot.shape for flat in model._flats for slot in flat.slots for fqn in slot.fqns
     }
-    is_writer = _is_rank_zero(model)
+    is_writer = model.rank == 0
     with _replaced_when_complete(folder, is_writer) as unfinished:
         for adapter, config in module.peft_config.items():
             with stand_ins(model._flats):  # PEFT asks modules for their names
@@ -235,10 +235,6 @@ def _save_adapter_config(config: Any, folder: Path) -> None:
     saved = deepcopy(config)
     saved.inference_mode = True  # as PEFT's own save_pretrained writes it
     saved.save_pretrained(str(folder))
-
-
-def _is_rank_zero(model: HetFSDP) -> bool:
-    return model.rank == 0
 
 
 @contextmanager
