@@ -82,18 +82,12 @@ def build_units(
     drafts = draft_units(module, modules_of_units)
     check_same_on_all_ranks(_describe(drafts), what="model", channel=control)
     _check_plan_is_for(plan, drafts, is_told=control.position == 0)
-    layouts: Sequence[FlatLayout] = [
-        FlatLayout.of_shapes([slot.shape for slot in group])
-        for draft in drafts
-        for group in draft.groups()
-    ]
-    layouts = cut_by_plan(layouts, {each.fqn: len(each.groups()) for each in drafts}, plan)
+    groups = {draft.fqn: draft.groups() for draft in drafts}
+    every = [group for of_unit in groups.values() for group in of_unit]
+    whole = [FlatLayout.of_shapes([slot.shape for slot in group]) for group in every]
+    layouts = cut_by_plan(whole, {fqn: len(each) for fqn, each in groups.items()}, plan)
     cut = iter(layouts)
-    kinds = [
-        FlatKind(group[0].current.dtype, group[0].is_trainable)
-        for draft in drafts
-        for group in draft.groups()
-    ]
+    kinds = [FlatKind(group[0].current.dtype, group[0].is_trainable) for group in every]
     root_comm.host_room = meet_room(plan, layouts, kinds, nodes=comm.nodes, control=control)
     units, hashes, was_on_meta = [], {}, is_on_meta(module)
     if not was_on_meta:
@@ -113,7 +107,7 @@ def build_units(
             held = [(slot.fqn, slot.current) for slot in draft.slots]
             hashes |= _hashes((fqn, param) for fqn, param in held if not param.is_meta)
         flats = []
-        for group in draft.groups():
+        for group in groups[draft.fqn]:
             flat = FlatTensor(
                 group,
                 next(cut),
