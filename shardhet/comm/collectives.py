@@ -14,6 +14,7 @@ caller computes, and ranks need not take part.  The other algorithms have not be
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -54,12 +55,12 @@ def all_gather_uneven(
     return _algorithms(channel, shard.device).gather(call)
 
 
-def whole_of(shard: Tensor, split_numels: Sequence[int], channel: Channel) -> Tensor:
-    """All ranks' ``shard``s end to end, [sum(split_numels)], on every rank.  Collective."""
-    whole = shard.new_empty(sum(split_numels))
-    everyone = range(channel.world_size)
+def whole_of(rows: Tensor, num_rows: Sequence[int], channel: Channel) -> Tensor:
+    """All ranks' ``rows`` end to end, [sum(num_rows), ...], on every rank.  Collective."""
+    whole, everyone = rows.new_empty(sum(num_rows), *rows.shape[1:]), range(channel.world_size)
+    numels, own = _numels_of(rows, num_rows), rows.contiguous().view(-1)
     all_gather_uneven(
-        whole, shard, split_numels, channel=channel, receivers=everyone
+        whole.view(-1), own, numels, channel=channel, receivers=everyone
     ).complete()
     return whole
 
@@ -83,6 +84,28 @@ def reduce_scatter_uneven(
         reducing: Pending = channel.transport.reduce(call)
         return reducing
     return _algorithms(channel, output.device).reduce(call)
+
+
+def own_of_sum(
+    whole: Tensor, num_rows: Sequence[int], channel: Channel, scratch: BufferPool
+) -> Tensor:
+    """This rank's rows of the sum of all ranks' ``whole``s, which ``whole_of`` is the way back
+    from: [num_rows[position], ...].  Collective.
+    """
+    own = whole.new_empty(num_rows[channel.position], *whole.shape[1:])
+    reduce_scatter_uneven(
+        own.view(-1),
+        whole.contiguous().view(-1),
+        _numels_of(whole, num_rows),
+        channel=channel,
+        contributors=range(channel.world_size),
+        scratch=scratch,
+    ).complete()
+    return own
+
+
+def _numels_of(rows: Tensor, num_rows: Sequence[int]) -> list[int]:
+    return [number * prod(rows.shape[1:]) for number in num_rows]
 
 
 def _gather_by_send_recv(call: AllGather) -> Pending:

@@ -165,10 +165,8 @@ class Rows:
 
     def gather(self, rows: Tensor) -> Tensor:
         """All ranks' ``rows``, on ranks that are known to call it alike.  Collective."""
-        numels = [span.numel * rows.shape[1:].numel() for span in self.cut[0]]
-        mine = rows.detach().as_subclass(Tensor).reshape(-1)
-        whole = whole_of(mine, numels, self.group.comm.all_gather_channel)
-        return whole.view(-1, *rows.shape[1:])
+        mine, num_rows = rows.detach().as_subclass(Tensor), [s.numel for s in self.cut[0]]
+        return whole_of(mine, num_rows, self.group.comm.all_gather_channel)
 
     def reduce(self, local: float, numel: int, kind: str) -> float:
         """The "sum", "mean", "max" or "min" over the elements of all ranks.  Collective.

@@ -17,7 +17,6 @@ gathers in the reverse order of their calls, before any unit's, so all ranks do.
 """
 
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any, ClassVar, NamedTuple
 from weakref import ref
 
@@ -27,7 +26,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 
 from shardhet.comm.channel import Channel, progress
-from shardhet.comm.collectives import reduce_scatter_uneven, whole_of
+from shardhet.comm.collectives import own_of_sum, whole_of
 from shardhet.comm.peers import Peers
 from shardhet.fsdp.microbatch.layered import run_visit
 from shardhet.fsdp.microbatch.loss import FusedLoss
@@ -52,10 +51,6 @@ class _Shape(NamedTuple):
     rows: tuple[int, ...]  # by position
     row_shape: tuple[int, ...]
     dtype: torch.dtype
-
-    @property
-    def numels(self) -> list[int]:
-        return [rows * prod(self.row_shape) for rows in self.rows]
 
 
 class FeatureGathers:
@@ -126,9 +121,7 @@ class FeatureGathers:
 
     def all_gather(self, shape: _Shape, features: Tensor) -> Tensor:
         """The rows of all ranks, [sum(shape.rows), *shape.row_shape].  Collective."""
-        own = features.detach().contiguous().view(-1)
-        whole = whole_of(own, shape.numels, self._comm.all_gather_channel)
-        return whole.view(-1, *shape.row_shape)
+        return whole_of(features.detach(), shape.rows, self._comm.all_gather_channel)
 
     def reduce(self, index: int, grad: Tensor) -> Tensor:
         """This rank's rows of the sum of all ranks' ``grad``.  Collective."""
@@ -145,19 +138,11 @@ class FeatureGathers:
             self._reduce(self.open.pop(), None)
 
     def _reduce(self, shape: _Shape, grad: Tensor | None) -> Tensor:
-        comm, position = self._comm, self._control.position
+        comm = self._comm
         if grad is None:
-            grad = torch.zeros(sum(shape.numels), dtype=shape.dtype, device=comm.device)
-        own = grad.new_empty(shape.numels[position])
-        reduce_scatter_uneven(
-            own,
-            grad.contiguous().view(-1),
-            shape.numels,
-            channel=comm.reduce_scatter_channel,
-            contributors=range(self._control.world_size),
-            scratch=comm.buffers,
-        ).complete()
-        return own.view(-1, *shape.row_shape)
+            whole = sum(shape.rows), *shape.row_shape
+            grad = torch.zeros(whole, dtype=shape.dtype, device=comm.device)
+        return own_of_sum(grad, shape.rows, comm.reduce_scatter_channel, comm.buffers)
 
 
 class _Gathered(torch.autograd.Function):

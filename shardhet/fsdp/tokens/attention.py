@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from shardhet.comm.channel import Channel
-from shardhet.comm.collectives import all_gather_uneven, reduce_scatter_uneven
+from shardhet.comm.collectives import own_of_sum, whole_of
 from shardhet.comm.devices import BufferPool
 from shardhet.comm.groups import part_of
 from shardhet.fsdp.microbatch.surroundings import VisitContext
@@ -199,10 +199,8 @@ class _Gathered(torch.autograd.Function):
         ctx.cut, ctx.channel, ctx.shapes = cut, channel, [each.shape for each in pair]
         if arrived is not None:
             return tuple(each.view_as(each) for each in arrived)
-        splits, everyone = _splits(ctx.shapes, cut), range(channel.world_size)
-        whole = key.new_empty(sum(splits))
-        own = torch.cat([each.reshape(-1) for each in pair])
-        all_gather_uneven(whole, own, splits, channel=channel, receivers=everyone).complete()
+        splits = _splits(ctx.shapes, cut)
+        whole = whole_of(torch.cat([each.reshape(-1) for each in pair]), splits, channel)
         parts = [
             _shaped(part, ctx.shapes, numel)
             for part, numel in zip(whole.split(splits), cut.numels, strict=True)
@@ -211,18 +209,13 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        cut, channel, everyone = ctx.cut, ctx.channel, range(ctx.channel.world_size)
-        splits = _splits(ctx.shapes, cut)
+        cut, splits = ctx.cut, _splits(ctx.shapes, ctx.cut)
         pieces = [
             torch.cat([grad.narrow(-2, s.start, s.numel) for s in spans], -2).reshape(-1)
             for spans in cut.spans_by_member
             for grad in grads
         ]
-        whole = torch.cat(pieces)
-        own, scratch = whole.new_empty(splits[cut.member]), BufferPool()
-        reduce_scatter_uneven(
-            own, whole, splits, channel=channel, contributors=everyone, scratch=scratch
-        ).complete()
+        own = own_of_sum(torch.cat(pieces), splits, ctx.channel, BufferPool())
         return *_shaped(own, ctx.shapes, cut.numels[cut.member]), None, None, None
 
 
