@@ -3,7 +3,7 @@
 Each passes what torch calls to a method of one signature, ``run(func, args, kwargs)``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +25,13 @@ def tensors_among(values: Any) -> Iterator[Tensor]:
     elif isinstance(values, dict):
         for value in values.values():
             yield from tensors_among(value)
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an operation writes to, if it is a mutable one."""
+    for i, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_among(args[i] if i < len(args) else kwargs.get(argument.name))
 
 
 class _Receiver:

@@ -24,7 +24,12 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardhet.fsdp.microbatch.batching import storage_of
-from shardhet.fsdp.microbatch.modes import EagerMode, FunctionMode, tensors_among
+from shardhet.fsdp.microbatch.modes import (
+    EagerMode,
+    FunctionMode,
+    tensors_among,
+    written_by,
+)
 from shardhet.fsdp.params.optimizer_check import is_in_memory_given_up
 from shardhet.fsdp.probing.comparing import Law, Refusal
 from shardhet.fsdp.stages.flow import Flow
@@ -223,8 +228,8 @@ class Watcher(EagerMode):
         if self._is_paused:
             return func(*args, **kwargs)
         name = func.__name__.split(".")[0]
-        if func._schema.is_mutable:  # type: ignore[attr-defined]
-            self._check_writes(func, name, args, kwargs)
+        for each in written_by(func, args, kwargs):
+            self._check_write(name, each)
         if self._is_cut and name in _LOOKUPS and _divides_by_counts(func, args, kwargs):
             raise Law.GRADIENTS.refusal(
                 f"{self._place} looks rows of an embedding up with scale_grad_by_freq=True, "
@@ -260,25 +265,17 @@ class Watcher(EagerMode):
         if self._place == OUTSIDE and id(tensor) in self.gathered:  # of the unit called last
             raise StaysUnsharded(self.gathered[id(tensor)])
 
-    def _check_writes(
-        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _check_write(self, name: str, written: Tensor) -> None:
         """Refuse to write parameters, which would be written on gathered copies only."""
-        for i, argument in enumerate(func._schema.arguments):  # type: ignore[attr-defined]
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            written = args[i] if i < len(args) else kwargs.get(argument.name)
-            for each in tensors_among(written):
-                if self._place == OUTSIDE:
-                    self._check_result(name, each)
-                if each.layout is torch.strided and (
-                    each.untyped_storage()._cdata in self.storages()
-                ):
-                    raise Law.READ.refusal(
-                        f"{self._place} writes to a parameter ({name} of a tensor of shape "
-                        f"{tuple(each.shape)})",
-                        RuntimeError,
-                    )
+        if self._place == OUTSIDE:
+            self._check_result(name, written)
+        is_strided = written.layout is torch.strided
+        if is_strided and written.untyped_storage()._cdata in self.storages():
+            raise Law.READ.refusal(
+                f"{self._place} writes to a parameter ({name} of a tensor of shape "
+                f"{tuple(written.shape)})",
+                RuntimeError,
+            )
 
     def _check_result(self, name: str, written: Tensor) -> None:
         """Refuse to write to a result of a unit that has to change another tensor too."""

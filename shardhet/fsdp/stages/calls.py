@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shardhet.fsdp.microbatch.batching import flatten, unflatten
 from shardhet.fsdp.microbatch.layered import tensors_in
+from shardhet.fsdp.microbatch.modes import written_by
 from shardhet.fsdp.microbatch.signature import ModelCall
 from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.probing.probed_call import filled
@@ -112,14 +113,8 @@ def _filled(leaf: Any) -> Any:
 
 def _check_writes(func: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Raise if the operation would write what is absent into a tensor that is not."""
-    schema = func._schema  # type: ignore[attr-defined]
-    for i, argument in enumerate(schema.arguments if schema.is_mutable else ()):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        written = args[i] if i < len(args) else kwargs.get(argument.name)
-        for each in tree_leaves(written):
-            if isinstance(each, Tensor) and not isinstance(each, MetaPlaceholder):
-                _refuse(f"{func.__name__} writes it into another tensor")
+    if not all(isinstance(each, MetaPlaceholder) for each in written_by(func, args, kwargs)):
+        _refuse(f"{func.__name__} writes it into another tensor")
 
 
 def _refuse(what: str) -> NoReturn:
