@@ -300,10 +300,10 @@ class HetFSDP(ModuleInRounds):
 def _know_params(model: HetFSDP, hooks: ParamHooks, before: OriginalParams) -> None:
     """Let optimizers step rows, and refuse those that hold parameters from ``before``."""
     model._param_by_fqn = _in_order(before.by_fqn, model._flats)
-    if not model._rows.is_alone:  # a lone rank stores whole parameters
+    if model._control.group is not None:  # a lone rank stores whole parameters
         places = [(flat, i) for flat in model._flats for i in range(len(flat.slots))]
         guard([_with_rows(*place, model._rows) for place in places])
-    host_step.know(model._param_by_fqn.values(), model._comm, model._peers)
+    host_step.know(model._param_by_fqn.values(), model._rows)
     before.give_up(model._peers)
     hooks.leave_out_present(model._param_by_fqn)
 

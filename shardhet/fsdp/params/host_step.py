@@ -18,8 +18,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardhet.comm.peers import Peers
 from shardhet.fsdp.params.optimizer_check import count_moments
+from shardhet.fsdp.params.row_group import ShardGroup
 from shardhet.fsdp.sharding.comm import CommContext
 
 logger = logging.getLogger("shardhet.fsdp")
@@ -32,15 +32,15 @@ FUSED = {"fused": True, "foreach": None}
 NUMEL_TRIED, STEPS_TRIED, ROUNDING = 1003, 3, 16
 OF_GRAD_SCALER = ("grad_scale", "found_inf")  # what it lends to fused optimizers
 
-_comm_by_param = WeakIdKeyDictionary()  # of parameters of all models
+_group_by_param = WeakIdKeyDictionary()  # of parameters of all models
 _threads_before: "WeakKeyDictionary[optim.Optimizer, int]" = WeakKeyDictionary()
 _advised: "WeakKeyDictionary[optim.Optimizer, bool]" = WeakKeyDictionary()
 
 
-def know(params: Iterable[nn.Parameter], comm: CommContext, peers: Peers) -> None:
+def know(params: Iterable[nn.Parameter], group: ShardGroup) -> None:
     """Register ``params`` as rows of a HetFSDP, wherever its plan places them."""
     for param in params:
-        _comm_by_param[param] = comm, peers
+        _group_by_param[param] = group
 
 
 @contextmanager
@@ -59,9 +59,10 @@ def host_threads(comm: CommContext) -> Iterator[None]:
 
 def before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Prepare a step on rows of the host."""
-    comm, _ = _owner_of(optimizer)
-    if comm is None:
+    group = _group_of(optimizer)
+    if group is None:
         return
+    comm = group.comm
     if is_new := optimizer not in _advised:
         _advised[optimizer] = True
         check_room(optimizer)
@@ -90,8 +91,8 @@ register_optimizer_step_post_hook(after_step)
 
 def fused_on_host(optimizer: optim.Optimizer) -> optim.Optimizer:
     """The optimizer as it is, or one like it that is fused where its rows are on the host."""
-    comm, _ = _owner_of(optimizer)
-    is_on_host = comm is not None and comm.num_host_threads is not None
+    group = _group_of(optimizer)
+    is_on_host = group is not None and group.comm.num_host_threads is not None
     return fused(optimizer) if is_on_host else optimizer
 
 
@@ -144,9 +145,10 @@ def check_room(optimizer: optim.Optimizer) -> None:
     """Raise ``ValueError`` on every rank if its states do not fit in the host's memory, or the
     plan was made for fewer.
     """
-    comm, peers = _owner_of(optimizer)
-    if comm is None or peers is None:
+    group = _group_of(optimizer)
+    if group is None:
         return
+    comm = group.comm
     room = None if comm.num_host_threads is None else comm.host_room
     if comm.holds_for is None and room is None:
         return
@@ -161,16 +163,17 @@ def check_room(optimizer: optim.Optimizer) -> None:
     elif room is not None:
         why = room.shortfall(num_moments)
     if why:
-        with peers.guard("optimizer.step"):
+        with group.peers.guard("optimizer.step"):
             raise ValueError(why)
 
 
-def _owner_of(optimizer: optim.Optimizer) -> tuple[CommContext | None, Peers | None]:
-    """What belongs to the HetFSDP whose rows it holds."""
+def _group_of(optimizer: optim.Optimizer) -> ShardGroup | None:
+    """The ranks of the HetFSDP whose rows it holds."""
     for group in optimizer.param_groups:
         for param in group["params"]:
-            return _comm_by_param.get(param, (None, None))
-    return None, None
+            found: ShardGroup | None = _group_by_param.get(param)
+            return found
+    return None
 
 
 def _options_of(optimizer: optim.Optimizer) -> dict[str, Any]:

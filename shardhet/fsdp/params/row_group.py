@@ -30,11 +30,6 @@ class ShardGroup:
     peers: Peers
     model: ReferenceType[Any]  # the HetFSDP that they are of
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether a single rank stores all rows."""
-        return self.control.group is None
-
     def check_is_between_steps(self, params: Sequence[Tensor]) -> None:
         """Raise ``RuntimeError`` on every rank if an optimizer would step ``params`` by the
         gradients of the step before the one that is in progress.

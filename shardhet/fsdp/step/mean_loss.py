@@ -230,7 +230,7 @@ class MeanLoss:
         anchors = {id(each.anchor) for each in (self._runtime.calls, self._runtime.features)}
         others = (each for each in leaves_of(loss_sum) if id(each) not in self._own | anchors)
         for variable in others:
-            if isinstance(variable, nn.Parameter) and not self._rows.is_alone:
+            if isinstance(variable, nn.Parameter) and self._control.group is not None:
                 raise ValueError(_OF_OTHERS.format(tuple(variable.shape)))
             if divides_late:
                 raise ValueError(wants_gradient("model.backward", variable))
