@@ -122,7 +122,8 @@ class HetFSDP(ModuleInRounds):
             self._comm.follow(plan, self._control)
             norms.warn(plan, position=members.control.position)
             of_units = comm_of_units(plan, self._comm, self._control)
-            self._skeleton = Skeleton.of(plan, module, self._loss, batch_dim)
+            if plan.context_groups is not None:
+                self._skeleton = Skeleton(module, self._loss, batch_dim)
             modules_of_units = find_units_by(plan, module, units, loss_fn)
             self.beyond_stages = beyond_stages(module, modules_of_units)
             *built, root = build_units(
@@ -158,7 +159,6 @@ class HetFSDP(ModuleInRounds):
         )
         self._make_mean = partial(
             MeanLoss,
-            flats=self._flats,
             param_by_fqn=self._param_by_fqn,
             hooks=hooks,
             rows=self._rows,

@@ -41,7 +41,6 @@ from shardhet.fsdp.params.row_params import (
     may_be_late,
     set_grads_with_hooks,
 )
-from shardhet.fsdp.sharding.flat import FlatTensor
 from shardhet.fsdp.step.around import Activity
 from shardhet.fsdp.step.runtime import Runtime
 
@@ -126,7 +125,6 @@ class MeanLoss:
     def __init__(
         self,
         runtime: Runtime,
-        flats: Sequence[FlatTensor],
         param_by_fqn: Mapping[str, nn.Parameter],
         hooks: ParamHooks,
         rows: ShardGroup,
@@ -135,11 +133,11 @@ class MeanLoss:
     ) -> None:
         self.is_float16 = is_float16
         self._runtime = runtime
-        self.flats = flats
+        self.flats = runtime.flats
         self._param_by_fqn = param_by_fqn
         self._own = {
             id(each)
-            for flat in flats
+            for flat in self.flats
             for each in (*flat.sharded_params, *flat.unsharded_params)
         }
         self._hooks = hooks

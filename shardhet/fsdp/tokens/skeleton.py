@@ -18,7 +18,6 @@ from shardhet.fsdp.tokens import law
 from shardhet.fsdp.tokens.attention import attending_by, attention
 from shardhet.fsdp.tokens.cutting import MASK, POSITIONS
 from shardhet.fsdp.tokens.law import FIRST, NUM_TOKENS, NotByTokensError
-from shardhet.records.plan import Plan
 
 WINDOWS = ("sliding_window", "attention_chunk_size")  # which few tokens do not show
 COMPILED = ("CompiledForward", "OptimizedModule")  # which may have compiled attention already
@@ -56,11 +55,6 @@ class Skeleton:
         self._module, self._live = copy.deepcopy(module, memo), module
         self._loss, self._caches = loss, CacheSwitch(self._module)
         self._tried: set[Hashable] = set()
-
-    @classmethod
-    def of(cls, plan: Plan, *how: Any) -> "Skeleton | None":
-        """That of a module, its loss and ``batch_dim``; None if the plan has no groups."""
-        return None if plan.context_groups is None else cls(*how)
 
     def check(self, arguments: Arguments, begins_padded: bool) -> None:
         """Raise ``ValueError`` if such a call gives something else in pieces of its tokens, or
