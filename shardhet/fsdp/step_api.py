@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
+from shardhet.comm.calls import HostCopy
 from shardhet.fsdp.microbatch.batching import CountRows
 from shardhet.fsdp.microbatch.loss import FusedLoss, loss_pair
 from shardhet.fsdp.microbatch.signature import Arguments, BatchDims, ModelCall, tokens_of
@@ -66,7 +68,7 @@ class ModuleInRounds(ModuleWithState):
         self,
         *args: Any,
         loss_inputs: Any = (),
-        scaler: torch.amp.GradScaler | None = None,
+        scaler: GradScaler | None = None,
         **kwargs: Any,
     ) -> float | None:
         """All rounds of a batch: ``model(...)`` and ``backward`` for each.  Collective.
@@ -88,6 +90,7 @@ class ModuleInRounds(ModuleWithState):
             calls = [self._call_of_round(part, call) for part in parts if self._pipeline]
         if self._pipeline is not None:
             return self._run_stages(self._pipeline, calls, scaler)
+        scale = _scale_of(scaler, self._comm.device)
         for positional, named, of_loss in parts:
             output = self(*positional, loss_inputs=of_loss, **named)
             with self._peers.guard("forward_backward"):
@@ -98,13 +101,10 @@ class ModuleInRounds(ModuleWithState):
             if scaler is not None:
                 loss_sum = scaler.scale(loss_sum)
             mean = self.backward(loss_sum, num_tokens)
-        return mean if mean is None or scaler is None else mean / scaler.get_scale()
+        return mean if mean is None or scale is None else mean / float(scale.read())
 
     def _run_stages(
-        self,
-        pipeline: Pipeline,
-        calls: Sequence[ModelCall],
-        scaler: torch.amp.GradScaler | None,
+        self, pipeline: Pipeline, calls: Sequence[ModelCall], scaler: GradScaler | None
     ) -> float | None:
         """The rounds of a batch, once the step's other batches are known."""
         rounds = self._runtime.rounds
@@ -133,7 +133,7 @@ class ModuleInRounds(ModuleWithState):
         self,
         rounds: Sequence[Mapping[str, Any]],
         divisors: Sequence[float | None],
-        scaler: torch.amp.GradScaler | None = None,
+        scaler: GradScaler | None = None,
     ) -> float | None:
         """As ``forward_backward`` in stages, given the arguments of every round.  Collective.
 
@@ -281,6 +281,11 @@ class ModuleInRounds(ModuleWithState):
 def in_tuple(loss_inputs: Any) -> tuple[Any, ...]:
     """What ``loss_fn`` gets: a tuple, or one argument."""
     return loss_inputs if isinstance(loss_inputs, tuple) else (loss_inputs,)
+
+
+def _scale_of(scaler: GradScaler | None, device: torch.device) -> HostCopy | None:
+    """Copied before backward is launched, for whose end nobody waits."""
+    return None if scaler is None else HostCopy(scaler.scale(torch.ones((), device=device)))
 
 
 def _check_no_hooks(model: ModuleInRounds) -> None:
