@@ -20,7 +20,7 @@ from shardhet.training.trainer import Run as RunModel
 from shardhet.training.trainer import Trainer, run_plainly
 from tests.emulated.accelerator import Accelerator
 from tests.selection import one_in
-from tests.test_guard import Scaled
+from tests.test_guard import Scaled, with_loss
 from tests.test_trainer import MODEL, PLANS, SEQ_LEN, toy_corpus
 from tests.worlds import run_ranks, run_ranks_expecting_failure
 
@@ -64,10 +64,8 @@ def overflowing(rank: int, steps: list[int], trainer: Trainer) -> RunModel:
                 torch.amp.GradScaler, "scale", lambda *given: scale(*given) * factor
             ):
                 return run_plainly(call, tensors)
-        loss_sum, *rest = run_plainly(call, tensors)
-        if is_bad:
-            loss_sum = Scaled.apply(loss_sum, 1e5)
-        return (loss_sum, *rest)
+        factor = 1e5 if is_bad else 1.0
+        return with_loss(trainer.model, lambda loss: Scaled.apply(loss, factor))(call, tensors)
 
     return run
 
@@ -107,11 +105,7 @@ def test_a_step_that_overflows_is_skipped_by_all_and_halves_the_scale(
 def overflow_always(rank: int, plan: Plan) -> None:
     trainer = make_trainer(plan, is_float16=True, first_scale=2 * LEAST_SCALE)
 
-    def run(model: HetFSDP, tensors: Any) -> Any:
-        loss_sum, *rest = run_plainly(model, tensors)
-        return (Scaled.apply(loss_sum, math.nan), *rest)
-
-    trainer._run = run
+    trainer._run = with_loss(trainer.model, lambda loss: Scaled.apply(loss, math.nan))
     for _ in range(3):
         trainer.train_step()
 
@@ -128,7 +122,7 @@ def test_what_a_checkpoint_holds_is_the_scale_and_when_it_grows() -> None:
     scaler, other = LossScaler(CPU, first_scale=8.0), LossScaler(CPU)
     other.load_state_dict(scaler.state_dict())
     assert float(other.scaled(torch.ones(()))) == 8.0
-    assert other.scale == 8.0
+    assert other.step_scale == 8.0
 
 
 # What HetFSDP refuses by itself

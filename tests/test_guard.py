@@ -2,11 +2,14 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from shardhet import HetFSDP, Plan
 from shardhet.apps.launch.rank_env import RankEnv
@@ -41,27 +44,41 @@ class Scaled(torch.autograd.Function):
         return grads[0] * ctx.factor, None
 
 
-def poisoned(rank: int, poison: Poison, at_step: int = BAD_STEP, at_round: int = 0) -> RunModel:
-    """As ``run_plainly``, but in one round of one step one rank's loss or gradient is bad."""
+def with_loss(model: HetFSDP, change: Callable[[Tensor], Tensor]) -> RunModel:
+    """As ``run_plainly``, with another loss in every round that is trained."""
 
-    def run(model: HetFSDP, tensors: Any) -> Any:
-        loss_sum, *rest = run_plainly(model, tensors)
-        is_there = model._runtime.rounds.round_key[:2] == (at_step, at_round)
-        if is_there and model.training and poison == "spike":
-            loss_sum = loss_sum * 1e4  # on all ranks, as no loss adds up otherwise
-        if rank == 1 and is_there and model.training:
-            if poison == "loss":
-                loss_sum = loss_sum * math.nan
-            if poison == "gradient":
-                loss_sum = Scaled.apply(loss_sum, math.nan)
-        return (loss_sum, *rest)
+    def run(call: Any, tensors: Any) -> Any:
+        backward = model.backward
+
+        def of_another(loss_sum: Tensor, *given: Any, **named: Any) -> float | None:
+            return backward(change(loss_sum), *given, **named)
+
+        with mock.patch.object(model, "backward", of_another):
+            return run_plainly(call, tensors)
 
     return run
 
 
+def poisoned(model: HetFSDP, rank: int, poison: Poison) -> RunModel:
+    """As ``run_plainly``, but in one step one rank's loss or gradient is bad."""
+
+    def change(loss_sum: Tensor) -> Tensor:
+        is_there = model.step == BAD_STEP
+        if is_there and poison == "spike":
+            return loss_sum * 1e4  # on all ranks, as no loss adds up otherwise
+        if rank == 1 and is_there and poison == "loss":
+            return loss_sum * math.nan
+        if rank == 1 and is_there and poison == "gradient":
+            poisoned_loss: Tensor = Scaled.apply(loss_sum, math.nan)
+            return poisoned_loss
+        return loss_sum
+
+    return with_loss(model, change)
+
+
 def train(rank: int, poison: Poison, guard: dict[str, Any], num_steps: int) -> Any:
     trainer = make_trainer(PLAN, torch.float64)
-    trainer._run = poisoned(rank, poison)
+    trainer._run = poisoned(trainer.model, rank, poison)
     trainer.guard = Guard(**guard)
     steps = [trainer.train_step() for _ in range(num_steps)]
     rows = [p.detach().clone() for p in trainer.model.parameters()]
@@ -143,18 +160,15 @@ def test_a_run_that_goes_on_judges_steps_by_those_before_it_was_cut_off(
 def roll_back_once(rank: int, path: str) -> tuple[int, list[int]]:
     """How many batches are left out at first, and which are taken; number 5 is bad."""
     run = run_alone(path)
-    trainer, run_well, taken = run.trainer, run.trainer._run, list[int]()
+    trainer, taken = run.trainer, list[int]()
     left_out = trainer.num_batches_skipped
 
-    def run_badly(model: HetFSDP, tensors: Any) -> Any:
-        loss_sum, *rest = run_well(model, tensors)
-        if model.training:
-            taken.append(model.step + trainer.num_batches_skipped)
-            assert len(taken) < 20
-            loss_sum = loss_sum * (math.nan if taken[-1] == 5 else 1.0)
-        return (loss_sum, *rest)
+    def change(loss_sum: Tensor) -> Tensor:
+        taken.append(trainer.model.step + trainer.num_batches_skipped)
+        assert len(taken) < 20
+        return loss_sum * (math.nan if taken[-1] == 5 else 1.0)
 
-    trainer._run = run_badly
+    trainer._run = with_loss(trainer.model, change)
     run.train()
     return left_out, taken
 

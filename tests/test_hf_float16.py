@@ -148,7 +148,7 @@ class Watching(transformers.TrainerCallback):
         self.rows: list[Tensor] = []
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.scales.append(self.trainer.loss_scaler.grad_scaler.get_scale())
+        self.scales.append(self.trainer.loss_scaler.get_scale())
         self.rows.append(next(self.trainer.het.parameters()).detach().clone())
 
 

@@ -76,7 +76,7 @@ def first_steps(job: Job, record: Recorder) -> None:
             scaled = loss_sum if scaler is None else scaler.scaled(loss_sum)
             found = model.backward(scaled, num_tokens)
             assert found is not None
-            mean = found if scaler is None else found / scaler.scale
+            mean = found if scaler is None else found / scaler.step_scale
             record(case, DIFFERENCE, largest_difference([mean], [expected]))
 
 

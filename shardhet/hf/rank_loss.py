@@ -235,13 +235,13 @@ class RankLoss:
         """Raise ``FloatingPointError`` if gradients overflow at every scale of the loss."""
         scaler, step = self._trainer.loss_scaler, self._trainer.het.step
         if scaler is not None:
-            check_scale(scaler.scale, step, instead="bf16=True, or leave fp16 out")
+            check_scale(scaler.step_scale, step, instead="bf16=True, or leave fp16 out")
 
     @property
     def mean_so_far(self) -> float:
         """Of the step, or what its batches add up to; without the scale of ``fp16=True``."""
         scaler = self._trainer.loss_scaler
-        return self._trainer.het.mean_so_far / (1.0 if scaler is None else scaler.scale)
+        return self._trainer.het.mean_so_far / (1.0 if scaler is None else scaler.step_scale)
 
     def loss_of(self, inputs: dict[str, Any], *, with_outputs: bool) -> tuple[Tensor, Any]:
         """The result of ``compute_loss`` for this rank's samples, as a sum if possible."""

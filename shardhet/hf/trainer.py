@@ -99,7 +99,7 @@ class HetTrainer(TrainerView):
         self._args_as_given, self._args_at_last = given, dict(vars(args))
         self.rank_loss = RankLoss(self)
         self.loss_scaler = LossScaler(wrapped.device) if args.fp16 else None
-        self.accelerator.scaler = self.loss_scaler and self.loss_scaler.grad_scaler
+        self.accelerator.scaler = self.loss_scaler
         self._whole_state, self._counts = WholeState(self), InputCounts(wrapped)
         self._hooks = HookCallback(self, hooks)
         self.add_callback(self._hooks)
@@ -264,7 +264,7 @@ class HetTrainer(TrainerView):
     def _clipped_norm(self, max_norm: float) -> Tensor:
         """The norm before clipping, once in each step, of gradients without a scale."""
         if self.loss_scaler is not None:
-            self.loss_scaler.unscale(inner(self.optimizer))
+            self.loss_scaler.unscale_(inner(self.optimizer))
         return self.het.clip_grad_norm_(max_norm)
 
     # Evaluation #

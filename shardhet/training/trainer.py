@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,8 +28,8 @@ from shardhet.training.peak_memory import (
     kept_bytes,
 )
 
-# Calls the model with this rank's samples; returns (loss_sum, num_targets).  Under stages it
-# trains by ``model.forward_backward``, called in the same way, which returns the mean.
+# Calls the model with this rank's samples; returns (loss_sum, num_targets).  To train,
+# ``model.forward_backward`` is called in the same way, which returns the mean.
 Run = Callable[[Any, Sequence[Tensor]], Any]
 
 
@@ -193,7 +192,7 @@ class Trainer:
             num_targets=batch.num_targets,
             step_time_s=step_time_s,
             why_skipped=overflow or why_skipped,
-            loss_scale=None if self.loss_scaler is None else self.loss_scaler.scale,
+            loss_scale=None if self.loss_scaler is None else self.loss_scaler.step_scale,
             has_overflowed=overflow is not None,
         )
 
@@ -205,25 +204,11 @@ class Trainer:
             self._settled_s += time.perf_counter() - start_s
 
     def _run_rounds(self, batch: TokenBatch) -> tuple[float | None, str | None]:
-        """The mean loss, and why the step has no gradients, if it has none."""
-        model, scaler = self.model, self.loss_scaler
-        if model.plan.stages is not None:
-            of_loss = None if scaler is None else scaler.begin_step()
-            call = partial(model.forward_backward, scaler=of_loss)
-            return self._caught(partial(self._run, call, self._my_part(batch)))
-        for i in range(model.plan.num_rounds):
-            loss_sum, num_targets, *_ = self._run(model, self._my_part(batch, i))
-            if scaler is not None:
-                loss_sum = scaler.scaled(loss_sum)
-            mean, why_skipped = self._caught(partial(model.backward, loss_sum, num_targets))
-            if why_skipped is not None:  # the model has dropped the whole step
-                break
-        return mean if mean is None or scaler is None else mean / scaler.scale, why_skipped
-
-    def _caught(self, backward: Callable[[], float | None]) -> tuple[float | None, str | None]:
-        """What ``backward`` returns, and why there are no gradients, if the guard goes on."""
+        """The mean loss, and why the step has no gradients, if the guard goes on then."""
+        scaler = None if self.loss_scaler is None else self.loss_scaler.begin_step()
+        call = partial(self.model.forward_backward, scaler=scaler)
         try:
-            return backward(), None
+            return self._run(call, self._my_part(batch)), None
         except FloatingPointError as error:  # raised on every rank
             self.settle()  # the step before may be the cause
             if self.guard.on_bad_step is OnBadStep.STOP:
@@ -239,7 +224,7 @@ class Trainer:
         scaler, step = self.loss_scaler if mean_loss is not None else None, self.model.step
         if scaler is not None:
             for optimizer in self.optimizers:
-                scaler.unscale(optimizer)
+                scaler.unscale_(optimizer)
         norm = HostCopy(self.model.clip_grad_norm_(self._max_grad_norm))
         is_finite = scaler is None or math.isfinite(float(norm.read()))
         why_skipped = self.guard.look(step, mean_loss, norm) if is_finite else None
@@ -304,21 +289,9 @@ class Trainer:
             for busy, waiting, nbytes, *kept in rows
         )
 
-    def _my_part(self, batch: TokenBatch, round_index: int = 0) -> list[Tensor]:
-        arrays = own_arrays(batch, self.model, round_index)
-        return [to_device(torch.from_numpy(array), self._device) for array in arrays]
-
-
-def own_arrays(
-    batch: TokenBatch, model: HetFSDP, round_index: int = 0
-) -> list[npt.NDArray[Any]]:
-    """What this rank computes in one call; no rows if it has no samples.
-
-    That is its samples of a round; of a plan with stages those of all rounds.
-    """
-    plan, position, number = model.plan, model.position, batch.num_samples
-    mine = plan.sample_indices(position, number)
-    if plan.stages is None:
-        mine = list(plan.round_samples(position, round_index, number))
-    # Copies that are contiguous: losses on strided indices cost 1 % of a step.
-    return [array[mine] for array in batch.arrays]
+    def _my_part(self, batch: TokenBatch) -> list[Tensor]:
+        """This rank's samples, on the device; no rows if it has none."""
+        mine = self.model.plan.sample_indices(self.model.position, batch.num_samples)
+        # Copies that are contiguous: losses on strided indices cost 1 % of a step.
+        arrays = [torch.from_numpy(array[mine]) for array in batch.arrays]
+        return [to_device(array, self._device) for array in arrays]
