@@ -149,8 +149,7 @@ class HetFSDP(ModuleInRounds):
             Runtime,
             built,
             root,
-            control=members.control,
-            peers=self._peers,
+            group=self._rows,
             seed=seed,
             module=module,
             norms=norms,
@@ -161,7 +160,6 @@ class HetFSDP(ModuleInRounds):
             MeanLoss,
             param_by_fqn=self._param_by_fqn,
             hooks=hooks,
-            rows=self._rows,
             is_float16=param_dtype is torch.float16,
         )
         self._pieces = find_pieces(module, modules_of_units, param_dtype)
@@ -174,9 +172,7 @@ class HetFSDP(ModuleInRounds):
         """Take steps as ``plan`` says, with units gathered over ``of_units``.  Collective."""
         before: Runtime | None = self.__dict__.get("_runtime")
         observers = None if before is None else before.observers
-        self._runtime = self._make_runtime(
-            plan=plan, comm=of_units, root_comm=self._comm, observers=observers
-        )
+        self._runtime = self._make_runtime(plan=plan, comm=of_units, observers=observers)
         if before is not None:
             self._runtime.rounds.end_step(before.rounds.step)
             self._runtime.asks_to_end = before.asks_to_end

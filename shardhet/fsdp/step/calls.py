@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 
-from shardhet.comm.channel import Channel, progress
+from shardhet.comm.channel import progress
 from shardhet.comm.collectives import own_of_sum, whole_of
 from shardhet.comm.peers import Peers
 from shardhet.fsdp.microbatch.layered import run_visit
@@ -36,9 +36,9 @@ from shardhet.fsdp.microbatch.surroundings import (
     RootDropout,
     is_checkpointed,
 )
+from shardhet.fsdp.params.row_group import ShardGroup
 from shardhet.fsdp.probing.known_calls import KnownCalls
 from shardhet.fsdp.probing.prober import Prober
-from shardhet.fsdp.sharding.comm import CommContext
 from shardhet.fsdp.sharding.unit import FSDPUnit, UnitModule
 from shardhet.fsdp.step.around import BackwardTurn, Visits
 from shardhet.fsdp.step.rounds import Round, RoundKey, Rounds, StepInProgress
@@ -59,15 +59,11 @@ class FeatureGathers:
     # Those of the model that was called last.
     latest: "ClassVar[ref[FeatureGathers] | None]" = None
 
-    def __init__(
-        self, comm: CommContext, control: Channel, peers: Peers, step: StepInProgress
-    ) -> None:
+    def __init__(self, group: ShardGroup, step: StepInProgress) -> None:
         self.has_parts = False  # whether the plan has several rounds, or stages
         self.has_groups = False
-        self._comm = comm
-        self._control = control
-        self._peers = peers
-        self.anchor = torch.zeros((), device=comm.device, requires_grad=True)
+        self._comm, self._control, self._peers = group.comm, group.control, group.peers
+        self.anchor = torch.zeros((), device=group.comm.device, requires_grad=True)
         self._step = step
         self._round: Round | None = None  # whose features are gathered
         self.open: list[_Shape] = []  # whose gradients have not been reduced

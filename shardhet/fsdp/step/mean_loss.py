@@ -34,7 +34,6 @@ from shardhet.comm.peers import Peers
 from shardhet.fsdp.microbatch.layered import leaves_of
 from shardhet.fsdp.microbatch.loss import Laws, check_factors
 from shardhet.fsdp.params.optimizer_check import rows_among
-from shardhet.fsdp.params.row_group import ShardGroup
 from shardhet.fsdp.params.row_params import (
     ParamHooks,
     check_hooks_agree,
@@ -127,7 +126,6 @@ class MeanLoss:
         runtime: Runtime,
         param_by_fqn: Mapping[str, nn.Parameter],
         hooks: ParamHooks,
-        rows: ShardGroup,
         *,
         is_float16: bool,
     ) -> None:
@@ -141,8 +139,7 @@ class MeanLoss:
             for each in (*flat.sharded_params, *flat.unsharded_params)
         }
         self._hooks = hooks
-        self._rows = rows
-        self._control, self._peers = rows.control, rows.peers
+        self._control, self._peers = runtime.control, runtime.peers
         self.is_divided = False  # the loss, by what the program gives
         # Of the rounds of the step so far
         self.sums: Tensor | None = None  # losses and tokens of every rank, [world_size, 2]
@@ -196,7 +193,7 @@ class MeanLoss:
                 of_flat = [next(has) for _ in flat.slots]
                 if flat.is_trainable:
                     set_grads_with_hooks(
-                        flat, of_flat, factor, self._hooks, self._rows, executor
+                        flat, of_flat, factor, self._hooks, self._runtime.group, executor
                     )
         self._runtime.is_at_rest = not is_late
         return self.mean_so_far

@@ -14,12 +14,12 @@ from torch import nn
 from shardhet.comm import devices
 from shardhet.comm.channel import Channel, progress
 from shardhet.comm.devices import available_bytes
-from shardhet.comm.peers import Peers
 from shardhet.fsdp.microbatch.batch_norm import BatchNorms
 from shardhet.fsdp.microbatch.host_inputs import ALIGNMENT, InputsOnHost
 from shardhet.fsdp.microbatch.layered import autocast_as
 from shardhet.fsdp.microbatch.loss import FusedLoss
 from shardhet.fsdp.microbatch.surroundings import CacheSwitch, RandomStates
+from shardhet.fsdp.params.row_group import ShardGroup
 from shardhet.fsdp.probing.attempt import RunModule
 from shardhet.fsdp.probing.known_calls import KnownCalls
 from shardhet.fsdp.probing.module_state import take_over
@@ -111,9 +111,7 @@ class Runtime:
         *,
         plan: Plan,
         comm: CommContext,
-        root_comm: CommContext,
-        control: Channel,
-        peers: Peers,
+        group: ShardGroup,  # of all ranks, whatever their stages
         seed: int,
         module: nn.Module,
         norms: BatchNorms,
@@ -124,26 +122,26 @@ class Runtime:
         self.units = tuple(units)
         self.root = root  # parameters that no unit owns; unsharded for the whole step
         self.all_units = (*self.units, root)
+        self.group, self.control, self.peers = group, group.control, group.peers
         self.flats = [flat for unit in self.all_units for flat in unit.flats]
         self.of_frozen = [e.persistence for e in self.flats if e.persistence is not None]
         marks_time = None if devices.is_on_host(comm.device) else comm.mark_device_time
         self.observers = observers or Observers(marks_time)
-        self.rounds = Rounds(plan, control.position)
+        self.rounds = Rounds(plan, self.control.position)
         self.asks_to_end = self.is_asked_to_end = False  # this rank; any, at the last backward
         self.raises_bad_loss = True  # that is not finite
         # Nothing is in flight, and there is no gradient but those that users have.
         self.is_at_rest = False
-        self._comm, self.root_comm = comm, root_comm  # of those of a stage, and of all ranks
-        self.comms = tuple(dict.fromkeys((comm, root_comm)))
-        self.control, self.peers = control, peers
+        self._comm, self.root_comm = comm, group.comm  # of those of a stage, and of all ranks
+        self.comms = tuple(dict.fromkeys((comm, group.comm)))
         self._random = RandomStates(seed, comm.device)
         self._module, self.norms, self.has_norms = module, norms, len(norms) > 0
         self._caches, self._loss = caches, loss
         self.executor = ScheduleExecutor(units, root, comm=comm, observers=self.observers)
         self._inputs: InputsOnHost | None = None
         self.step = StepInProgress()
-        self.written = Written(self.flats, is_alone=control.group is None)
-        self.features = FeatureGathers(root_comm, control, peers, self.step)
+        self.written = Written(self.flats, is_alone=self.control.group is None)
+        self.features = FeatureGathers(group, self.step)
         self._of_features = ref(self.features)
         self.calls = (UnitCalls if plan.stages is None else StageCalls)(
             module,
@@ -152,7 +150,7 @@ class Runtime:
             rounds=self.rounds,
             executor=self.executor,
             features=self.features,
-            peers=peers,
+            peers=self.peers,
             device=comm.device,
         )
         self.follow(plan)
