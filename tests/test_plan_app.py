@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from omegaconf import OmegaConf
 from shardhet.apps.cli.quantities import counted, percent
 from shardhet.apps.plan import DOOR
 from shardhet.apps.plan import main as plan_main
+from shardhet.apps.planning.answering import _of_few_rounds
 from shardhet.apps.planning.inputs import load, read_request
+from shardhet.apps.planning.report import MOST_SIMULATED
 from shardhet.apps.planning.sentences import form_lines
 from shardhet.apps.planning.what_if import WhatIfQuery, forms
 from shardhet.apps.simulate import main as simulate_main
@@ -53,6 +56,13 @@ def refused(
     code = raised.value.code
     assert isinstance(code, int)
     return code, capsys.readouterr().err
+
+
+def test_of_very_many_rounds_only_the_first_ones_are_simulated() -> None:
+    few = Plan.by_hand(microbatch_sizes=[3], num_microbatches=[1], state_shares=[1.0])
+    many = replace(few, num_rounds=10 * MOST_SIMULATED, last_round_size=1)
+    assert _of_few_rounds(few) is few
+    assert _of_few_rounds(many) == replace(few, num_rounds=MOST_SIMULATED)
 
 
 @pytest.mark.parametrize("name", one_in(12, sorted(p.stem for p in DESCRIBED.glob("*.yaml"))))

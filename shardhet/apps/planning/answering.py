@@ -15,6 +15,7 @@ from shardhet.apps.cli.quantities import counted
 from shardhet.apps.cli.streamed import Spinner, say
 from shardhet.apps.planning.fewer_devices import LEAST_GAIN, without_idle
 from shardhet.apps.planning.report import (
+    MOST_SIMULATED,
     PlanReport,
     limit_lines,
     owners_note,
@@ -110,7 +111,7 @@ def show(
             inputs=inputs,
             constraints=constraints,
             solution=solution,
-            times=simulate(solution.plan, inputs.setting),
+            times=simulate(_of_few_rounds(solution.plan), inputs.setting),
             note=owners_note(solution) if conf.whole_matrices else "",
             without=without,
         )
@@ -213,6 +214,13 @@ def _show_faster_pipeline(
         say(console, "A device has no bfloat16, so this is float32: try precision=FP16.")
     keep_plan(inputs.setting, found.plan, conf.out, console)
     return True
+
+
+def _of_few_rounds(plan: Plan) -> Plan:
+    """The plan, or of very many rounds the first ones: the others are like them."""
+    if plan.num_rounds <= MOST_SIMULATED:
+        return plan
+    return replace(plan, num_rounds=MOST_SIMULATED, last_round_size=None)
 
 
 def _tell_time(conf: PlannerConf, inputs: Inputs, samples_per_s: float, to: Console) -> None:

@@ -51,6 +51,7 @@ from shardhet.simulator.stages import PipelinePrice
 from shardhet.simulator.timeline import Timeline
 
 MANY_ROWS = 32
+MOST_SIMULATED = 256  # rounds: a step with more of them takes long
 
 
 MOSTLY_HIDDEN = 0.1  # compute that sets the pace for so little of the step is hidden by links
@@ -253,7 +254,8 @@ def predicted_line(step_s: float, samples_per_s: float, part: float, workload: W
 def proof_lines(report: PlanReport) -> Iterator[str]:
     """What was proven of the plan."""
     solution = report.solution
-    yield f"The simulated step takes {duration(report.times.step_time_s)}."
+    if solution.plan.num_rounds <= MOST_SIMULATED:
+        yield f"The simulated step takes {duration(report.times.step_time_s)}."
     if isinstance(solution, PipelineSolution):
         yield pipeline_proof(solution, report.inputs.setting.workload)
     elif not report.note:

@@ -1,5 +1,6 @@
 """What would help: the changes to a plan that ``shardhet plan`` tries, and their table."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -301,13 +302,14 @@ def could_be_float16(conf: PlannerConf, setting: Setting) -> bool:
 
 
 def that_fit(query: WhatIfQuery) -> Iterator[str]:
-    """With which changes a plan fits, where none does."""
+    """With which changes a plan fits, where none does, as far as ``what_if_s`` allows."""
+    begin_s = time.monotonic()
     for each in forms(query):
-        try:
+        with suppress(ValueError):
             rate, note = each.reach(0.0)
-        except ValueError:
-            continue
-        yield f"{each.change} has a plan: {rate:,.4g} samples/s{f', {note}' * bool(note)}"
+            yield f"{each.change} has a plan: {rate:,.4g} samples/s{f', {note}' * bool(note)}"
+        if time.monotonic() - begin_s > query.conf.what_if_s > 0:
+            return
 
 
 def show_simpler(query: WhatIfQuery, console: Console, waiting: Spinner, *, note: str) -> None:

@@ -67,16 +67,24 @@ def _together_s(
     numbers: Floats,  # [stages, kinds of unit]
     num_samples: int,
 ) -> Floats:
-    """[stages] the same of stages with so many units of each kind; 0.0 of none."""
+    """[stages] the same of stages with so many units of each kind; 0.0 of none.
+
+    Of very many samples, parts of one count as well, which is less by next to nothing.
+    """
     kinds = Counter(device.kind for device in setting.cluster.devices)
-    samples = np.arange(1, 1 + num_samples)
-    by_kind: list[Floats] = []
+    alone_s: list[Floats] = []  # [stages, sizes] per sample, of no larger microbatches
     for kind in kinds:
         of_units = np.array([curves[kind][name] for name in sorted(curves[kind])])
         sizes = np.arange(1, min(1 + num_samples, of_units.shape[1]))
-        alone_s = (numbers @ of_units[:, sizes]) / sizes
-        min_s = np.minimum.accumulate(alone_s, axis=1)
-        whole_s = samples * min_s[:, np.minimum(samples, len(sizes)) - 1]
+        alone_s.append(np.minimum.accumulate(numbers @ of_units[:, sizes] / sizes, axis=1))
+    if num_samples > MAX_MICROBATCH_SIZE * setting.cluster.world_size:
+        with np.errstate(divide="ignore"):
+            pairs = zip(kinds.values(), alone_s, strict=True)
+            return np.asarray(num_samples / sum(n / each[:, -1] for n, each in pairs))
+    samples = np.arange(1, 1 + num_samples)
+    by_kind: list[Floats] = []
+    for min_s in alone_s:
+        whole_s = samples * min_s[:, np.minimum(samples, min_s.shape[1]) - 1]
         by_kind.append(np.minimum.accumulate(whole_s[:, ::-1], axis=1)[:, ::-1])
     # Dealt out evenly they take no less than the least; what takes longer is not needed.
     even = -(-num_samples // setting.cluster.world_size) - 1
