@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # `as` says that they are for users
     from shardhet.checkpoint import redistribute as redistribute
-    from shardhet.comm.channel import phase as phase
+    from shardhet.comm.channel import may_take_long as may_take_long
     from shardhet.comm.liveness.watch import watch_ranks as watch_ranks
     from shardhet.fsdp import HetFSDP as HetFSDP
     from shardhet.fsdp.microbatch.loss import mean_of_samples as mean_of_samples
     from shardhet.fsdp.step.calls import gather_features as gather_features
     from shardhet.planner import PlanError as PlanError
     from shardhet.planner import find_plan as find_plan
-    from shardhet.pricing.setting import Setting as Setting
+    from shardhet.pricing.scenario import Scenario as Scenario
     from shardhet.profiler.batch import ExampleBatch as ExampleBatch
     from shardhet.profiler.describe import describe as describe
     from shardhet.profiler.describe import plan_for as plan_for
@@ -30,13 +30,13 @@ if TYPE_CHECKING:  # `as` says that they are for users
     from shardhet.simulator.simulation import simulate as simulate
     from shardhet.training.dealing.loader import PlanSampler as PlanSampler
     from shardhet.training.dealing.loader import loader as loader
-    from shardhet.training.guard import Guard as Guard
+    from shardhet.training.guard import BadStepGuard as BadStepGuard
     from shardhet.training.hooks.bad_steps import OnBadStep as OnBadStep
     from shardhet.training.hooks.checkpoints import SaveCheckpoints as SaveCheckpoints
     from shardhet.training.hooks.hooks import After as After
-    from shardhet.training.hooks.hooks import EndNotice as EndNotice
     from shardhet.training.hooks.hooks import Hook as Hook
     from shardhet.training.hooks.hooks import Hooks as Hooks
+    from shardhet.training.hooks.hooks import StopOnSignal as StopOnSignal
     from shardhet.training.hooks.hooks import Trace as Trace
     from shardhet.training.rebalancing import Predicted as Predicted
     from shardhet.training.rebalancing import Rebalancer as Rebalancer
@@ -45,10 +45,10 @@ _MODULE_BY_NAME = {
     "After": "shardhet.training.hooks.hooks",
     "Cluster": "shardhet.records.cluster",
     "DeviceSpec": "shardhet.records.cluster",
-    "EndNotice": "shardhet.training.hooks.hooks",
+    "StopOnSignal": "shardhet.training.hooks.hooks",
     "ExampleBatch": "shardhet.profiler.batch",
     "HetFSDP": "shardhet.fsdp",
-    "Guard": "shardhet.training.guard",
+    "BadStepGuard": "shardhet.training.guard",
     "Hook": "shardhet.training.hooks.hooks",
     "Hooks": "shardhet.training.hooks.hooks",
     "OnBadStep": "shardhet.training.hooks.bad_steps",
@@ -60,7 +60,7 @@ _MODULE_BY_NAME = {
     "RankPlan": "shardhet.records.plan",
     "Rebalancer": "shardhet.training.rebalancing",
     "SaveCheckpoints": "shardhet.training.hooks.checkpoints",
-    "Setting": "shardhet.pricing.setting",
+    "Scenario": "shardhet.pricing.scenario",
     "Stage": "shardhet.records.stages",
     "Trace": "shardhet.training.hooks.hooks",
     "Workload": "shardhet.records.workload",
@@ -69,7 +69,7 @@ _MODULE_BY_NAME = {
     "gather_features": "shardhet.fsdp.step.calls",
     "loader": "shardhet.training.dealing.loader",
     "mean_of_samples": "shardhet.fsdp.microbatch.loss",
-    "phase": "shardhet.comm.channel",
+    "may_take_long": "shardhet.comm.channel",
     "plan_for": "shardhet.profiler.describe",
     "redistribute": "shardhet.checkpoint",
     "simulate": "shardhet.simulator.simulation",

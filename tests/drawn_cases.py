@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardhet import DeviceSpec, HetFSDP, Plan
+from shardhet.records.schedule import StepForm
 from tests.fuzzing.model import IGNORED, FuzzModel, call_model, loss_of, weighted_loss
 from tests.fuzzing.shapes import ModelShape, UnitShape
 from tests.fuzzing.units import Block
@@ -79,7 +80,7 @@ class Case:
             for rank in self.plan.ranks
         ]
         return (
-            f"seed {self.seed}, {self.precision}: {self.plan.form}, "
+            f"seed {self.seed}, {self.precision}: {StepForm.of(self.plan)}, "
             f"{self.shape}, {self.length} tokens, {self.course}, {self.options}, ranks:\n"
             + "\n".join(ranks)
         )

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from shardhet.planner.stages.groups import Positions
 from shardhet.pricing.derive import derive_profile
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.cluster import Cluster, DeviceSpec, Link, Node, built_in_kinds
 from shardhet.records.workload import Workload
 
@@ -33,16 +33,16 @@ class Instance:
     batch: int
 
     @property
-    def setting(self) -> Setting:
+    def scenario(self) -> Scenario:
         """With prices derived from specifications."""
         return self._derived(self.cluster)
 
-    def part(self, positions: Positions) -> Setting:
-        """The setting of the devices at some positions."""
+    def part(self, positions: Positions) -> Scenario:
+        """The scenario of the devices at some positions."""
         return self._derived(self.cluster.only(positions))
 
-    def _derived(self, cluster: Cluster) -> Setting:
-        return Setting(cluster, self.workload, derive_profile(cluster, self.workload))
+    def _derived(self, cluster: Cluster) -> Scenario:
+        return Scenario(cluster, self.workload, derive_profile(cluster, self.workload))
 
     def __str__(self) -> str:
         return "; ".join(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shardhet.planner import Constraints, PlanError, PlanSolution, solve
 from shardhet.planner.problem.constraints import TOLERANCE
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from tests.test_planner import WORKLOAD, random_case
 
 FILE = Path(__file__).parent / "recorded" / "plans.csv"
@@ -34,7 +34,7 @@ def record_of(seed: int) -> RecordedPlan:
     cluster, profile, batch = random_case(seed)
     try:
         solution = solve(
-            Setting(cluster, WORKLOAD, profile),
+            Scenario(cluster, WORKLOAD, profile),
             global_batch_size=batch,
             tolerance=TOLERANCE,
             constraints=Constraints(max_rounds=1),

@@ -13,7 +13,7 @@ from math import fsum
 from pathlib import Path
 from typing import Any
 
-from shardhet import Cluster, DeviceSpec, Plan, Setting, Stage, Workload
+from shardhet import Cluster, DeviceSpec, Plan, Scenario, Stage, Workload
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.part import part_of
 from shardhet.records.cluster import Link, Node, built_in_kinds
@@ -48,8 +48,8 @@ def by_place(figures: Iterable[float]) -> float:
 
 def record_of(seed: int) -> RecordedPrice:
     """What the prices are today."""
-    setting, plan = drawn(seed)
-    price = price_of(plan, setting, partial(part_of, setting))
+    scenario, plan = drawn(seed)
+    price = price_of(plan, scenario, partial(part_of, scenario))
     timeline = timeline_of(price)
     turns = [turn for part in price.parts for turn in part.cost.turns]
     parts = [part.cost.exposed_comm_s for part in price.parts]
@@ -75,7 +75,7 @@ def record_of(seed: int) -> RecordedPrice:
     )
 
 
-def drawn(seed: int) -> tuple[Setting, Plan]:
+def drawn(seed: int) -> tuple[Scenario, Plan]:
     """One case in three has measured times, the others have those of specifications."""
     draw = random.Random(f"prices {seed}")
     if seed % 3 == 0:
@@ -84,7 +84,7 @@ def drawn(seed: int) -> tuple[Setting, Plan]:
         nodes = [replace(with_host(draw, each), link=link) for each in cluster.nodes]
         cluster = replace(cluster, nodes=tuple(nodes))
         workload = draw_workload(draw, "float32")
-        setting = Setting(cluster, workload, unlike(draw, profile))
+        scenario = Scenario(cluster, workload, unlike(draw, profile))
     else:
         cluster, dtype = draw_cluster(draw)
         workload = draw_workload(draw, dtype)
@@ -94,8 +94,8 @@ def drawn(seed: int) -> tuple[Setting, Plan]:
         profile = derive_profile(
             cluster, workload, fp16_accumulation=draw.random() < 0.3, **options
         )
-        setting = Setting(cluster, workload, profile)
-    return setting, draw_plan(draw, setting)
+        scenario = Scenario(cluster, workload, profile)
+    return scenario, draw_plan(draw, scenario)
 
 
 def unlike(draw: random.Random, profile: Profile) -> Profile:
@@ -106,7 +106,7 @@ def unlike(draw: random.Random, profile: Profile) -> Profile:
     return replace(
         profile,
         collectives=replace(profile.collectives, **weights),
-        turn_overhead_s=draw.choice([0.0, 0.01]),
+        unit_overhead_s=draw.choice([0.0, 0.01]),
     )
 
 
@@ -188,9 +188,9 @@ def frozen(kind: UnitKind, as_stored: bool) -> UnitKind:
     )
 
 
-def draw_plan(draw: random.Random, setting: Setting) -> Plan:
+def draw_plan(draw: random.Random, scenario: Scenario) -> Plan:
     """A plan of anything."""
-    cluster, number = setting.cluster, setting.cluster.world_size
+    cluster, number = scenario.cluster, scenario.cluster.world_size
     patterns = (False, False, True, ["block*.0"], ["block*"])
     weights = [draw.choice([0.0, 1.0, draw.random()]) for _ in range(number)]
     weights = weights if any(weights) else [1.0] * number
@@ -202,7 +202,7 @@ def draw_plan(draw: random.Random, setting: Setting) -> Plan:
     counts = [draw.randint(1, 3) * bool(each) for each in sizes]
     shares = [each / sum(weights) for each in weights]
     if special == "stages" and number > 1:
-        units = [unit.fqn for unit in setting.workload.units]
+        units = [unit.fqn for unit in scenario.workload.units]
         cut, ranks = draw.randint(1, len(units) - 1), draw.randint(1, number - 1)
         changes["stages"] = [
             Stage(units=tuple(units[:cut]), num_ranks=ranks, in_flight=draw.choice([None, 3])),

@@ -7,7 +7,7 @@ import pytest
 
 from shardhet.planner import Constraints, solve
 from shardhet.pricing.derive import derive_profile
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.cluster import Cluster, DeviceSpec, Link
 from shardhet.records.kinds import built_in_kinds
 from shardhet.records.profiles import Source
@@ -106,7 +106,7 @@ def test_the_clusters_that_come_along_can_be_planned_for(path: Path) -> None:
     profile = derive_profile(cluster, workload)
     assert profile.collectives.source is Source.DERIVED
     solution = solve(
-        Setting(cluster, workload, profile),
+        Scenario(cluster, workload, profile),
         global_batch_size=4 * cluster.world_size,
         constraints=Constraints(max_rounds=1),
     )

@@ -8,7 +8,7 @@ import pytest
 
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.extras.compare import StepParts, explain_difference, main
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.cluster import DeviceSpec
 from shardhet.simulator.simulation import simulate
 from shardhet.simulator.timeline import Timeline
@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> RunFolder:
     """A run of two devices whose ranks have each other's positions."""
     run = RunFolder(tmp_path)
     run.save_devices([DeviceSpec(kind="fast"), DeviceSpec(kind="slow")])
-    timeline = simulate(plan(), Setting(CLUSTER, WORKLOAD, profile(gather_s=1.0)))
+    timeline = simulate(plan(), Scenario(CLUSTER, WORKLOAD, profile(gather_s=1.0)))
     run.trace_dir.mkdir()
     timeline.save_chrome_trace(run.predicted_trace_path)
     for rank in range(2):

@@ -33,7 +33,7 @@ from shardhet.profiler.measure import MeasuringEffort, measure
 from shardhet.records.plan import HoldsFor, Plan
 from shardhet.training.optim import OptimizerSpec, WarmupDecay
 from tests.selection import one_in
-from tests.test_fewer import setting_of
+from tests.test_fewer import scenario_of
 
 BY_HAND = "plan=by_hand plan.microbatch_sizes=[2,1] plan.num_microbatches=[1,2] "
 
@@ -120,7 +120,7 @@ def test_every_choice_comes_back_from_its_run_folder(choice: str, tmp_path: Path
         pytest.importorskip("transformers")
     Plan.even(2, microbatch_size=1).save(tmp_path / "plan.json")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    setting_of("fs", s_per_byte=1e-12).save(tmp_path / "measured")
+    scenario_of("fs", s_per_byte=1e-12).save(tmp_path / "measured")
     more = [each.format(tmp=tmp_path) for each in NEEDED.get(choice, [])]
     cfg = compose_with([choice, *more])
     conf = to_conf(cfg)
@@ -277,7 +277,7 @@ def test_a_class_by_its_import_path_is_described_and_measured(
     workload = conf.to_workload(param_dtype="bfloat16")
     assert workload.numel == 3 * (36 + 6) + 6
     assert workload.param_dtype == "bfloat16"
-    assert measure(conf.trained(), effort=QUICK).setting.workload.numel == workload.numel
+    assert measure(conf.trained(), effort=QUICK).scenario.workload.numel == workload.numel
     for target, words in {
         "nowhere:Model": "model.target: 'nowhere:Model' cannot be imported",
         "mine_to_import:nothing": "nothing callable named 'nothing'",

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardhet import Cluster, Plan, Setting
+from shardhet import Cluster, Plan, Scenario
 from shardhet.models.decoder import Decoder
 from shardhet.planner import Constraints, find_plan, solve
 from shardhet.pricing.cost import CostModel
@@ -48,7 +48,7 @@ SMALL = Workload(
 )
 
 
-def made_up(workload: Workload = SMALL, *, link_s: float = 1e-4) -> Setting:
+def made_up(workload: Workload = SMALL, *, link_s: float = 1e-4) -> Scenario:
     """Two equal devices: a sample takes 1 s in forward and 2 s in backward of a unit; gathers
     take ``link_s`` per byte and reductions twice that.
     """
@@ -77,18 +77,18 @@ def made_up(workload: Workload = SMALL, *, link_s: float = 1e-4) -> Setting:
         units=tuple(unit(kind.name) for kind in workload.kinds),
     )
     collectives = Collectives(source=Source.MEASURED, points=links)
-    return Setting(cluster, workload, Profile(devices=(device,), collectives=collectives))
+    return Scenario(cluster, workload, Profile(devices=(device,), collectives=collectives))
 
 
 def test_what_is_not_known_is_refused() -> None:
-    setting = made_up()
+    scenario = made_up()
     kinds = (replace(KIND, kv_bytes=0),)
-    setting = replace(setting, workload=replace(setting.workload, kinds=kinds))
+    scenario = replace(scenario, workload=replace(scenario.workload, kinds=kinds))
     plan = Plan.by_hand(
-        microbatch_sizes=[1, 1], devices=setting.cluster.devices, context_groups=[[0, 1]]
+        microbatch_sizes=[1, 1], devices=scenario.cluster.devices, context_groups=[[0, 1]]
     )
     with pytest.raises(ValueError, match="how large keys and values are"):
-        CostModel(setting).predict(plan)
+        CostModel(scenario).predict(plan)
 
 
 def test_the_keys_and_values_of_a_model_are_counted() -> None:
@@ -149,9 +149,9 @@ def test_a_sample_that_is_too_long_for_a_card_is_shared() -> None:
         fuses_norms=True,
         param_dtype="bfloat16",
     )
-    setting = Setting(cluster, workload, derive_profile(cluster, workload))
+    scenario = Scenario(cluster, workload, derive_profile(cluster, workload))
     found = solve(
-        setting,
+        scenario,
         global_batch_size=1,
         constraints=Constraints(may_share_samples=True),
         is_bounded=False,

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from shardhet.pricing.cost import CostModel
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
 from shardhet.records.plan import Plan, PlannedUnit
 from shardhet.records.profiles import Profile
@@ -70,7 +70,7 @@ def plan() -> Plan:
 
 
 def test_the_trace_is_what_perfetto_reads() -> None:
-    timeline = simulate(plan(), Setting(CLUSTER, WORKLOAD, profile(gather_s=1.0)))
+    timeline = simulate(plan(), Scenario(CLUSTER, WORKLOAD, profile(gather_s=1.0)))
     events = json.loads(timeline.to_chrome_trace())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     assert {event["pid"] for event in spans} == {0, 1}
@@ -89,7 +89,7 @@ def test_like_cards_have_the_budgets_of_their_own_hosts() -> None:
     )
     cluster = replace(CLUSTER, nodes=tuple(nodes))
     even = Plan.even(2, microbatch_size=1)
-    found = CostModel(Setting(cluster, WORKLOAD, profile())).predict(even)
+    found = CostModel(Scenario(cluster, WORKLOAD, profile())).predict(even)
     assert [rank.memory_budget_bytes for rank in found.ranks] == [8_500, 7_500]
 
 
@@ -99,7 +99,7 @@ def test_a_plan_for_other_devices_is_refused() -> None:
         state_shares=[0.5, 0.5],
         devices=[DeviceSpec(kind="slow"), DeviceSpec(kind="fast")],
     )
-    model = CostModel(Setting(CLUSTER, WORKLOAD, profile()))
+    model = CostModel(Scenario(CLUSTER, WORKLOAD, profile()))
     with pytest.raises(ValueError, match=r"ranks\[0\] is for slow"):
         model.predict(other)
     with pytest.raises(ValueError, match="it has 1 devices"):
@@ -108,7 +108,7 @@ def test_a_plan_for_other_devices_is_refused() -> None:
 
 def test_the_plan_that_a_run_leaves_is_priced_though_its_root_has_no_elements() -> None:
     plan = Plan.by_hand(microbatch_sizes=[1, 1])
-    model = CostModel(Setting(CLUSTER, WORKLOAD, profile()))
+    model = CostModel(Scenario(CLUSTER, WORKLOAD, profile()))
     of_run = replace(plan, units=(*WORKLOAD.planned_units, PlannedUnit(fqn="", numel=0)))
     assert model.predict(of_run).step_time_s == model.predict(plan).step_time_s
     other = replace(of_run, units=(*WORKLOAD.planned_units, PlannedUnit(fqn="", numel=3)))

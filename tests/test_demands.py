@@ -16,7 +16,7 @@ from shardhet.planner.forms import BatchRounds
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.hosts import DEVICE_LINK_BYTES_PER_S, HostPart
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.cluster import Cluster, DeviceSpec, Link, Node
 from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.schedule import StepForm
@@ -67,7 +67,7 @@ class Case:
         rng = np.random.default_rng(seed)
         cluster, profile, _ = random_case(seed)
         overhead_s = float(np.random.default_rng([seed, 1]).uniform(0, 0.01))
-        profile = replace(profile, turn_overhead_s=overhead_s)
+        profile = replace(profile, unit_overhead_s=overhead_s)
         num_turns = 2 * form.num_rounds * sum(bool(unit.fqn) for unit in WORKLOAD.units)
         self.overhead_s = num_turns * overhead_s
         capacity = {
@@ -86,8 +86,8 @@ class Case:
                 for node in self.cluster.nodes
                 for number in [len(node.devices)] * len(node.devices)
             ]
-        self.setting = Setting(self.cluster, WORKLOAD, profile)
-        self.model = CostModel(self.setting).in_form(form)
+        self.scenario = Scenario(self.cluster, WORKLOAD, profile)
+        self.model = CostModel(self.scenario).in_form(form)
         self.batch = int(rng.integers(2, 4))
         self.choices = policies(
             self.model,
@@ -106,7 +106,7 @@ class Case:
         ]
         profiles = [profile.device(device.kind) for device in devices]
         self.per_numel_s = [each.optimizer_seconds_per_element for each in profiles]
-        self.overlap_excesses = [each.overlap_excess for each in profiles]
+        self.overlap_slowdowns = [each.overlap_slowdown for each in profiles]
 
     @cache  # noqa: B019 -- a case lives as long as its test
     def options(self, position: int, batch: int) -> list[Option]:
@@ -277,7 +277,7 @@ def step_time_s(
         for number, comm_s in rounds:
             ends_s = [
                 number * option.turns_s[j] + excess * comm_s if option.turns_s[j] else 0.0
-                for option, excess in zip(taken, case.overlap_excesses, strict=True)
+                for option, excess in zip(taken, case.overlap_slowdowns, strict=True)
             ]
             turns_s += max(comm_s, *ends_s)
     return turns_s + case.turns.exposed_comm_s + optimizer_s + case.overhead_s
@@ -329,7 +329,7 @@ def test_plans_under_demands_are_as_fast_as_the_best_of_all(seed: int) -> None:
     case = Case(seed, roomy=roomy)
     plans = [*plans_of_all_forms(seed, roomy, demands, case.batch)]
     try:
-        solution = solve(case.setting, global_batch_size=case.batch, constraints=demands)
+        solution = solve(case.scenario, global_batch_size=case.batch, constraints=demands)
     except PlanError:
         # What fits only before it is rounded to rows may be refused.
         assert not [*plans_of_all_forms(seed, roomy, demands, case.batch, part=0.95)]
@@ -352,7 +352,7 @@ def test_optimizers_go_to_hosts_as_in_the_best_of_all_plans(seed: int) -> None:
     effort = Effort(recompute_steps=1)
     try:
         solution = solve(
-            case.setting, global_batch_size=case.batch, constraints=demands, effort=effort
+            case.scenario, global_batch_size=case.batch, constraints=demands, effort=effort
         )
     except PlanError:
         assert not [*plans_of_all_forms(seed, roomy, demands, case.batch, part=0.95)]
@@ -388,8 +388,8 @@ def test_exact_shares_are_kept(shares: Sequence[float | None]) -> None:
     demands = Constraints(
         limits={i: DeviceLimits(state_share=s) for i, s in enumerate(shares) if s is not None}
     )
-    solution = solve(case.setting, global_batch_size=case.batch, constraints=demands)
+    solution = solve(case.scenario, global_batch_size=case.batch, constraints=demands)
     for rank, share in zip(solution.plan.ranks, shares, strict=True):
         assert share is None or rank.state_share == pytest.approx(share, abs=2e-7)
-    even = baselines.even(case.setting, global_batch_size=case.batch, constraints=demands)
+    even = baselines.even(case.scenario, global_batch_size=case.batch, constraints=demands)
     assert [r.state_share for r in even.plan.ranks] == pytest.approx([1 / len(shares)] * 3)

@@ -13,7 +13,7 @@ from shardhet.apps.run.prediction import Outcome, Prediction
 from shardhet.checkpoint import Checkpoints
 from shardhet.extras.compare import main as compare
 from shardhet.pricing.derive import derive_profile
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.plan import PlannedUnit
 from shardhet.training.peak_memory import DeviceUse
 from tests.programs import run
@@ -86,7 +86,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     profile = derive_profile(cluster, workload)
     for name, record in (("cluster", cluster), ("workload", workload), ("profile", profile)):
         record.save(folder / f"{name}.json")
-    find_plan(Setting(cluster, workload, profile), global_batch_size=24).save(
+    find_plan(Scenario(cluster, workload, profile), global_batch_size=24).save(
         folder / "plan.json"
     )
     return folder
@@ -94,10 +94,10 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_prediction_is_the_simulated_step(measured: Path) -> None:
     plan = Plan.load(measured / "plan.json")
-    prediction = Prediction.in_setting(plan, Setting.load(measured))
+    prediction = Prediction.in_scenario(plan, Scenario.load(measured))
     cluster = Cluster.load(measured / "cluster.json")
     workload = Workload.load(measured / "workload.json")
-    timeline = simulate(plan, Setting(cluster, workload, derive_profile(cluster, workload)))
+    timeline = simulate(plan, Scenario(cluster, workload, derive_profile(cluster, workload)))
     assert prediction.step_time_s == timeline.step_time_s
     assert prediction.busy_shares == tuple(1 - timeline.idle_fraction(i) for i in range(3))
 
@@ -105,15 +105,15 @@ def test_a_prediction_is_the_simulated_step(measured: Path) -> None:
 def test_a_plan_of_another_model_has_no_prediction(measured: Path) -> None:
     other = Plan.by_hand(microbatch_sizes=[8, 8, 8], state_shares=[0.4, 0.3, 0.3])
     with pytest.raises(ValueError, match="written by hand and names no units"):
-        Setting.load(measured).check_plan(other, name="plan.measured")
+        Scenario.load(measured).check_plan(other, name="plan.measured")
     other = replace(other, units=(PlannedUnit(fqn="head", numel=3),))
     with pytest.raises(ValueError, match="Measure this model on this cluster"):
-        Setting.load(measured).check_plan(other, name="plan.measured")
+        Scenario.load(measured).check_plan(other, name="plan.measured")
 
 
 def test_an_outcome_is_told_by_its_median_without_the_first_steps(measured: Path) -> None:
     plan = Plan.load(measured / "plan.json")
-    prediction, outcome = Prediction.in_setting(plan, Setting.load(measured)), Outcome()
+    prediction, outcome = Prediction.in_scenario(plan, Scenario.load(measured)), Outcome()
     for ratio in (9.0, 9.0, 9.0, 1.0, 1.1, 1.2):
         outcome.step_times_s.append(ratio * prediction.step_time_s)
     use = DeviceUse(busy_share=0.5, waiting_share=0.4, peak_memory_bytes=2**20)

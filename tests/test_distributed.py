@@ -281,7 +281,7 @@ def wait_for(peer: int) -> None:
 
 def raise_while_a_chain_waits(rank: int, failing: int) -> None:
     """Rank r waits for rank r + 1 only, so most do not touch the one that fails."""
-    with peers_of(rank).guard():
+    with peers_of(rank).fail_together():
         dist.barrier()
         if rank == failing:
             raise KeyError("no such sample")
@@ -311,7 +311,7 @@ def test_the_failure_of_one_reaches_ranks_that_wait_for_others(failing: int) -> 
 
 
 def die_while_a_chain_waits(rank: int, dying: int) -> None:
-    with peers_of(rank).guard():
+    with peers_of(rank).fail_together():
         dist.barrier()
         if rank == dying:
             os._exit(9)
@@ -333,7 +333,7 @@ def test_a_death_without_a_word_is_told_by_those_who_are_left(dying: int) -> Non
 
 
 def fail_on_every_rank(rank: int) -> None:
-    with peers_of(rank).guard():
+    with peers_of(rank).fail_together():
         dist.barrier()
         raise ValueError(f"the fault of {rank}")
 
@@ -346,7 +346,7 @@ def test_a_rank_that_finds_a_fault_itself_reports_its_own() -> None:
 
 def die_while_one_computes(rank: int) -> None:
     peers.SECONDS_TO_HEAR_THE_CAUSE = 0.3
-    with peers_of(rank).guard():
+    with peers_of(rank).fail_together():
         dist.barrier()
         if rank == 2:
             os._exit(9)
@@ -365,7 +365,7 @@ def test_a_rank_that_is_busy_is_not_taken_for_dead() -> None:
 
 def fail_without_a_group() -> None:
     alone = Channel(None, (0,), 0)
-    with Peers(Communicators.over(None, CPU), alone, ["rank 0"], CPU).guard("the work"):
+    with Peers(Communicators.over(None, CPU), alone, ["rank 0"], CPU).fail_together("the work"):
         raise ValueError("bad input")
 
 
@@ -395,7 +395,7 @@ def test_a_failed_device_is_named_if_nccl_meets_its_failure_first(
     line = Peers(Communicators.over(None, CPU), alone, ["rank 0"], card)
     monkeypatch.setattr(devices, "module_of", lambda _device: Failed())
     met = pytest.raises(torch.AcceleratorError, match="assert triggered")
-    with met as caught, line.guard("model.backward"):
+    with met as caught, line.fail_together("model.backward"):
         raise LostPeerError("NCCL error: unhandled cuda error")
     assert caught.value.__notes__ == ["rank 0 failed in model.backward."]
 
@@ -411,7 +411,7 @@ def test_memory_that_nccl_does_not_get_is_that_of_this_rank(
     )
     monkeypatch.setattr(devices, "module_of", lambda _device: module)
     met = pytest.raises(dist.DistBackendError, match="out of memory")
-    with met as caught, line.guard("model.backward"), failing_as_peers():
+    with met as caught, line.fail_together("model.backward"), failing_as_peers():
         raise dist.DistBackendError(told)
     [note] = caught.value.__notes__
     assert note.startswith("rank 0 failed in model.backward. At most 3.00 GiB were allocated")

@@ -28,7 +28,7 @@ from shardhet.planner.present import part_for, plan_for, positions_of
 from shardhet.pricing.part import part_of
 from shardhet.records.cluster import DeviceSpec
 from tests.test_config import compose_with
-from tests.test_fewer import FAST_LINKS, setting_of
+from tests.test_fewer import FAST_LINKS, scenario_of
 
 BATCH = 12
 HOLDER = """
@@ -50,7 +50,7 @@ def there(*described: str) -> list[DeviceSpec]:
     ]
 
 
-MEASURED = setting_of("fsst", s_per_byte=FAST_LINKS, hosts="aabb")
+MEASURED = scenario_of("fsst", s_per_byte=FAST_LINKS, hosts="aabb")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_the_plan_is_that_of_the_devices_that_are_there() -> None:
 
 
 def test_devices_that_cannot_hold_the_model_are_refused() -> None:
-    tiny = setting_of("fs", s_per_byte=FAST_LINKS, capacity=2**12)
+    tiny = scenario_of("fs", s_per_byte=FAST_LINKS, capacity=2**12)
     present = [replace(each, memory_capacity_bytes=2**12) for each in there("f@n0", "s@n1")]
     with pytest.raises(PlanError):
         plan_for(present, tiny, global_batch_size=BATCH)

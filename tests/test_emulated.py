@@ -33,7 +33,7 @@ from shardhet.fsdp.step.around import Activity
 from shardhet.fsdp.step.schedule_executor import RUNS, Handling
 from shardhet.records.ops import ops_of
 from shardhet.records.schedule import GATHER, LaunchKind
-from shardhet.training.guard import Guard
+from shardhet.training.guard import BadStepGuard
 from shardhet.training.hooks.bad_steps import OnBadStep
 from tests.drawn_cases import Case, draw_case, draw_rounds
 from tests.emulated.accelerator import Accelerator
@@ -434,7 +434,7 @@ def _reads(rank: int, on_bad_step: OnBadStep) -> list[str]:
     plan = Plan.by_hand(microbatch_sizes=[1, 1], state_shares=[0.25, 0.75])
     with Accelerator().installed() as accelerator:
         trainer = make_trainer(plan, torch.float32, device=accelerator.device)
-        trainer.guard = Guard(on_bad_step=on_bad_step)
+        trainer.guard = BadStepGuard(on_bad_step=on_bad_step)
         trainer.train_step()
         trainer.train_step()
         accelerator.syncs.clear()
@@ -481,7 +481,7 @@ def _reads_of_worker(rank: int, path: str) -> list[tuple[list[str], int]]:
 
 def test_a_training_rank_reads_once_a_step_and_times_what_is_reported(tmp_path: Path) -> None:
     """Step 4 is reported, and step 6 is the last: the norm is read in the step itself."""
-    quick = ("debug=quick", "num_steps=6", "log_every=4", "data.num_judged_samples=2")
+    quick = ("debug=quick", "num_steps=6", "log_every=4", "data.num_eval_samples=2")
     path = configure(tmp_path, *SMALL_MODEL, *quick, "cluster.num_ranks=2")
     read = "comm/calls.py read: event"
     for seen in run_ranks(_reads_of_worker, 2, path):

@@ -9,7 +9,7 @@ from tests.programs import FEW_TEXTS, SHARDHET, SMALL_MODEL, run
 from tests.selection import one_in
 from tests.warm import ROOT
 
-QUICK = ("debug=quick", *FEW_TEXTS, "data.num_judged_samples=2", "optim.lr=1e-3")
+QUICK = ("debug=quick", *FEW_TEXTS, "data.num_eval_samples=2", "optim.lr=1e-3")
 
 
 def put_accelerators(folder: Path) -> None:

@@ -22,7 +22,7 @@ from shardhet.pricing.efficiency import (
     SPREAD_UNKNOWN,
     efficiency_of,
 )
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.cluster import Cluster, DeviceSpec, Link, Node
 from shardhet.records.plan import Plan
 from shardhet.records.workload import Workload
@@ -50,8 +50,8 @@ def test_what_is_known_to_have_run_is_not_refused() -> None:
     plan = Plan.by_hand(
         microbatch_sizes=[8] * 16, state_shares=[1 / 16] * 16, devices=cluster.devices
     )
-    setting = Setting(cluster, workload, derive_profile(cluster, workload))
-    for rank in CostModel(setting).predict(plan).ranks:
+    scenario = Scenario(cluster, workload, derive_profile(cluster, workload))
+    for rank in CostModel(scenario).predict(plan).ranks:
         assert 30 < rank.memory.total_bytes / 2**30 < 36
         assert rank.memory.total_bytes <= 1.05 * rank.memory_budget_bytes
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardhet.apps.plan import DOOR
+from shardhet.apps.plan import SPEC
 from shardhet.apps.plan import main as plan_main
 from shardhet.apps.planning.inputs import load, read_request
 from shardhet.apps.planning.report import limit_lines
@@ -28,7 +28,7 @@ from shardhet.planner.advice.explain import (
 from shardhet.planner.problem.constraints import TOLERANCE
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
 from shardhet.records.margin import with_libraries
 from shardhet.records.profiles import Profile
@@ -55,7 +55,7 @@ def situation(
         DeviceSpec(kind=kind, memory_capacity_bytes=int(capacity * STATE_BYTES))
         for kind in ("fast", "fast", "slow")
     )
-    setting = Setting(
+    scenario = Scenario(
         Cluster(nodes=(Node(host="a", devices=devices),)),
         WORKLOAD,
         Profile(
@@ -70,11 +70,11 @@ def situation(
             ),
         ),
     )
-    return Situation(setting=setting, constraints=constraints or Constraints())
+    return Situation(scenario=scenario, constraints=constraints or Constraints())
 
 
 def solved(of: Situation, batch: int = BATCH) -> PlanSolution:
-    return solve(of.setting, global_batch_size=batch, constraints=of.constraints)
+    return solve(of.scenario, global_batch_size=batch, constraints=of.constraints)
 
 
 def reached(of: Situation, _least: float) -> float:
@@ -131,14 +131,16 @@ def test_what_is_within_a_change_that_gives_nothing_is_not_asked() -> None:
 @pytest.mark.parametrize("seed", [1])
 def test_what_is_lost_at_other_speeds_is_against_the_best_plan_there(seed: int) -> None:
     cluster, profile, batch = random_case(seed)
-    of = Situation(setting=Setting(cluster, CASES_WORKLOAD, profile), constraints=Constraints())
+    of = Situation(
+        scenario=Scenario(cluster, CASES_WORKLOAD, profile), constraints=Constraints()
+    )
     here = solved(of, batch)
     loss = lost_at_other_speeds(here, of, lambda there, _: solved(there, batch).samples_per_s)
     lost = []
     for kind in of.kinds:
         for speed in (1 - OFF, 1 + OFF):
             there = at_other_speed(of, frozenset({kind}), speed)
-            step_s = CostModel(there.setting).predict(here.plan).step_time_s
+            step_s = CostModel(there.scenario).predict(here.plan).step_time_s
             lost.append(step_s / solved(there, batch).predicted.step_time_s - 1)
     assert len(lost) > 2
     assert loss is not None
@@ -203,8 +205,8 @@ def test_another_device_meets_the_others_as_if_it_was_described(
         slow = {"latency_s": 5e-5, "bandwidth_bytes_per_s": 1e9}
         document = {"version": 1, "nodes": nodes, "between_nodes": slow}
         cluster = with_libraries(Cluster.from_document(document, source="test"))
-        setting = Setting(cluster, WORKLOAD, derive_profile(cluster, WORKLOAD))
-        return Situation(setting=setting, constraints=Constraints())
+        scenario = Scenario(cluster, WORKLOAD, derive_profile(cluster, WORKLOAD))
+        return Situation(scenario=scenario, constraints=Constraints())
 
     more = with_another(described(numbers), kinds[0])
     wanted = described((numbers[0] + 1, *numbers[1:]))
@@ -263,18 +265,19 @@ def test_what_more_would_give_is_what_the_command_plans_with_more(
     plan_main([*line, "explain=true"])
     told = re.search(rf"{re.escape(of)} +. {amount} +. +(\S+) . +\+", capsys.readouterr().out)
     assert told is not None
-    request = read_request(DOOR, line)
+    request = read_request(SPEC, line)
     assert request is not None
-    conf, inputs = load(DOOR, request, PlannerConf)
+    conf, inputs = load(SPEC, request, PlannerConf)
     here = Situation(
-        setting=inputs.setting, constraints=conf.to_constraints(inputs.setting.cluster.devices)
+        scenario=inputs.scenario,
+        constraints=conf.to_constraints(inputs.scenario.cluster.devices),
     )
     (more,) = (
         more
         for resource, kind, each, more in larger_situations(here)
         if each == amount and of in (f"{resource.value} of {kind}", f"all {resource.value}")
     )
-    more.setting.save(tmp_path)
+    more.scenario.save(tmp_path)
     plan_main([f"measured={tmp_path}", *keys, "what_if_s=0"])
     found = re.search(r": (\S+) samples/s", capsys.readouterr().out)
     assert found is not None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardhet.apps.plan import DOOR
+from shardhet.apps.plan import SPEC
 from shardhet.apps.plan import main as plan_main
 from shardhet.apps.planning.fewer_devices import (
     BetterWithout,
@@ -23,7 +23,7 @@ from shardhet.planner import Constraints, DeviceLimits, solve
 from shardhet.planner.idle import Positions, SubsetPlan, active_positions
 from shardhet.planner.search.search import Effort
 from shardhet.pricing.part import part_of
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
 from shardhet.records.profiles import (
     PairLink,
@@ -38,15 +38,15 @@ SLOW_LINKS = 1e-5  # seconds per byte: some ten seconds a step for collectives
 FAST_LINKS = 1e-12
 
 
-def setting_of(
+def scenario_of(
     kinds: str,
     *,
     s_per_byte: float,
     hosts: str = "",
     seconds: dict[str, float] | None = None,
     capacity: int = 2**34,
-) -> Setting:
-    """A measured setting; kinds are letters, and "f" is ten times as fast as the others."""
+) -> Scenario:
+    """A measured scenario; kinds are letters, and "f" is ten times as fast as the others."""
     paces = {kind: 0.01 if kind == "f" else 0.1 for kind in kinds} | (seconds or {})
     nodes: dict[str, list[DeviceSpec]] = {}
     for kind, host in zip(kinds, hosts or "h" * len(kinds), strict=True):
@@ -67,7 +67,7 @@ def setting_of(
         ),
         collectives=links,
     )
-    return Setting(cluster, WORKLOAD, profile)
+    return Scenario(cluster, WORKLOAD, profile)
 
 
 @pytest.mark.parametrize(
@@ -77,28 +77,28 @@ def setting_of(
 def test_devices_are_idle_where_links_are_slow(
     kinds: str, s_per_byte: float, active: Positions
 ) -> None:
-    setting = setting_of(kinds, s_per_byte=s_per_byte)
-    found = solve(setting, global_batch_size=16)
+    scenario = scenario_of(kinds, s_per_byte=s_per_byte)
+    found = solve(scenario, global_batch_size=16)
     assert active_positions(found) == active
-    alone = solve(part_of(setting, active), global_batch_size=16)
+    alone = solve(part_of(scenario, active), global_batch_size=16)
     assert found.predicted.step_time_s == pytest.approx(alone.predicted.step_time_s, rel=1e-12)
 
 
 def test_demanded_devices_stay_and_demands_move_with_their_devices() -> None:
-    setting = setting_of("sfs", s_per_byte=SLOW_LINKS)
+    scenario = scenario_of("sfs", s_per_byte=SLOW_LINKS)
     limits = {0: DeviceLimits(rank_batch_size=1), 1: DeviceLimits(max_microbatch_size=2)}
-    found = solve(setting, global_batch_size=16, constraints=Constraints(limits=limits))
+    found = solve(scenario, global_batch_size=16, constraints=Constraints(limits=limits))
     assert [rank.rank_batch_size for rank in found.plan.ranks] == [1, 15, 0]
     assert active_positions(found) == (0, 1)
-    alike = solve(setting, global_batch_size=16, constraints=Constraints(equal=((0, 1),)))
+    alike = solve(scenario, global_batch_size=16, constraints=Constraints(equal=((0, 1),)))
     assert [rank.rank_batch_size for rank in alike.plan.ranks] == [8, 8, 0]
     together = Constraints(equal=((0, 2), (1,)), limits={2: DeviceLimits(max_state_share=0.1)})
     assert together.only((1, 2)) == Constraints(limits={1: DeviceLimits(max_state_share=0.1)})
 
 
 def test_collectives_among_some_are_estimated_from_those_of_all() -> None:
-    setting = setting_of("abcd", s_per_byte=1e-6)
-    estimate = part_of(setting, (0, 1)).profile.collectives
+    scenario = scenario_of("abcd", s_per_byte=1e-6)
+    estimate = part_of(scenario, (0, 1)).profile.collectives
     assert estimate.source is Source.DERIVED
     assert estimate.gather_s is not None
     # Half of the bytes pass each of two devices, three quarters each of four.
@@ -110,16 +110,16 @@ def test_collectives_among_some_are_estimated_from_those_of_all() -> None:
         for i in range(4)
         for j in range(i + 1, 4)
     )
-    with_pairs = replace(setting, profile=replace(setting.profile, pairs=pairs))
+    with_pairs = replace(scenario, profile=replace(scenario.profile, pairs=pairs))
     faster = part_of(with_pairs, (0, 1)).profile.collectives
     assert faster.gather_s is not None
     assert faster.gather_s.at(2**18) == pytest.approx(1e-6 * 2**18 / 3)
-    assert "measure the others alone" in estimated(setting, (0, 1))
-    assert estimated(setting, (0,)) == estimated(setting, (0, 1, 2, 3)) == ""
+    assert "measure the others alone" in estimated(scenario, (0, 1))
+    assert estimated(scenario, (0,)) == estimated(scenario, (0, 1, 2, 3)) == ""
 
 
 def test_devices_are_named_by_kind_and_hosts_where_they_stay_whole() -> None:
-    cluster = setting_of("abbcb", s_per_byte=1.0, hosts="hhhgg").cluster
+    cluster = scenario_of("abbcb", s_per_byte=1.0, hosts="hhhgg").cluster
     assert ranges((0, 2, 3, 4, 7)) == "0, 2-4, 7"
     assert named(cluster, (1, 2, 4)) == "the 3 b (devices 1-2, 4)"
     assert named(cluster, (0, 1)) == "the a (device 0), b (device 1)"
@@ -129,7 +129,7 @@ def test_devices_are_named_by_kind_and_hosts_where_they_stay_whole() -> None:
 
 
 def test_a_pattern_of_hosts_fits_none_of_those_left_out() -> None:
-    of = setting_of("aabb", s_per_byte=1.0, hosts="wxyz")
+    of = scenario_of("aabb", s_per_byte=1.0, hosts="wxyz")
     names = ("g-0", "g-1", "g-x-0", "g-x-1")
     nodes = [
         replace(node, host=name) for node, name in zip(of.cluster.nodes, names, strict=True)
@@ -158,14 +158,14 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_measured_profiles_are_asked_as_well(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    setting = setting_of("fss", s_per_byte=SLOW_LINKS)
-    setting.save(tmp_path)
+    scenario = scenario_of("fss", s_per_byte=SLOW_LINKS)
+    scenario.save(tmp_path)
     quick = ("global_batch_size=16", "what_if_s=0")
     text = said(capsys, f"measured={tmp_path}", *quick[:1], "for_tokens=1M")
     assert "Unused devices: 1-2. They compute and store nothing" in text
     assert re.search(r"1M tokens take [\d,.]+ \w+\.", text)
     assert "estimated from" not in text  # a single device has no collectives
-    setting_of("ffss", s_per_byte=1e-6).save(tmp_path)
+    scenario_of("ffss", s_per_byte=1e-6).save(tmp_path)
     text = said(capsys, f"measured={tmp_path}", *quick, "leave_out=auto")
     assert "Better without the 2 s (devices 2-3)" in text
     assert "Collectives among the others are estimated from those of all devices" in text
@@ -175,7 +175,7 @@ def test_measured_profiles_are_asked_as_well(
 def test_parts_of_hosts_are_named_by_their_devices(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    setting_of("fss", s_per_byte=SLOW_LINKS, hosts="hhh").save(tmp_path)
+    scenario_of("fss", s_per_byte=SLOW_LINKS, hosts="hhh").save(tmp_path)
     text = said(capsys, f"measured={tmp_path}", "global_batch_size=16", "leave_out=auto")
     assert "To launch without them: start ranks on devices 0 of h only (" in text
 
@@ -196,12 +196,12 @@ def test_of_many_devices_the_best_kinds_of_the_best_region_are_kept(tmp_path: Pa
     ]
     (tmp_path / "cards.yaml").write_text("\n".join(lines))
     line = [f"cluster={tmp_path / 'cards.yaml'}", "model=llama_7b", "global_batch_size=1024"]
-    request = read_request(DOOR, line)
+    request = read_request(SPEC, line)
     assert request is not None
-    conf, inputs = load(DOOR, request, PlannerConf)
-    effort, cluster = Effort(relative_gap=1e-3), inputs.setting.cluster
+    conf, inputs = load(SPEC, request, PlannerConf)
+    effort, cluster = Effort(relative_gap=1e-3), inputs.scenario.cluster
     search = partial(solve, global_batch_size=1024, effort=effort, is_bounded=False)
-    best, demands = search(inputs.setting), Constraints()
+    best, demands = search(inputs.scenario), Constraints()
     asked = WhatIfQuery(conf=conf, inputs=inputs, constraints=demands, best=best, effort=effort)
     fewer = without_some(asked)
     assert fewer is not None
@@ -211,5 +211,5 @@ def test_of_many_devices_the_best_kinds_of_the_best_region_are_kept(tmp_path: Pa
             for i, node in enumerate(cluster.node_of)
             if node.region == "r0" and cluster.devices[i].kind in some
         )
-        other = search(conf.derived(cluster.only(part), "").setting)
+        other = search(conf.derived(cluster.only(part), "").scenario)
         assert fewer.part.solution.samples_per_s > 0.95 * other.samples_per_s

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from shardhet import HetFSDP, Plan
 from shardhet.models.decoder import Decoder
 from shardhet.training.data import GlobalBatches
-from shardhet.training.guard import Guard
+from shardhet.training.guard import BadStepGuard
 from shardhet.training.hooks.bad_steps import OnBadStep
 from shardhet.training.loss_scaling import LEAST_SCALE, LossScaler
 from shardhet.training.optim import OptimizerSpec, WarmupDecay
@@ -72,7 +72,7 @@ def overflowing(rank: int, steps: list[int], trainer: Trainer) -> RunModel:
 
 def overflow(rank: int, plan: Plan, on_bad_step: OnBadStep) -> Any:
     trainer = make_trainer(plan, is_float16=True)
-    trainer.guard = Guard(on_bad_step)
+    trainer.guard = BadStepGuard(on_bad_step)
     trainer._run = overflowing(rank, [BAD_STEP], trainer)
     steps = [trainer.train_step() for _ in range(BAD_STEP)]
     rows = [p.detach().clone() for p in trainer.model.parameters()]

@@ -16,7 +16,7 @@ from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.comm.failure import Failure, FailureKind
 from shardhet.planner.present import positions_of
-from shardhet.training.hooks.hooks import EndNotice
+from shardhet.training.hooks.hooks import StopOnSignal
 from tests.test_elastic import there
 
 
@@ -50,7 +50,7 @@ class _Model:
         ("SIGTERM", [(1, None, False, True)], True),
         ("SIGTERM", [(1, None, False, False)], False),  # its agent has started it too often
         ("SIGTERM", [(1, None, False, True), (2, None, False, False)], False),
-        (None, [(1, "end_notice exists", True, True)], False),  # for the whole run
+        (None, [(1, "stop exists", True, True)], False),  # for the whole run
         ("SIGTERM", [(1, "SIGTERM", False, True)], False),  # nobody is left
         (None, [(1, None, False, True)], False),
     ],
@@ -61,10 +61,10 @@ def test_all_ranks_decide_alike_whether_the_run_goes_on(
     rows = [(0, mine, False, True), *others]
     found = set()
     for i, (rank, reason, ends_run, may_start) in enumerate(rows):
-        file = tmp_path / f"end_notice_{i}"
+        file = tmp_path / f"stop_{i}"
         if ends_run:
             file.touch()
-        notice = EndNotice(file)
+        notice = StopOnSignal(file)
         notice.reason = reason
         model: Any = _Model(*rows[:i], *rows[i + 1 :])
         env = replace(elastic_env(rank), may_start_again=may_start)

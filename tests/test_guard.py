@@ -16,7 +16,7 @@ from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.run.worker import Run
 from shardhet.config.checks import ConfigError
-from shardhet.training.guard import NUM_STEPS_TO_KNOW, Guard
+from shardhet.training.guard import NUM_STEPS_TO_KNOW, BadStepGuard
 from shardhet.training.hooks.bad_steps import OnBadStep
 from shardhet.training.trainer import Run as RunModel
 from shardhet.training.trainer import run_plainly
@@ -79,7 +79,7 @@ def poisoned(model: HetFSDP, rank: int, poison: Poison) -> RunModel:
 def train(rank: int, poison: Poison, guard: dict[str, Any], num_steps: int) -> Any:
     trainer = make_trainer(PLAN, torch.float64)
     trainer._run = poisoned(trainer.model, rank, poison)
-    trainer.guard = Guard(**guard)
+    trainer.guard = BadStepGuard(**guard)
     steps = [trainer.train_step() for _ in range(num_steps)]
     rows = [p.detach().clone() for p in trainer.model.parameters()]
     return [(s.step, s.why_skipped) for s in steps], rows
@@ -104,7 +104,7 @@ def test_a_step_that_is_not_finite_stops_all_ranks_by_default(poison: Poison) ->
 
 
 def test_many_bad_steps_in_a_row_stop_the_run() -> None:
-    guard = Guard(OnBadStep.SKIP, max_in_a_row=3)
+    guard = BadStepGuard(OnBadStep.SKIP, max_in_a_row=3)
     for step in (1, 2):
         guard.check(step, "the loss is nan")
     assert guard.judge(1.0, 1.0) is None  # a good step between
@@ -115,7 +115,7 @@ def test_many_bad_steps_in_a_row_stop_the_run() -> None:
 
 
 def test_a_spike_is_recognized_by_the_median_of_the_good_steps() -> None:
-    guard = Guard(OnBadStep.SKIP, spike_factor=3.0)
+    guard = BadStepGuard(OnBadStep.SKIP, spike_factor=3.0)
     assert guard.judge(100.0, 1.0) is None  # nothing is known yet
     for _ in range(NUM_STEPS_TO_KNOW):
         assert guard.judge(2.0, 1.0) is None
@@ -182,7 +182,7 @@ def test_a_run_that_rolls_back_leaves_the_bad_batch_out_for_good(tmp_path: Path)
 
 
 def test_what_steps_are_judged_by_is_read_as_it_was_written() -> None:
-    guards = [Guard(OnBadStep.SKIP, spike_factor=3.0, max_in_a_row=2) for _ in range(2)]
+    guards = [BadStepGuard(OnBadStep.SKIP, spike_factor=3.0, max_in_a_row=2) for _ in range(2)]
     for _ in range(NUM_STEPS_TO_KNOW):
         guards[0].judge(2.0, 1.0)
     guards[0].check(NUM_STEPS_TO_KNOW, "the loss is nan")

@@ -21,12 +21,12 @@ from torch.utils.data import TensorDataset
 import shardhet
 from shardhet import (
     After,
-    EndNotice,
     HetFSDP,
     Hook,
     Hooks,
     Plan,
     SaveCheckpoints,
+    StopOnSignal,
     Trace,
     redistribute,
 )
@@ -108,7 +108,7 @@ def end_and_go_on(rank: int, folder: str) -> Any:
     whole.train([seen])
     told = Seen(signalled(rank), TOLD_IN_STEP)
     stopped = Own()
-    stopped.train([told, stopped.saving(folder), EndNotice()])
+    stopped.train([told, stopped.saving(folder), StopOnSignal()])
     saved = Checkpoints(folder).steps()
     before = dict(told.losses)
     again = Own()
@@ -223,7 +223,7 @@ def in_het_trainer(rank: int, folder: str) -> Any:
         trace = Trace(f"{folder}/traces", first_step=2, num_steps=2)
         make(f"{folder}/whole", PLAN, hooks=[seen, trace], save_strategy="no").train()
         handler = signal.getsignal(signal.SIGTERM)
-        stopped = make(f"{folder}/run", PLAN, hooks=[told, EndNotice()], save_steps=100)
+        stopped = make(f"{folder}/run", PLAN, hooks=[told, StopOnSignal()], save_steps=100)
         stopped.train()
         assert stopped.state.global_step == TOLD_IN_STEP
         assert signal.getsignal(signal.SIGTERM) is handler
@@ -276,13 +276,13 @@ def bad_steps(rank: int, folder: str) -> Any:
     def say(text: str, level: int) -> None:
         told.append(text)
 
-    skipping.train([rows, shardhet.Guard(shardhet.OnBadStep.SKIP), seen], say=say)
+    skipping.train([rows, shardhet.BadStepGuard(shardhet.OnBadStep.SKIP), seen], say=say)
     assert rows.are_same(5, 6)
     assert not rows.are_same(6, 7)
     assert list(map(math.isnan, seen.losses.values())) == [i == 5 for i in range(NUM_STEPS)]
     rolling, losses = Own(), Seen()
     rolling.bad = skipping.bad
-    guard = shardhet.Guard(shardhet.OnBadStep.ROLL_BACK)
+    guard = shardhet.BadStepGuard(shardhet.OnBadStep.ROLL_BACK)
     rolling.train([rolling.saving(folder, every=4), guard, losses], say=say)
     reference, expected = Own(), Seen()
     reference.left_out = [4, 5]
@@ -309,7 +309,7 @@ def test_a_bad_step_changes_nothing_or_takes_the_loop_back(tmp_path: Path) -> No
 def stopped(rank: int) -> None:
     own = Own()
     own.bad = [2] if rank == 1 else []
-    own.train([shardhet.Guard()])
+    own.train([shardhet.BadStepGuard()])
 
 
 def test_a_guard_stops_all_ranks_by_default() -> None:
@@ -324,7 +324,7 @@ def spikes(rank: int, folder: str) -> Any:
     from tests.trainer_options import PLAN, as_torchrun_starts, loss_in_float64
 
     with as_torchrun_starts(rank, PLAN.world_size):
-        rows, guard = Rows(), shardhet.Guard(shardhet.OnBadStep.SKIP, spike_factor=20.0)
+        rows, guard = Rows(), shardhet.BadStepGuard(shardhet.OnBadStep.SKIP, spike_factor=20.0)
         trainer = make(folder, PLAN, hooks=[rows, guard], max_steps=15, save_strategy="no")
         factors = {2: math.nan, 12: 1e4}
 

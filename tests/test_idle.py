@@ -15,7 +15,7 @@ from shardhet.planner.search.search import Effort
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.part import part_of
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.cluster import Cluster
 from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.profiles import PairLink
@@ -24,7 +24,7 @@ from shardhet.simulator.simulation import simulate
 from shardhet.simulator.timeline import Work
 from tests.pipeline_problems import drawn
 from tests.selection import one_in
-from tests.test_fewer import SLOW_LINKS, setting_of
+from tests.test_fewer import SLOW_LINKS, scenario_of
 from tests.test_planner import WORKLOAD as PLANNER_WORKLOAD
 from tests.test_planner import random_case
 
@@ -36,8 +36,8 @@ COARSE = Effort(relative_gap=1e-3)
 CLOSE = 1e-12
 
 
-def derived(cluster: Cluster, **options: float) -> Setting:
-    return Setting(cluster, WORKLOAD, derive_profile(cluster, WORKLOAD, **options))
+def derived(cluster: Cluster, **options: float) -> Scenario:
+    return Scenario(cluster, WORKLOAD, derive_profile(cluster, WORKLOAD, **options))
 
 
 def spread_over(plan: Plan, kept: tuple[int, ...], cluster: Cluster) -> Plan:
@@ -50,7 +50,7 @@ def spread_over(plan: Plan, kept: tuple[int, ...], cluster: Cluster) -> Plan:
     )
 
 
-def assert_priced_alike(whole: Setting, part: Setting, kept: tuple[int, ...]) -> None:
+def assert_priced_alike(whole: Scenario, part: Scenario, kept: tuple[int, ...]) -> None:
     """Of the best plan of the part: seconds, simulated ones, and memory."""
     small = solve(part, global_batch_size=24, effort=COARSE, is_bounded=False)
     plan = spread_over(small.plan, kept, whole.cluster)
@@ -90,26 +90,26 @@ def test_described_clusters_without_some_devices(name: str) -> None:
 
 def test_links_that_are_faster_than_derived_are_faster_among_some_too() -> None:
     situation = Situation(
-        setting=derived(Cluster.load(DESCRIBED / "lab.yaml")), constraints=Constraints()
+        scenario=derived(Cluster.load(DESCRIBED / "lab.yaml")), constraints=Constraints()
     )
     [faster] = [
-        more.setting
+        more.scenario
         for resource, _, _, more in larger_situations(situation)
         if resource.value == "links"
     ]
-    among = [part_of(each, (0, 1, 2)).profile for each in (situation.setting, faster)]
+    among = [part_of(each, (0, 1, 2)).profile for each in (situation.scenario, faster)]
     seconds = [each.collectives.points[-1].gather.mean_s for each in among]
     assert seconds[0] == pytest.approx(1.1 * seconds[1])
 
 
 def test_measured_clusters_without_some_devices() -> None:
-    setting = setting_of("fssa", s_per_byte=1e-7)
+    scenario = scenario_of("fssa", s_per_byte=1e-7)
     pairs = tuple(
         PairLink(sender=i, receiver=j, latency_s=1e-5, bandwidth_bytes_per_s=(i + j) * 1e7)
         for i, j in combinations(range(4), 2)
     )
-    profile = replace(setting.profile, pairs=pairs)
-    measured = replace(setting, profile=profile)
+    profile = replace(scenario.profile, pairs=pairs)
+    measured = replace(scenario, profile=profile)
     for kept in ((1, 2, 3), (0, 2), (3,), (0, 1, 3)):
         assert_priced_alike(measured, part_of(measured, kept), kept)
 
@@ -120,26 +120,26 @@ def demanded_idle(*positions: int) -> Constraints:
 
 
 def test_devices_may_not_be_idle_where_they_have_no_room_for_their_process() -> None:
-    setting = setting_of("fss", s_per_byte=SLOW_LINKS)
-    reserving = tuple(replace(each, reserved_bytes=2**30) for each in setting.profile.devices)
-    setting = replace(setting, profile=replace(setting.profile, devices=reserving))
+    scenario = scenario_of("fss", s_per_byte=SLOW_LINKS)
+    reserving = tuple(replace(each, reserved_bytes=2**30) for each in scenario.profile.devices)
+    scenario = replace(scenario, profile=replace(scenario.profile, devices=reserving))
     demands = demanded_idle(1).with_budgets({1: 2**29})
     with pytest.raises(PlanError):
-        solve(setting, global_batch_size=16, constraints=demands)
+        solve(scenario, global_batch_size=16, constraints=demands)
 
 
-def every_plan_of_parts(setting: Setting, batch: int) -> list[PlanSolution]:
+def every_plan_of_parts(scenario: Scenario, batch: int) -> list[PlanSolution]:
     """The best plan of each set of devices, as one of all."""
-    world_size = setting.cluster.world_size
+    world_size = scenario.cluster.world_size
     found = []
     for number in range(1, world_size + 1):
         for kept in combinations(range(world_size), number):
-            part = part_of(setting, kept)
+            part = part_of(scenario, kept)
             small = solve(part, global_batch_size=batch)
             if number == world_size:
                 found.append(small)
             elif (
-                plan := with_idle(small, kept, CostModel(setting), Constraints())
+                plan := with_idle(small, kept, CostModel(scenario), Constraints())
             ) is not None:
                 found.append(plan)
     return found
@@ -150,14 +150,14 @@ def every_plan_of_parts(setting: Setting, batch: int) -> list[PlanSolution]:
 def test_no_set_of_devices_is_faster_than_the_one_that_was_found(
     kinds: str, s_per_byte: float
 ) -> None:
-    setting = setting_of(kinds, s_per_byte=s_per_byte, seconds={"a": 0.02})
-    min_s = min(each.predicted.step_time_s for each in every_plan_of_parts(setting, 6))
+    scenario = scenario_of(kinds, s_per_byte=s_per_byte, seconds={"a": 0.02})
+    min_s = min(each.predicted.step_time_s for each in every_plan_of_parts(scenario, 6))
     for tolerance in (0.0, 5e-3):
-        found = solve(setting, global_batch_size=6, tolerance=tolerance)
+        found = solve(scenario, global_batch_size=6, tolerance=tolerance)
         step_s = found.predicted.step_time_s
         assert step_s <= (1 + tolerance + 1e-6) * min_s
     again = solve(
-        setting,
+        scenario,
         global_batch_size=6,
         tolerance=tolerance,
         subset_hint=active_positions(found),
@@ -165,7 +165,7 @@ def test_no_set_of_devices_is_faster_than_the_one_that_was_found(
     )
     assert active_positions(again) == active_positions(found)
     with pytest.raises(PlanError):
-        solve(setting, global_batch_size=6, tolerance=tolerance, cutoff_s=0.99 * min_s)
+        solve(scenario, global_batch_size=6, tolerance=tolerance, cutoff_s=0.99 * min_s)
 
 
 def test_of_alike_nodes_one_is_left_out_and_parts_have_the_kind_that_is_asked() -> None:
@@ -174,7 +174,7 @@ def test_of_alike_nodes_one_is_left_out_and_parts_have_the_kind_that_is_asked() 
 
     def search(demands: Constraints, with_kind: str | None = None) -> SubsetSearch:
         return SubsetSearch(
-            setting=derived(cluster),
+            scenario=derived(cluster),
             global_batch_size=64,
             constraints=demands,
             cutoff_s=inf,
@@ -197,11 +197,11 @@ def test_devices_are_left_idle_also_where_hosts_may_hold_a_part() -> None:
     """Without hosts the best of all plans leaves devices idle here, and is 6 times faster."""
     instance = drawn(1028, sizes=(2, 4))
     profile = derive_profile(instance.cluster, instance.workload, link_fraction=0.37)
-    setting = Setting(instance.cluster, instance.workload, profile)
+    scenario = Scenario(instance.cluster, instance.workload, profile)
     on_host = Constraints(may_keep_inputs_on_host=True, may_keep_optimizer_on_host=True)
     found, without = (
         solve(
-            setting,
+            scenario,
             global_batch_size=instance.batch,
             constraints=demands,
             tolerance=5e-3,
@@ -216,7 +216,7 @@ def test_devices_are_left_idle_also_where_hosts_may_hold_a_part() -> None:
 def test_of_a_lone_device_a_plan_is_found_that_fits_beside_idle_ones() -> None:
     cluster, profile, batch = random_case(1211)  # alone, a device needs no room for gathers
     found = solve(
-        Setting(cluster, PLANNER_WORKLOAD, profile),
+        Scenario(cluster, PLANNER_WORKLOAD, profile),
         global_batch_size=batch,
         constraints=Constraints(max_rounds=1),
     )

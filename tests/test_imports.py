@@ -31,7 +31,7 @@ print(plan.global_batch_size)
 """
 
 PLAN_BY_SEARCH = """
-from shardhet import Cluster, Setting, Workload, find_plan, simulate
+from shardhet import Cluster, Scenario, Workload, find_plan, simulate
 from shardhet.pricing.derive import derive_profile
 
 cluster = Cluster.load("conf/cluster/described/rtx4090_2x3090.yaml")
@@ -39,9 +39,9 @@ workload = Workload.transformer(
     num_layers=4, width=256, num_heads=4, seq_len=128, vocab_size=1000, param_dtype="bfloat16"
 )
 profile = derive_profile(cluster, workload)
-setting = Setting(cluster, workload, profile)
-plan = find_plan(setting, global_batch_size=30)
-print(plan.global_batch_size, simulate(plan, setting).step_time_s > 0)
+scenario = Scenario(cluster, workload, profile)
+plan = find_plan(scenario, global_batch_size=30)
+print(plan.global_batch_size, simulate(plan, scenario).step_time_s > 0)
 """
 
 PLANNED_FOR = """

@@ -359,11 +359,11 @@ def test_what_cannot_be_dealt_is_one_error_on_every_rank() -> None:
 def test_a_watch_over_ranks_knows_that_a_batch_is_loaded() -> None:
     class Looking(Words):
         def __getitem__(self, i: int) -> Any:
-            return i * (progress.phases == ("loading the next batch",))
+            return i * (progress.slow_sections == ("loading the next batch",))
 
     for batch in shardhet.loader(Looking(), PLANS["one"], shuffle=False):
         assert batch.sum() > 0
-        assert progress.phases == ()
+        assert progress.slow_sections == ()
 
 
 def test_a_batch_may_be_none() -> None:

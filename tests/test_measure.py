@@ -11,7 +11,7 @@ from torch import nn
 
 from shardhet import Cluster, DeviceSpec, Profile, Workload, find_plan
 from shardhet.models.decoder import Decoder
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.profiler.assemble import (
     RankReport,
     TrafficReport,
@@ -98,14 +98,14 @@ def report(block_s: float, *, host: str = "a", kind: str = "x") -> RankReport:
         device=DeviceSpec(host=host, kind=kind, memory_capacity_bytes=2**30),
         samples=samples(2 * block_s),
         optimizer_s_per_element=[block_s, 2 * block_s, 3 * block_s],
-        turn_overhead_s=block_s / 100,
+        unit_overhead_s=block_s / 100,
         reserved_bytes=7,
         note="now",
     )
 
 
 NO_LINKS = TrafficReport(
-    collectives=[], two_levels=[], pairs=[], overlap_excesses=[0.0] * 3, note=""
+    collectives=[], two_levels=[], pairs=[], overlap_slowdowns=[0.0] * 3, note=""
 )
 
 
@@ -116,7 +116,7 @@ def test_the_slowest_rank_of_a_kind_stands_for_it() -> None:
     assert [device.device_kind for device in profile.devices] == ["x", "y"]
     assert profile.unit("x", "block").forward_s.at(2) == 6.0
     assert profile.device("x").optimizer_seconds_per_element == 3.0
-    assert profile.turn_overhead_s == 1.5 / 100
+    assert profile.unit_overhead_s == 1.5 / 100
     assert "the slowest of 2 ranks, 1.50 times the fastest" in profile.device("x").note
     assert {each.source for each in profile.devices} == {Source.MEASURED}
 
@@ -151,7 +151,7 @@ def test_pairs_of_ranks_stand_where_the_cluster_puts_them() -> None:
         collectives=[whole, replace(whole, nbytes=4000)],
         two_levels=[replace(whole, gather_s=[5e-4])],
         pairs=[PairSamples(sender=0, receiver=2, latency_s=1e-5, bandwidth_bytes_per_s=1e9)],
-        overlap_excesses=[0.0] * 3,
+        overlap_slowdowns=[0.0] * 3,
         note="now",
     )
     cluster = make_cluster(specs, traffic.pairs)
@@ -189,11 +189,11 @@ def test_unevenness_weights_are_found_again(weights: tuple[float, float]) -> Non
         collectives=collectives,
         two_levels=[],
         pairs=[],
-        overlap_excesses=excesses,
+        overlap_slowdowns=excesses,
         note="now",
     )
     profile = make_profile(reports, traffic, cluster, WORKLOAD)
-    assert profile.devices[0].overlap_excess == pytest.approx(0.2)  # they are of one kind
+    assert profile.devices[0].overlap_slowdown == pytest.approx(0.2)  # they are of one kind
     assert profile.two_levels is None
     kept = profile.collectives
     found = (kept.gather_unevenness_weight, kept.reduce_unevenness_weight)
@@ -284,7 +284,7 @@ def test_a_host_has_what_its_devices_leave_and_the_pace_of_all_its_ranks() -> No
 def measure_three(rank: int) -> str:
     kind = ("fast", "fast", "slow")[rank]
     spec = DeviceSpec(host="here", kind=kind, memory_capacity_bytes=2**33)
-    return measure(trained(), device_spec=spec, effort=QUICK).setting.profile.to_json()
+    return measure(trained(), device_spec=spec, effort=QUICK).scenario.profile.to_json()
 
 
 def test_all_ranks_have_the_same_profile() -> None:
@@ -340,7 +340,7 @@ def test_the_command_writes_what_a_plan_needs_and_says_what_comes_next(tmp_path:
         Workload.load(folder / "workload.json"),
     )
     profile = Profile.load(folder / "profile.json")
-    plan = find_plan(Setting(cluster, workload, profile), global_batch_size=4)
+    plan = find_plan(Scenario(cluster, workload, profile), global_batch_size=4)
     assert [rank.device.kind for rank in plan.ranks] == ["big", "small"]
     assert (
         json.loads((folder / "profile.json").read_text())["version"] == Profile.document_version

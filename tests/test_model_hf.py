@@ -371,7 +371,7 @@ def test_a_folder_is_measured_planned_for_and_trained(
         "plan.measured=measured",
         "data=text_dir",
         f"data.path={text}",
-        "data.num_judged_samples=2",
+        "data.num_eval_samples=2",
         "num_steps=2",
         "run_dir=run",
     )

@@ -21,11 +21,12 @@ from shardhet.fsdp.sharding import comm
 from shardhet.models.decoder import Decoder, DecoderConfig
 from shardhet.planner import Constraints, solve
 from shardhet.pricing.cost import CostModel
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.describe import describe
 from shardhet.records.cluster import Node
 from shardhet.records.profiles import DeviceProfile
+from shardhet.records.schedule import StepForm
 from shardhet.records.workload import Workload
 from tests.emulated.accelerator import Accelerator
 from tests.made_up import collectives, device_profile
@@ -333,7 +334,7 @@ def prices_of(plan: Plan, node: dict[str, Any], **options: Any) -> CostModel:
         devices=(device_profile("x", lambda m: (1e-4, 2e-4), sizes=[1, 2], unit_kinds=names),),
         collectives=collectives((1, 2), gather_s_per_byte=1e-9, reduce_s_per_byte=1e-9),
     )
-    return CostModel(Setting(cluster, workload, profile)).in_form(plan.form)
+    return CostModel(Scenario(cluster, workload, profile)).in_form(StepForm.of(plan))
 
 
 @pytest.mark.parametrize(
@@ -404,10 +405,10 @@ COPIED = Workload.transformer(
 ON_HOST = Constraints(may_keep_optimizer_on_host=True, max_rounds=1)
 
 
-def setting_of(nodes: tuple[Node, ...], profiles: Sequence[DeviceProfile]) -> Setting:
+def scenario_of(nodes: tuple[Node, ...], profiles: Sequence[DeviceProfile]) -> Scenario:
     """Of ``COPIED``, over links that take nearly no time."""
     links = collectives((10**4, 10**6), gather_s_per_byte=1e-13, reduce_s_per_byte=1e-13)
-    return Setting(
+    return Scenario(
         Cluster(nodes=nodes), COPIED, Profile(devices=tuple(profiles), collectives=links)
     )
 
@@ -427,8 +428,8 @@ def test_compute_hides_no_more_copies_than_it_lasts(
         profile = device_profile(kind, lambda m: (1e-3 * m, 2e-3 * m), sizes=[1, 2, 4])
         profiles.append(replace(profile, optimizer_seconds_per_element=pace))
     node = Node(host="a", devices=tuple(devices), host_bytes_per_s=1e9)
-    setting = setting_of((node,), profiles)
-    found = solve(setting, global_batch_size=8, constraints=ON_HOST)
+    scenario = scenario_of((node,), profiles)
+    found = solve(scenario, global_batch_size=8, constraints=ON_HOST)
     assert found.plan.ranks[0].optimizer_on_host
     assert found.predicted.step_time_s <= 1.01 * found.lower_bound_s
     assert found.predicted.step_time_s == pytest.approx(step_time_s, rel=5e-3)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardhet import HetFSDP, Plan
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
 from shardhet.records.ops import Op, ops_of
 from shardhet.records.profiles import Profile
@@ -72,7 +72,7 @@ class Block(nn.Module):
         return x @ self.weight
 
 
-def _setting_of(plan: Plan, part: float) -> Setting:
+def _scenario_of(plan: Plan, part: float) -> Scenario:
     """A product takes a second a sample; a collective ``part`` of the smallest forward."""
     whole_s = part * min(rank.rank_batch_size for rank in plan.ranks if rank.rank_batch_size)
     unit_bytes = 4 * WIDTH**2
@@ -94,16 +94,16 @@ def _setting_of(plan: Plan, part: float) -> Setting:
     links = collectives(
         (unit_bytes // 2, unit_bytes), gather_s_per_byte=pace, reduce_s_per_byte=pace
     )
-    return Setting(
+    return Scenario(
         Cluster(nodes=(Node(host="a", devices=(device,) * plan.world_size),)),
         Workload(kinds=(block,), units=units),
         Profile(devices=(card,), collectives=links),
     )
 
 
-def _seconds_of(setting: Setting) -> Any:
+def _seconds_of(scenario: Scenario) -> Any:
     """By the prices: a product is a forward, or half a backward; pieces of a collective."""
-    block, links = setting.profile.unit("card", "block"), setting.profile.collectives
+    block, links = scenario.profile.unit("card", "block"), scenario.profile.collectives
     assert links.gather_s is not None
     assert links.reduce_s is not None
     curves = {"all_gather": links.gather_s, "broadcast": links.gather_s}
@@ -124,7 +124,7 @@ def _seconds_of(setting: Setting) -> Any:
     return seconds
 
 
-def _measure(rank: int, plan: Plan, setting: Setting) -> Measured:
+def _measure(rank: int, plan: Plan, scenario: Scenario) -> Measured:
     mine = plan.ranks[rank].rank_batch_size
     with Accelerator().installed() as accelerator:
         module = nn.Sequential(*(Block() for _ in range(NUM_UNITS)))
@@ -138,7 +138,7 @@ def _measure(rank: int, plan: Plan, setting: Setting) -> Measured:
 
         step()  # its call is examined
         accelerator.module().synchronize()
-        accelerator.seconds_of = _seconds_of(setting)
+        accelerator.seconds_of = _seconds_of(scenario)
         begin_s = accelerator.host.now_s
         accelerator.memory.peak_bytes = before = accelerator.memory.allocated_bytes
         step()
@@ -188,7 +188,7 @@ def _ideal_s(model: HetFSDP, mine: int, side_s: float) -> float:
 def measured(name: str, part: float) -> list[Measured]:
     """By position, where a unit's collectives take ``part`` of the smallest rank's forward."""
     plan = PLANS[name]
-    return run_ranks(_measure, plan.world_size, plan, _setting_of(plan, part))
+    return run_ranks(_measure, plan.world_size, plan, _scenario_of(plan, part))
 
 
 @pytest.mark.sampled(2)
@@ -217,7 +217,7 @@ def test_two_units_and_gradients_are_alive_at_once_none_on_ranks_that_store(name
 @pytest.mark.parametrize("name", PLANS)
 def test_a_step_takes_as_long_as_is_simulated(name: str, part: float) -> None:
     plan = PLANS[name]
-    simulated_s = simulate(plan, _setting_of(plan, part)).step_time_s
+    simulated_s = simulate(plan, _scenario_of(plan, part)).step_time_s
     for found, rank in zip(measured(name, part), plan.ranks, strict=True):
         assert found.step_s <= simulated_s, found  # in which all share the links, and wait
         if part < 1 and rank.rank_batch_size == max(e.rank_batch_size for e in plan.ranks):

@@ -15,7 +15,7 @@ from shardhet.planner.owners import OwnersProblem, assigned
 from shardhet.planner.stages.find import find_pipeline
 from shardhet.pricing.matrices import Matrices, matrices_s, operations, trained_matrices
 from shardhet.pricing.part import part_of
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.layout import ALIGNMENT_NUMEL, FlatLayout, Owned, cut_by_shares
 from shardhet.records.plan import EVERY_BLOCK, Plan, is_matched
 from shardhet.simulator.stages import price_of
@@ -105,11 +105,11 @@ def test_memory_is_kept_and_the_bound_is_near() -> None:
     assert 1 <= np.median(over) < WITHIN
 
 
-def owners_of(setting: Setting, plan: Plan) -> list[Matrices]:
+def owners_of(scenario: Scenario, plan: Plan) -> list[Matrices]:
     """How many matrices of each shape devices have, as the runtime deals them."""
-    units = setting.workload.units
+    units = scenario.workload.units
     whole = [is_matched(unit.fqn, plan.whole_matrices or ()) for unit in units]
-    layouts, owned = setting.workload.layouts(), [rank.owned or () for rank in plan.ranks]
+    layouts, owned = scenario.workload.layouts(), [rank.owned or () for rank in plan.ranks]
     cut = cut_by_shares(layouts, plan.state_shares, whole, owned)
     found = [Matrices() for _ in plan.ranks]
     for layout in (each for each, is_whole in zip(cut, whole, strict=True) if is_whole):
@@ -124,10 +124,10 @@ def test_plans_fit_with_owners_that_prediction_and_runtime_agree_on(first: int) 
     num_fitting = 0
     for seed in range(first, first + 5):
         cluster, profile, batch = random_case(seed)
-        setting = Setting(cluster, WORKLOAD, profile)
+        scenario = Scenario(cluster, WORKLOAD, profile)
         demands = Constraints(max_rounds=1, whole_matrices=EVERY_BLOCK)
         try:
-            solution = solve(setting, global_batch_size=batch, constraints=demands)
+            solution = solve(scenario, global_batch_size=batch, constraints=demands)
         except PlanError:
             continue
         num_fitting += 1
@@ -139,7 +139,7 @@ def test_plans_fit_with_owners_that_prediction_and_runtime_agree_on(first: int) 
         assert Plan.from_json(plan.to_json()) == plan
         assert "matrices" in str(plan)
         owned = [Matrices({e.shape: e.number for e in rank.owned or ()}) for rank in plan.ranks]
-        assert owned == owners_of(setting, plan)
+        assert owned == owners_of(scenario, plan)
         for rank, mine, cost in zip(plan.ranks, owned, solution.predicted.ranks, strict=True):
             per_numel_s = profile.device(rank.device.kind).optimizer_seconds_per_element
             expected = matrices_s(profile, WORKLOAD, rank.device.kind, mine)
@@ -161,27 +161,27 @@ def test_owners_of_another_model_are_refused() -> None:
 
 
 def test_stages_have_owners_that_prediction_agrees_on() -> None:
-    setting = derived(cluster_of(CARDS[:1] * 2, CARDS[2:]))
+    scenario = derived(cluster_of(CARDS[:1] * 2, CARDS[2:]))
     demands = Constraints(whole_matrices=EVERY_BLOCK, may_keep_inputs_on_host=True)
     found = find_pipeline(
-        setting,
+        scenario,
         global_batch_size=8,
-        smaller=partial(part_of, setting),
+        smaller=partial(part_of, scenario),
         max_stages=2,
         constraints=demands,
         needs_all=True,
     )
     assert found is not None
-    plan, price = found.plan, price_of(found.plan, setting)
+    plan, price = found.plan, price_of(found.plan, scenario)
     assert plan.whole_matrices == EVERY_BLOCK
     assert price.step_time_s == pytest.approx(found.step_time_s)
     assert all(rank.fits for rank in price.ranks)
     owned = [sum(each.number for each in rank.owned or ()) for rank in plan.ranks]
-    blocks = [unit for unit in setting.workload.units if is_matched(unit.fqn, EVERY_BLOCK)]
-    kinds = map(setting.workload.kind_of, blocks)
+    blocks = [unit for unit in scenario.workload.units if is_matched(unit.fqn, EVERY_BLOCK)]
+    kinds = map(scenario.workload.kind_of, blocks)
     assert sum(owned) == sum(len(trained_matrices(kind)) for kind in kinds)
     for rank, number, cost in zip(plan.ranks, owned, price.ranks, strict=True):
-        device = setting.profile.device(rank.device.kind)
+        device = scenario.profile.device(rank.device.kind)
         of_rows_s = device.optimizer_seconds_per_element * cost.stored_numel
         assert bool(number) == (cost.optimizer_s > of_rows_s * (1 + 1e-9))
 
@@ -198,16 +198,18 @@ def test_what_owners_are_not_chosen_with_is_refused(asked: dict[str, Any], said:
     cluster, profile, batch = random_case(3)
     demands = Constraints(whole_matrices=EVERY_BLOCK, **asked)
     with pytest.raises(ValueError, match=f"together with {said} is not planned for"):
-        solve(Setting(cluster, WORKLOAD, profile), global_batch_size=batch, constraints=demands)
+        solve(
+            Scenario(cluster, WORKLOAD, profile), global_batch_size=batch, constraints=demands
+        )
 
 
 def test_owners_keep_limits_and_batches_make_room_for_them() -> None:
     """Cut by rows the state of case 3 fills the devices beside the fastest batches."""
     cluster, profile, batch = random_case(3)
-    setting = Setting(cluster, WORKLOAD, profile)
+    scenario = Scenario(cluster, WORKLOAD, profile)
     limits = {0: DeviceLimits(max_state_share=0.1, rank_batch_size=2)}
     demands = Constraints(whole_matrices=EVERY_BLOCK, limits=limits)
-    solution = solve(setting, global_batch_size=batch, constraints=demands)
+    solution = solve(scenario, global_batch_size=batch, constraints=demands)
     first = solution.plan.ranks[0]
     assert solution.fits
     assert first.rank_batch_size * solution.plan.num_rounds == 2

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from shardhet.apps.cli.quantities import counted, percent
-from shardhet.apps.plan import DOOR
+from shardhet.apps.plan import SPEC
 from shardhet.apps.plan import main as plan_main
 from shardhet.apps.planning.answering import _of_few_rounds
 from shardhet.apps.planning.inputs import load, read_request
@@ -87,16 +87,16 @@ def test_devices_compute_no_parts_of_samples() -> None:
     shape = {"width": 2048, "num_layers": 2, "num_heads": 8, "num_kv_heads": 8}
     model = DecoderConf(**shape, hidden_width=4096, usual_seq_len=2048)
     cluster = Cluster.load(DESCRIBED / "rtx4090_2x3090.yaml").only((1, 2))
-    setting = PlannerConf(model=model).derived(cluster, "decoder").setting
-    assert together_s(setting, 1) == together_s(setting, 2)
-    assert together_s(setting, 3) > 1.5 * together_s(setting, 2)
+    scenario = PlannerConf(model=model).derived(cluster, "decoder").scenario
+    assert together_s(scenario, 1) == together_s(scenario, 2)
+    assert together_s(scenario, 3) > 1.5 * together_s(scenario, 2)
 
 
 def test_what_the_optimizer_keeps_is_a_key() -> None:
     model = DecoderConf(width=64, num_layers=2, num_heads=2, num_kv_heads=2, hidden_width=64)
     cluster = Cluster.load(DESCRIBED / "rtx4090_2x3090.yaml")
     adam, sgd = (
-        PlannerConf(model=model, num_moments=each).derived(cluster, "decoder").setting
+        PlannerConf(model=model, num_moments=each).derived(cluster, "decoder").scenario
         for each in (None, 0)
     )
     assert adam.workload.state_bytes_per_element == 16
@@ -118,10 +118,10 @@ def test_hosts_whose_stated_memory_is_the_limit_are_told_what_they_lack(tmp_path
         "- {host: b, host_memory_bytes: 8 GiB, devices: [{kind: RTX 3090}]}\n"
         "between_nodes: InfiniBand HDR\n"
     )
-    request = read_request(DOOR, [f"cluster={path}", "model=llama_7b", "global_batch_size=4"])
+    request = read_request(SPEC, [f"cluster={path}", "model=llama_7b", "global_batch_size=4"])
     assert request is not None
-    conf, inputs = load(DOOR, request, PlannerConf)
-    demands = conf.to_constraints(inputs.setting.cluster.devices)
+    conf, inputs = load(SPEC, request, PlannerConf)
+    demands = conf.to_constraints(inputs.scenario.cluster.devices)
     asked = WhatIfQuery(conf=conf, inputs=inputs, constraints=demands, best=None)
     [larger] = [each for each in forms(asked) if each.change.startswith("more memory of hosts")]
     told = re.fullmatch(

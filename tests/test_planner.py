@@ -13,7 +13,7 @@ from shardhet.planner.forms import BatchRounds
 from shardhet.planner.problem.problem import Group, Problem
 from shardhet.planner.search.search import search
 from shardhet.pricing.cost import CostModel
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
 from shardhet.records.profiles import DeviceProfile, Profile, Timing
 from shardhet.records.schedule import StepForm
@@ -49,7 +49,7 @@ def random_case(seed: int) -> tuple[Cluster, Profile, int]:
             replace(
                 times,
                 optimizer_seconds_per_element=float(rng.uniform(1e-7, 1e-6)),
-                overlap_excess=float(rng.uniform(0, 1.5)),
+                overlap_slowdown=float(rng.uniform(0, 1.5)),
             )
         )
     capacities = {name: int(roomy * STATE_BYTES * rng.uniform(0.3, 1)) for name in names}
@@ -62,10 +62,10 @@ def random_case(seed: int) -> tuple[Cluster, Profile, int]:
     return cluster, profile, int(rng.integers(4, 40))
 
 
-def random_setting(seed: int) -> tuple[Setting, int]:
+def random_scenario(seed: int) -> tuple[Scenario, int]:
     """The same with the model."""
     cluster, profile, batch = random_case(seed)
-    return Setting(cluster, WORKLOAD, profile), batch
+    return Scenario(cluster, WORKLOAD, profile), batch
 
 
 @pytest.mark.parametrize(("max_rounds", "largest"), [(1, 14), (2, 18)])
@@ -73,24 +73,24 @@ def test_a_batch_that_does_not_fit_is_told_the_largest_that_does(
     max_rounds: int, largest: int
 ) -> None:
     """In the form that needs the least memory; two rounds keep gradients beside the second."""
-    setting, _ = random_setting(3)
-    budgets = dict.fromkeys(range(setting.cluster.world_size), int(0.45 * STATE_BYTES))
+    scenario, _ = random_scenario(3)
+    budgets = dict.fromkeys(range(scenario.cluster.world_size), int(0.45 * STATE_BYTES))
     demands = Constraints(max_rounds=max_rounds).with_budgets(budgets)
-    assert solve(setting, global_batch_size=largest, constraints=demands).fits
+    assert solve(scenario, global_batch_size=largest, constraints=demands).fits
     for batch in (largest + 1, 3 * largest):
         said = f"batch of {batch} does not fit .* Lower global_batch_size to {largest},"
         with pytest.raises(PlanError, match=said):
-            solve(setting, global_batch_size=batch, constraints=demands)
+            solve(scenario, global_batch_size=batch, constraints=demands)
 
 
 def test_where_no_sample_fits_beside_the_state_what_it_leaves_is_told() -> None:
-    setting, batch = random_setting(2)
-    budget = int(1.1 * STATE_BYTES / setting.cluster.world_size)
+    scenario, batch = random_scenario(2)
+    budget = int(1.1 * STATE_BYTES / scenario.cluster.world_size)
     demands = Constraints().with_budgets(
-        dict.fromkeys(range(setting.cluster.world_size), budget)
+        dict.fromkeys(range(scenario.cluster.world_size), budget)
     )
     with pytest.raises(PlanError, match="no single sample beside it") as raised:
-        solve(setting, global_batch_size=batch, constraints=demands)
+        solve(scenario, global_batch_size=batch, constraints=demands)
     figures = [float(each) for each in re.findall(r"([\d.]+) GiB", str(raised.value))]
     needed, of, left, with_copies, state = figures
     assert of == pytest.approx(budget / 2**30, rel=1e-2)
@@ -101,16 +101,16 @@ def test_where_no_sample_fits_beside_the_state_what_it_leaves_is_told() -> None:
 
 @pytest.mark.parametrize("batch", [6, 7])
 def test_even_batches_are_even_over_all_rounds_where_they_can_be(batch: int) -> None:
-    setting, _ = random_setting(12)
+    scenario, _ = random_scenario(12)
     even_ones = Constraints(has_even_batches=True)
-    assert setting.cluster.world_size == 3
-    best = solve(setting, global_batch_size=batch, constraints=even_ones)
+    assert scenario.cluster.world_size == 3
+    best = solve(scenario, global_batch_size=batch, constraints=even_ones)
     for number in range(1, batch + 1):
         gathers = {"reshard_after_forward": False, "reshard_after_backward": False}
         form = StepForm(num_rounds=number, **gathers)
         demands = replace(even_ones, form=form)
         try:
-            plan = solve(setting, global_batch_size=batch, constraints=demands)
+            plan = solve(scenario, global_batch_size=batch, constraints=demands)
         except PlanError:
             continue
         totals = [sum(plan.plan.ranks[i].microbatch_sizes) for i in range(3)]
@@ -120,7 +120,7 @@ def test_even_batches_are_even_over_all_rounds_where_they_can_be(batch: int) -> 
 
 
 def test_a_phase_may_take_no_time(recwarn: pytest.WarningsRecorder) -> None:
-    setting, batch = random_setting(3)
+    scenario, batch = random_scenario(3)
 
     def without_backward(device: DeviceProfile) -> DeviceProfile:
         units = tuple(
@@ -131,47 +131,47 @@ def test_a_phase_may_take_no_time(recwarn: pytest.WarningsRecorder) -> None:
         )
         return replace(device, units=units)
 
-    devices = tuple(map(without_backward, setting.profile.devices))
-    setting = replace(setting, profile=replace(setting.profile, devices=devices))
-    found = solve(setting, global_batch_size=batch)
+    devices = tuple(map(without_backward, scenario.profile.devices))
+    scenario = replace(scenario, profile=replace(scenario.profile, devices=devices))
+    found = solve(scenario, global_batch_size=batch)
     assert found.lower_bound_s <= found.predicted.step_time_s
     assert not recwarn.list
 
 
 @pytest.mark.parametrize("seed", one_in(6, range(12)))
 def test_a_plan_keeps_its_promises_and_no_baseline_beats_it(seed: int) -> None:
-    setting, batch = random_setting(seed)
+    scenario, batch = random_scenario(seed)
     try:
-        solution = solve(setting, global_batch_size=batch)
+        solution = solve(scenario, global_batch_size=batch)
     except PlanError:
         for baseline in (even, compute_only, memory_only):
             with pytest.raises(PlanError):
-                baseline(setting, global_batch_size=batch)
+                baseline(scenario, global_batch_size=batch)
         return
     plan, predicted = solution.plan, solution.predicted
     assert plan.global_batch_size == batch
-    assert CostModel(setting).predict(plan) == predicted
+    assert CostModel(scenario).predict(plan) == predicted
     assert all(rank.fits for rank in predicted.ranks)
     assert sum(rank.stored_numel for rank in predicted.ranks) >= WORKLOAD.numel
     assert solution.lower_bound_s <= predicted.step_time_s * (1 + 1e-9)
     assert solution.relative_gap <= 1e-3
     for baseline in (even, compute_only, memory_only):
         try:
-            simpler = baseline(setting, global_batch_size=batch)
+            simpler = baseline(scenario, global_batch_size=batch)
         except PlanError:
             continue
         assert simpler.predicted.step_time_s >= solution.lower_bound_s * (1 - 1e-9)
 
 
 def test_demands_on_single_devices_are_met() -> None:
-    setting, batch = random_setting(4)
-    whole = solve(setting, global_batch_size=batch)
+    scenario, batch = random_scenario(4)
+    whole = solve(scenario, global_batch_size=batch)
     budget = whole.predicted.ranks[1].memory.total_bytes * 3 // 4
     limits = {
         0: DeviceLimits(rank_batch_size=2, recomputes=True),
         1: DeviceLimits(memory_budget_bytes=budget, max_microbatch_size=1),
     }
-    solution = solve(setting, global_batch_size=batch, constraints=Constraints(limits=limits))
+    solution = solve(scenario, global_batch_size=batch, constraints=Constraints(limits=limits))
     first, second = solution.plan.ranks[:2]
     assert first.rank_batch_size == 2
     assert first.recomputed_units == ("*",)
@@ -183,9 +183,9 @@ def test_demands_on_single_devices_are_met() -> None:
 def test_a_state_that_does_not_fit_is_refused_in_gib() -> None:
     device = DeviceSpec(kind="A", memory_capacity_bytes=STATE_BYTES // 2)
     cluster = Cluster(nodes=(Node(host="a", devices=(device,)),))
-    setting = replace(random_setting(0)[0], cluster=cluster)
+    scenario = replace(random_scenario(0)[0], cluster=cluster)
     with pytest.raises(PlanError, match=r"the state of 0\.0188 GiB does not fit"):
-        find_plan(setting, global_batch_size=1)
+        find_plan(scenario, global_batch_size=1)
 
 
 # Published figures

@@ -6,7 +6,7 @@ import pytest
 from shardhet.planner import Constraints, DeviceLimits, PlanError, PlanSolution, solve
 from shardhet.planner.idle import active_positions
 from shardhet.planner.stages.bound import together_on_kinds_s
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from tests.selection import one_in
 from tests.test_planner import WORKLOAD, random_case
 
@@ -29,36 +29,38 @@ def demanded(seed: int, world_size: int) -> Constraints:
 def test_no_bound_is_above_a_plan_that_fits(seed: int) -> None:
     """Budgets that a plan fills to the last byte leave no room for rows more."""
     cluster, profile, batch = random_case(seed)
-    setting = Setting(cluster, WORKLOAD, profile)
+    scenario = Scenario(cluster, WORKLOAD, profile)
     demands = demanded(seed, cluster.world_size)
     try:
-        plan = solve(setting, global_batch_size=batch, constraints=demands)
+        plan = solve(scenario, global_batch_size=batch, constraints=demands)
     except PlanError:
         return
     if plan.plan.last_round_size is not None:
         return  # bounds are on plans with equal rounds
     used = {i: rank.memory.total_bytes for i, rank in enumerate(plan.predicted.ranks)}
     for each in (demands, demands.with_budgets(used)):
-        bound_s = bound_of(setting, batch, each, plan)
+        bound_s = bound_of(scenario, batch, each, plan)
         assert bound_s <= plan.predicted.step_time_s * (1 + 1e-12)
     assert plan.lower_bound_s >= 0.9 * plan.predicted.step_time_s
     # What is seen before candidates are listed rules out no step that is as long as the best.
     best_s = plan.predicted.step_time_s * (1 + 1e-9)
-    again = solve(setting, global_batch_size=batch, constraints=demands, cutoff_s=best_s)
+    again = solve(scenario, global_batch_size=batch, constraints=demands, cutoff_s=best_s)
     assert again.predicted.step_time_s == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
 
 
-def bound_of(setting: Setting, batch: int, demands: Constraints, other: PlanSolution) -> float:
+def bound_of(
+    scenario: Scenario, batch: int, demands: Constraints, other: PlanSolution
+) -> float:
     """The bound on plans as the ``other``, whether one is found or not; no plan found is below.
 
     0 if in the plan that was found some devices are idle, and not those of the other.
     """
     try:
-        plan = solve(setting, global_batch_size=batch, constraints=demands)
+        plan = solve(scenario, global_batch_size=batch, constraints=demands)
     except PlanError as error:
         return error.lower_bound_s
     active = active_positions(plan)
-    if len(active) < setting.cluster.world_size and active != active_positions(other):
+    if len(active) < scenario.cluster.world_size and active != active_positions(other):
         return 0.0
     assert plan.lower_bound_s <= plan.predicted.step_time_s * (1 + 1e-12)
     return plan.lower_bound_s

@@ -6,19 +6,19 @@ import pytest
 
 from shardhet.planner import Constraints, PlanError, solve
 from shardhet.planner.candidates.candidates import TableBuilder
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.cluster import Cluster, Node
 from shardhet.records.workload import Workload
 from tests.test_planner import WORKLOAD, random_case
 
 
-def roomy(seed: int) -> Setting:
+def roomy(seed: int) -> Scenario:
     """Memory for millions of samples."""
     cluster, profile, _ = random_case(seed)
     devices = tuple(
         replace(each, memory_capacity_bytes=2**45) for each in cluster.nodes[0].devices
     )
-    return Setting(Cluster(nodes=(Node(host="a", devices=devices),)), WORKLOAD, profile)
+    return Scenario(Cluster(nodes=(Node(host="a", devices=devices),)), WORKLOAD, profile)
 
 
 def test_a_large_batch_is_planned_from_few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 from shardhet.planner import Constraints, DeviceLimits, PlanError, find_plan, solve
 from shardhet.planner.candidates.recompute import recompute_choices
 from shardhet.pricing.cost import CostModel
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
 from shardhet.records.plan import Plan, RankPlan
 from shardhet.records.profiles import Profile
@@ -33,7 +33,7 @@ DEMANDS = (
 IDLE = Constraints(limits={1: DeviceLimits(rank_batch_size=0)})
 
 
-def drawn(seed: int) -> tuple[Setting, int, Constraints]:
+def drawn(seed: int) -> tuple[Scenario, int, Constraints]:
     """Two devices, a batch of up to four, and demands; curves have noise, and a fall."""
     rng = np.random.default_rng(seed % 1000)
     demands = DEMANDS[seed % len(DEMANDS)] if seed < 1000 else IDLE
@@ -51,7 +51,7 @@ def drawn(seed: int) -> tuple[Setting, int, Constraints]:
                 ),
                 sizes=SIZES,
                 optimizer_seconds_per_element=float(rng.choice([0.0, 1e-6, 3e-5])),
-                overlap_excess=float(rng.choice([0.0, 0.4, 1.7])),
+                overlap_slowdown=float(rng.choice([0.0, 0.4, 1.7])),
             )
         )
     pace = float(np.exp(rng.normal(-12, 2)))
@@ -70,11 +70,11 @@ def drawn(seed: int) -> tuple[Setting, int, Constraints]:
         for kind in kinds
     )
     cluster = Cluster(nodes=(Node(host="a", devices=devices),))
-    setting = Setting(cluster, WORKLOAD, Profile(devices=tuple(profiles), collectives=links))
-    return setting, int(rng.integers(2, 5)), demands
+    scenario = Scenario(cluster, WORKLOAD, Profile(devices=tuple(profiles), collectives=links))
+    return scenario, int(rng.integers(2, 5)), demands
 
 
-def all_plans(setting: Setting, batch: int, demands: Constraints) -> Iterator[Plan]:
+def all_plans(scenario: Scenario, batch: int, demands: Constraints) -> Iterator[Plan]:
     """In one round; microbatches are alike but the last, shares tenths and what is asked."""
     shares = {each / 10 for each in range(11)}
     asked = demands.limits.get(0)
@@ -83,7 +83,7 @@ def all_plans(setting: Setting, batch: int, demands: Constraints) -> Iterator[Pl
     if demands.has_even_state or demands == EQUAL:
         shares = {0.5}
     for reshards in (True, False):
-        choices = recompute_choices(CostModel(setting, reshards), 1)
+        choices = recompute_choices(CostModel(scenario, reshards), 1)
         ways = [
             (
                 number,
@@ -108,7 +108,7 @@ def all_plans(setting: Setting, batch: int, demands: Constraints) -> Iterator[Pl
                         recomputed_units=recomputed,
                     )
                     for device, (_, sizes, recomputed), stored in zip(
-                        setting.cluster.devices, (one, other), (share, 1 - share), strict=True
+                        scenario.cluster.devices, (one, other), (share, 1 - share), strict=True
                     )
                 )
                 yield Plan(ranks=ranks, reshard_after_forward=reshards)
@@ -121,17 +121,17 @@ def all_plans(setting: Setting, batch: int, demands: Constraints) -> Iterator[Pl
     "seed", [*one_in(3, [0, 36, 52, 9, 41, 3, 7, 23, 10, 34, 46]), 1003, 1013]
 )
 def test_no_plan_of_many_is_faster_and_the_bound_is_close(seed: int) -> None:
-    setting, batch, demands = drawn(seed)
-    budgets = [demands.budget_bytes(setting.cluster, i) for i in range(2)]
-    plans = all_plans(setting, batch, demands)
-    priced = (CostModel(setting).predict(plan).within(budgets) for plan in plans)
+    scenario, batch, demands = drawn(seed)
+    budgets = [demands.budget_bytes(scenario.cluster, i) for i in range(2)]
+    plans = all_plans(scenario, batch, demands)
+    priced = (CostModel(scenario).predict(plan).within(budgets) for plan in plans)
     fitting = (each for each in priced if all(rank.fits for rank in each.ranks))
     best_s = min((each.step_time_s for each in fitting), default=inf)
-    solution = solve(setting, global_batch_size=batch, constraints=demands)
+    solution = solve(scenario, global_batch_size=batch, constraints=demands)
     planned_s = solution.predicted.step_time_s
     assert planned_s <= best_s * 1.001
     assert 0.96 * planned_s <= solution.lower_bound_s <= min(planned_s, best_s) * (1 + 1e-9)
-    find_plan(setting, global_batch_size=batch, constraints=demands)
+    find_plan(scenario, global_batch_size=batch, constraints=demands)
 
 
 def test_optimizers_on_hosts_leave_room_for_shares() -> None:
@@ -142,7 +142,7 @@ def test_optimizers_on_hosts_leave_room_for_shares() -> None:
         seconds.__getitem__,
         sizes=SIZES,
         optimizer_seconds_per_element=1e-6,
-        overlap_excess=0.4,
+        overlap_slowdown=0.4,
     )
     links = collectives(
         (10**4, 10**5),
@@ -155,7 +155,7 @@ def test_optimizers_on_hosts_leave_room_for_shares() -> None:
     )
     cluster = Cluster(nodes=(Node(host="a", devices=devices),), usable_memory_fraction=0.72)
     found = solve(
-        Setting(cluster, WORKLOAD, Profile(devices=(profile,), collectives=links)),
+        Scenario(cluster, WORKLOAD, Profile(devices=(profile,), collectives=links)),
         global_batch_size=4,
         constraints=Constraints(may_keep_optimizer_on_host=True),
     )
@@ -165,10 +165,10 @@ def test_optimizers_on_hosts_leave_room_for_shares() -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", one_in(3, range(12)))
 def test_a_plan_to_prefer_is_found_where_links_depend_on_shares(seed: int) -> None:
-    setting, batch, demands = drawn(seed)
+    scenario, batch, demands = drawn(seed)
     try:
-        fastest = solve(setting, global_batch_size=batch, constraints=demands)
+        fastest = solve(scenario, global_batch_size=batch, constraints=demands)
     except PlanError:
         return
-    chosen = solve(setting, global_batch_size=batch, constraints=demands, tolerance=5e-3)
+    chosen = solve(scenario, global_batch_size=batch, constraints=demands, tolerance=5e-3)
     assert chosen.predicted.step_time_s <= 1.006 * fastest.predicted.step_time_s

@@ -10,7 +10,7 @@ import pytest
 
 from shardhet.planner import solve
 from shardhet.pricing.derive import derive_profile
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.cluster import Cluster
 from shardhet.records.profiles import Profile
 from shardhet.records.workload import Workload
@@ -88,7 +88,7 @@ def refusal_of(documents: dict[str, Any]) -> str:
         cluster = Cluster.from_document(documents["cluster"], source="cluster.json")
         workload = Workload.from_document(documents["workload"], source="workload.json")
         profile = Profile.from_document(documents["profile"], source="profile.json")
-        solution = solve(Setting(cluster, workload, profile), global_batch_size=12)
+        solution = solve(Scenario(cluster, workload, profile), global_batch_size=12)
     except ValueError as error:
         return str(error)
     assert solution.plan.global_batch_size == 12

@@ -6,7 +6,7 @@ from experiments.sentences.run import judged
 from shardhet.planner import Constraints, DeviceLimits, solve
 from shardhet.planner.forms import rounds_of
 from shardhet.planner.problem.constraints import TOLERANCE
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from tests.selection import one_in
 from tests.test_planner import WORKLOAD, random_case
 
@@ -26,11 +26,13 @@ def test_all_numbers_of_rounds_that_divide_the_batch_are_looked_at() -> None:
 
 def test_an_exact_share_and_a_device_that_stores_nothing_are_kept() -> None:
     cluster, profile, batch = random_case(5)
-    setting = Setting(cluster, WORKLOAD, profile)
+    scenario = Scenario(cluster, WORKLOAD, profile)
     demands = Constraints(
         limits={0: DeviceLimits(state_share=0.3), 1: DeviceLimits(max_state_share=0.05)}
     )
-    solution = solve(setting, global_batch_size=batch, constraints=demands, tolerance=TOLERANCE)
+    solution = solve(
+        scenario, global_batch_size=batch, constraints=demands, tolerance=TOLERANCE
+    )
     shares = solution.plan.state_shares
     assert shares[0] == pytest.approx(0.3, abs=1e-6)
     assert shares[1] <= 0.05 + 1e-6

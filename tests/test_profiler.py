@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardhet.models.decoder import Decoder, DecoderConfig
 from shardhet.planner import PlanError, find_plan
 from shardhet.pricing.derive import derive_profile
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.profiler.counting import MAX_COUNTS, LiveBytes, steady
 from shardhet.profiler.describe import as_example, describe, plan_for
@@ -244,8 +244,8 @@ def test_a_model_a_batch_and_a_cluster_make_a_plan(tmp_path: Path) -> None:
     )
     workload = describe(decoder(TINY), text(64), param_dtype=torch.bfloat16)
     cluster = Cluster.load(path)
-    setting = Setting(cluster, workload, derive_profile(cluster, workload))
-    assert plan == setting.named(find_plan(setting, global_batch_size=24))
+    scenario = Scenario(cluster, workload, derive_profile(cluster, workload))
+    assert plan == scenario.named(find_plan(scenario, global_batch_size=24))
     assert as_example(tokens) == ExampleBatch(args=(tokens,))
     assert as_example({"input_ids": tokens}) == ExampleBatch(kwargs={"input_ids": tokens})
 
@@ -254,11 +254,11 @@ def _plans(rank: int, fails: bool) -> tuple[str, list[int]]:
     """A plan as this rank gets it twice, and the batches that it has planned for."""
     planned: list[int] = []
 
-    def plan(setting: Setting, *, global_batch_size: int) -> Plan:
+    def plan(scenario: Scenario, *, global_batch_size: int) -> Plan:
         planned.append(global_batch_size)
         if fails:
             raise PlanError("no plan fits")
-        return find_plan(setting, global_batch_size=global_batch_size)
+        return find_plan(scenario, global_batch_size=global_batch_size)
 
     with mock.patch("shardhet.planner.find_plan", plan):
         model, tokens = decoder(TINY), torch.zeros(2, 64, dtype=torch.long)

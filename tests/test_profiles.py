@@ -40,7 +40,7 @@ def by_hand(device_kind: str, *units: tuple[float, float, int | None]) -> Device
         device_kind=device_kind,
         source=Source.IMPORTED,
         units=(UnitProfile(unit_kind="block", points=points),),
-        overlap_excess=0.0,
+        overlap_slowdown=0.0,
         note="by hand",
     )
 
@@ -56,7 +56,7 @@ SMALL = Profile(
 
 
 def test_a_profile_is_read_as_it_was_written() -> None:
-    measured = replace(SMALL, turn_overhead_s=1e-4)
+    measured = replace(SMALL, unit_overhead_s=1e-4)
     assert Profile.from_json(measured.to_json()) == measured
     again = Profile.from_json(SMALL.to_json())
     assert again == SMALL
@@ -75,8 +75,8 @@ def test_a_missing_device_or_unit_is_named_beside_those_there_are() -> None:
     "path, value, words",
     [
         (("version",), 7, "version 7"),
-        (("devices", 0, "overlap_excess"), -0.5, "overlap_excess"),
-        (("devices", 0, "overlap_excess"), float("nan"), "overlap_excess"),
+        (("devices", 0, "overlap_slowdown"), -0.5, "overlap_slowdown"),
+        (("devices", 0, "overlap_slowdown"), float("nan"), "overlap_slowdown"),
         (("devices",), [], "0 device kinds"),
         (("devices", 0, "source"), "guessed", "source"),
         (("devices", 0, "units", 0, "points"), [], "microbatch sizes"),

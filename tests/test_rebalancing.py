@@ -21,7 +21,7 @@ from shardhet import (
     Predicted,
     Profile,
     Rebalancer,
-    Setting,
+    Scenario,
     describe,
 )
 from shardhet.apps.launch.run_folder import RunFolder
@@ -36,6 +36,7 @@ from shardhet.planner.stages.again import planned_again
 from shardhet.profiler.batch import ExampleBatch
 from shardhet.records.cluster import Link, Node
 from shardhet.records.profiles import Collectives, DeviceProfile, Source
+from shardhet.records.schedule import StepForm
 from shardhet.records.stages import Stage
 from shardhet.training.rebalancing import NUM_WARM_UP_STEPS, WINDOW, Imbalance
 from shardhet.training.slow_devices import (
@@ -81,7 +82,7 @@ def make() -> nn.Module:
     return Chain(*(Sleeper() for _ in range(3))).double()
 
 
-def setting_of(world_size: int, **changes: Any) -> Setting:
+def scenario_of(world_size: int, **changes: Any) -> Scenario:
     """Equal devices of ample memory; communication is not counted."""
     Sleeper.seconds_per_sample = 0.0
     workload = describe(make(), ExampleBatch(args=(torch.ones(2, WIDTH).double(),)))
@@ -92,7 +93,7 @@ def setting_of(world_size: int, **changes: Any) -> Setting:
         sizes=range(1, BATCH + 1),
         unit_kinds=[kind.name for kind in workload.kinds],
     )
-    return Setting(
+    return Scenario(
         Cluster(nodes=(Node(host="here", devices=(device,) * world_size, link=FAST),)),
         workload,
         Profile(devices=(profile,), collectives=Collectives(source=Source.MEASURED, points=())),
@@ -127,14 +128,14 @@ class Course(Hook):
 
 def train(rank: int, plan: Plan, *, slowness: float, replans: bool, num_steps: int) -> Course:
     """In a loop of its own."""
-    setting = setting_of(plan.world_size)
+    scenario = scenario_of(plan.world_size)
     torch.manual_seed(0)
     model = HetFSDP(make(), plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    rebalancer = Rebalancer(setting, replans=replans)
+    rebalancer = Rebalancer(scenario, replans=replans)
     course = Course(rank, slowness, rebalancer)
     x = torch.randn(num_steps, BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
-    hooks = Hooks(model, optimizer, [Predicted(setting), rebalancer, course], say=course.say)
+    hooks = Hooks(model, optimizer, [Predicted(scenario), rebalancer, course], say=course.say)
     with hooks:
         for batch in hooks.steps(x):
             optimizer.zero_grad()
@@ -196,7 +197,7 @@ def test_a_slowed_rank_is_given_less_within_ten_steps_and_results_stay(plan: Pla
         assert 1 in imbalance.slow
         assert imbalance.new_plan is not None
         assert imbalance.new_plan.predicted_s < imbalance.new_plan.predicted_before_s
-        assert imbalance.new_plan.plan.form.num_rounds == plan.num_rounds
+        assert StepForm.of(imbalance.new_plan.plan).num_rounds == plan.num_rounds
         assert imbalance.new_plan.plan.reduce_each_round == plan.reduce_each_round
         batches = [rank.rank_batch_size for rank in imbalance.new_plan.plan.ranks]
         assert imbalance.new_plan.plan.global_batch_size == BATCH
@@ -223,7 +224,7 @@ def test_noise_makes_no_kinds_of_devices() -> None:
 
 def test_a_plan_is_compared_with_its_own_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "predicted_bytes", 0)
-    prediction = Prediction.in_setting(Plan.even(3, microbatch_size=4), setting_of(3))
+    prediction = Prediction.in_scenario(Plan.even(3, microbatch_size=4), scenario_of(3))
     log = RunLog(prediction, 0)
     for step_time_s in (9.0, 1.0):
         log.expect(prediction)
@@ -231,27 +232,27 @@ def test_a_plan_is_compared_with_its_own_steps(monkeypatch: pytest.MonkeyPatch) 
     assert "took 1000 ms (median of 8)" in log.outcome.beside(prediction)
 
 
-def test_a_setting_at_other_speeds_predicts_by_them() -> None:
-    setting = setting_of(3)
+def test_a_scenario_at_other_speeds_predicts_by_them() -> None:
+    scenario = scenario_of(3)
     plan = Plan.even(3, microbatch_size=4)
-    before = compute_seconds(plan, setting)
-    slower = at_speeds(setting, {1: 2.0, 2: 2.0})
+    before = compute_seconds(plan, scenario)
+    slower = at_speeds(scenario, {1: 2.0, 2: 2.0})
     assert compute_seconds(plan, slower) == pytest.approx(
         (before[0], 2 * before[1], 2 * before[2])
     )
-    assert step_seconds(plan, slower) == pytest.approx(2 * step_seconds(plan, setting))
+    assert step_seconds(plan, slower) == pytest.approx(2 * step_seconds(plan, scenario))
     assert len({device.kind for device in slower.cluster.devices}) == 2
-    assert slower.profile.device("cpu") == setting.profile.device("cpu")
+    assert slower.profile.device("cpu") == scenario.profile.device("cpu")
 
 
 def test_stages_take_the_devices_of_a_cluster_in_any_order() -> None:
-    setting = setting_of(3)
-    [node], [device] = setting.cluster.nodes, setting.profile.devices
+    scenario = scenario_of(3)
+    [node], [device] = scenario.cluster.nodes, scenario.profile.devices
     last = replace(node.devices[2], kind="gpu")
-    setting = replace(
-        setting,
+    scenario = replace(
+        scenario,
         cluster=Cluster(nodes=(replace(node, devices=(*node.devices[:2], last)),)),
-        profile=replace(setting.profile, devices=(device, replace(device, device_kind="gpu"))),
+        profile=replace(scenario.profile, devices=(device, replace(device, device_kind="gpu"))),
     )
     plan = Plan.by_hand(
         microbatch_sizes=[6, 3, 3],
@@ -262,12 +263,12 @@ def test_stages_take_the_devices_of_a_cluster_in_any_order() -> None:
             Stage(units=("layers.[12]",), num_ranks=2),
         ],
     )
-    places = places_of(plan, setting)
+    places = places_of(plan, scenario)
     assert places == (2, 0, 1)
-    slower = at_speeds(setting, {places[1]: 2.0})
+    slower = at_speeds(scenario, {places[1]: 2.0})
     seconds = compute_seconds(plan, slower, places)
     assert seconds[1] == pytest.approx(2 * seconds[2])
-    assert seconds[0] == pytest.approx(compute_seconds(plan, setting, places)[0])
+    assert seconds[0] == pytest.approx(compute_seconds(plan, scenario, places)[0])
     anew = planned_again(plan, slower, places, stages=[1], constraints=Constraints())
     assert anew.ranks[0] == plan.ranks[0]
     batches = [rank.rank_batch_size for rank in anew.ranks]
@@ -288,15 +289,15 @@ def test_a_slow_down_is_found_within_ten_steps_whenever_it_begins() -> None:
 
 
 @on_ranks(1)
-def test_a_setting_of_another_model_is_refused(rank: int) -> None:
+def test_a_scenario_of_another_model_is_refused(rank: int) -> None:
     model = HetFSDP(nn.Sequential(nn.Linear(2, 2)), Plan.even(1, microbatch_size=1))
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(ValueError, match="Measure this model on this cluster"):
-        Hooks(model, optimizer, [Rebalancer(setting_of(1))]).__enter__()
+        Hooks(model, optimizer, [Rebalancer(scenario_of(1))]).__enter__()
 
 
-def measured_decoder(folder: Path, keys: tuple[str, ...]) -> Setting:
-    """A setting of the run's model, in which only blocks take time."""
+def measured_decoder(folder: Path, keys: tuple[str, ...]) -> Scenario:
+    """A scenario of the run's model, in which only blocks take time."""
     conf = RunFolder(Path(configure(folder / "described", *keys))).load_config()
     module = make_module(conf.model, conf.data, conf.precision)
     workload = describe(module, random_batch(module, conf.data, seed=0))
@@ -318,7 +319,7 @@ def measured_decoder(folder: Path, keys: tuple[str, ...]) -> Setting:
     ]
     profile = DeviceProfile(device_kind="any", source=Source.MEASURED, units=(block, *others))
     named = replace(device, kind="any")
-    return Setting(
+    return Scenario(
         Cluster(nodes=(Node(host=socket.gethostname(), devices=(named, named)),)),
         workload,
         Profile(devices=(profile,), collectives=Collectives(source=Source.MEASURED, points=())),

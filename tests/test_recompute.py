@@ -6,7 +6,7 @@ import pytest
 
 from shardhet.planner.candidates.recompute import recompute_choices
 from shardhet.pricing.cost import CostModel
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.plan import EVERY_UNIT, RankPlan
 from shardhet.records.workload import Workload
 from tests.test_planner import random_case
@@ -17,7 +17,7 @@ def model_of(num_layers: int) -> CostModel:
     workload = Workload.transformer(
         num_layers=num_layers, width=32, num_heads=2, seq_len=16, vocab_size=64, hidden_width=64
     )
-    return CostModel(Setting(cluster, workload, profile))
+    return CostModel(Scenario(cluster, workload, profile))
 
 
 def recomputed(model: CostModel, patterns: tuple[str, ...]) -> list[str]:
@@ -57,8 +57,8 @@ def test_names_that_patterns_cannot_tell_apart_are_spelled_out() -> None:
         replace(unit, fqn=unit.fqn.replace("blocks.3", "blocks.x.3"))
         for unit in model.workload.units
     )
-    setting = replace(model.setting, workload=replace(model.workload, units=units))
-    model = CostModel(setting)
+    scenario = replace(model.scenario, workload=replace(model.workload, units=units))
+    model = CostModel(scenario)
     for patterns in recompute_choices(model, 4):
         matched = {u.fqn for u in units if any(fnmatchcase(u.fqn, each) for each in patterns)}
         assert len([fqn for fqn in matched if "blocks" in fqn]) in range(5)

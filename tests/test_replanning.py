@@ -12,7 +12,7 @@ from shardhet.apps.launch.memory_limits import LowersLimit, OwnMemoryLimit, Plan
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.comm.failure import LostPeerError
 from shardhet.comm.peers import Shortage, is_out_of_memory
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.cluster import DeviceSpec
 from shardhet.training.peak_memory import PeakMemory
 from tests.programs import SHARDHET, TORCHRUN, run
@@ -106,14 +106,14 @@ def described(tmp_path: Path) -> tuple[str, ...]:
         page.write_text(f"{page.name} is a page of a book. " * 40)
     keys = (*SHORT_TEXT, f"data.path={text}", "model.width=128", "model.num_layers=2")
     keys += ("data.seq_len=128", "precision=FP64", "cluster.kinds=[any,any]")
-    keys += (f"num_steps={NUM_STEPS}", "cluster.device=CPU", "data.num_judged_samples=4")
-    setting = measured_decoder(tmp_path, keys)
-    [node] = setting.cluster.nodes
+    keys += (f"num_steps={NUM_STEPS}", "cluster.device=CPU", "data.num_eval_samples=4")
+    scenario = measured_decoder(tmp_path, keys)
+    [node] = scenario.cluster.nodes
     devices = tuple(
         replace(each, memory_capacity_bytes=MEMORY_MIB * MIB) for each in node.devices
     )
-    cluster = replace(setting.cluster, nodes=(replace(node, devices=devices),))
-    replace(setting, cluster=cluster).save(tmp_path / "measured")
+    cluster = replace(scenario.cluster, nodes=(replace(node, devices=devices),))
+    replace(scenario, cluster=cluster).save(tmp_path / "measured")
     keys += (f"cluster.memory_mib=[{MEMORY_MIB},{MEMORY_MIB}]", "plan=measured")
     keys += (f"plan.measured={tmp_path}/measured", f"plan.global_batch_size={BATCH}")
     return (*keys, f"checkpoint.every={CHECKPOINT_EVERY}")
@@ -140,7 +140,7 @@ def goes_on(
     assert losses(folder / "run") == pytest.approx(losses(tmp_path / "alone"), rel=ROUNDING)
     [limit] = (folder / "run/memory_limits").iterdir()
     nbytes = json.loads(limit.read_text())["nbytes"]
-    measured = Setting.load(tmp_path / "measured")
+    measured = Scenario.load(tmp_path / "measured")
     assert nbytes < measured.cluster.memory_budget_bytes(1)
     return done.stdout
 

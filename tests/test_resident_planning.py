@@ -16,7 +16,7 @@ from shardhet.models.decoder import Block, Decoder, DecoderConfig
 from shardhet.planner import Constraints, solve
 from shardhet.planner.problem.constraints import DeviceLimits
 from shardhet.pricing.derive import derive_profile
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.workload import UnitKind
 from tests.selection import one_in
 from tests.worlds import run_ranks
@@ -41,9 +41,9 @@ def workload(seq_len: int = 512) -> Workload:
     return replace(plain, kinds=tuple(map(adapted, plain.kinds)))
 
 
-def setting(
+def scenario(
     memory_bytes: Sequence[float], bytes_per_s: float = 0.1e9, seq_len: int = 512
-) -> Setting:
+) -> Scenario:
     """One host for each device, joined by a cable."""
     nodes = [
         {
@@ -56,20 +56,20 @@ def setting(
     document = {"version": 1, "nodes": nodes, "between_nodes": cable}
     cluster = Cluster.from_document(document, source="test")
     model = workload(seq_len)
-    return Setting(cluster, model, derive_profile(cluster, model))
+    return Scenario(cluster, model, derive_profile(cluster, model))
 
 
-def frozen_bytes(setting: Setting, fqns: Sequence[str]) -> int:
-    model = setting.workload
+def frozen_bytes(scenario: Scenario, fqns: Sequence[str]) -> int:
+    model = scenario.workload
     return sum(model.frozen_bytes(model.kind_of(u)) for u in model.units if u.fqn in fqns)
 
 
 def test_the_planner_keeps_what_the_smallest_computing_card_has_room_for() -> None:
-    whole = frozen_bytes(setting([GIB]), [u.fqn for u in workload().units])
+    whole = frozen_bytes(scenario([GIB]), [u.fqn for u in workload().units])
     found = {}
     each = {i: DeviceLimits(rank_batch_size=4) for i in range(2)}
     for part in (0.0, 0.45, 0.55, 4.0):
-        here = setting([4 * GIB, SMALL * GIB + part * whole])
+        here = scenario([4 * GIB, SMALL * GIB + part * whole])
         demands = Constraints(max_rounds=1, limits=each)
         solution = solve(here, global_batch_size=8, constraints=demands)
         without = solve(
@@ -92,7 +92,7 @@ def test_the_planner_keeps_what_the_smallest_computing_card_has_room_for() -> No
 
 
 def test_what_is_kept_is_said() -> None:
-    here = setting([8 * GIB] * 2)
+    here = scenario([8 * GIB] * 2)
     plan = find_plan(here, global_batch_size=8)
     [line] = [each for each in form_lines(plan, here.workload) if "Frozen" in each]
     assert "of all units stay whole on every device that computes" in line

@@ -128,16 +128,16 @@ def test_a_round_that_visits_other_units_lays_out_the_rest_and_leaves_no_gradien
     order = make_schedule(segments, trainable_units=trainable, form=form)
     changed = data.draw(st.integers(0, form.num_rounds - 1))
     cursor = sum(turn.round < changed for turn in order.turns)
-    owed = order.owed_at(cursor)
+    unreduced = order.unreduced_at(cursor)
     rest = rest_of_step(
-        make_schedule(others, trainable_units=trainable, form=form), changed, owed
+        make_schedule(others, trainable_units=trainable, form=form), changed, unreduced
     )
     assert {turn.round for turn in rest.turns} <= set(range(changed, form.num_rounds))
-    assert not owed or not form.reduce_each_round
+    assert not unreduced or not form.reduce_each_round
     reduced = {op.unit for op in launched_in(rest) if op.kind is REDUCE}
-    assert reduced == owed | (trainable & set(backward_units(others)))
+    assert reduced == unreduced | (trainable & set(backward_units(others)))
     last = len(rest.turns)
-    assert not rest.owed_at(last) - {x.unit for x in rest.launched_last()}
+    assert not rest.unreduced_at(last) - {x.unit for x in rest.launched_last()}
 
 
 def test_a_form_that_contradicts_itself_is_refused() -> None:

@@ -8,7 +8,7 @@ from shardhet import HetFSDP, Plan
 from shardhet.fsdp.step.around import Visits
 from shardhet.fsdp.step.schedule_executor import RUNS
 from shardhet.pricing.launches import PRICES
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.schedule import PASSES
 from shardhet.simulator.simulation import simulate
 from tests.test_cost import CLUSTER, WORKLOAD, plan, profile
@@ -29,13 +29,13 @@ def train_step(recomputes: tuple[str, ...] = ()) -> list[torch.Tensor]:
 
 
 def test_a_kind_of_launch_is_planned_simulated_and_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, expected = simulate(plan(), Setting(CLUSTER, WORKLOAD, profile())), train_step()
+    before, expected = simulate(plan(), Scenario(CLUSTER, WORKLOAD, profile())), train_step()
     monkeypatch.setattr("shardhet.records.schedule.PASSES", [*PASSES, parking.mark])
     monkeypatch.setitem(PRICES, parking.PARK, parking.price)
     monkeypatch.setitem(RUNS, parking.PARK, parking.HANDLING)
     parking.calls.clear()
 
-    timeline = simulate(plan(), Setting(CLUSTER, WORKLOAD, profile()))
+    timeline = simulate(plan(), Scenario(CLUSTER, WORKLOAD, profile()))
     parks = [each for each in timeline.collectives if each.work is parking.PARK]
     assert [each.seconds for each in parks] == pytest.approx([parking.SECONDS] * 4)
     assert [each.unit for each in parks] == [f"blocks.{i}" for i in range(4)]

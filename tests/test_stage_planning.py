@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardhet.apps.plan import DOOR as PLAN_DOOR
+from shardhet.apps.plan import SPEC as PLAN_SPEC
 from shardhet.apps.plan import main as plan_main
 from shardhet.apps.planning.inputs import load as plan_load
 from shardhet.apps.planning.inputs import read_request
@@ -31,9 +31,9 @@ from shardhet.planner.stages.solution import PipelineSolution
 from shardhet.planner.stages.tables import pipelines_of
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.cluster import Cluster, DeviceSpec, Link, Node, built_in_kinds
-from shardhet.records.schedule import LaunchKind
+from shardhet.records.schedule import LaunchKind, StepForm
 from shardhet.records.workload import Workload
 from shardhet.simulator.pipeline import (
     StageTimes,
@@ -82,17 +82,17 @@ def cluster_of(*hosts: tuple[str, ...], between: Link | None = SLOW) -> Cluster:
     )
 
 
-def derived(cluster: Cluster) -> Setting:
-    return Setting(cluster, WORKLOAD, derive_profile(cluster, WORKLOAD))
+def derived(cluster: Cluster) -> Scenario:
+    return Scenario(cluster, WORKLOAD, derive_profile(cluster, WORKLOAD))
 
 
 def found_in(
-    setting: Setting, batch: int, max_stages: int = 3, *, needs_all: bool = False
+    scenario: Scenario, batch: int, max_stages: int = 3, *, needs_all: bool = False
 ) -> PipelineSolution:
     found = find_pipeline(
-        setting,
+        scenario,
         global_batch_size=batch,
-        smaller=lambda positions: derived(setting.cluster.only(positions)),
+        smaller=lambda positions: derived(scenario.cluster.only(positions)),
         max_stages=max_stages,
         needs_all=needs_all,
     )
@@ -126,33 +126,33 @@ def test_a_step_is_no_shorter_than_any_stage_and_link(
         before = sum(each.round_s + link_s + back_s for each in stages[:i])
         assert step_s >= num_rounds * stage.round_s + before - 1e-9
     assert step_s >= num_rounds * max(link_s, back_s)
-    rounds_s, onces_s = zip(*((each.round_s, each.once_s) for each in stages), strict=True)
+    rounds_s, per_step_s = zip(*((each.round_s, each.once_s) for each in stages), strict=True)
     for held in (None, in_flight):
-        min_s = least_step_s(rounds_s, onces_s, (hops_s, backs_s), num_rounds, held, max)
+        min_s = least_step_s(rounds_s, per_step_s, (hops_s, backs_s), num_rounds, held, max)
         assert step_s >= min_s - 1e-9
     assert min(fewer_s, alike_s) >= step_s - 1e-9
 
 
 def test_what_has_no_gradient_is_priced_one_way() -> None:
     """A mask of as many bytes as the hidden state goes to the next stage, and nothing back."""
-    setting = derived(cluster_of(("Tesla T4",), ("Tesla T4",)))
+    scenario = derived(cluster_of(("Tesla T4",), ("Tesla T4",)))
     kinds = [
         replace(kind, input_bytes=2 * kind.input_bytes, input_grad_bytes=kind.input_bytes)
         if kind.name == "block"
         else kind
-        for kind in setting.workload.kinds
+        for kind in scenario.workload.kinds
     ]
-    masked = replace(setting, workload=replace(setting.workload, kinds=tuple(kinds)))
+    masked = replace(scenario, workload=replace(scenario.workload, kinds=tuple(kinds)))
     [block, *_] = [unit for unit in masked.workload.units if unit.kind == "block"]
-    link = link_between(setting.cluster, (0,), (1,))
-    hop, before = (hop_of(link, each.workload, block, 3) for each in (masked, setting))
+    link = link_between(scenario.cluster, (0,), (1,))
+    hop, before = (hop_of(link, each.workload, block, 3) for each in (masked, scenario))
     assert (hop.nbytes, hop.back_bytes) == (2 * before.nbytes, before.nbytes)
     assert (hop.back_s, before.back_s) == (before.seconds, before.seconds)
     assert hop.seconds > 1.5 * hop.back_s
     saved = Workload.from_json(masked.workload.to_json())
     assert saved == masked.workload
-    [first, *_] = setting.workload.units
-    assert hop_of(link, setting.workload, first, 3).back_s == 0  # tokens
+    [first, *_] = scenario.workload.units
+    assert hop_of(link, scenario.workload, first, 3).back_s == 0  # tokens
 
 
 def test_a_pipeline_that_does_not_end_is_refused() -> None:
@@ -174,10 +174,10 @@ def test_of_few_devices_all_groups_are_listed() -> None:
     assert ((0, 3), (1, 5)) not in stages
     assert ((0, 3), (1, 5)) in set(orders_of_stages(cluster, 2, [0, 0, 0, 0, 0, 1]))
     search = searched(derived(cluster), 4)
-    assert search.plans.looks_of((4,)) == search.plans.looks_of((5,))
+    assert search.plans.cost_keys_of((4,)) == search.plans.cost_keys_of((5,))
     limits = {5: DeviceLimits(memory_budget_bytes=2**30)}
-    search = PipelineSearch(search.setting, search.smaller, 4, Constraints(limits=limits))
-    assert search.plans.looks_of((4,)) != search.plans.looks_of((5,))
+    search = PipelineSearch(search.scenario, search.smaller, 4, Constraints(limits=limits))
+    assert search.plans.cost_keys_of((4,)) != search.plans.cost_keys_of((5,))
 
 
 # The search
@@ -207,7 +207,7 @@ def test_of_few_devices_all_groups_are_listed() -> None:
 def test_what_trying_all_partitions_found_is_found(seed: int, cutoff_s: float) -> None:
     instance = drawn(seed)
     found = find_pipeline(
-        instance.setting, global_batch_size=instance.batch, smaller=instance.part
+        instance.scenario, global_batch_size=instance.batch, smaller=instance.part
     )
     assert found is not None
     assert found.step_time_s <= cutoff_s
@@ -219,7 +219,7 @@ def test_what_trying_all_partitions_found_is_found(seed: int, cutoff_s: float) -
 def test_what_is_known_of_planned_stages_holds_for_others(seed: int) -> None:
     """Of fewer units and less in flight, where memory binds."""
     instance, random = drawn(seed), Random(seed)
-    search = PipelineSearch(instance.setting, instance.part, instance.batch, Constraints())
+    search = PipelineSearch(instance.scenario, instance.part, instance.batch, Constraints())
     groups = [
         (0,),
         *{each for stages in orders_of_stages(instance.cluster, 2) for each in stages},
@@ -275,12 +275,12 @@ def searched_with(
         for node in drawn.nodes
     )
 
-    def setting_of(cluster: Cluster) -> Setting:
-        return Setting(cluster, workload, derive_profile(cluster, workload))
+    def scenario_of(cluster: Cluster) -> Scenario:
+        return Scenario(cluster, workload, derive_profile(cluster, workload))
 
     whole = replace(drawn, nodes=nodes)
     return PipelineSearch(
-        setting_of(whole), lambda each: setting_of(whole.only(each)), batch, demands
+        scenario_of(whole), lambda each: scenario_of(whole.only(each)), batch, demands
     )
 
 
@@ -321,7 +321,7 @@ def test_the_bound_of_a_planned_stage_leaves_others_a_longer_end(per_host: int) 
     found = plans.of(positions, 1, 3, form, 1)
     assert found is not None
     known_s = plans.known_s(positions, form, 1)[1, 3]
-    part = with_units(search.setting, search.units[1:3])
+    part = with_units(search.scenario, search.units[1:3])
     device = part.profile.device(CARDS[3])
     most_s = device.optimizer_seconds_per_element * part.workload.numel
     most_s += CostModel(part).in_form(form).turns(unevenness=1.0).exposed_comm_s
@@ -346,7 +346,7 @@ def test_one_device_is_planned_for_the_form_of_least_memory(memory: float) -> No
         found, alone = plans.of((0,), 1, 7, form, 2), plans.solved((0,), 1, 7, form, 2)
         assert (found is None) == (alone is None)
         if found is not None and alone is not None:
-            assert found.solution.plan.form == form
+            assert StepForm.of(found.solution.plan) == form
             assert found.times.round_s == pytest.approx(alone.times.round_s, rel=1e-3)
 
 
@@ -374,13 +374,13 @@ def all_trials(search: PipelineSearch, stages: Stages) -> Iterator[Trial]:
 )
 def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
     random = Random(seed)
-    setting = derived(unlike_cluster(random, most=1 if seed == 0 else 2))
+    scenario = derived(unlike_cluster(random, most=1 if seed == 0 else 2))
     batch = random.choice([4, 6])
-    found = found_in(setting, batch)
-    search = searched(setting, batch)
+    found = found_in(scenario, batch)
+    search = searched(scenario, batch)
     best_s = min(
         search.seconds_of(stages, trial)
-        for stages in orders_of_stages(setting.cluster, 3)
+        for stages in orders_of_stages(scenario.cluster, 3)
         for trial in all_trials(search, stages)
     )
     assert best_s < inf
@@ -389,7 +389,7 @@ def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
     assert found.step_time_s <= best_s * 1.01
     min_s = min(
         search.expected.min_s(stages, trial)
-        for stages in orders_of_stages(setting.cluster, 3)
+        for stages in orders_of_stages(scenario.cluster, 3)
         for trial in all_trials(search, stages)
     )
     assert min_s <= best_s * (1 + 1e-9)
@@ -416,27 +416,27 @@ def test_units_of_stages_are_named_by_what_is_not_shared(
     assert [units_in_short(each, every) for each in fqns] == said
 
 
-def searched(setting: Setting, batch: int) -> PipelineSearch:
-    """The search of pipelines for a setting."""
+def searched(scenario: Scenario, batch: int) -> PipelineSearch:
+    """The search of pipelines for a scenario."""
 
-    def smaller(positions: Positions) -> Setting:
-        return derived(setting.cluster.only(positions))
+    def smaller(positions: Positions) -> Scenario:
+        return derived(scenario.cluster.only(positions))
 
-    return PipelineSearch(setting, smaller, batch, Constraints())
+    return PipelineSearch(scenario, smaller, batch, Constraints())
 
 
 def test_no_plan_without_stages_beats_the_bound_either() -> None:
     for seed in range(6):
-        setting = derived(unlike_cluster(Random(seed)))
-        whole = solve(setting, global_batch_size=16)
-        bound_s = searched(setting, 16).speeds.least_of_any_s()
+        scenario = derived(unlike_cluster(Random(seed)))
+        whole = solve(scenario, global_batch_size=16)
+        bound_s = searched(scenario, 16).speeds.least_of_any_s()
         assert bound_s <= whole.predicted.step_time_s * (1 + 1e-9)
 
 
 def test_the_bound_holds_for_stages_that_are_faster_than_the_whole() -> None:
     """The slowest of eight devices is expected to be slower than that of four."""
-    setting = derived(cluster_of(CARDS[:1] * 4, CARDS[:1] * 4))
-    search = searched(setting, 64)
+    scenario = derived(cluster_of(CARDS[:1] * 4, CARDS[:1] * 4))
+    search = searched(scenario, 64)
     halves = (0, 1, 2, 3), (4, 5, 6, 7)
     trials = all_trials(search, halves)
     min_s = min(search.expected.min_s(halves, each) for each in trials)
@@ -456,10 +456,10 @@ def seconds_beside_collectives(rank: RankTimeline, timeline: Timeline) -> float:
 
 @pytest.mark.parametrize("seed", one_in(4, range(4)))
 def test_a_plan_that_was_found_is_simulated_as_the_search_priced_it(seed: int) -> None:
-    setting = derived(unlike_cluster(Random(seed)))
-    found = found_in(setting, 12)
+    scenario = derived(unlike_cluster(Random(seed)))
+    found = found_in(scenario, 12)
     price = price_of(
-        found.plan, setting, lambda positions: derived(setting.cluster.only(positions))
+        found.plan, scenario, lambda positions: derived(scenario.cluster.only(positions))
     )
     ranks = found.predicted.ranks
     assert [each.memory for each in price.ranks] == [each.memory for each in ranks]
@@ -472,7 +472,7 @@ def test_a_plan_that_was_found_is_simulated_as_the_search_priced_it(seed: int) -
     assert len(messages) == 2 * found.plan.num_rounds * len(price.hops)
     for i, (rank, cost) in enumerate(zip(timeline.ranks, ranks, strict=True)):
         # Collectives of the stage that run beside compute slow it down.
-        excess = setting.profile.device(rank.name).overlap_excess
+        excess = scenario.profile.device(rank.name).overlap_slowdown
         alone_s = rank.busy_s - excess * seconds_beside_collectives(rank, timeline)
         assert alone_s == pytest.approx(cost.forward_s + cost.backward_s + cost.optimizer_s)
         assert rank.busy_s + rank.waiting_s == pytest.approx(timeline.step_time_s)
@@ -480,8 +480,8 @@ def test_a_plan_that_was_found_is_simulated_as_the_search_priced_it(seed: int) -
 
 
 def test_a_plan_for_other_devices_is_not_priced() -> None:
-    setting = derived(cluster_of(CARDS[:1], CARDS[2:]))
-    plan = found_in(setting, 12).plan
+    scenario = derived(cluster_of(CARDS[:1], CARDS[2:]))
+    plan = found_in(scenario, 12).plan
     other = derived(cluster_of(CARDS[:1], CARDS[:1]))
     with pytest.raises(ValueError, match="of which the cluster has no more"):
         price_of(plan, other, lambda positions: derived(other.cluster.only(positions)))
@@ -509,8 +509,8 @@ def test_what_is_told_beside_stages_is_of_their_memory_and_of_plans_without_them
     simulate_main([str(out), *keys[:2]])
     assert f" of {budget[1]} GiB" in capsys.readouterr().out
     (flat,) = shown
-    conf, inputs = plan_load(PLAN_DOOR, read_request(PLAN_DOOR, keys), PlannerConf)
+    conf, inputs = plan_load(PLAN_SPEC, read_request(PLAN_SPEC, keys), PlannerConf)
     _, of_flat = conf.without_stages(inputs)
     assert flat is not None
     for i, rank in enumerate(flat.predicted.ranks):
-        assert rank.memory_budget_bytes == of_flat.setting.cluster.memory_budget_bytes(i)
+        assert rank.memory_budget_bytes == of_flat.scenario.cluster.memory_budget_bytes(i)

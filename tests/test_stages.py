@@ -17,7 +17,7 @@ from shardhet.records.ops import StageTransfer, intervals, messages_between, pha
 from shardhet.records.plan import Plan, PlannedUnit
 from shardhet.records.schedule import Phase, RoundPhase, one_forward_one_backward
 from shardhet.records.stages import Stage, rounds_in_flight, stage_by_unit
-from tests.test_overlap import _setting_of
+from tests.test_overlap import _scenario_of
 
 FIRST = Stage(units=("embedding", "blocks.[01]"), num_ranks=2)
 LAST = Stage(units=("blocks.2", "head"), num_ranks=1)
@@ -128,9 +128,9 @@ def test_units_are_dealt_to_stages_by_patterns() -> None:
 
 
 def test_prices_of_one_stage_refuse_several() -> None:
-    setting = _setting_of(Plan.by_hand(microbatch_sizes=[1, 1, 1]), 0.1)
+    scenario = _scenario_of(Plan.by_hand(microbatch_sizes=[1, 1, 1]), 0.1)
     with pytest.raises(ValueError, match="cost model: the plan has 2 stages"):
-        CostModel(setting).predict(in_stages())
+        CostModel(scenario).predict(in_stages())
 
 
 # The order of rounds

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from shardhet import HetFSDP, Plan
 from shardhet.checkpoint import save
 from shardhet.checkpoint.state import ranks
-from shardhet.comm.channel import phase, progress
+from shardhet.comm.channel import may_take_long, progress
 from shardhet.comm.failure import Failure
 from shardhet.comm.liveness import watch
 from shardhet.comm.liveness.diagnosis import panel
@@ -105,7 +105,7 @@ def take_steps(rank: int, case: Case, plan: Plan, device: torch.device | None = 
         optimizer.step()
         doing = "saving"
         if step == STEP and case.folder:
-            with phase("saving"):
+            with may_take_long("saving"):
                 spring()
                 save(model, optimizer, case.folder)
         doing = "evaluation"
@@ -191,7 +191,7 @@ def wait_for_a_long_phase(rank: int) -> None:
     model, x = small_model(2)
     model.backward(*model(x))
     if rank == 1:
-        with phase("evaluating on rank 1"):
+        with may_take_long("evaluating on rank 1"):
             time.sleep(4.0)
     dist.barrier()
     model.backward(*model(x))
@@ -246,7 +246,7 @@ def save_late(rank: int) -> None:
     model, x = small_model(2)
     model.backward(*model(x))
     if rank == 1:
-        with phase("evaluating on rank 1"):
+        with may_take_long("evaluating on rank 1"):
             time.sleep(4.0)
     with TemporaryDirectory() as folder:
         save(model, None, dist_folder(model, folder))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardhet import Cluster, Setting
+from shardhet import Cluster, Scenario
 from shardhet.models.decoder import Decoder
 from shardhet.planner import PlanError, find_plan
 from shardhet.pricing.cost import CostModel
@@ -32,10 +32,10 @@ def long_samples(seq_len: int) -> Workload:
 def test_a_plan_has_tiles_where_no_sample_fits_without() -> None:
     cluster = Cluster.named(described_cluster("3090x2"))
 
-    def setting(workload: Workload) -> Setting:
-        return Setting(cluster, workload, derive_profile(cluster, workload))
+    def scenario(workload: Workload) -> Scenario:
+        return Scenario(cluster, workload, derive_profile(cluster, workload))
 
-    of_long = setting(long_samples(65_536))
+    of_long = scenario(long_samples(65_536))
     plan = find_plan(of_long, global_batch_size=2)
     assert all(rank.tiled_units == ("*",) for rank in plan.ranks if rank.microbatch_sizes)
     assert "in tiles of 2,048 tokens" in str(plan)
@@ -50,8 +50,8 @@ def test_a_plan_has_tiles_where_no_sample_fits_without() -> None:
         assert mine.memory.total_bytes < mine.memory_budget_bytes < other.memory.total_bytes
     kinds = tuple(replace(kind, token_wise=None) for kind in of_long.workload.kinds)
     with pytest.raises(PlanError, match="no single sample"):
-        find_plan(setting(replace(of_long.workload, kinds=kinds)), global_batch_size=2)
-    short = find_plan(setting(long_samples(2048)), global_batch_size=2)
+        find_plan(scenario(replace(of_long.workload, kinds=kinds)), global_batch_size=2)
+    short = find_plan(scenario(long_samples(2048)), global_batch_size=2)
     assert not any(rank.tiled_units for rank in short.ranks)
 
 

@@ -12,7 +12,7 @@ import pytest
 from shardhet.records.plan import Plan
 from tests.programs import FEW_TEXTS, SHARDHET, SMALL_MODEL, TORCHRUN, run, start
 
-FEW_STEPS = ("debug=quick", "data.num_judged_samples=2")
+FEW_STEPS = ("debug=quick", "data.num_eval_samples=2")
 QUICK = (*FEW_STEPS, *FEW_TEXTS)
 SMALL = (*SMALL_MODEL, *QUICK)
 ALONE = (*SHARDHET, "train")

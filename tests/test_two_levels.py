@@ -12,7 +12,7 @@ from shardhet import Cluster, DeviceSpec, HetFSDP, Plan, Workload, find_plan
 from shardhet.planner import Constraints, DeviceLimits
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import derive_profile
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.stages import Nodes, Stage, TwoLevels
 from shardhet.simulator.simulation import simulate
 from tests.emulated.accelerator import Accelerator
@@ -108,7 +108,7 @@ def test_gradients_are_those_of_one_process(name: str) -> None:
             assert torch.equal(first[i], second[i])
 
 
-def _setting(numbers: Sequence[int], bytes_per_s: float) -> Setting:
+def _scenario(numbers: Sequence[int], bytes_per_s: float) -> Scenario:
     nodes = [
         {
             "host": f"node{i}",
@@ -123,11 +123,11 @@ def _setting(numbers: Sequence[int], bytes_per_s: float) -> Setting:
     workload = Workload.transformer(
         num_layers=4, width=1024, num_heads=8, vocab_size=1000, seq_len=512
     )
-    return Setting(cluster, workload, derive_profile(cluster, workload))
+    return Scenario(cluster, workload, derive_profile(cluster, workload))
 
 
-def _in_one_level(setting: Setting) -> Setting:
-    return replace(setting, profile=replace(setting.profile, two_levels=None))
+def _in_one_level(scenario: Scenario) -> Scenario:
+    return replace(scenario, profile=replace(scenario.profile, two_levels=None))
 
 
 @pytest.mark.parametrize(
@@ -141,18 +141,18 @@ def test_the_planner_takes_two_levels_where_they_are_faster(
 
     All have samples: of so few, one node alone would take less time.
     """
-    setting = _setting(numbers, bytes_per_s)
+    scenario = _scenario(numbers, bytes_per_s)
     each = DeviceLimits(rank_batch_size=2)
     demands = Constraints(limits=dict.fromkeys(range(sum(numbers)), each))
     batch = 2 * sum(numbers)
-    plan = find_plan(setting, global_batch_size=batch, constraints=demands)
-    flat = find_plan(_in_one_level(setting), global_batch_size=batch, constraints=demands)
+    plan = find_plan(scenario, global_batch_size=batch, constraints=demands)
+    flat = find_plan(_in_one_level(scenario), global_batch_size=batch, constraints=demands)
     assert bool(plan.two_level_units) == (gain > 1)
     assert not flat.two_level_units
-    step_s, flat_s = (simulate(each, setting).step_time_s for each in (plan, flat))
+    step_s, flat_s = (simulate(each, scenario).step_time_s for each in (plan, flat))
     assert flat_s / step_s >= gain
     if plan.two_level_units:  # links set the pace of each turn, as in the simulation
-        predicted_s = CostModel(setting).predict(plan).step_time_s
+        predicted_s = CostModel(scenario).predict(plan).step_time_s
         assert predicted_s == pytest.approx(step_s, rel=0.02)
 
 

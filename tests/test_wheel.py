@@ -25,7 +25,7 @@ def test_an_installed_wheel_trains_from_anywhere(tmp_path: Path) -> None:
         [
             *(sys.executable, "-m", "shardhet.apps.main", "train"),
             *("debug=quick", "model.width=16", "data.seq_len=8", "num_steps=2"),
-            *("data.num_judged_samples=2", "cluster.device=CPU", "cluster.num_ranks=1"),
+            *("data.num_eval_samples=2", "cluster.device=CPU", "cluster.num_ranks=1"),
         ],
         cwd=work_dir,
         env={**os.environ, "PYTHONPATH": str(site_dir)},

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common.results import Page, columns, console, parser_of
-from shardhet.apps.plan import DOOR
+from shardhet.apps.plan import SPEC
 from shardhet.apps.planning.inputs import load, read_request
 from shardhet.config.planning import PlannerConf
 from shardhet.planner import Constraints, PlanError, PlanSolution, solve
@@ -24,8 +24,9 @@ from shardhet.planner.stages.find import MAX_STAGES, find_pipeline
 from shardhet.planner.stages.solution import PipelineSolution
 from shardhet.pricing.hosts import update_bytes
 from shardhet.pricing.part import part_of
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.plan import Plan
+from shardhet.records.schedule import StepForm
 
 HERE = Path(__file__).parent
 BFLOAT16 = ("desktop", "small_desktop", "office_10", "office_3")  # the others are FP16
@@ -77,44 +78,44 @@ class InStages:
     search_s: float  # of CPU
 
 
-def setting_of(cluster: str, model: str, batch: int, keys: Sequence[str]) -> Setting:
+def scenario_of(cluster: str, model: str, batch: int, keys: Sequence[str]) -> Scenario:
     """What ``shardhet plan`` plans with."""
     keys = [*keys, f"cluster={HERE / 'clusters' / cluster}.yaml", f"model={model}"]
     keys += [f"precision={'BF16' if cluster in BFLOAT16 else 'FP16'}"]
-    request = read_request(DOOR, [*keys, f"global_batch_size={batch}"])
+    request = read_request(SPEC, [*keys, f"global_batch_size={batch}"])
     assert request is not None
-    return load(DOOR, request, PlannerConf)[1].setting
+    return load(SPEC, request, PlannerConf)[1].scenario
 
 
-def planned(setting: Setting, batch: int, demands: Constraints) -> PlanSolution | None:
+def planned(scenario: Scenario, batch: int, demands: Constraints) -> PlanSolution | None:
     """The fastest plan, if one fits."""
     try:
-        return solve(setting, global_batch_size=batch, constraints=demands, tolerance=0.0)
+        return solve(scenario, global_batch_size=batch, constraints=demands, tolerance=0.0)
     except PlanError:
         return None
 
 
-def pipelined(setting: Setting, batch: int) -> PipelineSolution | None:
+def pipelined(scenario: Scenario, batch: int) -> PipelineSolution | None:
     """What ``shardhet plan max_stages=4`` looks at."""
     return find_pipeline(
-        setting,
+        scenario,
         global_batch_size=batch,
-        smaller=partial(part_of, setting),
+        smaller=partial(part_of, scenario),
         max_stages=MAX_STAGES,
         tolerance=0.0,
     )
 
 
-def with_fast_hosts(setting: Setting) -> Setting:
-    """The setting with the speed of hosts that is stated."""
+def with_fast_hosts(scenario: Scenario) -> Scenario:
+    """The scenario with the speed of hosts that is stated."""
     speed = update_bytes(num_moments=2) * HOST_NUMELS_PER_S
-    nodes = tuple(replace(node, host_bytes_per_s=speed) for node in setting.cluster.nodes)
-    return replace(setting, cluster=replace(setting.cluster, nodes=nodes))
+    nodes = tuple(replace(node, host_bytes_per_s=speed) for node in scenario.cluster.nodes)
+    return replace(scenario, cluster=replace(scenario.cluster, nodes=nodes))
 
 
 def gathers_of(plan: Plan) -> str:
     """How often a unit is gathered and reduced."""
-    form = plan.form
+    form = StepForm.of(plan)
     gathers = "every use"
     if not form.reshard_after_forward:
         gathers = "a round" if form.reshard_after_backward else "a step"
@@ -137,8 +138,8 @@ def share(found: PlanSolution | PipelineSolution | None, total: float) -> float 
 
 def row_of(key: tuple[str, str, int], total: float, cells: Any) -> Row:
     """One row of stated.csv, planned."""
-    batch, setting = key[2], setting_of(*key, AS_STATED)
-    fast, started_s = with_fast_hosts(setting), time.process_time()
+    batch, scenario = key[2], scenario_of(*key, AS_STATED)
+    fast, started_s = with_fast_hosts(scenario), time.process_time()
     found = planned(fast, batch, ON_HOSTS)
     search_s = time.process_time() - started_s
     inputs = Constraints(may_keep_inputs_on_host=True)
@@ -147,32 +148,32 @@ def row_of(key: tuple[str, str, int], total: float, cells: Any) -> Row:
         **dict(zip(("cluster", "model", "batch"), key, strict=True)),
         sum_of_speeds=total,
         stated_one_round=cells["today"],
-        one_round=share(planned(setting, batch, Constraints(max_rounds=1)), total),
+        one_round=share(planned(scenario, batch, Constraints(max_rounds=1)), total),
         stated_rounds=cells["rounds"],
-        rounds=share(planned(setting, batch, Constraints()), total),
+        rounds=share(planned(scenario, batch, Constraints()), total),
         stated_inputs_on_host=cells["inputs_on_host"],
-        inputs_on_host=share(planned(setting, batch, inputs), total),
+        inputs_on_host=share(planned(scenario, batch, inputs), total),
         stated_optimizer_on_host=cells["optimizer_on_host"],
         optimizer_on_host=share(found, total),
         num_on_host=plan and sum(rank.optimizer_on_host for rank in plan.ranks),
         num_rounds=plan and plan.num_rounds,
         gathers=plan and gathers_of(plan),
-        by_default=share(planned(setting_of(*key, BY_DEFAULT), batch, ON_HOSTS), total),
+        by_default=share(planned(scenario_of(*key, BY_DEFAULT), batch, ON_HOSTS), total),
         search_s=round(search_s, 2),
     )
 
 
 def in_stages(key: tuple[str, str, int], total: float, cells: Any) -> InStages:
     """One row of stated.csv that has a pipeline, planned in stages."""
-    batch, setting, started_s = key[2], setting_of(*key, AS_STATED), time.process_time()
-    found = pipelined(setting, batch)
+    batch, scenario, started_s = key[2], scenario_of(*key, AS_STATED), time.process_time()
+    found = pipelined(scenario, batch)
     search_s = time.process_time() - started_s
     return InStages(
         **dict(zip(("cluster", "model", "batch"), key, strict=True)),
         stated_rounds=cells["rounds"],
         stated_part=cells["part_of_the_devices"],
         stated_pipeline=cells["pipeline"],
-        without_stages=share(planned(setting, batch, Constraints()), total),
+        without_stages=share(planned(scenario, batch, Constraints()), total),
         pipeline=share(found, total),
         stages="; ".join(
             f"{len(stage.units)} units on {','.join(map(str, positions))}"
@@ -182,7 +183,7 @@ def in_stages(key: tuple[str, str, int], total: float, cells: Any) -> InStages:
         ),
         num_rounds=found and found.plan.num_rounds,
         gap=found and round(found.relative_gap, 3),
-        by_default=share(pipelined(setting_of(*key, BY_DEFAULT), batch), total),
+        by_default=share(pipelined(scenario_of(*key, BY_DEFAULT), batch), total),
         search_s=round(search_s, 1),
     )
 

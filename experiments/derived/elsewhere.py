@@ -12,7 +12,7 @@ from experiments.derived.blocks import VOCAB_SIZE
 from shardhet.pricing.derive import derive_profile
 from shardhet.pricing.efficiency import efficiency_of
 from shardhet.pricing.roofline import Roofline
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.cluster import Cluster, DeviceSpec, Link, Node
 from shardhet.records.kinds import built_in_kinds, link_named
 from shardhet.records.plan import Plan
@@ -149,7 +149,7 @@ def steps() -> Iterator[Step]:
             devices=cluster.devices,
         )
         profile = derive_profile(cluster, workload, fp16_accumulation=True)
-        step_s = simulate(plan, Setting(cluster, workload, profile)).step_time_s
+        step_s = simulate(plan, Scenario(cluster, workload, profile)).step_time_s
         tokens = NUM_CARDS * samples * microbatches * shape["seq_len"]
         yield Step(
             kind=name,

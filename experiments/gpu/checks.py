@@ -38,7 +38,7 @@ from shardhet.comm import devices
 from shardhet.comm.groups import GROUPS_FOR_ONE
 from shardhet.training.compiling import compile_units
 from shardhet.training.data import TokenBatch
-from shardhet.training.guard import Guard
+from shardhet.training.guard import BadStepGuard
 from shardhet.training.hooks.bad_steps import OnBadStep
 from shardhet.training.loss_scaling import LossScaler
 from shardhet.training.optim import OptimizerSpec, WarmupDecay
@@ -247,7 +247,7 @@ def _is_guarded(job: Job, on_bad_step: OnBadStep) -> bool:
         _SameBatches(tokens, targets),
         schedule=WarmupDecay(num_steps=NUM_STEPS),
         device=job.device,
-        guard=Guard(on_bad_step),
+        guard=BadStepGuard(on_bad_step),
         run=run,
     )
     losses: list[float | None] = []

@@ -40,11 +40,11 @@ def run(job: Job, record: Recorder) -> None:
 
 def predict(case: str, plan: Plan, measured: Measurement, record: Recorder) -> float:
     """What tensors will need, in all and by what it is for."""
-    setting = measured.setting
-    parts = CostModel(setting).predict(plan).ranks[0].memory
+    scenario = measured.scenario
+    parts = CostModel(scenario).predict(plan).ranks[0].memory
     # The context and libraries' own memory are not the allocator's.
     predicted = parts.total_bytes - parts.reserved_bytes
-    simulated = simulate(plan, setting).ranks[0].peak_bytes - parts.reserved_bytes
+    simulated = simulate(plan, scenario).ranks[0].peak_bytes - parts.reserved_bytes
     record(case, PREDICTED, predicted / GIB, "GiB")
     record(case, SIMULATED, simulated / GIB, "GiB")
     for field in fields(MemoryParts):

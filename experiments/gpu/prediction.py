@@ -30,12 +30,12 @@ METRICS = (
 def run(job: Job, record: Recorder) -> None:
     """The plan that was found first, then plans by hand."""
     measured = measure_here(job, seconds=job.budget_s / 2)
-    setting = measured.setting
+    scenario = measured.scenario
     plans = found_plan(job, measured, record) | plans_by_hand(job)
     for case, plan in plans.items():
         free_everything(job.device)
         with noting_failure(case, record):
-            simulated_s = simulate(plan, setting).step_time_s
+            simulated_s = simulate(plan, scenario).step_time_s
             record(case, SIMULATED, simulated_s, "s")
             for number, seconds in enumerate(turns(job, plan, job.budget_s / 2 / len(plans))):
                 record(case, MEASURED, seconds, "s", number)
@@ -63,7 +63,7 @@ def found_plan(job: Job, measured: Measurement, record: Recorder) -> dict[str, P
     """What the planner chooses for twice what fits at once."""
     size = job.scale.microbatch_size
     solution = solve(
-        measured.setting,
+        measured.scenario,
         global_batch_size=2 * size,
         constraints=Constraints(max_microbatch_size=size),
     )

@@ -18,7 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from experiments.common.live_bytes import LiveBytes
 from experiments.common.results import Bar, Page, console, parser_of
 from experiments.common.systems import fsdp2
-from shardhet import Cluster, DeviceSpec, HetFSDP, Plan, Setting
+from shardhet import Cluster, DeviceSpec, HetFSDP, Plan, Scenario
 from shardhet.comm.calls import SWITCH
 from shardhet.models.decoder import Decoder, DecoderConfig
 from shardhet.planner import Constraints, PlanError, find_plan
@@ -154,9 +154,9 @@ def plan_of(num_layers: int, limits: list[int], *, on_host: bool) -> Plan | None
         collectives=collectives((1, 2**20), gather_s_per_byte=1e-10, reduce_s_per_byte=1e-10),
     )
     demands = Constraints(may_keep_inputs_on_host=on_host, may_keep_optimizer_on_host=on_host)
-    setting = Setting(cluster, workload, profile)
+    scenario = Scenario(cluster, workload, profile)
     try:
-        plan = find_plan(setting, global_batch_size=BATCH, constraints=demands)
+        plan = find_plan(scenario, global_batch_size=BATCH, constraints=demands)
     except PlanError:
         return None
     return plan

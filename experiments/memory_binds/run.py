@@ -16,7 +16,7 @@ from experiments.pipelines.over_links.run import HEADER, STEPS, Arm, Sample, Tur
 from shardhet import DeviceSpec, Plan, find_plan
 from shardhet.planner import Constraints
 from shardhet.pricing.cost import CostModel
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.profiler.batch import ExampleBatch, TrainedModel
 from shardhet.profiler.measure import MeasuringEffort, measure
 from shardhet.training.emulation import EmulatedDevice
@@ -52,7 +52,7 @@ CASES = (
 )
 
 
-def measured(rank: int, case: Case) -> Setting:
+def measured(rank: int, case: Case) -> Scenario:
     """What the devices can do."""
     return measure(
         TrainedModel(
@@ -61,7 +61,7 @@ def measured(rank: int, case: Case) -> Setting:
         device_spec=_spec(rank, case),
         emulated=EmulatedDevice(memory_bytes=case.mib[rank] * MIB),  # for tensors alone
         effort=MeasuringEffort(max_microbatch_size=8, num_repeats=2, time_limit_s=20.0),
-    ).setting
+    ).scenario
 
 
 def train(rank: int, case: Case, arms: Sequence[Arm], rounds: Rounds) -> list[TimedStep]:
@@ -86,12 +86,12 @@ def _spec(rank: int, case: Case) -> DeviceSpec:
     )
 
 
-def _arms(setting: Setting) -> list[Arm]:
+def _arms(scenario: Scenario) -> list[Arm]:
     """What the planner finds."""
     arms = []
     for name, demands in ARMS.items():
-        plan = find_plan(setting, global_batch_size=GLOBAL_BATCH_SIZE, constraints=demands)
-        predicted_s = CostModel(setting).predict(plan).step_time_s
+        plan = find_plan(scenario, global_batch_size=GLOBAL_BATCH_SIZE, constraints=demands)
+        predicted_s = CostModel(scenario).predict(plan).step_time_s
         arms.append(Arm(name, plan, tuple(range(len(SPEEDS))), predicted_s))
     return arms
 
@@ -118,8 +118,8 @@ def main() -> None:
     samples: list[Sample] = []
     for case in options.cases:
         console.print(case.name, markup=False)
-        setting = run_ranks(measured, len(SPEEDS), case, context=FORKED)[0]
-        arms = _arms(setting)
+        scenario = run_ranks(measured, len(SPEEDS), case, context=FORKED)[0]
+        arms = _arms(scenario)
         for arm in arms:
             console.print(f"{arm.name}: {_form(arm.plan)}, {arm.predicted_s:.2f} s")
         steps = run_ranks(train, len(SPEEDS), case, arms, rounds, context=FORKED)[0]

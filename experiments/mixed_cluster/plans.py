@@ -61,7 +61,7 @@ def make_plans(case: Case, measurement: Measurement) -> list[Planned]:
     }
     batch = case.work.global_batch_size
     found = {
-        name: make(measurement.setting, global_batch_size=batch, constraints=constraints)
+        name: make(measurement.scenario, global_batch_size=batch, constraints=constraints)
         for name, make in makers.items()
     }
     return [

@@ -8,7 +8,7 @@ from experiments.decoders import decoder_config
 from shardhet import Plan
 from shardhet.models.decoder import DecoderConfig
 from shardhet.planner import Constraints, baselines, solve
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 
 MAX_MICROBATCH_SIZE = 8
 # A quarter of a core is given in turns of 4 ms, 16 ms apart (measured, a kernel of 250 ticks a
@@ -62,12 +62,12 @@ CASES = (
 )
 
 
-def plans_of(case: Case, setting: Setting) -> Mapping[str, Plan]:
+def plans_of(case: Case, scenario: Scenario) -> Mapping[str, Plan]:
     """Good and bad ones, by name."""
     batch = case.global_batch_size
     demands = Constraints(max_microbatch_size=MAX_MICROBATCH_SIZE)
-    best = solve(setting, global_batch_size=batch, constraints=demands).plan
-    even = baselines.even(setting, global_batch_size=batch, constraints=demands).plan
+    best = solve(scenario, global_batch_size=batch, constraints=demands).plan
+    even = baselines.even(scenario, global_batch_size=batch, constraints=demands).plan
     return {"planned": best, "even": even, "upside down": _upside_down(best)}
 
 

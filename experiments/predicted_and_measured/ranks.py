@@ -69,7 +69,7 @@ def sit(
     slowness = slownesses[rank]
     with slowness.applied():
         measurement = _measure(case, slowness, extent.effort)
-        plans = plans or plans_of(case, measurement.setting)
+        plans = plans or plans_of(case, measurement.scenario)
         predictions = [
             _predict(name, plan, number, measurement) for name, plan in plans.items()
         ]
@@ -104,7 +104,7 @@ def _measure(case: Case, slowness: Slowness, effort: MeasuringEffort) -> Measure
 
 
 def _predict(name: str, plan: Plan, sitting: int, measurement: Measurement) -> Step:
-    timeline = simulate(plan, measurement.setting)
+    timeline = simulate(plan, measurement.scenario)
     return Step(
         plan_name=name,
         sitting=sitting,

@@ -16,7 +16,7 @@ import torch
 from experiments.common.results import Bar, Page, console, parser_of
 from experiments.common.systems import emulated_peak
 from experiments.predicted_memory.cases import MemoryCase, demo, draw_flat, draw_pipeline
-from shardhet import Cluster, DeviceSpec, Setting
+from shardhet import Cluster, DeviceSpec, Scenario
 from shardhet.models.decoder import Decoder
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.part import part_of
@@ -79,11 +79,11 @@ def predicted(case: MemoryCase) -> list[MemoryParts]:
         devices=(device_profile("x", lambda m: (1e-4, 2e-4), sizes=[1, 2], unit_kinds=names),),
         collectives=collectives((1, 2), gather_s_per_byte=1e-9, reduce_s_per_byte=1e-9),
     )
-    setting = Setting(cluster, workload, profile)
+    scenario = Scenario(cluster, workload, profile)
     if case.plan.stages is None:
-        ranks = CostModel(setting).predict(case.plan).ranks
+        ranks = CostModel(scenario).predict(case.plan).ranks
     else:
-        ranks = price_of(case.plan, setting, partial(part_of, setting)).ranks
+        ranks = price_of(case.plan, scenario, partial(part_of, scenario)).ranks
     return [rank.memory for rank in ranks]
 
 

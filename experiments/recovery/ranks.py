@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from experiments.common.launch import join
-from shardhet import HetFSDP, Plan, phase, watch_ranks
+from shardhet import HetFSDP, Plan, may_take_long, watch_ranks
 from shardhet.checkpoint import save
 from shardhet.comm.liveness.diagnosis import LONG_FACTOR
 from tests.misdeeds import commit
@@ -112,6 +112,6 @@ def take_steps(rank: int, fault: Fault, folder: Path) -> None:
             model.train()
         is_evaluating = False
         if step in (2, 3, 4):
-            with phase("saving"):
+            with may_take_long("saving"):
                 spring("saving")
                 save(model, optimizer, folder / f"step_{step}")

@@ -27,7 +27,7 @@ from experiments.decoders import decoder_config, make_decoder, random_batches
 from shardhet import DeviceSpec, Plan
 from shardhet.models.decoder import Block, Decoder
 from shardhet.records.ops import ops_of
-from shardhet.records.schedule import GATHER, LaunchKind, straight_schedule
+from shardhet.records.schedule import GATHER, LaunchKind, StepForm, straight_schedule
 from shardhet.training.emulation import EmulatedDevice
 
 HERE = Path(__file__).parent
@@ -114,7 +114,7 @@ def _needed_bytes(*, is_resident: bool) -> int:
         param.numel()
         * param.itemsize
         * (param.requires_grad or (op.kind is GATHER and not is_resident))
-        for op in ops_of(straight_schedule(len(units), PLAN.form))
+        for op in ops_of(straight_schedule(len(units), StepForm.of(PLAN)))
         if isinstance(op.kind, LaunchKind)
         for param in units[op.unit].parameters()
     )

@@ -18,7 +18,7 @@ from shardhet.planner.forms import BatchRounds
 from shardhet.planner.problem.problem import Bools, Floats, Ints
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.priced import at_sizes
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.pricing.step_cost import StepCost
 from shardhet.pricing.turns import taking_part
 from shardhet.records.plan import Plan, RankPlan
@@ -38,7 +38,7 @@ class TooManyError(RuntimeError):
 class Asked:
     """What plans are asked for."""
 
-    setting: Setting
+    scenario: Scenario
     batch: int
     max_rounds: int | None
     max_microbatch_size: int | None
@@ -46,7 +46,7 @@ class Asked:
     @property
     def budgets(self) -> list[int]:
         """Bytes of each device."""
-        cluster = self.setting.cluster
+        cluster = self.scenario.cluster
         return [cluster.memory_budget_bytes(i) for i in range(cluster.world_size)]
 
     def forms(self) -> Iterator[StepForm]:
@@ -116,12 +116,12 @@ class Exhaustive:
         """
         self.asked, self.limit_s, self.active = asked, limit_s, active
         self.budgets = [int(part * each) for each in asked.budgets]
-        devices = asked.setting.cluster.devices
+        devices = asked.scenario.cluster.devices
         alike: dict[object, list[int]] = {}
         for i, each in enumerate(devices):
             alike.setdefault(each if is_alike else i, []).append(i)
         self.sets = [tuple(each) for each in alike.values()]
-        profile = asked.setting.profile
+        profile = asked.scenario.profile
         self.rates = np.array(  # elements per second of each device's optimizer
             [
                 1 / (profile.device(each.kind).optimizer_seconds_per_element + 1e-15)
@@ -137,7 +137,7 @@ class Exhaustive:
 
     def realized(self, combination: Combination) -> tuple[Plan, StepCost] | None:
         """The plan with its price; None if no shares that are tried fit, rounded to rows."""
-        model = CostModel(self.asked.setting).in_form(combination.form)
+        model = CostModel(self.asked.scenario).in_form(combination.form)
         lines = [model.lines_of(rank) for rank in combination.ranks]
         fits = [
             ((budget - own) / per_numel).min()
@@ -172,7 +172,7 @@ class Exhaustive:
         return None
 
     def _of_form(self, form: StepForm) -> Iterator[Combination]:
-        model = CostModel(self.asked.setting).in_form(form)
+        model = CostModel(self.asked.scenario).in_form(form)
         lister = _Lister(self, model)
         tables = [lister.table(each) for each in self.sets]
         if not all(len(each.batch) for each in tables):
@@ -262,9 +262,9 @@ class _Lister:
     def table(self, positions: tuple[int, ...]) -> Table:
         """What each of these devices may do, all alike."""
         model, of, number = self._model, self._of, len(positions)
-        device = of.asked.setting.cluster.devices[positions[0]]
+        device = of.asked.scenario.cluster.devices[positions[0]]
         asked = of.asked
-        splits = _splits(asked.setting, device.kind, asked.batch, asked.max_microbatch_size)
+        splits = _splits(asked.scenario, device.kind, asked.batch, asked.max_microbatch_size)
         fitting = np.nonzero(splits.batch * number <= self.round_size)[0]
         found, self._own[positions] = [], []
         for patterns in self._choices:
@@ -300,7 +300,7 @@ class _Lister:
         return whole.only(_undominated(whole))
 
     def _seconds(self, kind: str | None, splits: Splits, some: Ints, rank: RankPlan) -> Floats:
-        excess = self._model.profile.device(kind).overlap_excess
+        excess = self._model.profile.device(kind).overlap_slowdown
         columns = []
         for name, fqn, number, phase, comm_s in self._turns:
             forward_s, backward_s = splits.seconds[name]
@@ -313,7 +313,7 @@ class _Lister:
 
     def ranks(self, tables: Sequence[Table], picks: Ints) -> tuple[RankPlan, ...]:
         """What one row says of every device."""
-        devices = self._of.asked.setting.cluster.devices
+        devices = self._of.asked.scenario.cluster.devices
         found: dict[int, RankPlan] = {}
         for positions, pick in zip(self._of.sets, picks, strict=True):
             sizes, patterns = self._own[positions][pick]
@@ -357,11 +357,11 @@ def _level(room: Floats, rates: Floats, whole: float) -> Floats:
 
 
 @lru_cache(maxsize=8)
-def _splits(setting: Setting, kind: str | None, batch: int, most: int | None) -> Splits:
+def _splits(scenario: Scenario, kind: str | None, batch: int, most: int | None) -> Splits:
     """Alike but the last, or as is fastest with microbatches up to some size."""
-    workload, largest = setting.workload, min(batch, most or batch)
+    workload, largest = scenario.workload, min(batch, most or batch)
     names = [kind.name for kind in workload.kinds]
-    units = {name: setting.profile.unit(kind, name) for name in names}
+    units = {name: scenario.profile.unit(kind, name) for name in names}
     curves = {
         name: (at_sizes(each.forward_s, largest), at_sizes(each.backward_s, largest))
         for name, each in units.items()

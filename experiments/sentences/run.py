@@ -26,11 +26,12 @@ from shardhet.planner.idle import active_positions
 from shardhet.planner.preference import FULL
 from shardhet.planner.problem.constraints import TOLERANCE
 from shardhet.pricing.cost import CostModel
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.pricing.step_cost import StepCost
 from shardhet.records.cluster import Cluster, DeviceSpec, Node
 from shardhet.records.plan import Plan
 from shardhet.records.profiles import Profile
+from shardhet.records.schedule import StepForm
 from shardhet.records.workload import Workload
 from tests.made_up import collectives, device_profile
 
@@ -85,7 +86,7 @@ def draw(seed: int) -> tuple[Asked, str]:
             lambda size, of_kind=seconds[name]: of_kind[size],
             sizes=measured,
             optimizer_seconds_per_element=float(rng.choice([0.0, 1e-7, 1e-6])),
-            overlap_excess=float(rng.choice([0.0, 0.3, 1.5])),
+            overlap_slowdown=float(rng.choice([0.0, 0.3, 1.5])),
         )
         for name in names
     )
@@ -110,10 +111,12 @@ def draw(seed: int) -> tuple[Asked, str]:
         DeviceSpec(kind=kind, memory_capacity_bytes=capacities[kind]) for kind in kinds
     )
     cluster = Cluster(nodes=(Node(host="a", devices=devices),))
-    setting = Setting(cluster, workload, Profile(devices=profiles, collectives=links))
+    scenario = Scenario(cluster, workload, Profile(devices=profiles, collectives=links))
     max_rounds = [None, None, 1, 2, 3][int(rng.integers(5))]
     most = [None, None, None, 2, 5][int(rng.integers(5))]
-    asked = Asked(setting=setting, batch=batch, max_rounds=max_rounds, max_microbatch_size=most)
+    asked = Asked(
+        scenario=scenario, batch=batch, max_rounds=max_rounds, max_microbatch_size=most
+    )
     return asked, curve
 
 
@@ -144,7 +147,7 @@ def judged(seed: int) -> Row:
     chosen: PlanSolution | None = None
     try:
         chosen = solve(
-            asked.setting,
+            asked.scenario,
             global_batch_size=asked.batch,
             constraints=demands,
             tolerance=TOLERANCE,
@@ -160,7 +163,7 @@ def judged(seed: int) -> Row:
     ranks = chosen.plan.ranks if chosen else ()
     return Row(
         seed=seed,
-        devices=asked.setting.cluster.world_size,
+        devices=asked.scenario.cluster.world_size,
         batch=asked.batch,
         max_rounds=asked.max_rounds or 0,
         curve=curve,
@@ -220,7 +223,7 @@ def _of_work(asked: Asked, wished: Exhaustive, plan: Plan) -> Iterator[str]:
         if met is not None:
             yield f"one round: {_told(*met)}"
             return
-    model = CostModel(asked.setting)
+    model = CostModel(asked.scenario)
     recomputed = sum(model.num_recomputed(each) for each in plan.ranks if each.rank_batch_size)
     less = [
         each
@@ -253,7 +256,7 @@ def _is_alike(asked: Asked, plan: Plan) -> bool:
     return all(
         done.setdefault(device, (rank.microbatch_sizes, rank.recomputed_units))
         == (rank.microbatch_sizes, rank.recomputed_units)
-        for device, rank in zip(asked.setting.cluster.devices, plan.ranks, strict=True)
+        for device, rank in zip(asked.scenario.cluster.devices, plan.ranks, strict=True)
     )
 
 
@@ -263,7 +266,7 @@ def _fullest(cost: StepCost) -> float:
 
 def _told(plan: Plan, cost: StepCost) -> str:
     """A plan in few words."""
-    form = plan.form
+    form = StepForm.of(plan)
     ranks = " | ".join(
         f"{each.microbatch_sizes} {','.join(each.recomputed_units)} {each.state_share:.2f}"
         for each in plan.ranks

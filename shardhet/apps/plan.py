@@ -8,7 +8,7 @@ from shardhet.apps.planning.inputs import CommandSpec, load, read_request
 from shardhet.config.checks import check_folder_output, check_outputs
 from shardhet.config.planning import PlannerConf
 
-DOOR = CommandSpec(
+SPEC = CommandSpec(
     command="shardhet plan",
     config_name="planner",
     usage="""\
@@ -29,15 +29,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     What is planned for is said before the search is imported.
     """
-    request = read_request(DOOR, arguments or [])
+    request = read_request(SPEC, arguments or [])
     if request is None:
         return
     # Of a ConfigError, or files that do not match.
     with refusing("\nNothing was planned."):
-        conf, inputs = load(DOOR, request, PlannerConf)
-        constraints = conf.to_constraints(inputs.setting.cluster.devices)
+        conf, inputs = load(SPEC, request, PlannerConf)
+        constraints = conf.to_constraints(inputs.scenario.cluster.devices)
         check_outputs(out=conf.out, picture=conf.picture)
-        check_folder_output("setting_out", conf.setting_out)
+        check_folder_output("scenario_out", conf.scenario_out)
         console = WideConsole()
         say(console, *heading(conf, inputs))
         from shardhet.apps.planning.answering import answer

@@ -17,7 +17,7 @@ from shardhet.simulator.simulation import timeline_of
 from shardhet.simulator.stages import price_of
 from shardhet.simulator.timeline import Timeline, Work
 
-DOOR = CommandSpec(
+SPEC = CommandSpec(
     command="shardhet simulate",
     config_name="simulate",
     usage="""\
@@ -33,15 +33,15 @@ Cluster and model are those that the plan was made for. A trace opens in Perfett
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Simulate and show; the exit status is 2 if the input is wrong."""
-    request = read_request(DOOR, arguments or [])
+    request = read_request(SPEC, arguments or [])
     if request is None:
         return
     with refusing("\nNothing was simulated."):
-        conf, inputs = load(DOOR, request, SimulateConf)
+        conf, inputs = load(SPEC, request, SimulateConf)
         plan = _load_plan(request.files[0])
         check_outputs(trace=conf.trace, picture=conf.picture)
         stage_of = conf.part_of(inputs, has_stages=True)
-        price = price_of(plan, inputs.setting, stage_of)
+        price = price_of(plan, inputs.scenario, stage_of)
         timeline = timeline_of(price)
     found = rows_of(plan, price, timeline)
     console = WideConsole()

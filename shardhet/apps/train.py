@@ -80,7 +80,7 @@ def _train(cfg: DictConfig) -> None:
                 begin()
         except RuntimeError as error:
             raise refuse(ConfigError(str(error)), env) from None
-        start_ranks(folder, world_size, grace_s=conf.end_notice.grace_s)
+        start_ranks(folder, world_size, grace_s=conf.stop_on_signal.grace_s)
     else:
         from shardhet.apps.run.worker import run_rank
 

@@ -48,7 +48,7 @@ from shardhet.checkpoint.state.optimizer_state import (
 )
 from shardhet.checkpoint.state.parts import ModelPart, parts_of
 from shardhet.checkpoint.state.ranks import Ranks, check_order
-from shardhet.comm.channel import phase
+from shardhet.comm.channel import may_take_long
 from shardhet.fsdp import HetFSDP
 from shardhet.records.layout import Span
 
@@ -95,7 +95,7 @@ CALL = "checkpoint.load"
 ONE_ROW = Span(0, 1)  # of a scalar
 
 
-@phase(CALL)
+@may_take_long(CALL)
 def load(model: nn.Module, optimizer: Optimizers, path: str | Path) -> Any:
     """Load model and optimizer from the folder ``path``; returns ``extra``.  Collective.
 
@@ -118,7 +118,7 @@ def load(model: nn.Module, optimizer: Optimizers, path: str | Path) -> Any:
     return load_from(model, optimizer, FolderSource(Path(path).absolute()))
 
 
-@phase(CALL)
+@may_take_long(CALL)
 def load_from(model: nn.Module, optimizer: Optimizers, source: CheckpointSource) -> Any:
     """As ``load``, from any source.  Collective."""
     wait_for_pending(model)

@@ -31,7 +31,7 @@ from shardhet.checkpoint.state.optimizer_state import (
 )
 from shardhet.checkpoint.state.parts import parts_of
 from shardhet.checkpoint.state.ranks import Ranks
-from shardhet.comm.channel import phase, progress
+from shardhet.comm.channel import may_take_long, progress
 from shardhet.comm.collectives import whole_of
 from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.params.optimizer_check import forget_states
@@ -45,7 +45,7 @@ _States = Mapping[str, Mapping[str, HeldState]]  # by fqn and name
 _Trained = Sequence[tuple[optim.Optimizer, _States]]
 
 
-@phase(CALL)
+@may_take_long(CALL)
 def redistribute(model: HetFSDP, optimizer: Optimizers, plan: Plan) -> None:
     """Let ``model`` follow ``plan`` from the next step on.  Collective.
 
@@ -105,7 +105,7 @@ def redistribute(model: HetFSDP, optimizer: Optimizers, plan: Plan) -> None:
         for i, each in enumerate(optimizers)
     ]
     _check_pieces(model, plan, trained)
-    with torch.no_grad(), model.guard(CALL):
+    with torch.no_grad(), model.fail_together(CALL):
         of_units = comm_of_units(plan, model._comm, model._control)
         for move in moves(model, plan, of_units):
             progress.mark(f"{CALL}: unit {move.unit_fqn!r}")

@@ -26,10 +26,10 @@ from shardhet.checkpoint.state.held import RankState
 from shardhet.checkpoint.state.job import CALL, Job
 from shardhet.checkpoint.state.optimizer_state import Optimizers
 from shardhet.checkpoint.state.ranks import Ranks, check_order
-from shardhet.comm.channel import phase
+from shardhet.comm.channel import may_take_long
 
 
-@phase(CALL)
+@may_take_long(CALL)
 def save(
     model: nn.Module,
     optimizer: Optimizers,
@@ -57,7 +57,7 @@ def save(
     _begin(model, optimizer, path, extra, is_async=False).run()
 
 
-@phase(CALL)
+@may_take_long(CALL)
 def save_async(
     model: nn.Module,
     optimizer: Optimizers,
@@ -79,7 +79,7 @@ def save_async(
 class PendingSave(Job):
     """A checkpoint that is being written."""
 
-    @phase(CALL)
+    @may_take_long(CALL)
     def wait(self) -> None:
         """Until the checkpoint is complete.  Collective.
 

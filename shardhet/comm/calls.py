@@ -321,8 +321,8 @@ def meet(group: dist.ProcessGroup, number: int) -> tuple[Transport, ...] | None:
         shared_host: Any = import_module(SHARED_HOST)
     except ModuleNotFoundError:
         return None
-    met: tuple[Transport, ...] | None = shared_host.SharedHost.meet(group, number, is_wanted)
-    return met
+    found: tuple[Transport, ...] | None = shared_host.SharedHost.meet(group, number, is_wanted)
+    return found
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:

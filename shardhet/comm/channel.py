@@ -35,7 +35,7 @@ class RankProgress:
     step: int = 0  # that of the model at the end of the last one
     stage: int | None = None  # of a pipeline that this process is part of
     thread_id: int = 0  # of the thread that made the last mark
-    phases: tuple[str, ...] = ()  # declared by ``phase``, the innermost last
+    slow_sections: tuple[str, ...] = ()  # declared by ``may_take_long``, the innermost last
     # The limit of the call in which this process waits for all ranks, if it has one.
     limit_s: float | None = None
     is_watched: bool = False  # a thread ends this process if a rank does not come
@@ -64,21 +64,21 @@ progress = RankProgress()
 
 
 @contextmanager
-def phase(name: str) -> Iterator[None]:
+def may_take_long(name: str) -> Iterator[None]:
     """Declare that the code inside may take long on this rank while other ranks wait for it.
 
     Until it ends, the watch over ranks has ten times its usual patience with this rank.
 
-        with phase("evaluating on rank 0"):
+        with may_take_long("evaluating on rank 0"):
             ...
     """
-    before, doing = progress.phases, progress.doing
-    progress.phases = (*before, name)
+    before, doing = progress.slow_sections, progress.doing
+    progress.slow_sections = (*before, name)
     progress.mark(name)
     try:
         yield
     finally:
-        progress.phases = before
+        progress.slow_sections = before
         progress.mark(doing)
 
 

@@ -49,11 +49,13 @@ class Members:
         ranks = tuple(range(1 if group is None else group.size()))
         rank, names = 0 if group is None else group.rank(), [f"rank {r}" for r in ranks]
         given, channel = Communicators(None, None, group), Channel(group, ranks, rank)
-        met = Peers(given, channel, names, device).guard("meeting the other ranks")
-        with met, failing_as_peers():
+        meeting = Peers(given, channel, names, device).fail_together("meeting the other ranks")
+        with meeting, failing_as_peers():
             communicators = Communicators.over(group, device)
         *_, hello = communicators.channels(ranks, rank)
-        with Peers(communicators, hello, names, device).guard("meeting the other ranks"):
+        with Peers(communicators, hello, names, device).fail_together(
+            "meeting the other ranks"
+        ):
             announced = hello.exchange_objects(device_spec or local_device_spec(device))
             check_same_on_all_ranks(plan.to_json(), what="plan", channel=hello)
             rank_by_position = match_devices([each.device for each in plan.ranks], announced)

@@ -17,7 +17,7 @@ Then on each of the others, in this order:
     the call that waits   raises LostPeerError: the connection broke by itself, or because the
                           watch has found a rank at fault (``liveness.ending``), which ends a
                           process whose training thread stays blocked for 5 s more
-    Peers.guard           is around every step and catches it; ``_cause_of`` breaks this rank's
+    Peers.fail_together   is around every step and catches it; ``_cause_of`` breaks this rank's
                           own connections, so that ranks further away notice, too
     the message           is that of the first ``Failure`` that any rank has reported to the
                           store, of this model or of all: the rank that raises, or a watch;
@@ -197,8 +197,8 @@ class Peers:
             atexit.register(_say_that_it_ended)
 
     @contextmanager
-    def guard(self, doing: str | None = None) -> Iterator[None]:
-        """Guard a block of code that other ranks may wait for."""
+    def fail_together(self, doing: str | None = None) -> Iterator[None]:
+        """Raise on all ranks what a block raises on one, for which others may wait."""
         progress.mark(doing or progress.doing)
         try:
             yield

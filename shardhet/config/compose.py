@@ -60,7 +60,7 @@ OF_RUN = "of_run"  # the configuration of a run to go on with, and its choice in
 VERSION_BASE = "1.3"
 HOSTS_OWN_KEYS = (  # paths; contents of folders are compared instead
     "run_dir",
-    "end_notice.file",
+    "stop_on_signal.file",
     "replicas.folder",
     "model.path",
     "data.path",

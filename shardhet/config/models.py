@@ -142,7 +142,7 @@ class DataConf(Checked, prefix="data."):
     cache_dir: str | None = None  # where tokens are kept; None: the run folder
     seq_len: int = checked(64, at_least(1))  # tokens
     # Windows of held-out text in an evaluation.
-    num_judged_samples: int = checked(1000, at_least(1))
+    num_eval_samples: int = checked(1000, at_least(1))
 
     def load(self, token_dir: Path, chat: "Chat | None" = None) -> "Corpus":
         """The text as bytes; large texts are mapped from files in ``token_dir``.

@@ -35,7 +35,7 @@ from shardhet.planner.problem.constraints import TOLERANCE, Constraints, DeviceL
 from shardhet.planner.stages.groups import MAX_STAGES
 from shardhet.pricing import derive
 from shardhet.pricing.part import part_of
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.cluster import USABLE_MEMORY_FRACTION, Cluster, DeviceSpec
 from shardhet.records.margin import with_fraction, with_libraries
 from shardhet.records.plan import EVERY_BLOCK
@@ -55,9 +55,9 @@ class PlannedPrecision(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """The setting to plan for, and its name."""
+    """The scenario to plan for, and its name."""
 
-    setting: Setting
+    scenario: Scenario
     name: str  # of the model, for titles
 
 
@@ -149,28 +149,28 @@ class InputsConf(Checked):
                 fp16_accumulation=self.fp16_accumulation,
             )
         name = self.model.title(model_name)
-        return Inputs(setting=Setting(cluster, workload, profile), name=name)
+        return Inputs(scenario=Scenario(cluster, workload, profile), name=name)
 
     def part_of(
         self, inputs: Inputs, *, keeps_precision: bool = True, has_stages: bool | None = None
-    ) -> Callable[[tuple[int, ...]], Setting]:
-        """The setting of some of the devices of ``inputs``, as ``derived``."""
-        setting, conf = inputs.setting, self
+    ) -> Callable[[tuple[int, ...]], Scenario]:
+        """The scenario of some of the devices of ``inputs``, as ``derived``."""
+        scenario, conf = inputs.scenario, self
         if self.measured is not None:
-            return partial(part_of, setting)
+            return partial(part_of, scenario)
         if keeps_precision:  # else that of these devices alone
-            conf = replace(self, precision=PlannedPrecision(setting.workload.param_dtype))
+            conf = replace(self, precision=PlannedPrecision(scenario.workload.param_dtype))
         return lambda positions: (
             conf.derived(
-                setting.cluster.only(positions), inputs.name, has_stages=has_stages
-            ).setting
+                scenario.cluster.only(positions), inputs.name, has_stages=has_stages
+            ).scenario
         )
 
-    def in_bfloat16(self, inputs: Inputs) -> tuple[tuple[int, ...], Callable[..., Setting]]:
-        """The devices with bfloat16, where others have all compute in float32, and the setting
+    def in_bfloat16(self, inputs: Inputs) -> tuple[tuple[int, ...], Callable[..., Scenario]]:
+        """The devices with bfloat16, where others have all compute in float32, and the scenario
         of some of them; none if nothing is derived, or all compute in one format.
         """
-        cluster = inputs.setting.cluster
+        cluster = inputs.scenario.cluster
         lacking = self._lacking(cluster, PlannedPrecision.BF16)
         kept = [i for i, device in enumerate(cluster.devices) if device.kind not in lacking]
         is_asked = self.measured is None and self.precision is PlannedPrecision.AUTO
@@ -180,10 +180,10 @@ class InputsConf(Checked):
     def _load_measured(self, folder: Path) -> Inputs:
         check_measured("measured", folder)
         with config_errors():
-            setting = Setting.load(folder)
-        self._check_meets(setting.cluster)
-        setting = replace(setting, cluster=self._with_margin(setting.cluster))
-        return Inputs(setting=setting, name=folder.resolve().name)
+            scenario = Scenario.load(folder)
+        self._check_meets(scenario.cluster)
+        scenario = replace(scenario, cluster=self._with_margin(scenario.cluster))
+        return Inputs(scenario=scenario, name=folder.resolve().name)
 
     @property
     def has_stages(self) -> bool:
@@ -291,7 +291,7 @@ class PlannerConf(InputsConf):
     explain: bool = False  # what was proven, what all changes that were tried give
     baselines: bool = False
     out: str | None = None  # the plan, as JSON
-    setting_out: str | None = None  # a folder: cluster, workload and profile of the plan
+    scenario_out: str | None = None  # a folder: cluster, workload and profile of the plan
     picture: str | None = None  # needs matplotlib
 
     def __post_init__(self) -> None:
@@ -323,7 +323,7 @@ class PlannerConf(InputsConf):
         conf = replace(self, max_stages=1)
         if conf.measured is not None:
             return conf, inputs
-        return conf, conf.derived(inputs.setting.cluster, inputs.name)
+        return conf, conf.derived(inputs.scenario.cluster, inputs.name)
 
     def refused_beside_stages(self) -> list[str]:
         """What is set that is not planned for together with stages."""
@@ -333,7 +333,7 @@ class PlannerConf(InputsConf):
             "limits": bool(self.limits),
             "equal": bool(self.equal),
             "picture": self.picture is not None,
-            "setting_out": self.setting_out is not None,
+            "scenario_out": self.scenario_out is not None,
         }
         return [key for key, is_set in beside.items() if is_set]
 

@@ -120,11 +120,11 @@ class GuardConf(Checked, prefix="guard."):
 
 
 @dataclass(kw_only=True)
-class EndNoticeConf(Checked, prefix="end_notice."):
+class StopOnSignalConf(Checked, prefix="stop_on_signal."):
     """How a run is told to end soon: Ctrl-C, SIGTERM or SIGUSR1, or a file that appears.
 
     The step in progress is finished, a checkpoint is written, and all ranks end with status 0;
-    ``resume=RUN_FOLDER`` goes on from there.  The file ``end_notice`` in that folder does it
+    ``resume=RUN_FOLDER`` goes on from there.  The file ``stop`` in that folder does it
     too.
     """
 
@@ -234,7 +234,7 @@ class TrainConf(RanksConf):
     checkpoint: CheckpointConf = field(default_factory=CheckpointConf)
     replicas: ReplicasConf = field(default_factory=ReplicasConf)
     guard: GuardConf = field(default_factory=GuardConf)
-    end_notice: EndNoticeConf = field(default_factory=EndNoticeConf)
+    stop_on_signal: StopOnSignalConf = field(default_factory=StopOnSignalConf)
     # REPLAN: with a lower budget for the device, from the newest checkpoint or replica
     on_oom: OnOom = OnOom.STOP
     # If a device stays slower than plan.measured says, which is always said: plan anew, and

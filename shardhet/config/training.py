@@ -24,7 +24,7 @@ from shardhet.records.plan import Plan
 from shardhet.records.stages import Stage
 
 if TYPE_CHECKING:
-    from shardhet.pricing.setting import Setting
+    from shardhet.pricing.scenario import Scenario
     from shardhet.training.emulation import EmulatedDevice
     from shardhet.training.optim import OptimizerSpec, Schedule
 
@@ -343,17 +343,17 @@ class MeasuredPlanConf(PlanConf):
     @property
     def usual_world_size(self) -> int | None:
         """As many devices as were measured."""
-        setting = self.setting()
-        return None if setting is None else setting.cluster.world_size
+        scenario = self.scenario()
+        return None if scenario is None else scenario.cluster.world_size
 
-    def setting(self) -> "Setting | None":
+    def scenario(self) -> "Scenario | None":
         """What was measured before the run."""
-        from shardhet.pricing.setting import Setting
+        from shardhet.pricing.scenario import Scenario
 
         if self.measured is None:
             return None
         with config_errors("plan.measured"):
-            return Setting.load(self.measured)
+            return Scenario.load(self.measured)
 
 
 @dataclass(kw_only=True)

@@ -105,7 +105,7 @@ def _check_links(console: RankConsole, device: torch.device) -> None:
     workload = Workload.transformer(
         num_layers=1, width=WIDTH, num_heads=1, vocab_size=WIDTH, seq_len=1
     )
-    with channels.peers.guard("measuring links"):
+    with channels.peers.fail_together("measuring links"):
         traffic = Traffic(channels, workload, device, orig_dtype=torch.float32)
         following = [(i, (i + 1) % group.size()) for i in range(group.size())]
         pairs = [traffic.pair(a, b, NUM_REPEATS) for a, b in following]

@@ -118,7 +118,7 @@ class HetFSDP(ModuleInRounds):
         self._control, self._peers = members.control, members.peers
         self._comm = CommContext(device, members.gather, members.reduce, members.nodes)
         hooks, before, norms = ParamHooks(module), OriginalParams(module), BatchNorms(module)
-        with self._peers.guard("wrapping the model"):
+        with self._peers.fail_together("wrapping the model"):
             self._comm.follow(plan, self._control)
             norms.warn(plan, position=members.control.position)
             of_units = comm_of_units(plan, self._comm, self._control)
@@ -205,7 +205,7 @@ class HetFSDP(ModuleInRounds):
         if self._pipeline is not None:
             output = self._evaluate_stages(self._pipeline, args, kwargs, loss_inputs)
             return _loss_of_none(self.device) if output is None else output
-        with self._peers.guard("model(...)"):
+        with self._peers.fail_together("model(...)"):
             self._check_can_run()
             call = self._call_of_round((args, kwargs, in_tuple(loss_inputs)))
             with self._forgetting_rounds():

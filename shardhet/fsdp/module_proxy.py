@@ -144,7 +144,7 @@ def watch_inside(root: nn.Module, flats: Sequence[FlatTensor], rows: ShardGroup)
     """Let no method of the modules inside take rows for the parameters when it saves them."""
 
     def refuse_on_all(name: str, why: str) -> None:
-        with rows.peers.guard("the program around HetFSDP"):
+        with rows.peers.fail_together("the program around HetFSDP"):
             refuse(name, why)
 
     _rows_by_module[root] = rows
@@ -205,7 +205,7 @@ def _with_whole(
     if not there:  # the method of a module around it has gathered them
         return method(*args, **kwargs)
     there, comm = list(dict.fromkeys(there)), rows.comm
-    with rows.peers.guard(name):
+    with rows.peers.fail_together(name):
         keep_out_arguments(kwargs)
         mine = [1 + crc32(fqn.encode())]  # 0 is that of HetFSDP itself
         if any(

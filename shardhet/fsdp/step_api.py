@@ -82,7 +82,7 @@ class ModuleInRounds(ModuleWithState):
         Under stages every rank passes all arguments of its samples, and all ranks get the mean.
         """
         mean = None
-        with self._peers.guard("forward_backward"):
+        with self._peers.fail_together("forward_backward"):
             self._runtime.rounds.check_begins_batch(self.plan.num_rounds)
             self._check_can_run()
             call = self._call_of_batch(args, kwargs, loss_inputs)
@@ -93,7 +93,7 @@ class ModuleInRounds(ModuleWithState):
         scale = _scale_of(scaler, self._comm.device)
         for positional, named, of_loss in parts:
             output = self(*positional, loss_inputs=of_loss, **named)
-            with self._peers.guard("forward_backward"):
+            with self._peers.fail_together("forward_backward"):
                 if len(parts) > 1 and call.num_samples:
                     call.check_cut(self._runtime.known.current.are_batched)
                 loss_sum, num_tokens = loss_pair(output, self._loss.loss_fn)
@@ -141,7 +141,7 @@ class ModuleInRounds(ModuleWithState):
         ``backward``, all of them or none.
         """
         assert self._pipeline is not None, "plans without stages call model(...)"
-        with self._peers.guard("forward_backward"):
+        with self._peers.fail_together("forward_backward"):
             self._check_can_run()
             calls = [self._call_of_round(((), dict(each), ())) for each in rounds]
         with self._forgetting_rounds():
@@ -153,7 +153,7 @@ class ModuleInRounds(ModuleWithState):
         self, pipeline: Pipeline, args: Any, kwargs: Any, loss_inputs: Any
     ) -> Any:
         """The output of the samples of all rounds, without gradients.  Collective."""
-        with self._peers.guard("model(...)"), self._forgetting_rounds():
+        with self._peers.fail_together("model(...)"), self._forgetting_rounds():
             if torch.is_grad_enabled():
                 raise ValueError(
                     "model(...): the plan has stages, whose forward and backward are one call. "
@@ -212,7 +212,7 @@ class ModuleInRounds(ModuleWithState):
 
         For programs that go on after an error of their own between two rounds.
         """
-        with self._peers.guard("drop_rounds"):
+        with self._peers.fail_together("drop_rounds"):
             self._runtime.drop()
 
     @contextmanager

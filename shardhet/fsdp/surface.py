@@ -112,7 +112,7 @@ class ModuleOfRows(nn.Module):
         except AttributeError:
             if module is None or name.startswith("__") or not hasattr(module, name):
                 raise
-        return through(module, name, self._flats, self._peers.guard)
+        return through(module, name, self._flats, self._peers.fail_together)
 
     def register_buffer(self, name: str, *_: Any, **__: Any) -> NoReturn:
         """Raises ``RuntimeError``, as its kin: the model and its states would not have it."""
@@ -152,7 +152,7 @@ class ModuleOfRows(nn.Module):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call ``fn`` on every module; it may change anything but parameters."""
-        with self._peers.guard("model.apply"):
+        with self._peers.fail_together("model.apply"):
             with_stand_ins("apply", lambda: self.module.apply(fn), self._flats)
             fn(self)
         return self
@@ -203,7 +203,7 @@ class ModuleOfRows(nn.Module):
         self._refuse("it cannot be pickled. Save model.state_dict() instead, on every rank")
 
     def _refuse(self, what: str) -> NoReturn:
-        with self._peers.guard("the program around HetFSDP"):
+        with self._peers.fail_together("the program around HetFSDP"):
             raise RuntimeError(f"HetFSDP: {what}.")
         raise AssertionError("not reached")
 
@@ -221,7 +221,7 @@ def _refuse_copies(module: nn.Module, peers: Peers) -> None:
     """
 
     def refuse(_: Any) -> NoReturn:
-        with peers.guard("the program around HetFSDP"):
+        with peers.fail_together("the program around HetFSDP"):
             raise RuntimeError(
                 "HetFSDP: a module inside it cannot be copied or pickled, and so not by "
                 "AveragedModel or torch.save(model): the copy would have this rank's rows, "
@@ -256,7 +256,7 @@ def _guarded(
     @wraps(forward)
     def forward_inside(*args: Any, **kwargs: Any) -> Any:
         if root.state is not UnitState.UNSHARDED:
-            with peers.guard():
+            with peers.fail_together():
                 raise RuntimeError(
                     f"module {fqn!r} was called outside of HetFSDP's forward, where this rank "
                     f"has only some rows of its parameters. {CALL_THE_MODEL}"
@@ -292,9 +292,9 @@ class ModuleWithState(ModuleOfRows):
         """This process's rank in the group; state dicts are whole on rank zero."""
         return self._control.rank_by_position[self.position]
 
-    def guard(self, doing: str) -> AbstractContextManager[None]:
+    def fail_together(self, doing: str) -> AbstractContextManager[None]:
         """A context for work that other ranks wait for: if it raises, all ranks raise."""
-        return self._peers.guard(doing)
+        return self._peers.fail_together(doing)
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -322,7 +322,7 @@ class ModuleWithState(ModuleOfRows):
         keep_vars: bool = False,
     ) -> dict[str, Any]:
         """Whole tensors under the model's own names on rank zero; {} elsewhere.  Collective."""
-        with self._peers.guard("state_dict"):
+        with self._peers.fail_together("state_dict"):
             keep_out_arguments({"keep_vars": keep_vars})
             self._control.enter("state_dict", within_s=SECONDS_FOR_ALL_TO_COME)
             devices.give_back_cached(self._comm.device)  # NCCL connects the receiver with all
@@ -364,7 +364,7 @@ class ModuleWithState(ModuleOfRows):
         """
         for unit in (*self._runtime.units, self._runtime.root):
             flats = [f for f in unit.flats if any(wanted(n) for s in f.slots for n in s.fqns)]
-            with self._peers.guard(f"gathering unit {unit.fqn!r}"):
+            with self._peers.fail_together(f"gathering unit {unit.fqn!r}"):
                 self._control.enter("gather_units")
                 receiver = self._control.rank_by_position.index(0)
                 yield gather_params(flats, self._comm, receivers=[receiver])
@@ -377,7 +377,7 @@ class ModuleWithState(ModuleOfRows):
         All ranks pass the tensors, or one rank does and the others pass None.  Returns missing
         and unexpected names as torch does; raises ``ValueError`` for them if ``strict``.
         """
-        with self._peers.guard("load_state_dict"):
+        with self._peers.fail_together("load_state_dict"):
             keep_out_arguments({"assign": assign})
             if by_themselves := loads_by_itself(self.module):
                 if not state_dict:
@@ -422,7 +422,7 @@ class ModuleWithState(ModuleOfRows):
 
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
         """All ranks' ``numbers``, by position.  Collective; no accelerator waits for it."""
-        with self._peers.guard("exchange"):
+        with self._peers.fail_together("exchange"):
             lengths = [int(n) for (n,) in self._control.enter("exchange", [len(numbers)])]
             if len(set(lengths)) > 1:
                 raise ValueError(
@@ -438,11 +438,11 @@ class ModuleWithState(ModuleOfRows):
         Ranks that are in a different ``call`` all raise.  Raises ``TimeoutError`` if not all
         ranks come ``within_s``.
         """
-        with self._peers.guard(call):
+        with self._peers.fail_together(call):
             self._control.enter(call, within_s=within_s)
             return self._control.exchange_objects(value)
 
     def side_channel(self) -> Channel:
         """A channel over gloo among the ranks of this model, for a thread.  Collective."""
-        with self._peers.guard("side_channel"):
+        with self._peers.fail_together("side_channel"):
             return side_channel(self._control)

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput
 
-from shardhet.comm.channel import phase
+from shardhet.comm.channel import may_take_long
 from shardhet.comm.liveness.watch import HANG_TIMEOUT_S, watch_ranks
 from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.params.host_step import check_room, fused_on_host
@@ -120,7 +120,7 @@ class HetTrainer(TrainerView):
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: a search would create the model anew in this process."""
         raise RuntimeError(
-            "HetTrainer: hyperparameter_search is refused. Start one run per setting."
+            "HetTrainer: hyperparameter_search is refused. Start one run per scenario."
         )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -139,7 +139,7 @@ class HetTrainer(TrainerView):
     # Checkpoints #
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        with phase("saving a checkpoint"):
+        with may_take_long("saving a checkpoint"):
             super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

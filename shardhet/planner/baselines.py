@@ -14,12 +14,12 @@ from shardhet.planner.find import NO_CONSTRAINTS, solve
 from shardhet.planner.problem.constraints import Constraints
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.planner.search.search import DEFAULT_EFFORT, Effort
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.schedule import StepForm
 
 
 def _solve_as(
-    setting: Setting,
+    scenario: Scenario,
     *,
     global_batch_size: int,
     form: Constraints,
@@ -35,7 +35,7 @@ def _solve_as(
         }
         constraints = replace(constraints, limits=limits)
     return solve(
-        setting,
+        scenario,
         global_batch_size=global_batch_size,
         constraints=replace(
             constraints,

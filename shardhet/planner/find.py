@@ -17,7 +17,7 @@ from shardhet.planner.candidates.candidates import LeastCompute
 from shardhet.planner.candidates.groupings import with_groups
 from shardhet.planner.forms import BatchRounds, rounds_of
 from shardhet.planner.idle import NO_GAIN, Positions, SubsetSearch, active_positions, with_idle
-from shardhet.planner.misses import check_size
+from shardhet.planner.infeasible import check_size
 from shardhet.planner.owners import owned_batches
 from shardhet.planner.preference import Bounded, preferred, unmet_preferences
 from shardhet.planner.problem.constraints import TOLERANCE, Constraints
@@ -34,7 +34,7 @@ from shardhet.planner.task import (
 )
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.part import part_of
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.by_hand import whole
 from shardhet.records.plan import Plan
 from shardhet.records.schedule import StepForm
@@ -44,7 +44,7 @@ EXACT = 1e-12  # the last digits of a bound
 
 
 def find_plan(
-    setting: Setting,
+    scenario: Scenario,
     *,
     global_batch_size: int,
     constraints: Constraints = NO_CONSTRAINTS,
@@ -53,7 +53,7 @@ def find_plan(
 ) -> Plan:
     """The plan to prefer of those within ``tolerance`` of the fastest; ``solve`` proves it."""
     return solve(
-        setting,
+        scenario,
         global_batch_size=global_batch_size,
         constraints=constraints,
         effort=effort,
@@ -62,7 +62,7 @@ def find_plan(
 
 
 def solve(
-    setting: Setting,
+    scenario: Scenario,
     *,
     global_batch_size: int,
     constraints: Constraints = NO_CONSTRAINTS,
@@ -89,11 +89,11 @@ def solve(
         raise ValueError(
             f"plan: global_batch_size is {global_batch_size} but must be at least 1."
         )
-    check_size(setting)
-    constraints.check(setting.cluster.world_size)
-    constraints.check_batches(setting.cluster.world_size, global_batch_size)
+    check_size(scenario)
+    constraints.check(scenario.cluster.world_size)
+    constraints.check_batches(scenario.cluster.world_size, global_batch_size)
     given = (effort, is_bounded, near, cutoff_s, with_kind, subset_hint)
-    prices = _priced(setting, constraints)
+    prices = _priced(scenario, constraints)
     request = _Request(prices, global_batch_size, constraints, *given)
     batches = partial(_solve_rows, request, tolerance)
     if constraints.whole_matrices:
@@ -109,7 +109,7 @@ def _solve_rows(
     """``solve``, of constraints that were checked, without whole matrices."""
     cutoff_s = min(cutoff_s, request.cutoff_s)
     request, constraints = replace(request, constraints=of, cutoff_s=cutoff_s), of
-    active = constraints.not_idle(request.setting.cluster.world_size)
+    active = constraints.not_idle(request.scenario.cluster.world_size)
     found = _of_part(request, active, tolerance)
     return found or _of_all_or_fewer(request, tolerance)
 
@@ -121,10 +121,10 @@ def _of_part(
 
     None if these are all devices or none, or nothing fits.
     """
-    setting, constraints = request.setting, request.constraints
-    if not 0 < len(positions) < setting.cluster.world_size:
+    scenario, constraints = request.scenario, request.constraints
+    if not 0 < len(positions) < scenario.cluster.world_size:
         return None
-    part = request.of_part(positions, part_of(setting, positions))
+    part = request.of_part(positions, part_of(scenario, positions))
     try:
         part.constraints.check(len(positions))
         part.constraints.check_batches(len(positions), request.global_batch_size)
@@ -139,16 +139,16 @@ def _of_all_or_fewer(request: "_Request", tolerance: float | None) -> PlanSoluti
     prices, constraints = request.prices[0], request.constraints
     found: dict[Positions, _Found] = {}
 
-    def solved(positions: Positions, setting: Setting, cutoff_s: float) -> PlanSolution:
+    def solved(positions: Positions, scenario: Scenario, cutoff_s: float) -> PlanSolution:
         part = request
         if len(positions) < prices.cluster.world_size:
-            part = request.of_part(positions, setting)
-        met = _of_all(replace(part, cutoff_s=cutoff_s), tolerance)
-        found[positions] = met
-        return met.best
+            part = request.of_part(positions, scenario)
+        seen = _of_all(replace(part, cutoff_s=cutoff_s), tolerance)
+        found[positions] = seen
+        return seen.best
 
     search = SubsetSearch(
-        setting=request.setting,
+        scenario=request.scenario,
         global_batch_size=request.global_batch_size,
         constraints=constraints,
         cutoff_s=request.cutoff_s * (1 + (tolerance or 0.0)),
@@ -159,17 +159,17 @@ def _of_all_or_fewer(request: "_Request", tolerance: float | None) -> PlanSoluti
     )
     best = search.run()
     if best is None or best.step_s > request.cutoff_s:
-        missed = search.missed or PlanError(TOO_SLOW)
-        missed.lower_bound_s = min(search.missed_s.values(), default=inf)
-        raise missed
+        why_none = search.why_none or PlanError(TOO_SLOW)
+        why_none.lower_bound_s = min(search.least_missed_s.values(), default=inf)
+        raise why_none
     plans = {best.positions: best.solution}
     if tolerance is not None:
         fastest_s = min(each.best.predicted.step_time_s for each in found.values())
         limit_s = (1 + tolerance) * fastest_s
         plans = {
-            positions: preferred(met.best, met.pools, limit_s)
-            for positions, met in found.items()
-            if met.best.predicted.step_time_s <= limit_s
+            positions: preferred(seen.best, seen.pools, limit_s)
+            for positions, seen in found.items()
+            if seen.best.predicted.step_time_s <= limit_s
         }
     of_all = (with_idle(plan, where, prices, constraints) for where, plan in plans.items())
     chosen = min(
@@ -178,13 +178,13 @@ def _of_all_or_fewer(request: "_Request", tolerance: float | None) -> PlanSoluti
         default=None,
     )
     if chosen is None:  # those that are idle have no room for their processes
-        raise search.missed or PlanError(TOO_SLOW)
+        raise search.why_none or PlanError(TOO_SLOW)
     if tolerance is not None:
         fastest_s = min(fastest_s, chosen.predicted.step_time_s)
         chosen = replace(chosen, fastest_s=fastest_s)
     whole_s = search.whole.lower_bound_s if search.whole is not None else inf
-    missed_s = search.missed_s.get(active_positions(chosen), inf)
-    return replace(chosen, lower_bound_s=min(chosen.lower_bound_s, whole_s, missed_s))
+    least_missed_s = search.least_missed_s.get(active_positions(chosen), inf)
+    return replace(chosen, lower_bound_s=min(chosen.lower_bound_s, whole_s, least_missed_s))
 
 
 def _of_all(request: "_Request", tolerance: float | None) -> "_Found":
@@ -194,18 +194,18 @@ def _of_all(request: "_Request", tolerance: float | None) -> "_Found":
     Near a part that is known, it does not.
     """
     found: list[_Found] = []
-    missed: PlanError | None = None
+    why_none: PlanError | None = None
     least, *_ = request.constraints.with_less_on_hosts()  # of equally fast plans not the first
     is_left_out = least != request.constraints and not request.subset_hint
     for constraints in [request.constraints, *[least] * is_left_out]:
         try:
             found.append(_solve(replace(request, constraints=constraints), tolerance))
         except PlanError as error:
-            if missed is None or constraints == request.constraints:  # the least memory
-                missed = error
+            if why_none is None or constraints == request.constraints:  # the least memory
+                why_none = error
     if not found:
-        assert missed is not None
-        raise missed
+        assert why_none is not None
+        raise why_none
     bound_s = min(each.best.lower_bound_s for each in found)
     best = min(found, key=lambda each: each.best.predicted.step_time_s)
     return replace(best, best=replace(best.best, lower_bound_s=bound_s))
@@ -221,41 +221,43 @@ class _Found:
 
 def _solve(request: "_Request", tolerance: float | None) -> _Found:
     """``solve``, of constraints that were checked."""
-    met = _Met(tolerance or 0.0, request.cutoff_s)
+    seen = _SearchState(tolerance or 0.0, request.cutoff_s)
     least = None
     if request.cutoff_s < inf and request.constraints.form is None:
-        least = request.least(met.limit_s)
-        if least[0] >= met.limit_s * (1 - EXACT):
-            raise PlanError(TOO_SLOW, lower_bound_s=met.limit_s)
+        least = request.least(seen.limit_s)
+        if least[0] >= seen.limit_s * (1 - EXACT):
+            raise PlanError(TOO_SLOW, lower_bound_s=seen.limit_s)
     for task in (*request.of_demanded_form(), *request.of_hinted_form()):
-        met.search(task, 0.0 if task.rounds.are_equal else request.bound_s(task))
+        seen.search(task, 0.0 if task.rounds.are_equal else request.bound_s(task))
     for i, task in enumerate(request.of_one_round()):
         max_saving = max_saving_s(task.model)
-        if i and met.best is not None and max_saving <= NO_GAIN * met.best_s:
-            met.bounds_s.append(min(met.best_s, *met.bounds_s) - max_saving)
+        if i and seen.best is not None and max_saving <= NO_GAIN * seen.best_s:
+            seen.bounds_s.append(min(seen.best_s, *seen.bounds_s) - max_saving)
         else:
-            met.search(task)
+            seen.search(task)
     constraints = request.constraints
     has_rounds = constraints.max_rounds != 1 and request.global_batch_size > 1
     if constraints.form is None and (has_rounds or len(request.prices) > 1):
-        _search_rest(request, met, *(least or request.least(inf)))
-    if met.best is None:
-        if met.missed is None:  # nothing was looked at
+        _search_rest(request, seen, *(least or request.least(inf)))
+    if seen.best is None:
+        if seen.why_none is None:  # nothing was looked at
             assert constraints.form is not None
             raise PlanError(
                 f"plan: a batch of {request.global_batch_size} cannot be cut into "
                 f"{constraints.form.num_rounds} rounds as demanded. Demand another number, or "
                 "batches of devices that are multiples of it."
             )
-        met.missed.lower_bound_s = min(met.bounds_s + met.unproven_s)
-        raise met.missed
-    bound_s = min(met.best_s, *(met.bounds_s or met.unproven_s))
-    if met.best_s > request.cutoff_s:
+        seen.why_none.lower_bound_s = min(seen.bounds_s + seen.unproven_s)
+        raise seen.why_none
+    bound_s = min(seen.best_s, *(seen.bounds_s or seen.unproven_s))
+    if seen.best_s > request.cutoff_s:
         raise PlanError(TOO_SLOW)
-    return _Found(replace(met.best, lower_bound_s=bound_s), (met.tasks, met.slower))
+    return _Found(replace(seen.best, lower_bound_s=bound_s), (seen.tasks, seen.slower))
 
 
-def _search_rest(request: "_Request", met: "_Met", min_s: float, compute: LeastCompute) -> None:
+def _search_rest(
+    request: "_Request", seen: "_SearchState", min_s: float, compute: LeastCompute
+) -> None:
     """Search steps of several rounds, and those that keep fewer frozen weights, by bounds."""
     several = filterfalse(request.has_hinted_form, request.of_several_rounds())
     rest = [*request.of_fewer_residents(), *several]
@@ -265,10 +267,10 @@ def _search_rest(request: "_Request", met: "_Met", min_s: float, compute: LeastC
     ]
     trials.sort(key=lambda each: each[:2])
     for bound_s, _, task in trials:
-        if bound_s * (1 + NO_GAIN) >= met.limit_s:
-            met.bounds_s.append(bound_s)  # also of those that come later
+        if bound_s * (1 + NO_GAIN) >= seen.limit_s:
+            seen.bounds_s.append(bound_s)  # also of those that come later
             return
-        met.search(task, bound_s, cutoff_s=met.limit_s)
+        seen.search(task, bound_s, cutoff_s=seen.limit_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,14 +288,14 @@ class _Request:
     subset_hint: Positions = ()  # if not empty, only this part and few near it
 
     @property
-    def setting(self) -> Setting:
+    def scenario(self) -> Scenario:
         """What is planned for."""
-        return self.prices[0].setting
+        return self.prices[0].scenario
 
-    def of_part(self, positions: Positions, setting: Setting) -> "_Request":
+    def of_part(self, positions: Positions, scenario: Scenario) -> "_Request":
         """What is asked where only the devices at these positions take part."""
         constraints = self.constraints.only(positions)
-        prices = _priced(setting, constraints, beside_idle=True)
+        prices = _priced(scenario, constraints, beside_idle=True)
         return replace(self, prices=prices, constraints=constraints)
 
     def of_demanded_form(self) -> Iterator[FormTask]:
@@ -338,7 +340,7 @@ class _Request:
         """Whether devices have other batches in a step of more rounds: even ones cannot be
         dealt out exactly, and the first devices get more in every round.
         """
-        is_rest = self.global_batch_size % self.setting.cluster.world_size
+        is_rest = self.global_batch_size % self.scenario.cluster.world_size
         return self.constraints.has_even_batches and bool(is_rest)
 
     def bound_s(self, task: FormTask, compute: LeastCompute | None = None) -> float:
@@ -369,7 +371,7 @@ class _Request:
 
 
 @dataclass(slots=True)
-class _Met:
+class _SearchState:
     """What was found so far, and bounds on everything that was looked at."""
 
     tolerance: float  # a plan may be preferred to one that is faster by this part
@@ -381,8 +383,8 @@ class _Met:
     slower: list[tuple[float, FormTask]] = field(default_factory=list)
     bounds_s: list[float] = field(default_factory=list)
     unproven_s: list[float] = field(default_factory=list)  # weak ones, of unequal rounds
-    missed: PlanError | None = None  # why nothing fits, of the form that needs least memory
-    missed_form: tuple[float, ...] = ()
+    why_none: PlanError | None = None  # why nothing fits, of the form that needs least memory
+    why_none_of: tuple[float, ...] = ()
 
     @property
     def best_s(self) -> float:
@@ -419,16 +421,16 @@ class _Met:
             )
         elif task.cutoff_s < inf and not task.is_exact:
             self.slower.append((known_bound_s, task))
-        if error is not None and task.memory_frugality > self.missed_form:
-            self.missed, self.missed_form = error, task.memory_frugality
+        if error is not None and task.memory_frugality > self.why_none_of:
+            self.why_none, self.why_none_of = error, task.memory_frugality
 
 
 def _priced(
-    setting: Setting, constraints: Constraints, *, beside_idle: bool = False
+    scenario: Scenario, constraints: Constraints, *, beside_idle: bool = False
 ) -> tuple[CostModel, ...]:
     """Prices of plans whose units are in the levels that are faster, by what is resident."""
     prices = CostModel(
-        setting,
+        scenario,
         in_flight=constraints.rounds_in_flight,
         receives=constraints.receives,
         hands_on_bytes=constraints.hands_on_bytes,

@@ -33,7 +33,7 @@ from shardhet.pricing.cost import CostModel
 from shardhet.pricing.derive import slowest_of
 from shardhet.pricing.part import links_of, part_of
 from shardhet.pricing.priced import at_sizes
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.pricing.turns import taking_part
 from shardhet.records.cluster import Cluster, Node
 from shardhet.records.plan import RankPlan
@@ -88,7 +88,7 @@ class SubsetPlan:
     """Some devices of a cluster, and their plan."""
 
     positions: Positions
-    setting: Setting
+    scenario: Scenario
     solution: PlanSolution
 
     @property
@@ -101,18 +101,18 @@ class SubsetPlan:
 class SubsetSearch:
     """The parts of a cluster that were tried, and those that were faster than all before."""
 
-    setting: Setting
+    scenario: Scenario
     global_batch_size: int
     constraints: Constraints
     cutoff_s: float  # slower plans are not asked for
     tolerance: float  # parts of more devices are searched for if they are as much slower
     # The plan for a part, of at most so many seconds; ValueError if there is none.
-    solved: Callable[[Positions, Setting, float], PlanSolution]
+    solved: Callable[[Positions, Scenario, float], PlanSolution]
     near: Positions = ()  # only this part and few that are next to it are searched
     whole: PlanSolution | None = None  # the plan of all devices, once it is found
     with_kind: str | None = None  # only parts with such a device are searched
-    missed: PlanError | None = None  # why there is none
-    missed_s: dict[Positions, float] = field(default_factory=dict)  # bounds on what was missed
+    why_none: PlanError | None = None  # why there is none
+    least_missed_s: dict[Positions, float] = field(default_factory=dict)  # of no plan
     num_searched: int = 0
     found: list[SubsetPlan] = field(default_factory=list)
     _seen: set[bytes] = field(default_factory=set)
@@ -120,10 +120,10 @@ class SubsetSearch:
 
     @cached_property
     def _devices(self) -> "_Devices":
-        profile, constraints = self.setting.profile, self.constraints
+        profile, constraints = self.scenario.profile, self.constraints
         told = (constraints.limits, constraints.equal, constraints.context_groups)
         are_told = any(map(bool, (*told, profile.pairs)))
-        return _Devices(self.setting.cluster, are_told)
+        return _Devices(self.scenario.cluster, are_told)
 
     def run(self) -> SubsetPlan | None:
         """The fastest part that was found, which may be the whole; None if there is none."""
@@ -148,7 +148,7 @@ class SubsetSearch:
 
     @property
     def _max_searches(self) -> int:
-        are_unlike = len(self.setting.cluster.number_by_kind) > MAX_KINDS
+        are_unlike = len(self.scenario.cluster.number_by_kind) > MAX_KINDS
         if self.near:
             return 1 if are_unlike else MAX_SEARCHES_IF_NEAR
         return MAX_SEARCHES_IF_UNLIKE if are_unlike else MAX_SEARCHES
@@ -169,7 +169,7 @@ class SubsetSearch:
             if compute_s >= most_s:
                 continue
             positions = tuple(np.flatnonzero(part).tolist())
-            links = links_of(self.setting, positions)
+            links = links_of(self.scenario, positions)
             if self._has_room(part, links):
                 bound_s = _least_step_s(links, compute_s)
                 is_first = bool((part == first).all())
@@ -189,16 +189,16 @@ class SubsetSearch:
                 continue
             self.num_searched += 1
             try:
-                setting = part_of(self.setting, positions)
-                solution = self.solved(positions, setting, cutoff_s)
+                scenario = part_of(self.scenario, positions)
+                solution = self.solved(positions, scenario, cutoff_s)
             except ValueError as error:  # or constraints need the devices that are left out
                 if isinstance(error, PlanError):
-                    self.missed = self.missed if self.missed and not is_whole else error
-                    self.missed_s[positions] = error.lower_bound_s
+                    self.why_none = self.why_none if self.why_none and not is_whole else error
+                    self.least_missed_s[positions] = error.lower_bound_s
                 continue
             if is_whole:
                 self.whole = solution
-            found = SubsetPlan(positions, setting, solution)
+            found = SubsetPlan(positions, scenario, solution)
             if found.step_s < cutoff_s:
                 faster.append(found)
         enough_s = (1 + NO_GAIN) * min((each.step_s for each in faster), default=inf)
@@ -254,7 +254,7 @@ class SubsetSearch:
 
     def _compute_s(self, part: Bools) -> float:
         """Seconds of the batch if it were spread perfectly over a part."""
-        profile, numbers = self.setting.profile, self._devices.numbers(part)
+        profile, numbers = self.scenario.profile, self._devices.numbers(part)
         # Fewer devices wait less for the slowest of them.
         pace = slowest_of(int(part.sum())) / slowest_of(len(part))
         per_s = sum(
@@ -265,24 +265,24 @@ class SubsetSearch:
         )
         return self.global_batch_size / per_s
 
-    def _has_room(self, part: Bools, setting: Setting) -> bool:
+    def _has_room(self, part: Bools, scenario: Scenario) -> bool:
         """Whether the state may fit on a part; of the whole it is said what is missing."""
         if part.all() or self.constraints.may_keep_optimizer_on_host:
             return True
-        stored = CostModel(setting).bytes_per_stored_numel * setting.workload.numel
+        stored = CostModel(scenario).bytes_per_stored_numel * scenario.workload.numel
         return bool(self._budgets[part].sum() >= stored)
 
     @cached_property
     def _budgets(self) -> Floats:
-        return np.array(self.constraints.budgets(self.setting.cluster), dtype=np.float64)
+        return np.array(self.constraints.budgets(self.scenario.cluster), dtype=np.float64)
 
     def _pace_s(self, kind: str | None) -> float:
         """Seconds of a sample in all units on a kind of device, in its best microbatches."""
         if kind not in self._paces:
-            device = self.setting.profile.device(kind)
+            device = self.scenario.profile.device(kind)
             largest = min(self.global_batch_size, MAX_MICROBATCH_SIZE)
             whole = np.zeros(1 + largest)
-            for name, number in self.setting.workload.num_units_by_kind.items():
+            for name, number in self.scenario.workload.num_units_by_kind.items():
                 if (unit := device.unit_by_kind.get(name)) is not None:
                     curves = (unit.forward_s, unit.backward_s)
                     whole += number * sum(at_sizes(curve, largest) for curve in curves)
@@ -290,9 +290,9 @@ class SubsetSearch:
         return self._paces[kind]
 
 
-def _least_step_s(setting: Setting, compute_s: float) -> float:
+def _least_step_s(scenario: Scenario, compute_s: float) -> float:
     """A bound on the step: all communication, or all compute spread perfectly."""
-    model = with_all_resident(CostModel(setting, reshard_after_forward=False))
+    model = with_all_resident(CostModel(scenario, reshard_after_forward=False))
     return max(model.turns(unevenness=0.0).comm_s, compute_s) + model.overhead_s
 
 

@@ -199,7 +199,7 @@ def owned_batches(
     A step is its turns, and then the slowest optimizer: batches and owners meet in memory only.
     So batches are planned for all of the budgets, and for less of them while owners do not fit.
     """
-    budgets, bound_s, missed = constraints.budgets(prices.cluster), 0.0, PlanError(TOO_SLOW)
+    budgets, bound_s, why_none = constraints.budgets(prices.cluster), 0.0, PlanError(TOO_SLOW)
     rows = replace(constraints, whole_matrices=())
     for part in PARTS:
         less = {i: int(part * budget) for i, budget in enumerate(budgets)}
@@ -210,12 +210,12 @@ def owned_batches(
         except PlanError as error:
             if not bound_s:
                 raise
-            missed = error
+            why_none = error
             continue
         if found.predicted.step_time_s > cutoff_s:
             raise PlanError(TOO_SLOW)
         return replace(found, lower_bound_s=bound_s, fastest_s=None)
-    raise missed
+    raise why_none
 
 
 def with_owners(

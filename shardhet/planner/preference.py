@@ -117,17 +117,17 @@ class _Preference:
 
     def of(self, task: FormTask) -> FormTask:
         """The task with the wish."""
-        setting, constraints = task.model.setting, replace(task.constraints, equal=self.equal)
+        scenario, constraints = task.model.scenario, replace(task.constraints, equal=self.equal)
         if self.part < 1:
-            cluster, stated = setting.cluster.with_part_of_budgets(self.part)
+            cluster, stated = scenario.cluster.with_part_of_budgets(self.part)
             for i, each in constraints.limits.items():
                 if each.memory_budget_bytes is not None:
                     budget = int(self.part * each.memory_budget_bytes)
                     stated[i] = min(budget, stated.get(i, budget))
             constraints = constraints.with_budgets(stated)
-            setting = replace(setting, cluster=cluster)
+            scenario = replace(scenario, cluster=cluster)
         return replace(
-            task, model=replace(task.model, setting=setting), constraints=constraints
+            task, model=replace(task.model, scenario=scenario), constraints=constraints
         )
 
 
@@ -175,22 +175,22 @@ def _within(task: FormTask) -> PlanSolution | None:
     Raises ``NoRoomForRowsError`` if perhaps some does that leaves less room for rows.
     """
     model, constraints = task.model, task.constraints
-    computing, met = Computing.every(constraints, model.cluster.world_size), None
+    computing, fast = Computing.every(constraints, model.cluster.world_size), None
     if depends_on_shares(model):
-        met = _fast_enough(task)
-        if met is None:
+        fast = _fast_enough(task)
+        if fast is None:
             return None
-        computing = Computing.as_in(met, constraints, unevenness_of(model, met))
+        computing = Computing.as_in(fast, constraints, unevenness_of(model, fast))
     builder = task.builder(computing)
     try:
         table, found, _ = search_table(builder, task.effort, task.cutoff_s)
     except NoRoomForRowsError:
-        return _met_or_tight(met)
+        return _fast_or_tight(fast)
     except PlanError:
-        return met
+        return fast
     value = table.rounded.evaluate(found.choices)
     if value is None or value.objective_s > task.cutoff_s:
-        return _met_or_tight(met)
+        return _fast_or_tight(fast)
     limits = _lengthened(value, table.problem, task.cutoff_s)
     wide = builder.table(task.cutoff_s, within_s=limits.phases_s)
     if wide.problem.counts.max() == 1:
@@ -215,13 +215,13 @@ def _within(task: FormTask) -> PlanSolution | None:
             solution = priced(plan, model, constraints)
             if solution.fits and solution.predicted.step_time_s <= task.cutoff_s:
                 return solution
-    return _met_or_tight(met)
+    return _fast_or_tight(fast)
 
 
-def _met_or_tight(met: PlanSolution | None) -> PlanSolution:
-    if met is None:
+def _fast_or_tight(fast: PlanSolution | None) -> PlanSolution:
+    if fast is None:
         raise NoRoomForRowsError("plan: no share fits once it is rounded to rows.")
-    return met
+    return fast
 
 
 def _fast_enough(task: FormTask) -> PlanSolution | None:

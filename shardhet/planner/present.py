@@ -12,7 +12,7 @@ from shardhet.planner.problem.solution import PlanError
 from shardhet.planner.stages.find import find_pipeline
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.part import part_of
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.cluster import Cluster, DeviceSpec
 from shardhet.records.plan import Plan
 
@@ -43,7 +43,7 @@ def positions_of(present: Sequence[DeviceSpec], measured: Cluster) -> tuple[int,
     return tuple(found[i] for i in range(len(present)))
 
 
-def part_for(present: Sequence[DeviceSpec], measured: Setting) -> Setting:
+def part_for(present: Sequence[DeviceSpec], measured: Scenario) -> Scenario:
     """What was measured of the devices that are there, in the measured order.
 
     Raises ``ValueError`` as ``positions_of`` does.
@@ -53,7 +53,7 @@ def part_for(present: Sequence[DeviceSpec], measured: Setting) -> Setting:
 
 def plan_for(
     present: Sequence[DeviceSpec],
-    measured: Setting,
+    measured: Scenario,
     *,
     global_batch_size: int,
     constraints: Constraints | None = None,
@@ -68,7 +68,7 @@ def plan_for(
     model.
     """
     positions = positions_of(present, measured.cluster)
-    setting = part_of(measured, positions)
+    scenario = part_of(measured, positions)
     # The part has its devices in the order of the measured cluster.
     order = sorted(range(len(present)), key=positions.__getitem__)
     constraints = (constraints or Constraints()).with_budgets(
@@ -76,15 +76,15 @@ def plan_for(
     )
     plan, problem, places, flat_s = None, None, tuple(range(len(present))), inf
     try:
-        plan = find_plan(setting, global_batch_size=global_batch_size, constraints=constraints)
-        flat_s = CostModel(setting).predict(plan).step_time_s
+        plan = find_plan(scenario, global_batch_size=global_batch_size, constraints=constraints)
+        flat_s = CostModel(scenario).predict(plan).step_time_s
     except PlanError as error:
         problem = error
     if max_stages > 1:
         found = find_pipeline(
-            setting,
+            scenario,
             global_batch_size=global_batch_size,
-            smaller=partial(part_of, setting),
+            smaller=partial(part_of, scenario),
             max_stages=max_stages,
             constraints=constraints,
             cutoff_s=flat_s,

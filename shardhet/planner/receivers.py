@@ -26,7 +26,7 @@ from typing import Self
 import numpy as np
 
 from shardhet.planner.candidates.candidates import TableBuilder
-from shardhet.planner.candidates.role_times import PortShares
+from shardhet.planner.candidates.role_times import LinkShares
 from shardhet.planner.problem.constraints import NO_LIMITS, Constraints, Role
 from shardhet.planner.problem.problem import Bools, Floats
 from shardhet.planner.problem.solution import PlanSolution
@@ -54,18 +54,18 @@ class Computing:
         return cls(constraints, world_size, 1.0, 0.0)
 
     @classmethod
-    def as_in(cls, met: PlanSolution, constraints: Constraints, unevenness: float) -> Self:
-        """Plans in which the same devices compute as in one that was met."""
-        computes = np.array([rank.rank_batch_size > 0 for rank in met.plan.ranks])
+    def as_in(cls, solution: PlanSolution, constraints: Constraints, unevenness: float) -> Self:
+        """Plans in which the same devices compute as in ``solution``."""
+        computes = np.array([rank.rank_batch_size > 0 for rank in solution.plan.ranks])
         return cls(_without(constraints, ~computes), int(computes.sum()), unevenness, 0.0)
 
-    def stored(self, world_size: int) -> PortShares:
+    def stored(self, world_size: int) -> LinkShares:
         """How much devices may store in such a plan."""
         if self.most_unevenness == inf:
-            return PortShares()
+            return LinkShares()
         passed = self.most_unevenness * (world_size - 1) / world_size
         most = passed / (self.number - 1) if self.number > 1 else inf
-        return PortShares(1 - passed, most, passed / self.number)
+        return LinkShares(1 - passed, most, passed / self.number)
 
     def halves(self, between: float, bound_s: float) -> tuple["Computing", "Computing"]:
         """The plans with less unevenness, and those with more."""

@@ -27,13 +27,13 @@ def fitting_plans(
     model: CostModel,
     constraints: Constraints,
     table: CandidateTable,
-    met: Sequence[tuple[Choice, ...]],
+    pool: Sequence[tuple[Choice, ...]],
 ) -> list[PlanSolution]:
     """The plans of the first of these choices with any that fit after rounding to rows.
 
     The state is spread in several ways.  The plans do not have a bound yet.
     """
-    for choices in met:
+    for choices in pool:
         value = table.rounded.evaluate(choices)
         if value is None:
             continue

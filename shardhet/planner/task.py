@@ -13,7 +13,7 @@ from shardhet.planner.candidates.candidates import LeastCompute, TableBuilder
 from shardhet.planner.candidates.table import CandidateTable
 from shardhet.planner.forms import BatchRounds
 from shardhet.planner.hosts import divisions, step_s
-from shardhet.planner.misses import hosts_too_small, nearest_miss
+from shardhet.planner.infeasible import hosts_too_small, nearest_miss
 from shardhet.planner.problem.constraints import Constraints
 from shardhet.planner.problem.problem import Limits, Problem
 from shardhet.planner.problem.solution import NoRoomForRowsError, PlanError, PlanSolution
@@ -64,7 +64,7 @@ class FormTask:
         return bool(constraints.has_even_state or shares)
 
     @property
-    def is_met_to_rows(self) -> bool:
+    def is_satisfied_to_rows(self) -> bool:
         """Whether plans may be faster by some rows than what meets the constraints exactly."""
         return self.has_shares or bool(self.constraints.equal)
 
@@ -119,7 +119,7 @@ def solve_form(task: FormTask) -> tuple[list[PlanSolution], float, PlanError | N
         found = [] if solution is None else [solution]
         return found, bound_s - _share_dependent_s(task.model), error
     best: PlanSolution | None = None
-    missed: PlanError | None = None
+    why_none: PlanError | None = None
     order = count()
     # The first has the most devices that compute.
     waiting = [
@@ -133,7 +133,7 @@ def solve_form(task: FormTask) -> tuple[list[PlanSolution], float, PlanError | N
             break
         computing = heappop(waiting)[2]
         solution, bound_s, error = _solve_for(task, computing)
-        bound_s, missed = max(bound_s, computing.bound_s), missed or error
+        bound_s, why_none = max(bound_s, computing.bound_s), why_none or error
         if solution is None:
             settled_s = min(settled_s, bound_s)
             continue
@@ -146,7 +146,7 @@ def solve_form(task: FormTask) -> tuple[list[PlanSolution], float, PlanError | N
         for half in computing.halves((computing.unevenness + most) / 2, bound_s):
             heappush(waiting, (bound_s, next(order), half))
     bound_s = min([settled_s, *(each.bound_s for _, _, each in waiting)])
-    return ([] if best is None else [best]), bound_s, missed
+    return ([] if best is None else [best]), bound_s, why_none
 
 
 def unevenness_of(model: CostModel, solution: PlanSolution) -> float:
@@ -160,16 +160,16 @@ def _solve_for(
 ) -> tuple[PlanSolution | None, float, PlanError | None]:
     """The best plan of these, a bound on all of them, or why there is none."""
     solution: PlanSolution | None = None
-    missed: PlanError | None = None
+    why_none: PlanError | None = None
     try:
         solution = _best_plan(task, computing)
     except PlanError as error:
-        missed, bound_s = error, error.lower_bound_s
+        why_none, bound_s = error, error.lower_bound_s
     else:
         bound_s = solution.lower_bound_s
-    if task.is_bounded and task.is_met_to_rows:
+    if task.is_bounded and task.is_satisfied_to_rows:
         bound_s = min(bound_s, _lenient_bound_s(task, computing))
-    return solution, bound_s, missed
+    return solution, bound_s, why_none
 
 
 def _lenient_bound_s(task: FormTask, computing: Computing) -> float:
@@ -204,11 +204,11 @@ def _best_plan(task: FormTask, computing: Computing) -> PlanSolution:
 
     Where devices share the memory of hosts, divisions of it are tried until none is faster.
     """
-    fitting, missed = _fitting(task, computing)
+    fitting, why_none = _fitting(task, computing)
     constraints, parts = computing.constraints, None
     for parts in divisions(constraints, task.model.cluster, fitting):
         best_s = min(map(step_s, fitting), default=inf)
-        if best_s <= missed.lower_bound_s * (1 + HOSTS_GAP):
+        if best_s <= why_none.lower_bound_s * (1 + HOSTS_GAP):
             break
         within = replace(computing, constraints=constraints.with_budgets(parts, "host_bytes"))
         faster = replace(task, cutoff_s=min(task.cutoff_s, best_s))
@@ -216,21 +216,21 @@ def _best_plan(task: FormTask, computing: Computing) -> PlanSolution:
             fitting += _fitting(faster, within)[0]
     if not fitting and parts is not None:
         message = hosts_too_small(task.model)
-        raise PlanError(message, lower_bound_s=missed.lower_bound_s)
+        raise PlanError(message, lower_bound_s=why_none.lower_bound_s)
     if not fitting:
-        raise missed
+        raise why_none
     best = min(fitting, key=step_s)
-    return replace(best, lower_bound_s=missed.lower_bound_s)
+    return replace(best, lower_bound_s=why_none.lower_bound_s)
 
 
 def _fitting(task: FormTask, computing: Computing) -> tuple[list[PlanSolution], PlanError]:
-    """Plans among which is the best of these, and what is missed if there are none, with a
+    """Plans among which is the best of these, and why, if there are none, with a
     bound on all.
 
     Where leaving room for rounding to rows costs time, plans with less of it are tried.
     """
     fitting: list[PlanSolution] = []
-    missed: NoRoomForRowsError | None = None
+    why_none: NoRoomForRowsError | None = None
     # A plan may store some rows less, and be faster, than what makes room for demanded shares.
     most_s = task.cutoff_s * (1 + ROUNDING) if task.has_shares else inf
     limit_s = task.cutoff_s * (1 + ROWS_GAP * task.has_shares)
@@ -241,19 +241,19 @@ def _fitting(task: FormTask, computing: Computing) -> tuple[list[PlanSolution], 
                 builder, task.effort, limit_s, is_only_faster=task.is_only_faster
             )
         except NoRoomForRowsError as error:
-            missed = missed or error
+            why_none = why_none or error
             continue
         choices = (found.choices, *found.runners_up)
         plans = fitting_plans(task.model, computing.constraints, table, choices)
         fitting += [each for each in plans if step_s(each) <= most_s]
-        missed = NoRoomForRowsError(
+        why_none = NoRoomForRowsError(
             "plan: no share fits once it is rounded to rows. Raise a budget.",
             lower_bound_s=found.lower_bound_s,
         )
         if fitting and not is_tight:
             break
-    assert missed is not None
-    return fitting, missed
+    assert why_none is not None
+    return fitting, why_none
 
 
 def _close_cut_s(builder: TableBuilder, cut_s: float, cutoff_s: float = inf) -> float:
@@ -356,8 +356,8 @@ def endless_memory_bound_s(task: FormTask, limit_s: float) -> tuple[float, Least
     the batch in another way, so each phase is taken to be as short as in any cut.  The second
     is a bound on the compute of the batch alone.
     """
-    builder = task.builder(is_relaxed=task.is_met_to_rows)
-    unsure_s = _share_dependent_s(task.model) + builder.unequal_s * task.is_met_to_rows
+    builder = task.builder(is_relaxed=task.is_satisfied_to_rows)
+    unsure_s = _share_dependent_s(task.model) + builder.unequal_s * task.is_satisfied_to_rows
     cutoff_s = limit_s + unsure_s
     try:
         _, found, _ = search_table(builder, task.effort, cutoff_s, is_only_faster=True)
@@ -382,7 +382,7 @@ def least_step_of_rounds_s(
     for i, (number, comm_s) in enumerate(zip(beside.num_rounds, beside.comm_s, strict=True)):
         size = rounds.last_size if i == last and rounds.last_size else rounds.round_size
         part = number * size / rounds.global_batch_size
-        excess_s = compute.overlap_excess * comm_s * (unit_s > 0)  # [classes, 2]
+        excess_s = compute.overlap_slowdown * comm_s * (unit_s > 0)  # [classes, 2]
         by_phase_s += float(np.maximum(part * unit_s + excess_s, comm_s).sum())
         together_s += max(part * compute.whole_s + float(excess_s.sum()), float(comm_s.sum()))
     return beside.exposed_s + model.overhead_s + max(together_s, by_phase_s)
@@ -412,4 +412,4 @@ def max_saving_s(model: CostModel) -> float:
 def _most_slowed(model: CostModel) -> float:
     """Seconds that a turn takes at most longer per second of its collectives."""
     kinds = model.cluster.number_by_kind
-    return max(1.0, *(model.profile.device(kind).overlap_excess for kind in kinds))
+    return max(1.0, *(model.profile.device(kind).overlap_slowdown for kind in kinds))

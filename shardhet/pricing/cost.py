@@ -2,7 +2,7 @@
 
 Let C_i be the compute time of rank i in a turn, g the time of the collectives that overlap
 the turn, and e_i the seconds that the compute of i loses per second of those collectives
-(``overlap_excess``).  The turn takes
+(``overlap_slowdown``).  The turn takes
 
     max(g,  max C_i + e_i g  over the ranks with C_i > 0)
 
@@ -33,7 +33,7 @@ from shardhet.pricing.step_cost import MemoryParts, RankCost, StepCost, TurnCost
 from shardhet.pricing.turns import TurnClass, TurnPrices, Turns, taking_part
 from shardhet.records.codec import first_places
 from shardhet.records.plan import Plan, RankPlan
-from shardhet.records.schedule import Phase
+from shardhet.records.schedule import Phase, StepForm
 
 # Of a rank: by class of turns, and by rounds that are alike, seconds of forward and backward.
 _Seconds = Sequence[Sequence[tuple[float, float]]]
@@ -53,7 +53,7 @@ class _Look(NamedTuple):
 
 @dataclass(frozen=True)
 class CostModel(TurnPrices, MemoryPrices):
-    """What a plan costs in a setting."""
+    """What a plan costs in a scenario."""
 
     def predict(self, plan: Plan) -> StepCost:
         """The cost of one step of the plan, with shares rounded to rows as in the runtime.
@@ -61,7 +61,7 @@ class CostModel(TurnPrices, MemoryPrices):
         Devices are those of the cluster, in its order.
         """
         plan.refuse_stages("the cost model")
-        of_plan = (plan.form, plan.two_level_units, plan.resident_units)
+        of_plan = (StepForm.of(plan), plan.two_level_units, plan.resident_units)
         if of_plan != (self.form, self.two_level_units, self.resident_units):
             return self.for_plan(plan).predict(plan)
         self._check_devices(plan)
@@ -79,14 +79,14 @@ class CostModel(TurnPrices, MemoryPrices):
         compute: dict[tuple[object, ...], _Seconds] = {}
         parts_by_kind: dict[str | None, list[_Seconds]] = {}
         known: dict[tuple[object, ...], RankCost] = {}
-        looks, cost_by_look = self._looks(plan, ranks, stored_by), dict[_Look, RankCost]()
+        looks, cost_by_key = self._cost_keys(plan, ranks, stored_by), dict[_Look, RankCost]()
         for look, i in first_places(looks).items():
             rank = ranks[i]
             if not (rank.microbatch_sizes or look.stored):
                 idle = (rank.device.kind, look.budget_bytes, rank.optimizer_on_host)
                 if idle not in known:
                     known[idle] = self._rank_cost(rank, look, ())
-                cost_by_look[look] = known[idle]
+                cost_by_key[look] = known[idle]
                 continue
             own, sizes = among.of_member(look.member), (rank.microbatch_sizes, look.last)
             key: tuple[object, ...] = (
@@ -119,8 +119,8 @@ class CostModel(TurnPrices, MemoryPrices):
                     optimizer_s=cost.optimizer_s + of_matrices_s,
                     memory=self._with_uneven(rank, cost.memory, stored_by, i),
                 )
-            cost_by_look[look] = cost
-        of_ranks = self.with_hosts([*map(cost_by_look.__getitem__, looks)], ranks)
+            cost_by_key[look] = cost
+        of_ranks = self.with_hosts([*map(cost_by_key.__getitem__, looks)], ranks)
         return StepCost(
             turns=tuple(among._turn_costs(turns, parts_by_kind)),
             optimizer_s=max(cost.optimizer_s for cost in of_ranks),
@@ -129,7 +129,7 @@ class CostModel(TurnPrices, MemoryPrices):
             ranks=of_ranks,
         )
 
-    def _looks(
+    def _cost_keys(
         self, plan: Plan, ranks: Sequence[RankPlan], stored_by: OwnedState
     ) -> list["_Look"]:
         """By position, what the cost of a rank depends on."""

@@ -72,7 +72,7 @@ FRAMES = 0.94  # of a cable's bits are data: 1,448 bytes of each 1,538 of TCP ov
 WITHOUT_PEER_TO_PEER = "GeForce"
 UNCROWDED, CROWDING = 3, 1.5
 # Compute that overlaps collectives takes 1.126 times as long: Cephalo's published coefficient.
-OVERLAP_EXCESS = 1 - 1 / 1.126
+OVERLAP_SLOWDOWN = 1 - 1 / 1.126
 STATE_ITEMSIZE = 4
 RESERVED_BYTES = 2**29  # a CUDA context with the libraries of torch
 # From 8 to 128 H100 a training with FSDP lost 2.7 % of its tokens/s (pytorch/torchtitan,
@@ -191,7 +191,7 @@ def _device_profile(
             if workload.num_units_by_kind[unit.name]
         ),
         optimizer_seconds_per_element=passes * STATE_ITEMSIZE / bytes_per_s,
-        overlap_excess=OVERLAP_EXCESS,
+        overlap_slowdown=OVERLAP_SLOWDOWN,
         reserved_bytes=RESERVED_BYTES,
         note=kind.source,
     )

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardhet.pricing.priced import Priced
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.pricing.step_cost import MemoryPeaks, RankCost
 from shardhet.records.cluster import Cluster, Node
 from shardhet.records.ops import HeldUnits, held_units
@@ -245,7 +245,7 @@ class HostPrices(Priced):
 
 @dataclass(frozen=True)
 class HostInputPrices(HostPrices):
-    """Bytes and seconds of inputs on hosts in a setting."""
+    """Bytes and seconds of inputs on hosts in a scenario."""
 
     @cached_property
     def _may_leave(self) -> frozenset[str]:
@@ -320,12 +320,12 @@ class HostInputPrices(HostPrices):
         return sum(sizes) * self._input_bytes[unit_fqn] / pace
 
 
-def part_of_hosts(setting: Setting, whole: Cluster, positions: Collection[int]) -> Setting:
-    """``setting``, that of devices of ``whole``, with their equal part of each host.
+def part_of_hosts(scenario: Scenario, whole: Cluster, positions: Collection[int]) -> Scenario:
+    """``scenario``, that of devices of ``whole``, with their equal part of each host.
 
     The other devices of a host have the rest of its memory and speed.
     """
-    nodes, own = [], iter(setting.cluster.nodes)
+    nodes, own = [], iter(scenario.cluster.nodes)
     for node, places in zip(whole.nodes, whole.positions_by_node, strict=True):
         number = len(places)
         kept = sum(i in positions for i in places)
@@ -340,7 +340,7 @@ def part_of_hosts(setting: Setting, whole: Cluster, positions: Collection[int]) 
                 host_bytes_per_s=speed * kept / number,
             )
         nodes.append(here)
-    return replace(setting, cluster=replace(setting.cluster, nodes=tuple(nodes)))
+    return replace(scenario, cluster=replace(scenario.cluster, nodes=tuple(nodes)))
 
 
 def _sums_after(values: Floats, then: Floats, skipped: int) -> Floats:

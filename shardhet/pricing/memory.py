@@ -35,7 +35,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PeakMemoryPrices(HostInputPrices):
-    """Bytes in the turns of a step in a setting."""
+    """Bytes in the turns of a step in a scenario."""
 
     @cached_property
     def bytes_per_stored_numel(self) -> float:
@@ -222,7 +222,7 @@ class PeakMemoryPrices(HostInputPrices):
 
 @dataclass(frozen=True)
 class MemoryPrices(PeakMemoryPrices):
-    """Bytes of ranks in a setting."""
+    """Bytes of ranks in a scenario."""
 
     def num_recomputed(self, rank: RankPlan) -> int:
         """The number of units that the rank recomputes; 0 if it does not compute."""

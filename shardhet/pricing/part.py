@@ -31,7 +31,7 @@ from shardhet.pricing.derive import (
     derive_two_levels,
     slowest_of,
 )
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.cluster import Cluster
 from shardhet.records.margin import with_libraries
 from shardhet.records.profiles import (
@@ -125,14 +125,14 @@ class Member:
         )
 
 
-def part_of_samples(setting: Setting, member: Member) -> Setting:
-    """The setting for a device that computes a part of each sample."""
-    workload, share = setting.workload, member.token_share
+def part_of_samples(scenario: Scenario, member: Member) -> Scenario:
+    """The scenario for a device that computes a part of each sample."""
+    workload, share = scenario.workload, member.token_share
     kinds = tuple(kind.of_tokens(share) for kind in workload.kinds)
     num_tokens = max(1, round(share * workload.tokens_per_sample))
     part = replace(workload, kinds=kinds, tokens_per_sample=num_tokens)
-    device = setting.profile.device(member.device_kind)
-    described = {kind.kind: kind for kind in setting.cluster.kinds}.get(device.device_kind)
+    device = scenario.profile.device(member.device_kind)
+    described = {kind.kind: kind for kind in scenario.cluster.kinds}.get(device.device_kind)
     derived: list[DeviceProfile] = []
     if device.source is Source.DERIVED and described is not None:
         derived = [derive_device(described, each) for each in (workload, part)]
@@ -145,8 +145,8 @@ def part_of_samples(setting: Setting, member: Member) -> Setting:
     units = tuple(
         unit(each) if each.unit_kind in workload.kind_by_name else each for each in device.units
     )
-    profile = replace(setting.profile, devices=(replace(device, units=units),))
-    return replace(setting, workload=part, profile=profile)
+    profile = replace(scenario.profile, devices=(replace(device, units=units),))
+    return replace(scenario, workload=part, profile=profile)
 
 
 def _unit_of_member(
@@ -186,16 +186,16 @@ def _unit_of_member(
     return replace(unit, points=tuple(point(each.microbatch_size) for each in unit.points))
 
 
-def part_of(setting: Setting, positions: Collection[int]) -> Setting:
-    """The setting with the devices at ``positions`` only."""
-    smaller = links_of(setting, positions)
-    devices = _devices(setting, smaller.cluster, smaller.cluster.number_by_kind)
+def part_of(scenario: Scenario, positions: Collection[int]) -> Scenario:
+    """The scenario with the devices at ``positions`` only."""
+    smaller = links_of(scenario, positions)
+    devices = _devices(scenario, smaller.cluster, smaller.cluster.number_by_kind)
     return replace(smaller, profile=replace(smaller.profile, devices=devices))
 
 
-def links_of(setting: Setting, positions: Collection[int]) -> Setting:
+def links_of(scenario: Scenario, positions: Collection[int]) -> Scenario:
     """The same, but with the profiles of all devices, which wait for as many as before."""
-    cluster, profile = setting.cluster, setting.profile
+    cluster, profile = scenario.cluster, scenario.profile
     smaller = cluster.only(positions)
     place = {}
     if profile.pairs:
@@ -207,12 +207,12 @@ def links_of(setting: Setting, positions: Collection[int]) -> Setting:
     )
     if len(positions) == cluster.world_size:
         collectives, two_levels = profile.collectives, profile.two_levels
-    elif _is_derived(setting):
-        collectives, two_levels = _derived(setting, smaller)
+    elif _is_derived(scenario):
+        collectives, two_levels = _derived(scenario, smaller)
     else:
         collectives, two_levels = _among(profile, cluster.world_size, positions), None
     return replace(
-        setting,
+        scenario,
         cluster=smaller,
         profile=replace(
             profile,
@@ -223,20 +223,20 @@ def links_of(setting: Setting, positions: Collection[int]) -> Setting:
     )
 
 
-def with_one_more(setting: Setting, position: int) -> Setting | None:
-    """The setting with the device at ``position`` twice, side by side.
+def with_one_more(scenario: Scenario, position: int) -> Scenario | None:
+    """The scenario with the device at ``position`` twice, side by side.
 
     None if nothing says how long collectives take: the first link between two devices, or of a
     host that has one device, need not have been stated.
     """
-    cluster, profile = setting.cluster, setting.profile
+    cluster, profile = scenario.cluster, scenario.profile
     try:
         larger = _with_copy(cluster, position)
         derived: tuple[Collectives, Collectives | None] | None = None
         if cluster.world_size == 1:
             derived = derive_collectives(larger, profile.link_fraction), None
-        elif _is_derived(setting):
-            derived = _derived(setting, larger)
+        elif _is_derived(scenario):
+            derived = _derived(scenario, larger)
     except ValueError:
         return None
     if derived is not None:
@@ -249,9 +249,9 @@ def with_one_more(setting: Setting, position: int) -> Setting | None:
         )
     else:
         one, two = profile.collectives, profile.two_levels
-    devices = _devices(setting, larger, [each.device_kind for each in profile.devices])
+    devices = _devices(scenario, larger, [each.device_kind for each in profile.devices])
     return replace(
-        setting,
+        scenario,
         cluster=larger,
         profile=replace(profile, devices=devices, collectives=one, two_levels=two),
     )
@@ -284,24 +284,24 @@ def _with_copy(cluster: Cluster, position: int) -> Cluster:
 
 
 def _devices(
-    setting: Setting, other: Cluster, kinds: Collection[str | None]
+    scenario: Scenario, other: Cluster, kinds: Collection[str | None]
 ) -> tuple[DeviceProfile, ...]:
     """Profiles of devices of these kinds, of which so many are waited for as ``other`` has."""
-    pace = slowest_of(other.world_size) / slowest_of(setting.cluster.world_size)
+    pace = slowest_of(other.world_size) / slowest_of(scenario.cluster.world_size)
     return tuple(
         each.with_times(lambda s: pace * s) if each.source is Source.DERIVED else each
-        for each in setting.profile.devices
+        for each in scenario.profile.devices
         if each.device_kind in kinds
     )
 
 
-def _is_derived(setting: Setting) -> bool:
+def _is_derived(scenario: Scenario) -> bool:
     """Whether collectives follow from specifications, so that those of a part do too."""
-    collectives = setting.profile.collectives
+    collectives = scenario.profile.collectives
     if collectives.source is not Source.DERIVED or not collectives.points:
         return False
     try:
-        return bool(setting.cluster.links)
+        return bool(scenario.cluster.links)
     except ValueError:  # a link is not stated: they were estimated from measured ones
         return False
 
@@ -313,9 +313,9 @@ def _stated(
     return derive_collectives(cluster, link_fraction), derive_two_levels(cluster, link_fraction)
 
 
-def _derived(setting: Setting, other: Cluster) -> tuple[Collectives, Collectives | None]:
+def _derived(scenario: Scenario, other: Cluster) -> tuple[Collectives, Collectives | None]:
     """The collectives of a part of the cluster, or of more, in one level and in two."""
-    cluster, profile = setting.cluster, setting.profile
+    cluster, profile = scenario.cluster, scenario.profile
     fraction = profile.link_fraction
     (stated, _), (one, two) = _stated(cluster, fraction), _stated(other, fraction)
     one = _in_proportion(one, profile.collectives, stated)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardhet.pricing.part import Member, part_of, part_of_samples
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.pricing.step_cost import MemoryPeaks
 from shardhet.records.cluster import Cluster
 from shardhet.records.plan import Plan, RankPlan, is_matched
@@ -92,7 +92,7 @@ class Known:
     # Shares of the last plan, and the elements that they are.
     stored: tuple[tuple[float, ...], list[int]] | None = None
     # Settings of parts of the cluster, and what is known of each, by positions.
-    parts: dict[tuple[int, ...], tuple[Setting, "Known"]] = field(default_factory=dict)
+    parts: dict[tuple[int, ...], tuple[Scenario, "Known"]] = field(default_factory=dict)
     # What is known of members of context groups.
     members: dict[Member, "Known"] = field(default_factory=dict)
 
@@ -103,9 +103,9 @@ class Known:
 
 @dataclass(frozen=True)
 class Priced:
-    """Base class: a setting and what follows from it, for plans of one form (``StepForm``)."""
+    """Base class: a scenario and what follows from it, for plans of one form (``StepForm``)."""
 
-    setting: Setting
+    scenario: Scenario
     reshard_after_forward: bool = True  # else units stay unsharded until their backward
     num_rounds: int = 1
     reshard_after_backward: bool = True
@@ -130,7 +130,7 @@ class Priced:
         return StepForm.of(self)
 
     def in_form(self, form: StepForm) -> Self:
-        """The same setting for plans of another form."""
+        """The same scenario for plans of another form."""
         if form == self.form:
             return self
         return replace(self, **{name: getattr(form, name) for name in FORM_FIELDS})
@@ -144,10 +144,10 @@ class Priced:
         if len(key) == self.cluster.world_size:
             return self
         if key not in parts:
-            part = part_of(self.setting, key)
+            part = part_of(self.scenario, key)
             parts[key] = part, Known((part.workload, part.profile))
-        setting, known = parts[key]
-        return replace(self, setting=setting, known=known)
+        scenario, known = parts[key]
+        return replace(self, scenario=scenario, known=known)
 
     def member_at(self, plan: Plan, position: int) -> Member | None:
         """The device as one of a context group of the plan; None if it computes alone."""
@@ -183,12 +183,12 @@ class Priced:
         if member is None:
             return self
         if member not in self.known.members:
-            part = part_of_samples(self.setting, member)
+            part = part_of_samples(self.scenario, member)
             self.known.members[member] = Known((part.workload, part.profile))
         known = self.known.members[member]
         assert known.of is not None
-        setting = Setting(self.cluster, *known.of)
-        return replace(self, setting=setting, known=known, member=member)
+        scenario = Scenario(self.cluster, *known.of)
+        return replace(self, scenario=scenario, known=known, member=member)
 
     def of_rank(self, plan: Plan, position: int) -> Self:
         """The prices of what a device computes in a plan."""
@@ -259,9 +259,9 @@ class Priced:
         return (rank.recomputed_units, tiles)
 
     def for_plan(self, plan: Plan) -> Self:
-        """The same setting for plans of the form of ``plan``, and its patterns of units."""
+        """The same scenario for plans of the form of ``plan``, and its patterns of units."""
         return replace(
-            self.in_form(plan.form),
+            self.in_form(StepForm.of(plan)),
             two_level_units=plan.two_level_units,
             resident_units=plan.resident_units,
         )
@@ -323,18 +323,18 @@ class Priced:
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster of the setting."""
-        return self.setting.cluster
+        """The cluster of the scenario."""
+        return self.scenario.cluster
 
     @property
     def workload(self) -> Workload:
-        """The workload of the setting."""
-        return self.setting.workload
+        """The workload of the scenario."""
+        return self.scenario.workload
 
     @property
     def profile(self) -> Profile:
-        """The profile of the setting."""
-        return self.setting.profile
+        """The profile of the scenario."""
+        return self.scenario.profile
 
     @cached_property
     def visited_units(self) -> tuple[Unit, ...]:

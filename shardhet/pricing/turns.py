@@ -75,13 +75,13 @@ class Turns:
 
 @dataclass(frozen=True)
 class TurnPrices(Priced):
-    """Seconds of turns and collectives in a setting."""
+    """Seconds of turns and collectives in a scenario."""
 
     @property
     def overhead_s(self) -> float:
         """The runtime's own time in all turns of a step."""
         num_turns = len(Phase) * len(self.visited_units) * self.num_rounds
-        return num_turns * self.profile.turn_overhead_s
+        return num_turns * self.profile.unit_overhead_s
 
     def unit_seconds(
         self, device_kind: str | None, unit_kind: str, microbatch_sizes: Iterable[int]
@@ -105,7 +105,7 @@ class TurnPrices(Priced):
         """
         if not compute_s:
             return 0.0
-        return compute_s + self.profile.device(device_kind).overlap_excess * comm_s
+        return compute_s + self.profile.device(device_kind).overlap_slowdown * comm_s
 
     def unevenness(self, shares: Sequence[float], computes: Sequence[bool]) -> float:
         """The bytes at the busiest port with direct messages, relative to those of a ring.

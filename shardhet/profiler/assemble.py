@@ -10,7 +10,7 @@ from math import log
 from statistics import fmean
 
 from shardhet.pricing.cost import CostModel
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.profiler.compute import Samples
 from shardhet.profiler.here import HostPartReport, pace_of, room_of
 from shardhet.profiler.stopwatch import timing_of, typical_mean
@@ -41,7 +41,7 @@ class RankReport:
     device: DeviceSpec  # as announced, with the memory that this rank may use
     samples: Samples  # while all ranks compute
     optimizer_s_per_element: list[float]
-    turn_overhead_s: float
+    unit_overhead_s: float
     reserved_bytes: int
     note: str  # versions and date
     host: HostPartReport | None = None
@@ -59,7 +59,7 @@ class TrafficReport:
     collectives: list[CollectiveSamples]
     two_levels: list[CollectiveSamples]  # the same in two levels; empty: they have one
     pairs: list[PairSamples]
-    overlap_excesses: list[float]  # by rank, see DeviceProfile.overlap_excess
+    overlap_slowdowns: list[float]  # by rank, see DeviceProfile.overlap_slowdown
     note: str
 
 
@@ -117,22 +117,22 @@ def make_profile(
 ) -> Profile:
     """The profile of what the ranks have measured."""
     by_kind: dict[str, list[RankReport]] = {}
-    excesses: dict[str, list[float]] = {}
-    for report, excess in zip(reports, traffic.overlap_excesses, strict=True):
+    slowdowns: dict[str, list[float]] = {}
+    for report, slowdown in zip(reports, traffic.overlap_slowdowns, strict=True):
         by_kind.setdefault(report.kind, []).append(report)
-        excesses.setdefault(report.kind, []).append(excess)
+        slowdowns.setdefault(report.kind, []).append(slowdown)
     points = _points(traffic.collectives)
     place = positions_by_rank([report.device for report in reports])
     profile = Profile(
         devices=tuple(
             replace(
                 _device_profile(kind, reports),
-                overlap_excess=fmean(excesses[kind]),
+                overlap_slowdown=fmean(slowdowns[kind]),
             )
             for kind, reports in by_kind.items()
         ),
         collectives=Collectives(source=Source.MEASURED, points=points, note=traffic.note),
-        turn_overhead_s=max(report.turn_overhead_s for report in reports),
+        unit_overhead_s=max(report.unit_overhead_s for report in reports),
         pairs=tuple(
             PairLink(
                 sender=place[each.sender],
@@ -216,7 +216,7 @@ def with_unevenness(
     cut's unevenness u.
     """
     shares = uneven_shares(cluster.world_size)
-    model = CostModel(Setting(cluster, workload, profile))
+    model = CostModel(Scenario(cluster, workload, profile))
     unevenness = model.unevenness(shares, [True] * cluster.world_size)
     assert even.gather_s is not None
     assert even.reduce_s is not None

@@ -22,7 +22,7 @@ from shardhet.fsdp.microbatch.signature import tokens_of
 from shardhet.fsdp.options import check_dtype
 from shardhet.fsdp.tokens.tiles import Tiles
 from shardhet.pricing.derive import derive_profile
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.profiler.batch import ExampleBatch, LossFn, TrainedModel
 from shardhet.profiler.counting import Counts, count_loss_outside, count_unit, steady
 from shardhet.profiler.here import cluster_here, said_of
@@ -154,18 +154,18 @@ def plan_for(
         num_moments=num_moments,
     )
     _check_can_be_planned(model, workload)
-    setting = Setting(cluster, workload, profile or derive_profile(cluster, workload))
+    scenario = Scenario(cluster, workload, profile or derive_profile(cluster, workload))
 
     def make() -> str:
         for line in ([said_of(cluster)] if is_here else []) + [cluster.assumed]:
             if line:
                 logger.warning("plan_for: %s", line)
         logger.info("planning for %d devices", cluster.world_size)
-        plan = setting.named(find_plan(setting, global_batch_size=global_batch_size))
+        plan = scenario.named(find_plan(scenario, global_batch_size=global_batch_size))
         logger.info("%s", plan)
         return plan.to_json()
 
-    parts = [each.to_json() for each in (cluster, workload, setting.profile)]
+    parts = [each.to_json() for each in (cluster, workload, scenario.profile)]
     key = sha256("".join([*parts, str(global_batch_size)]).encode()).hexdigest()
     if key not in _plans:
         _plans[key] = Plan.from_json(from_first_rank(key, make, what="the plan"))

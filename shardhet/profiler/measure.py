@@ -18,7 +18,7 @@ from shardhet.comm import devices
 from shardhet.comm.devices import available_bytes, processors
 from shardhet.comm.groups import default_group
 from shardhet.comm.members import local_device_spec
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.profiler.assemble import RankReport, TrafficReport, make_cluster, make_profile
 from shardhet.profiler.batch import TrainedModel
 from shardhet.profiler.compute import MIN_ROUNDS, ComputeMeasurement, peaks_into
@@ -33,7 +33,7 @@ from shardhet.profiler.traffic import (
     Traffic,
     sizes_to_measure,
 )
-from shardhet.profiler.turns import turn_overhead_seconds
+from shardhet.profiler.turns import unit_overhead_seconds
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.workload import Workload
 from shardhet.training.emulation import EmulatedDevice
@@ -57,12 +57,12 @@ class MeasuringEffort:
 class Measurement:
     """The result of ``measure``; the same on every rank."""
 
-    setting: Setting  # measured with all ranks computing at once; use it to plan
+    scenario: Scenario  # measured with all ranks computing at once; use it to plan
     pairs: tuple[PairSamples, ...]
 
     def save(self, folder: Path) -> None:
         """Write cluster.json, workload.json and, as the last, profile.json."""
-        self.setting.save(folder)
+        self.scenario.save(folder)
 
 
 def measure(
@@ -86,7 +86,7 @@ def measure(
     device = device or torch.device("cpu")
     found = device_spec or local_device_spec(device)
     channels = Channels.meet(group, device, found)
-    with channels.peers.guard("measuring"):
+    with channels.peers.fail_together("measuring"):
         session = _Session(
             model,
             channels,
@@ -155,7 +155,7 @@ class _Session:
         profile = make_profile(reports, traffic, cluster, workload)
         self._on_progress("done", 1.0)
         return Measurement(
-            setting=Setting(cluster, workload, profile),
+            scenario=Scenario(cluster, workload, profile),
             pairs=tuple(traffic.pairs),
         )
 
@@ -189,12 +189,12 @@ class _Session:
         channels.wait_for_all()
         host = self._host()
         self._on_progress("the runtime's own time", 0.73)
-        overhead_s = turn_overhead_seconds(channels.group, self._device, effort.num_repeats)
+        overhead_s = unit_overhead_seconds(channels.group, self._device, effort.num_repeats)
         return RankReport(
             device=self._spec,
             samples=peaks_into(samples, peaks),
             optimizer_s_per_element=optimizer_s,
-            turn_overhead_s=overhead_s,
+            unit_overhead_s=overhead_s,
             reserved_bytes=self._reserved.nbytes,
             note=f"{_note(self._spec)}; reserved: {self._reserved.counted}",
             host=host,
@@ -220,7 +220,7 @@ class _Session:
                 collectives=[],
                 two_levels=[],
                 pairs=[],
-                overlap_excesses=[0.0],
+                overlap_slowdowns=[0.0],
                 note="one device",
             )
         traffic = self._traffic_over(self._channels, workload)
@@ -240,7 +240,7 @@ class _Session:
         kind = max(workload.num_units_by_kind, key=workload.num_units_by_kind.__getitem__)
         nbytes = workload.kind_by_name[kind].numel * workload.param_itemsize
         size = int(self._common(max(compute.sizes(kind)) / 2))
-        excesses = traffic.overlap_excesses(
+        slowdowns = traffic.overlap_slowdowns(
             compute.runner(kind), max(1, size), nbytes, num_repeats
         )
         self._on_progress("links between pairs", 0.95)
@@ -249,7 +249,7 @@ class _Session:
             collectives=collectives,
             two_levels=two_levels,
             pairs=pairs,
-            overlap_excesses=excesses,
+            overlap_slowdowns=slowdowns,
             note=_note(None),
         )
 

@@ -378,17 +378,17 @@ def _named_by_kind(
     drafts: Sequence[UnitDraft], calls_by_unit: dict[int, list[UnitCall]]
 ) -> tuple[UnitSpec, ...]:
     """The units in order of execution; units that look alike share a kind."""
-    name_by_look: dict[Any, str] = {}
+    name_by_cost: dict[Any, str] = {}
     sketches = []
     for i, calls in calls_by_unit.items():
         draft = drafts[i]
         look = _look(draft, calls)
-        if look not in name_by_look:
+        if look not in name_by_cost:
             base = _snake(type(draft.modules.modules[0]).__name__)
-            taken = [name for name in name_by_look.values() if name.split("_v")[0] == base]
-            name_by_look[look] = f"{base}_v{len(taken) + 1}" if taken else base
+            taken = [name for name in name_by_cost.values() if name.split("_v")[0] == base]
+            name_by_cost[look] = f"{base}_v{len(taken) + 1}" if taken else base
         sketches.append(
-            UnitSpec(fqn=draft.fqn, kind=name_by_look[look], draft=draft, calls=tuple(calls))
+            UnitSpec(fqn=draft.fqn, kind=name_by_cost[look], draft=draft, calls=tuple(calls))
         )
     root = drafts[-1]
     if any(slot.shape.numel() for slot in root.slots):

@@ -233,7 +233,7 @@ class Traffic:
 
         return launch
 
-    def overlap_excesses(
+    def overlap_slowdowns(
         self, runner: UnitRunner, num_samples: int, nbytes: int, num_repeats: int
     ) -> list[float]:
         """Seconds that compute loses per second of overlapping collectives, by position.
@@ -284,12 +284,12 @@ class Traffic:
                 wait()
             return taken_s
 
-        excesses = []
+        slowdowns = []
         for _ in range(num_repeats):
             alone_s = seconds([()] * num_turns)
-            excesses.append((seconds(turns) - alone_s) / comm_s)
-        rows = self._channels.control.exchange([typical_mean(excesses)])
-        return [max(0.0, excess) for (excess,) in rows]
+            slowdowns.append((seconds(turns) - alone_s) / comm_s)
+        rows = self._channels.control.exchange([typical_mean(slowdowns)])
+        return [max(0.0, slowdown) for (slowdown,) in rows]
 
     def pair(self, sender: int, receiver: int, num_repeats: int) -> PairSamples:
         """Time messages between two positions while the others wait."""

@@ -18,7 +18,7 @@ NUM_MICROBATCHES = 5
 NUM_WARMUP_STEPS = 2  # the first step records the order of units
 
 
-def turn_overhead_seconds(
+def unit_overhead_seconds(
     group: dist.ProcessGroup | None, device: torch.device, num_repeats: int
 ) -> float:
     """Host seconds per unit and phase outside of microbatches and waits.  Collective.

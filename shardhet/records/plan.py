@@ -156,7 +156,7 @@ class Plan(ShownPlan, PlanInGroups, Document):
     """One entry per device, in an order that the plan itself defines.
 
     The samples of a round and every flat tensor are dealt in this order.  A step takes the
-    microbatches of all devices ``num_rounds`` times and adds up the gradients (see ``form``).
+    microbatches of all devices ``num_rounds`` times and adds up the gradients (``StepForm``).
     A plan without ``units`` fits any model.  Rows and gradients of ``two_level_units``, which
     are patterns, cross between nodes once per node.
     """
@@ -198,18 +198,13 @@ class Plan(ShownPlan, PlanInGroups, Document):
             raise ValueError(
                 "plan: no device computes anything. Give at least one device a microbatch."
             )
-        _ = self.form  # raises if there is no such form
+        StepForm.of(self)  # raises if there is no such form
         last = self.last_round_size
         if last is not None and not 0 < last <= self.round_size:
             raise ValueError(
                 f"plan: last_round_size is {last} but must be from 1 to {self.round_size}, the "
                 "samples of a round. Leave it out if all rounds are full."
             )
-
-    @property
-    def form(self) -> StepForm:
-        """The rounds of a step, and how often units are gathered and reduced."""
-        return StepForm.of(self)
 
     @property
     def world_size(self) -> int:

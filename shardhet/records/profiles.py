@@ -187,15 +187,15 @@ class DeviceProfile:
     optimizer_seconds_per_element: NonNegative = 0.0
     # Seconds that compute loses per second of concurrent collectives.  It exceeds 1 where the
     # host's processor both computes and moves the data, because it does them in turn.
-    overlap_excess: NonNegative = 0.0
+    overlap_slowdown: NonNegative = 0.0
     reserved_bytes: Count = 0  # a process's memory besides tensors: driver context, libraries
     note: str = ""  # versions and date, or the address of the table or the specification
 
     def __post_init__(self) -> None:
-        if not 0 <= self.overlap_excess < inf:
+        if not 0 <= self.overlap_slowdown < inf:
             raise ValueError(
-                f"profile: overlap_excess of device kind {self.device_kind!r} is "
-                f"{self.overlap_excess} but must be finite and at least 0."
+                f"profile: overlap_slowdown of device kind {self.device_kind!r} is "
+                f"{self.overlap_slowdown} but must be finite and at least 0."
             )
 
     @cached_property
@@ -280,14 +280,14 @@ class Profile(Document):
     """Everything the planner knows about speeds and sizes."""
 
     document_name: ClassVar[str] = "profile"
-    document_version: ClassVar[int] = 4
+    document_version: ClassVar[int] = 5
 
     devices: tuple[DeviceProfile, ...]
     collectives: Collectives
     # The same where rows cross between nodes once per node; None: there is one node, or they
     # were not measured.
     two_levels: Annotated[Collectives | None, OMITTABLE] = None
-    turn_overhead_s: Seconds = (
+    unit_overhead_s: Seconds = (
         0.0  # host time per unit and phase, outside microbatches and waits
     )
     # They tell how long collectives take without some of the devices.
@@ -304,9 +304,9 @@ class Profile(Document):
                 f"profile: {len(kinds)} device kinds, {twice} more than once. Give at least "
                 "one, and each once."
             )
-        if not 0 <= self.turn_overhead_s < inf:
+        if not 0 <= self.unit_overhead_s < inf:
             raise ValueError(
-                f"profile: turn_overhead_s is {self.turn_overhead_s} but must be finite and at "
+                f"profile: unit_overhead_s is {self.unit_overhead_s} but must be finite and at "
                 "least 0."
             )
 

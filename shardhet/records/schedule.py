@@ -147,7 +147,7 @@ class Schedule:
     trainable_units: frozenset[int]
     form: StepForm
     # Units whose gradients earlier rounds, which visited other units, have left unreduced.
-    owed: frozenset[int] = frozenset()
+    unreduced: frozenset[int] = frozenset()
 
     def launched_by(self, cursor: int) -> tuple[Launch, ...]:
         """What is launched ahead by the time the turn at ``cursor`` computes: for it and for
@@ -163,18 +163,18 @@ class Schedule:
 
     def launched_last(self) -> tuple[Launch, ...]:
         """What is launched when all turns have ended: reductions that no turn is left for."""
-        units = self.owed - {t.unit for t in self.turns if t.phase is Phase.BACKWARD}
+        units = self.unreduced - {t.unit for t in self.turns if t.phase is Phase.BACKWARD}
         return tuple(Launch(REDUCE, unit, len(self.turns)) for unit in sorted(units))
 
-    def owed_at(self, cursor: int) -> frozenset[int]:
+    def unreduced_at(self, cursor: int) -> frozenset[int]:
         """Units that hold gradients and are not reduced before the turn at ``cursor``."""
-        owed = set(self.owed)
+        unreduced = set(self.unreduced)
         for turn in self.turns[:cursor]:
             if REDUCE in turn.after:
-                owed.discard(turn.unit)
+                unreduced.discard(turn.unit)
             elif turn.phase is Phase.BACKWARD and turn.unit in self.trainable_units:
-                owed.add(turn.unit)
-        return frozenset(owed)
+                unreduced.add(turn.unit)
+        return frozenset(unreduced)
 
 
 class RoundPhase(NamedTuple):
@@ -285,7 +285,7 @@ def make_schedule(
     trainable_units: frozenset[int],
     form: StepForm = ONE_ROUND,
     first_round: int = 0,
-    owed: frozenset[int] = frozenset(),
+    unreduced: frozenset[int] = frozenset(),
     always_unsharded_units: frozenset[int] = frozenset(),
     in_flight: int = 1,
 ) -> Schedule:
@@ -293,7 +293,7 @@ def make_schedule(
 
     A stage of a pipeline may have several rounds ``in_flight``, begun and not finished.
     If ``first_round`` is not 0, it is that of the rest of a step whose earlier rounds visited
-    other units and have left the gradients of the units in ``owed``.
+    other units and have left the gradients of the units in ``unreduced``.
     """
     shape = Shape(
         trainable_units=trainable_units,
@@ -309,14 +309,14 @@ def make_schedule(
         segments=tuple(segments),
         trainable_units=trainable_units,
         form=form,
-        owed=owed,
+        unreduced=unreduced,
     )
 
 
 def rest_of_step(
     schedule: Schedule,
     first_round: int,
-    owed: frozenset[int],
+    unreduced: frozenset[int],
     always_unsharded_units: frozenset[int] = frozenset(),
 ) -> Schedule:
     """The schedule of the same visits from ``first_round`` on, where all other units than
@@ -327,7 +327,7 @@ def rest_of_step(
         trainable_units=schedule.trainable_units,
         form=schedule.form,
         first_round=first_round,
-        owed=owed,
+        unreduced=unreduced,
         always_unsharded_units=always_unsharded_units,
     )
 

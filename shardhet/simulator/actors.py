@@ -39,8 +39,8 @@ class Actor:
     name: str  # of the device
     positions: list[int]  # in the plan
     of_stage: StageOps
-    overlap_excess: float
-    turn_overhead_s: float
+    overlap_slowdown: float
+    unit_overhead_s: float
     seconds: list[float]  # of compute by turn, recomputation included
     # By turn: seconds of copies to or from the host beside it, of inputs, and of rows and
     # gradients per stored element.
@@ -79,7 +79,7 @@ class Actor:
             self.began_s.append(now_s)
             self.hold(now_s, self.running_bytes[self.turn], self.numel_bytes[self.turn])
             return self.seconds[self.turn]
-        return self.turn_overhead_s if self.op.kind is OpKind.BEGIN else 0.0
+        return self.unit_overhead_s if self.op.kind is OpKind.BEGIN else 0.0
 
     def end(self, now_s: float) -> None:
         """End it, and hold what lives from forward to backward."""
@@ -179,8 +179,8 @@ def make_actors(
                 name=device.kind or "device",
                 positions=[],
                 of_stage=of_stage,
-                overlap_excess=model.profile.device(device.kind).overlap_excess,
-                turn_overhead_s=model.profile.turn_overhead_s,
+                overlap_slowdown=model.profile.device(device.kind).overlap_slowdown,
+                unit_overhead_s=model.profile.unit_overhead_s,
                 seconds=seconds,
                 input_copy_s=input_copy_s,
                 row_copy_s=[0.0] * len(schedule.turns)

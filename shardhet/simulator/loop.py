@@ -63,7 +63,7 @@ class Loop:
         # compute.  A speed is negative if moving the data costs the processor more time than
         # the collective lasts: compute then has more left to do when the collective ends.
         self._remaining_s = np.full(len(actors), np.inf)
-        self._excess = np.array([actor.overlap_excess for actor in actors])
+        self._excess = np.array([actor.overlap_slowdown for actor in actors])
         self._stages = np.array([actor.of_stage.stage for actor in actors])
         self._speeds = {
             frozenset[int](): np.ones(len(actors))

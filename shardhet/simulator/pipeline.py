@@ -159,7 +159,7 @@ def stages_free_s(
 
 def least_step_s(
     rounds_s: Sequence[Seconds],
-    onces_s: Sequence[Seconds],
+    per_step_s: Sequence[Seconds],
     hops_s: tuple[Sequence[Seconds], Sequence[Seconds]],
     num_rounds: int,
     in_flight: Sequence[int] | None,
@@ -190,7 +190,7 @@ def least_step_s(
             left = num_rounds - begun * in_flight[i]
             rest_s = larger(left * round_s, after_s + (left + 1) / 2 * round_s)
             own_s = larger(own_s, begun * (round_s + after_s) + rest_s)
-        min_s = larger(larger(min_s, before_s[i] + own_s), own_s + onces_s[i])
+        min_s = larger(larger(min_s, before_s[i] + own_s), own_s + per_step_s[i])
         if i:
             slower_s = larger(hops_s[0][i - 1], hops_s[1][i - 1])
             min_s = larger(min_s, through_s + (num_rounds - 1) * slower_s)

@@ -1,14 +1,14 @@
 """Simulate one step of a plan, event by event: compute, waits, transfers and memory.
 
 Ranks go through the ops of ``shardhet.records.schedule``, as in the runtime.  Compute is slowed
-by ``overlap_excess`` while a collective of its stage is running.  Ranks that compute the same
+by ``overlap_slowdown`` while a collective of its stage is running.  Ranks that compute the same
 are simulated once (``simulator.actors``).
 """
 
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.ops import ops_of
 from shardhet.records.plan import Plan
-from shardhet.records.schedule import straight_schedule
+from shardhet.records.schedule import StepForm, straight_schedule
 from shardhet.simulator.actors import StageOps, make_actors
 from shardhet.simulator.loop import Loop
 from shardhet.simulator.stages import PartOf, PipelinePrice, PricedStage, price_of
@@ -22,12 +22,12 @@ from shardhet.simulator.timeline import (
 )
 
 
-def simulate(plan: Plan, setting: Setting, part_of: PartOf | None = None) -> Timeline:
+def simulate(plan: Plan, scenario: Scenario, part_of: PartOf | None = None) -> Timeline:
     """The predicted timeline of one optimizer step.
 
     ``part_of`` gives the settings of stages, see ``price_of``.
     """
-    return timeline_of(price_of(plan, setting, part_of))
+    return timeline_of(price_of(plan, scenario, part_of))
 
 
 def timeline_of(price: PipelinePrice) -> Timeline:
@@ -71,12 +71,12 @@ def timeline_of(price: PipelinePrice) -> Timeline:
 
 def _ops_of(stage: int, part: PricedStage, in_flight: tuple[int, ...]) -> StageOps:
     model, units = part.model, part.model.visited_units
-    schedule = straight_schedule(len(units), part.plan.form, (in_flight or (1,))[stage])
+    schedule = straight_schedule(len(units), StepForm.of(part.plan), (in_flight or (1,))[stage])
     return StageOps(
         stage=stage,
         schedule=schedule,
         # Of a device whose host runs ahead there is no overhead (``profiler.turns``).
-        ops=ops_of(schedule, stage, in_flight, in_one_order=not model.profile.turn_overhead_s),
+        ops=ops_of(schedule, stage, in_flight, in_one_order=not model.profile.unit_overhead_s),
         unit_fqns=[unit.fqn for unit in units],
         seconds_of=model.launch_seconds(part.plan),
     )

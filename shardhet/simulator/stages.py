@@ -8,7 +8,7 @@ from itertools import pairwise
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.hosts import part_of_hosts
 from shardhet.pricing.part import part_of as measured_part_of
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.pricing.step_cost import RankCost, StepCost
 from shardhet.records.cluster import Cluster
 from shardhet.records.plan import Plan
@@ -24,8 +24,8 @@ from shardhet.simulator.pipeline import (
     seconds_of_hops,
 )
 
-# The setting of the devices at some positions of a cluster.
-PartOf = Callable[[tuple[int, ...]], Setting]
+# The scenario of the devices at some positions of a cluster.
+PartOf = Callable[[tuple[int, ...]], Scenario]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class PipelinePrice:
         )
 
 
-def price_of(plan: Plan, setting: Setting, part_of: PartOf | None = None) -> PipelinePrice:
+def price_of(plan: Plan, scenario: Scenario, part_of: PartOf | None = None) -> PipelinePrice:
     """The price of a plan, with stages or without.
 
     Devices are in the order of the cluster; those of stages are in the order of the plan, and
@@ -83,24 +83,24 @@ def price_of(plan: Plan, setting: Setting, part_of: PartOf | None = None) -> Pip
     it is for other devices or another model, or if a link between stages is not stated.
     """
     if plan.stages is None:
-        model = CostModel(setting).for_plan(plan)
+        model = CostModel(scenario).for_plan(plan)
         everyone, cost = range(plan.world_size), model.predict(plan)
         return PipelinePrice(
             parts=(PricedStage(positions=everyone, plan=plan, model=model, cost=cost),)
         )
-    part_of = part_of or partial(measured_part_of, setting)
-    workload, groups = setting.workload, positions_by_stage(plan.stages)
+    part_of = part_of or partial(measured_part_of, scenario)
+    workload, groups = scenario.workload, positions_by_stage(plan.stages)
     units = [unit for unit in workload.units if unit.fqn]
     stage_by_fqn = stage_by_unit(plan.stages, [unit.fqn for unit in units])
     in_flight = rounds_in_flight(plan.stages, plan.num_rounds)
-    chosen = devices_of(plan, setting.cluster)
+    chosen = devices_of(plan, scenario.cluster)
     own_units = [[u for u in units if stage_by_fqn[u.fqn] == i] for i in range(len(groups))]
     next_units = (*(units[0] for units in own_units[1:]), None)
     parts: list[PricedStage] = []
     for group, own, after, held in zip(groups, own_units, next_units, in_flight, strict=True):
         positions = tuple(chosen[i] for i in group)
         whole = part_of(tuple(sorted(positions)))
-        of_stage = with_units(part_of_hosts(whole, setting.cluster, positions), own)
+        of_stage = with_units(part_of_hosts(whole, scenario.cluster, positions), own)
         alone = replace(
             plan,
             ranks=tuple(plan.ranks[i] for i in group),
@@ -119,20 +119,20 @@ def price_of(plan: Plan, setting: Setting, part_of: PartOf | None = None) -> Pip
     return PipelinePrice(
         parts=tuple(parts),
         hops=tuple(
-            hop_of(link_between(setting.cluster, *pair), workload, units[0], plan.round_size)
+            hop_of(link_between(scenario.cluster, *pair), workload, units[0], plan.round_size)
             for pair, units in zip(pairwise(numbers), own_units[1:], strict=True)
         ),
         in_flight=in_flight,
     )
 
 
-def with_units(setting: Setting, units: Sequence[Unit]) -> Setting:
-    """The setting for a part of the model's units; what no unit owns is in every part."""
-    workload = setting.workload
+def with_units(scenario: Scenario, units: Sequence[Unit]) -> Scenario:
+    """The scenario for a part of the model's units; what no unit owns is in every part."""
+    workload = scenario.workload
     own = (*units, *(unit for unit in workload.units if not unit.fqn))
     names = {unit.kind for unit in own}
     kinds = tuple(kind for kind in workload.kinds if kind.name in names)
-    return replace(setting, workload=replace(workload, units=own, kinds=kinds))
+    return replace(scenario, workload=replace(workload, units=own, kinds=kinds))
 
 
 def devices_of(plan: Plan, cluster: Cluster) -> list[int]:

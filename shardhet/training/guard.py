@@ -1,4 +1,4 @@
-"""Guard: recognizes steps whose loss or gradient norm is not finite, or far above the usual.
+"""Recognizes steps whose loss or gradient norm is not finite, or far above the usual.
 
 As a hook it judges each step before the optimizer makes use of its gradients.  A bad step has
 none then: an optimizer changes nothing where gradients are None.
@@ -31,7 +31,7 @@ class Unsettled(NamedTuple):
     norm: HostCopy
 
 
-class Guard(Hook):
+class BadStepGuard(Hook):
     """Judges the steps of a run: as one of its hooks, or as the ``guard`` of a ``Trainer``.
 
     The norm is that which ``model.clip_grad_norm_`` returns, else of the gradients as they are.
@@ -44,7 +44,7 @@ class Guard(Hook):
         spike_factor: float | None = None,
         max_in_a_row: int = 10,
     ) -> None:
-        """Create a guard.
+        """Create the hook.
 
         Args:
             on_bad_step: ``ROLL_BACK`` needs ``SaveCheckpoints`` among the hooks.
@@ -66,16 +66,16 @@ class Guard(Hook):
         self._judged = run.model.step
         if self.looks_before_update and run.has_float16:
             raise ValueError(
-                "Guard: losses are scaled in float16, where GradScaler skips steps itself, but "
-                f"on_bad_step={self.on_bad_step.name} or spike_factor would, too. Leave them "
-                "out, or train in bfloat16."
+                "BadStepGuard: losses are scaled in float16, where GradScaler skips steps "
+                f"itself, but on_bad_step={self.on_bad_step.name} or spike_factor would, too. "
+                "Leave them out, or train in bfloat16."
             )
         if self._saves is not None:
             self._saves.is_rolled_back_to |= self.rolls_back
         elif self.rolls_back:
             raise ValueError(
-                "Guard: on_bad_step is ROLL_BACK but the hooks have no SaveCheckpoints. Add "
-                "it, or set SKIP; HetTrainer skips only."
+                "BadStepGuard: on_bad_step is ROLL_BACK but the hooks have no SaveCheckpoints. "
+                "Add it, or set SKIP; HetTrainer skips only."
             )
         run.model.skip_bad_loss(skips=self.on_bad_step is not OnBadStep.STOP)
         self._handles = [
@@ -87,7 +87,7 @@ class Guard(Hook):
         for each in self._handles:
             each.remove()
         if error is None:
-            self.settle()
+            self.check_last_step()
 
     def _before_update(self, *_: Any) -> None:
         """Judge the step, before the first of the optimizers makes use of its gradients."""
@@ -102,9 +102,9 @@ class Guard(Hook):
 
     def look(self, step: int, loss: float | None, norm: HostCopy) -> str | None:
         """Why the step is bad, or None. Judged at once if a bad update has to be prevented;
-        else later, in ``settle``, which the next step calls at the latest.
+        else later, in ``check_last_step``, which the next step calls at the latest.
         """
-        self.settle()
+        self.check_last_step()
         if self.looks_before_update:  # an accelerator goes idle: the host cannot run ahead
             return self.judge(loss, float(norm.read()))
         self.unsettled = Unsettled(step, loss, norm)
@@ -125,7 +125,7 @@ class Guard(Hook):
         self._judged = self._run.model.step
         return answer
 
-    def settle(self) -> None:
+    def check_last_step(self) -> None:
         """Judge the last step by its gradient norm, if that has not been read yet.
 
         If a bad step stops the run, the norm of each step is read in the next one, before its

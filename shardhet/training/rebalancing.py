@@ -19,14 +19,15 @@ from statistics import median
 from typing import Any
 
 from shardhet.checkpoint import redistribute
-from shardhet.comm.channel import phase
+from shardhet.comm.channel import may_take_long
 from shardhet.fsdp.step.around import COMPUTING, Observed
 from shardhet.planner import Constraints, PlanError, solve
 from shardhet.planner.problem.constraints import TOLERANCE
 from shardhet.planner.stages.again import planned_again
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan
+from shardhet.records.schedule import StepForm
 from shardhet.training.hooks.hooks import Hook, Hooks
 from shardhet.training.slow_devices import (
     SLOW,
@@ -112,40 +113,40 @@ class Rebalancer(Hook):
 
     def __init__(
         self,
-        setting: Setting | str | Path,
+        scenario: Scenario | str | Path,
         *,
         replans: bool = True,
         constraints: Constraints | None = None,
         devices: Sequence[DeviceSpec] = (),
         then: "Callable[[int, Plan, Rebalancer], None]" = lambda step, plan, self: None,
     ) -> None:
-        """Begin with ``Hooks``, which raises ``ValueError`` for a setting of another model.
+        """Begin with ``Hooks``, which raises ``ValueError`` for a scenario of another model.
 
         Args:
-            setting: what the plan was made from, or the folder that ``shardhet measure`` wrote.
+            scenario: what the plan was made from, or the folder of ``shardhet measure``.
             replans: whether to follow another plan where that is faster.
             constraints: what new plans have to respect besides budgets of memory.
             devices: to be named by position; none: those of the plan.
             then: is called once a new plan is followed, after a step.
         """
-        self._setting = setting if isinstance(setting, Setting) else Setting.load(setting)
+        self._scenario = scenario if isinstance(scenario, Scenario) else Scenario.load(scenario)
         self.replans, self._then = replans, then
         self._constraints, self._devices = constraints or Constraints(), devices
         self.found: Imbalance | None = None  # after the last step
 
     def begin(self, run: Hooks) -> None:
-        """Watch from now on; the model is trained under a plan of the setting."""
-        self._run, self._model, setting = run, run.model, self._setting
+        """Watch from now on; the model is trained under a plan of the scenario."""
+        self._run, self._model, scenario = run, run.model, self._scenario
         model = run.model
         devices = self._devices or [each.device for each in model.plan.ranks]
         self._names = [str(each) for each in devices]
-        self._places = places_of(model.plan, setting)  # in the cluster, by position
+        self._places = places_of(model.plan, scenario)  # in the cluster, by position
         constraints = replace(self._constraints, whole_matrices=model.plan.whole_matrices or ())
         self._placed_constraints = _of_places(constraints, self._places)
-        self._placed_constraints.check(setting.cluster.world_size)
+        self._placed_constraints.check(scenario.cluster.world_size)
         self._slowness: Mapping[int, float] = {}  # by position, found so far
-        setting.check_plan(model.plan, name="setting")
-        expected_s = compute_seconds(model.plan, setting, self._places)
+        scenario.check_plan(model.plan, name="scenario")
+        expected_s = compute_seconds(model.plan, scenario, self._places)
         self._expected_s = self._of_rank_zero(expected_s)
         self._num_steps = -NUM_WARM_UP_STEPS
         self._events: list[Observed] = []  # of the step in progress
@@ -190,17 +191,17 @@ class Rebalancer(Hook):
         return self._judge(measured_s)
 
     @property
-    def setting(self) -> Setting:
-        """The setting, at the speeds that the present plan was made for."""
+    def scenario(self) -> Scenario:
+        """The scenario, at the speeds that the present plan was made for."""
         return self._at(self._slowness)
 
-    def in_setting(self, plan: Plan) -> Plan:
-        """The plan as one for the devices of ``setting``."""
-        return of_devices(plan, self.setting, self._places)
+    def in_scenario(self, plan: Plan) -> Plan:
+        """The plan as one for the devices of ``scenario``."""
+        return of_devices(plan, self.scenario, self._places)
 
-    def _at(self, slowness_by_position: Mapping[int, float]) -> Setting:
+    def _at(self, slowness_by_position: Mapping[int, float]) -> Scenario:
         slowness = {self._places[i]: each for i, each in slowness_by_position.items()}
-        return at_speeds(self._setting, slowness)
+        return at_speeds(self._scenario, slowness)
 
     def _of_rank_zero(self, value: Any) -> Any:
         by_position = self._model.exchange_objects((self._model.rank, value))
@@ -243,7 +244,7 @@ class Rebalancer(Hook):
         """Follow another plan if it is faster; else why not.  Collective."""
         start_s = time.perf_counter()
         model = self._model
-        with phase("planning anew"), model.guard("planning anew"):
+        with may_take_long("planning anew"), model.fail_together("planning anew"):
             mine = self._decide(found) if model.rank == 0 else None
         # Rank zero alone decides: sums of floats might differ between kinds of processors.
         decision: NewPlan | str | None = self._of_rank_zero(mine)
@@ -270,24 +271,24 @@ class Rebalancer(Hook):
         if slowness == self._tried:
             return None
         self._tried = slowness
-        setting = self._at(slowness)
+        scenario = self._at(slowness)
         try:
-            plan = self._best(slowness, setting)
+            plan = self._best(slowness, scenario)
         except PlanError as error:
             return f"no plan was found: {error}"
-        before_s, after_s = (step_seconds(p, setting, self._places) for p in (before, plan))
+        before_s, after_s = (step_seconds(p, scenario, self._places) for p in (before, plan))
         if after_s > (1 - LEAST_GAIN) * before_s:
             kept = "" if before.stages is None else ", if stages keep their units"
             return f"no plan is predicted to be {LEAST_GAIN:.0%} faster{kept}"
         return NewPlan(
             plan=plan,
             slowness=slowness,
-            expected_s=compute_seconds(plan, setting, self._places),
+            expected_s=compute_seconds(plan, scenario, self._places),
             predicted_before_s=before_s,
             predicted_s=after_s,
         )
 
-    def _best(self, slowness: Mapping[int, float], setting: Setting) -> Plan:
+    def _best(self, slowness: Mapping[int, float], scenario: Scenario) -> Plan:
         """The best plan at these speeds. In a pipeline, stages whose speeds did not change
         keep their plan.
         """
@@ -300,7 +301,7 @@ class Rebalancer(Hook):
             ]
             return planned_again(
                 before,
-                setting,
+                scenario,
                 self._places,
                 stages=[
                     s for s, group in enumerate(before.groups) if any(is_news[i] for i in group)
@@ -309,9 +310,9 @@ class Rebalancer(Hook):
                 tolerance=TOLERANCE,
             )
         solution = solve(
-            setting,
+            scenario,
             global_batch_size=before.global_batch_size,
-            constraints=replace(self._placed_constraints, form=before.form),
+            constraints=replace(self._placed_constraints, form=StepForm.of(before)),
             tolerance=TOLERANCE,
         )
         ranks = tuple(
@@ -356,14 +357,14 @@ def beside(predicted_s: float, step_times_s: Sequence[float]) -> str:
 class Predicted(Hook):
     """Says in the end how long a step took, beside what was predicted of it."""
 
-    def __init__(self, setting: Setting | str | Path) -> None:
-        """``setting`` is what the plan was made from, or the folder that it was measured in."""
-        self._setting = setting if isinstance(setting, Setting) else Setting.load(setting)
+    def __init__(self, scenario: Scenario | str | Path) -> None:
+        """``scenario`` is what the plan was made from, or the folder it was measured in."""
+        self._scenario = scenario if isinstance(scenario, Scenario) else Scenario.load(scenario)
 
     def begin(self, run: Hooks) -> None:
         self._run, self._plan = run, run.model.plan
         self._step_times_s: list[float] = []  # under this plan
-        self._setting.check_plan(self._plan, name="setting")
+        self._scenario.check_plan(self._plan, name="scenario")
 
     def before_step(self, step: int) -> None:
         self._began_s = time.perf_counter()
@@ -376,7 +377,7 @@ class Predicted(Hook):
     def end(self, error: BaseException | None) -> None:
         if error is None and self._step_times_s:
             found = self._run.find(Rebalancer)  # knows at which speeds
-            setting = self._setting if found is None else found.setting
-            places = places_of(self._plan, self._setting)
-            predicted_s = step_seconds(self._plan, setting, places)
+            scenario = self._scenario if found is None else found.scenario
+            places = places_of(self._plan, self._scenario)
+            predicted_s = step_seconds(self._plan, scenario, places)
             self._run.say(beside(predicted_s, self._step_times_s))

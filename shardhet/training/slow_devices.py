@@ -15,7 +15,7 @@ from math import log
 
 from shardhet.planner.advice.explain import Situation, at_other_speed
 from shardhet.planner.problem.constraints import Constraints
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.cluster import DeviceSpec
 from shardhet.records.plan import Plan
 from shardhet.simulator.stages import devices_of, price_of
@@ -48,57 +48,57 @@ def rounded(slowness: float) -> float:
 
 
 def compute_seconds(
-    plan: Plan, setting: Setting, places: Sequence[int] | None = None
+    plan: Plan, scenario: Scenario, places: Sequence[int] | None = None
 ) -> tuple[float, ...]:
     """p_i by position: forward and backward in one step, without waits.
 
     ``places`` are the devices' positions in the cluster; None: the same as in the plan.
     """
-    ranks = price_of(of_devices(plan, setting, places), setting).ranks
+    ranks = price_of(of_devices(plan, scenario, places), scenario).ranks
     return tuple(rank.forward_s + rank.backward_s for rank in ranks)
 
 
-def step_seconds(plan: Plan, setting: Setting, places: Sequence[int] | None = None) -> float:
+def step_seconds(plan: Plan, scenario: Scenario, places: Sequence[int] | None = None) -> float:
     """The predicted time of one step."""
-    return price_of(of_devices(plan, setting, places), setting).step_time_s
+    return price_of(of_devices(plan, scenario, places), scenario).step_time_s
 
 
-def places_of(plan: Plan, setting: Setting) -> tuple[int, ...]:
+def places_of(plan: Plan, scenario: Scenario) -> tuple[int, ...]:
     """The positions in the cluster of the plan's devices, which stages take in any order."""
     if plan.stages is None:
         return tuple(range(plan.world_size))
     try:
-        return tuple(devices_of(plan, setting.cluster))
+        return tuple(devices_of(plan, scenario.cluster))
     except ValueError:  # hosts may have other names than when they were measured
         kinds = [DeviceSpec(kind=rank.device.kind) for rank in plan.ranks]
         ranks = [replace(r, device=kind) for r, kind in zip(plan.ranks, kinds, strict=True)]
-        return tuple(devices_of(replace(plan, ranks=tuple(ranks)), setting.cluster))
+        return tuple(devices_of(replace(plan, ranks=tuple(ranks)), scenario.cluster))
 
 
-def of_devices(plan: Plan, setting: Setting, places: Sequence[int] | None = None) -> Plan:
-    """The plan as one for the devices of the setting, which may be renamed by their speed."""
+def of_devices(plan: Plan, scenario: Scenario, places: Sequence[int] | None = None) -> Plan:
+    """The plan as one for the devices of the scenario, which may be renamed by their speed."""
     if plan.stages is None or places is None:
         return of_any_device(plan)
-    devices = [setting.cluster.devices[i] for i in places]
+    devices = [scenario.cluster.devices[i] for i in places]
     ranks = [replace(r, device=device) for r, device in zip(plan.ranks, devices, strict=True)]
     return replace(plan, ranks=tuple(ranks), units=())
 
 
-def at_speeds(setting: Setting, slowness_by_position: Mapping[int, float]) -> Setting:
-    """The setting with some devices slower (above one) or faster than their profile."""
+def at_speeds(scenario: Scenario, slowness_by_position: Mapping[int, float]) -> Scenario:
+    """The scenario with some devices slower (above one) or faster than their profile."""
     names: dict[tuple[str | None, float], str] = {}
-    devices = list(setting.cluster.devices)
+    devices = list(scenario.cluster.devices)
     for position, slowness in slowness_by_position.items():
         kind = devices[position].kind
         name = names.setdefault((kind, slowness), f"{kind} at {1 / slowness:.2f} of its speed")
         devices[position] = replace(devices[position], kind=name)
     for (kind, slowness), name in names.items():
-        profile = setting.profile
+        profile = scenario.profile
         same = replace(profile.device(kind), device_kind=name)
         profile = replace(profile, devices=(*profile.devices, same))
-        here = Situation(setting=replace(setting, profile=profile), constraints=Constraints())
-        setting = at_other_speed(here, frozenset({name}), 1 / slowness).setting
-    return replace(setting, cluster=setting.cluster.with_devices(devices))
+        here = Situation(scenario=replace(scenario, profile=profile), constraints=Constraints())
+        scenario = at_other_speed(here, frozenset({name}), 1 / slowness).scenario
+    return replace(scenario, cluster=scenario.cluster.with_devices(devices))
 
 
 def of_any_device(plan: Plan) -> Plan:

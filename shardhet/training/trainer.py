@@ -12,11 +12,11 @@ from torch import Tensor
 
 from shardhet.checkpoint.state.optimizer_state import listed
 from shardhet.comm.calls import HostCopy, to_device
-from shardhet.comm.channel import phase, progress
+from shardhet.comm.channel import may_take_long, progress
 from shardhet.fsdp import HetFSDP
 from shardhet.records.layout import Span
 from shardhet.training.data import GlobalBatches, TokenBatch
-from shardhet.training.guard import Guard
+from shardhet.training.guard import BadStepGuard
 from shardhet.training.hooks.bad_steps import OnBadStep
 from shardhet.training.loss_scaling import LossScaler
 from shardhet.training.optim import Schedule
@@ -93,7 +93,7 @@ class Trainer:
         trainer = Trainer(model, optimizer, batches, schedule=WarmupDecay(num_steps=100))
         while model.step < 100:
             metrics = trainer.train_step()
-        evaluation = trainer.evaluate(judged)
+        evaluation = trainer.evaluate(held_out)
 
     Hooks go around it: ``hooks.before_step()``, ``hooks.after_step(metrics.mean_loss)``.
 
@@ -114,7 +114,7 @@ class Trainer:
         device: torch.device | None = None,
         peak_memory: PeakMemory | None = None,
         run: Run = run_plainly,
-        guard: Guard | None = None,
+        guard: BadStepGuard | None = None,
         loss_scaler: LossScaler | None = None,
     ) -> None:
         """Create a trainer; the current learning rates of the optimizer, or of several, are
@@ -142,13 +142,13 @@ class Trainer:
         self._device = device or torch.device("cpu")
         self.peak_memory = peak_memory or PeakMemory(self._device)
         self._run = run
-        self.guard = guard or Guard()
+        self.guard = guard or BadStepGuard()
         self.loss_scaler = loss_scaler
         # Batches that were left out: the batch of a step is that of ``model.step`` plus this.
         self.num_batches_skipped = 0
         self._peak_lrs = [float(group["lr"]) for group in self._groups]
         self._times = DeviceTimes(model, self._device)
-        self._settled_s = 0.0  # time of waiting for a step since it ended
+        self._waited_s = 0.0  # time of waiting for a step since it ended
         self._kept = KeptBytes()  # of the last timed step
         self._is_in_step = False
         self.peak_memory.forget()  # that of building the model
@@ -159,18 +159,18 @@ class Trainer:
         ``look_at_devices`` counts it if it ``is_timed``, which takes an accelerator two events
         per computation and wait, and the host their launches.  On a CPU each step is.
         """
-        start_s = time.perf_counter() - self._settled_s
-        self._settled_s = 0.0
+        start_s = time.perf_counter() - self._waited_s
+        self._waited_s = 0.0
         if self._is_in_step:  # the last step failed
             self.guard.unsettled = None
         self._is_in_step = True
         self._times.begin_step(is_timed=is_timed)
         model = self.model
-        with phase("loading the next batch"):
+        with may_take_long("loading the next batch"):
             batch = self._batches[model.step + self.num_batches_skipped]
         learning_rate = self._set_learning_rates()
         mean_loss, why_skipped = self._run_rounds(batch)
-        self.settle()
+        self.check_last_step()
         norm: float | HostCopy = math.nan
         overflow = None
         if why_skipped is None:
@@ -196,12 +196,12 @@ class Trainer:
             has_overflowed=overflow is not None,
         )
 
-    def settle(self) -> None:
-        """As ``Guard.settle``; what it waits for is time of the step."""
+    def check_last_step(self) -> None:
+        """As ``BadStepGuard.check_last_step``; what it waits for is time of the step."""
         start_s = time.perf_counter()
-        self.guard.settle()
+        self.guard.check_last_step()
         if not self._is_in_step:
-            self._settled_s += time.perf_counter() - start_s
+            self._waited_s += time.perf_counter() - start_s
 
     def _run_rounds(self, batch: TokenBatch) -> tuple[float | None, str | None]:
         """The mean loss, and why the step has no gradients, if the guard goes on then."""
@@ -210,7 +210,7 @@ class Trainer:
         try:
             return self._run(call, self._my_part(batch)), None
         except FloatingPointError as error:  # raised on every rank
-            self.settle()  # the step before may be the cause
+            self.check_last_step()  # the step before may be the cause
             if self.guard.on_bad_step is OnBadStep.STOP:
                 raise
             return None, str(error).partition(";")[0]
@@ -251,22 +251,22 @@ class Trainer:
         return self._peak_lrs[0] * fraction
 
     @torch.no_grad()
-    def evaluate(self, judged: TokenBatch) -> Evaluation:
-        """The loss over all samples of ``judged``, dealt out like training batches.
+    def evaluate(self, held_out: TokenBatch) -> Evaluation:
+        """The loss over all samples of ``held_out``, dealt out like training batches.
 
         The last batch may be smaller than a global batch; the last ranks then get fewer
         samples or none.
         """
-        self.settle()
+        self.check_last_step()
         # Loss and targets; on the device, so that the host reads them once.
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
         plan = self.model.plan
         # Without gradients there are rounds only where stages take them one after the other.
         size = plan.round_size if plan.stages is None else plan.global_batch_size
         self.model.eval()
-        for start in range(0, judged.num_samples, size):
+        for start in range(0, held_out.num_samples, size):
             progress.mark("evaluation")
-            batch = judged.samples(Span(start, min(start + size, judged.num_samples)))
+            batch = held_out.samples(Span(start, min(start + size, held_out.num_samples)))
             outputs = self._run(self.model, self._my_part(batch))
             for i, output in enumerate(outputs[:2]):
                 sums[i] += output
@@ -277,7 +277,7 @@ class Trainer:
 
     def look_at_devices(self) -> tuple[DeviceUse, ...]:
         """What each device did in the timed steps since the last call, in plan order."""
-        self.settle()  # the device has done by then what is timed
+        self.check_last_step()  # the device has done by then what is timed
         rows = self.model.exchange([*self._times.look(), self.peak_memory.read(), *self._kept])
         return tuple(
             DeviceUse(

@@ -84,7 +84,7 @@ def run_on_rank(rank: int, case: FuzzCase, generation: int) -> Report:
     try:
         course = _Course(rank, case, report, _group_of(generation))
         # A script that fails on its own ends, and its peers see that; this process lives on.
-        with course.model._peers.guard("the case"):
+        with course.model._peers.fail_together("the case"):
             course.run()
     except _InvalidError as error:
         report.invalid = str(error)

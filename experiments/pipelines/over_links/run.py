@@ -33,7 +33,7 @@ from shardhet.comm.calls import SWITCH
 from shardhet.planner.stages.find import find_pipeline
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.part import part_of
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.profiler.batch import ExampleBatch, TrainedModel
 from shardhet.profiler.measure import MeasuringEffort, measure
 from shardhet.simulator.stages import PipelinePrice, price_of
@@ -141,22 +141,22 @@ class Found(NamedTuple):
 # Plans
 
 
-def arms_of(case: Case, setting: Setting) -> list[Arm]:
+def arms_of(case: Case, scenario: Scenario) -> list[Arm]:
     """The plans of a case."""
-    everyone = tuple(range(setting.cluster.world_size))
-    smaller = partial(part_of, setting)
+    everyone = tuple(range(scenario.cluster.world_size))
+    smaller = partial(part_of, scenario)
     size = {"global_batch_size": GLOBAL_BATCH_SIZE}
-    found = find_pipeline(setting, **size, smaller=smaller, max_stages=2, needs_all=True)
+    found = find_pipeline(scenario, **size, smaller=smaller, max_stages=2, needs_all=True)
     assert found is not None
-    planned = price_of(found.plan, setting, smaller)
+    planned = price_of(found.plan, scenario, smaller)
     order = sum(found.groups, ())
     arms = [Arm(PLANNED, found.plan, order, found.step_time_s, _bytes_of(planned))]
-    for name, of, ranks in ((FLAT, setting, everyone), (ALONE, smaller(NEAR), NEAR)):
+    for name, of, ranks in ((FLAT, scenario, everyone), (ALONE, smaller(NEAR), NEAR)):
         plan = find_plan(of, **size)
         arms.append(Arm(name, plan, ranks, CostModel(of).predict(plan).step_time_s))
     for each in case.by_hand:
-        plan = _plan_by_hand(each, setting)
-        price = price_of(plan, setting, smaller)
+        plan = _plan_by_hand(each, scenario)
+        price = price_of(plan, scenario, smaller)
         arms.append(Arm(each.name, plan, everyone, price.step_time_s, _bytes_of(price)))
     return arms
 
@@ -166,13 +166,13 @@ def _bytes_of(price: PipelinePrice) -> tuple[int, ...]:
     return tuple(each.total_bytes - each.reserved_bytes for each in memory)
 
 
-def _plan_by_hand(each: ByHand, setting: Setting) -> Plan:
-    units = [unit.fqn for unit in setting.workload.units if unit.fqn]
+def _plan_by_hand(each: ByHand, scenario: Scenario) -> Plan:
+    units = [unit.fqn for unit in scenario.workload.units if unit.fqn]
     first, rest = tuple(units[: each.first_units]), tuple(units[each.first_units :])
     return Plan.by_hand(
         microbatch_sizes=list(each.sizes),
         num_rounds=each.num_rounds,
-        devices=setting.cluster.devices,
+        devices=scenario.cluster.devices,
         reshard_after_forward=False,
         reshard_after_backward=False,
         reduce_each_round=False,
@@ -197,14 +197,14 @@ def train(rank: int, case: Case, rounds: Rounds) -> Found:
     stock = schedules_1f1b(
         speed, batch, numbers_of_microbatches=NUMBERS, learning_rate=LEARNING_RATE
     )
-    setting = measure(
+    scenario = measure(
         TrainedModel(module=Model(speed), batch=ExampleBatch(args=batch)),
         device_spec=spec,
         effort=MeasuringEffort(max_microbatch_size=8, num_repeats=2, time_limit_s=20.0),
         on_progress=lambda text, _: _say(text),
-    ).setting
+    ).scenario
     _say("planning")
-    told = [arms_of(case, setting) if rank == 0 else []]
+    told = [arms_of(case, scenario) if rank == 0 else []]
     dist.broadcast_object_list(told)
     [arms] = told
     steps: dict[str, Callable[[], float]] = {}

@@ -97,7 +97,7 @@ class Nodes:
             *("num_steps=1000", "precision=FP64", f"checkpoint.every={CHECKPOINT_EVERY}"),
             *("resume=auto", f"hydra.run.dir={self.folder}"),
             # Each node looks for its own, as a cloud's agent leaves it there.
-            "end_notice.file=${oc.env:NODE_NOTICE}",
+            "stop_on_signal.file=${oc.env:NODE_NOTICE}",
             *("replicas.every=1", "replicas.folder=${oc.env:NODE_REPLICAS}"),
             *("lr_scheduler=constant", "lr_scheduler.warmup_fraction=0"),
         ]

@@ -26,7 +26,7 @@ from rich.console import Console
 from experiments.common import by_seed
 from experiments.common.results import markdown_table
 from shardhet.apps.cli.streamed import Spinner
-from shardhet.apps.plan import DOOR
+from shardhet.apps.plan import SPEC
 from shardhet.apps.planning.answering import show
 from shardhet.apps.planning.inputs import composed, read_request
 from shardhet.apps.planning.what_if import WhatIfQuery, forms, that_fit
@@ -37,7 +37,7 @@ from shardhet.planner import PlanError
 from shardhet.planner.advice.explain import Situation, at_other_speed, larger_situations
 from shardhet.planner.problem.constraints import TOLERANCE
 from shardhet.pricing.cost import CostModel
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.cluster import Cluster
 from shardhet.records.kinds import UNSUPPORTED, built_in_kinds
 from shardhet.records.plan import Plan
@@ -114,9 +114,9 @@ def _model(name: str) -> Any:
         FOLDER.mkdir(parents=True, exist_ok=True)
         (FOLDER / "config.json").write_text(json.dumps(HF))
         return Lora(path=str(FOLDER), weights=False)
-    request = read_request(DOOR, [f"model={name}", "cards=4090"])
+    request = read_request(SPEC, [f"model={name}", "cards=4090"])
     assert request is not None
-    return to_checked(composed(DOOR, request)[0], PlannerConf).model
+    return to_checked(composed(SPEC, request)[0], PlannerConf).model
 
 
 def drawn(seed: int) -> tuple[PlannerConf, str, Cluster]:
@@ -192,7 +192,7 @@ class Judge:
         """What ``shardhet plan`` prints."""
         to = Console(file=io.StringIO(), width=400, highlight=False)
         waiting = Spinner(to)
-        demands = conf.to_constraints(inputs.setting.cluster.devices)
+        demands = conf.to_constraints(inputs.scenario.cluster.devices)
         try:
             show(conf, inputs, demands, to, waiting)
         except PlanError as error:
@@ -211,10 +211,10 @@ class Judge:
         inputs = conf.derived(cluster or self.cluster, self.name)
         return self.said(conf, inputs).rate
 
-    def rate_in(self, setting: Setting, **changes: Any) -> float | None:
+    def rate_in(self, scenario: Scenario, **changes: Any) -> float | None:
         """Likewise with other times."""
         conf = replace(self.quiet, leave_out="never", **changes)
-        return self.said(conf, Inputs(setting=setting, name=self.name)).rate
+        return self.said(conf, Inputs(scenario=scenario, name=self.name)).rate
 
     def is_so(self, sort: str, is_true: bool, told: str) -> None:
         """One more sentence was asked."""
@@ -276,12 +276,12 @@ class Judge:
             larger = self._with_one_more(of)
             return None if larger is None else self.rate(larger, max_stages=1)
         here = Situation(
-            setting=inputs.setting, constraints=alone.to_constraints(self.cluster.devices)
+            scenario=inputs.scenario, constraints=alone.to_constraints(self.cluster.devices)
         )
         for resource, kind, named, more in larger_situations(here):
             what = f"all {resource.value}" if kind is None else f"{resource.value} of {kind}"
             if (what, named) == (of, change):
-                return self.rate_in(more.setting, max_stages=1)
+                return self.rate_in(more.scenario, max_stages=1)
         raise AssertionError(change)
 
     def _with_keys(self, keys: str) -> float | None:
@@ -361,14 +361,14 @@ class Judge:
                 return
             alone, inputs = self.conf.without_stages(self.inputs)
             here = Situation(
-                setting=inputs.setting, constraints=alone.to_constraints(self.cluster.devices)
+                scenario=inputs.scenario, constraints=alone.to_constraints(self.cluster.devices)
             )
             worst = 0.0
             for kind in dict.fromkeys(str(each.kind) for each in self.cluster.devices):
                 for speed in (0.8, 1.2):
-                    setting = at_other_speed(here, frozenset({kind}), speed).setting
-                    step_s = CostModel(setting).predict(plan).step_time_s
-                    best = self.rate_in(setting, max_stages=1, tolerance=0.0)
+                    scenario = at_other_speed(here, frozenset({kind}), speed).scenario
+                    step_s = CostModel(scenario).predict(plan).step_time_s
+                    best = self.rate_in(scenario, max_stages=1, tolerance=0.0)
                     assert best is not None
                     worst = max(worst, best * step_s / self.conf.global_batch_size - 1)
             number = re.search(r"at most ([\d.]+)%", line)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from shardhet import HetFSDP
 from shardhet.apps.launch.rank_env import RankEnv
-from shardhet.training.hooks.hooks import EndNotice
+from shardhet.training.hooks.hooks import StopOnSignal
 
 FROM_AGENTS = (signal.SIGTERM.name, signal.SIGINT.name)  # which they pass on and end
 STARTS_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: an agent that may restarts this rank
@@ -24,7 +24,9 @@ class End:
     goes_on: bool = False  # without the nodes of these ranks
 
 
-def agree_on_end(model: HetFSDP, notice: EndNotice, env: RankEnv, *, is_complete: bool) -> End:
+def agree_on_end(
+    model: HetFSDP, notice: StopOnSignal, env: RankEnv, *, is_complete: bool
+) -> End:
     """What becomes of the run.  Collective.
 
     It goes on if some ranks were not told to end, and all of these may be started again.

@@ -87,7 +87,7 @@ class RunFolder:
     model_path = _At("model.safetensors")  # if the configuration says so
     model_dir = _At("model")  # in its place, with model=hf
     checkpoints_dir = _At("checkpoints")
-    end_notice_path = _At("end_notice")  # asks the run to end: of the launcher, or a user
+    stop_path = _At("stop")  # asks the run to end: of the launcher, or a user
     end_path = _At("end.json")  # after which step the run has ended in order
     trace_dir = _At("traces")
     predicted_trace_path = _At("traces/predicted.json")  # of as many steps as are traced
@@ -203,7 +203,7 @@ class RunFolder:
     def begin(self, cfg: DictConfig) -> None:
         """Create the folder and write what is known before any rank starts."""
         self.logs_dir.mkdir(parents=True, exist_ok=True)
-        self.end_notice_path.unlink(missing_ok=True)  # of the run that goes on
+        self.stop_path.unlink(missing_ok=True)  # of the run that goes on
         self.put_failures_aside()
         save_resolved(cfg, self.start_config_path)
         _write_json(self.logs_dir / "run.json", describe_process())
@@ -242,11 +242,11 @@ class RunFolder:
 
     def ask_to_end(self, why: str) -> None:
         """Tell all ranks to end in order."""
-        write_whole(self.end_notice_path, why)
+        write_whole(self.stop_path, why)
 
     def is_asked_to_end_by(self, why: str) -> bool:
         """Whether ``ask_to_end`` was called with this."""
-        return _text_of(self.end_notice_path) == why
+        return _text_of(self.stop_path) == why
 
     def put_failures_aside(self) -> None:
         """Those of the ranks' last start are no cause of what comes now."""

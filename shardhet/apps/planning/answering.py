@@ -51,7 +51,7 @@ from shardhet.planner.advice.explain import (
     tried,
 )
 from shardhet.planner.search.search import Effort
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.plan import Plan
 from shardhet.simulator.simulation import simulate, timeline_of
 
@@ -103,7 +103,7 @@ def show(
                 inputs, solution, smaller=part
             )
         if without is not None:
-            inputs = replace(inputs, setting=without.part.setting)
+            inputs = replace(inputs, scenario=without.part.scenario)
             constraints = constraints.only(without.part.positions)
             solution = _best(conf, inputs, constraints)
         query = _asked(conf, inputs, constraints, solution)
@@ -111,7 +111,7 @@ def show(
             inputs=inputs,
             constraints=constraints,
             solution=solution,
-            times=simulate(_of_few_rounds(solution.plan), inputs.setting),
+            times=simulate(_of_few_rounds(solution.plan), inputs.scenario),
             note=owners_note(solution) if conf.whole_matrices else "",
             without=without,
         )
@@ -121,7 +121,7 @@ def show(
     if conf.explain:
         say(console, *proof_lines(report))
     if conf.baselines:
-        note = _comparison_note(constraints, inputs.setting.cluster.world_size)
+        note = _comparison_note(constraints, inputs.scenario.cluster.world_size)
         show_simpler(query, console, waiting, note=note)
     if not conf.what_if_s:
         return
@@ -210,9 +210,9 @@ def _show_faster_pipeline(
     if better is not None and better.part.solution.samples_per_s > LEAST_GAIN * reached:
         better = replace(better, samples_per_s_with_all=reached)
         say(console, better.gain_line)
-    if could_be_float16(conf, inputs.setting):
+    if could_be_float16(conf, inputs.scenario):
         say(console, "A device has no bfloat16, so this is float32: try precision=FP16.")
-    keep_plan(inputs.setting, found.plan, conf.out, console)
+    keep_plan(inputs.scenario, found.plan, conf.out, console)
     return True
 
 
@@ -227,8 +227,8 @@ def _tell_time(conf: PlannerConf, inputs: Inputs, samples_per_s: float, to: Cons
     """Say how long ``for_tokens`` take, and how much energy if the power of all is known."""
     if conf.for_tokens is None:
         return
-    cluster, tokens = inputs.setting.cluster, number_of("for_tokens", conf.for_tokens)
-    hours = tokens / samples_per_s / inputs.setting.workload.tokens_per_sample / 3600
+    cluster, tokens = inputs.scenario.cluster, number_of("for_tokens", conf.for_tokens)
+    hours = tokens / samples_per_s / inputs.scenario.workload.tokens_per_sample / 3600
     days = f" ({hours / 24:,.1f} days)" * (hours >= 48)
     time = f"{hours:,.1f} hours{days}" if hours >= 2 else f"{60 * hours:,.0f} minutes"
     watts_of = {kind.kind: kind.board_power_w for kind in cluster.kinds}
@@ -238,9 +238,9 @@ def _tell_time(conf: PlannerConf, inputs: Inputs, samples_per_s: float, to: Cons
     say(to, f"{conf.for_tokens} tokens take {time}{energy}.")
 
 
-def _compared(setting: Setting) -> Effort:
+def _compared(scenario: Scenario) -> Effort:
     """The effort of comparisons, each of which takes long where many kinds are unlike."""
-    kinds = {device.kind for device in setting.cluster.devices}
+    kinds = {device.kind for device in scenario.cluster.devices}
     return COMPARED if len(kinds) <= MANY_KINDS else COMPARED_IF_UNLIKE
 
 
@@ -269,7 +269,7 @@ def _steadiness(query: WhatIfQuery) -> str:
 def _asked(
     conf: PlannerConf, inputs: Inputs, constraints: Constraints, best: PlanSolution
 ) -> WhatIfQuery:
-    effort = _compared(inputs.setting)
+    effort = _compared(inputs.scenario)
     return WhatIfQuery(
         conf=conf, inputs=inputs, constraints=constraints, best=best, effort=effort
     )
@@ -293,7 +293,7 @@ def _comparison_note(constraints: Constraints, world_size: int) -> str:
 
 def _best(conf: PlannerConf, inputs: Inputs, constraints: Constraints) -> PlanSolution:
     return solve(
-        inputs.setting,
+        inputs.scenario,
         global_batch_size=conf.global_batch_size,
         constraints=constraints,
         tolerance=conf.tolerance,
@@ -302,10 +302,10 @@ def _best(conf: PlannerConf, inputs: Inputs, constraints: Constraints) -> PlanSo
 
 def _write(conf: PlannerConf, report: PlanReport, console: Console) -> None:
     """Write the requested files."""
-    keep_plan(report.inputs.setting, report.solution.plan, conf.out, console)
-    if conf.setting_out is not None:
-        report.inputs.setting.save(conf.setting_out)
-        path = conf.setting_out
+    keep_plan(report.inputs.scenario, report.solution.plan, conf.out, console)
+    if conf.scenario_out is not None:
+        report.inputs.scenario.save(conf.scenario_out)
+        path = conf.scenario_out
         say(console, f"written to {path}: measured={path} takes these devices")
     if conf.picture is not None:
         from shardhet.apps.planning.pictures import draw_report
@@ -314,7 +314,7 @@ def _write(conf: PlannerConf, report: PlanReport, console: Console) -> None:
         say(console, f"drawn to {conf.picture}")
 
 
-def keep_plan(setting: Setting, plan: Plan, path: str | None, console: Console) -> None:
+def keep_plan(scenario: Scenario, plan: Plan, path: str | None, console: Console) -> None:
     """Write the plan, with what it holds for, and say what to start."""
     if path is None:
         with suppress(OSError):
@@ -324,7 +324,7 @@ def keep_plan(setting: Setting, plan: Plan, path: str | None, console: Console) 
         said = [f"The plan is in {LAST_PLAN} until the next one; out=plan.json keeps it."]
     else:
         said = [f"written to {path}", *launch_lines(plan, path)]
-    setting.named(plan).save(path or LAST_PLAN)
+    scenario.named(plan).save(path or LAST_PLAN)
     say(console, *said)
 
 

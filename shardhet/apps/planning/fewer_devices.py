@@ -15,7 +15,7 @@ from shardhet.config.planning import Inputs
 from shardhet.planner.idle import Positions, SubsetPlan, active_positions, node_type
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.pricing.part import part_of
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.cluster import Cluster
 from shardhet.records.profiles import Source
 
@@ -59,7 +59,7 @@ class BetterWithout:
 
     @property
     def _formats(self) -> str:
-        dtype = self.part.setting.workload.param_dtype
+        dtype = self.part.scenario.workload.param_dtype
         return f", {dtype} instead of {self.param_dtype}" * (dtype != self.param_dtype)
 
     @property
@@ -105,27 +105,27 @@ def without_idle(
     inputs: Inputs,
     solution: PlanSolution,
     *,
-    smaller: Callable[[Positions], Setting] | None = None,
+    smaller: Callable[[Positions], Scenario] | None = None,
 ) -> BetterWithout | None:
     """The devices that a plan of all leaves idle; None if there are none."""
-    setting, kept = inputs.setting, active_positions(solution)
-    if len(kept) == setting.cluster.world_size:
+    scenario, kept = inputs.scenario, active_positions(solution)
+    if len(kept) == scenario.cluster.world_size:
         return None
-    there = (smaller or partial(part_of, setting))(kept)
+    there = (smaller or partial(part_of, scenario))(kept)
     return BetterWithout(
-        whole=setting.cluster,
+        whole=scenario.cluster,
         part=SubsetPlan(kept, there, solution),
         param_dtype=there.workload.param_dtype,
         samples_per_s_with_all=None,
         is_described=smaller is not None,
-        estimate=estimated(setting, kept),
+        estimate=estimated(scenario, kept),
     )
 
 
-def estimated(setting: Setting, kept: Sequence[int]) -> str:
+def estimated(scenario: Scenario, kept: Sequence[int]) -> str:
     """Where the collectives among these devices come from, if not from a measurement."""
-    is_measured = setting.profile.collectives.source is Source.MEASURED
-    if not is_measured or len(kept) in (1, setting.cluster.world_size):
+    is_measured = scenario.profile.collectives.source is Source.MEASURED
+    if not is_measured or len(kept) in (1, scenario.cluster.world_size):
         return ""
     return (
         " Collectives among the others are estimated from those of all devices: measure the "

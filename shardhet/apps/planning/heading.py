@@ -9,7 +9,7 @@ from shardhet.records.profiles import Source
 
 def heading(conf: PlannerConf, inputs: Inputs) -> Iterator[str]:
     """What is planned for, and where the times come from."""
-    workload, cluster = inputs.setting.workload, inputs.setting.cluster
+    workload, cluster = inputs.scenario.workload, inputs.scenario.cluster
     kinds = len({device.kind for device in cluster.devices})
     tokens = workload.tokens_per_sample
     frozen = workload.trained_numel < workload.numel
@@ -27,10 +27,10 @@ def heading(conf: PlannerConf, inputs: Inputs) -> Iterator[str]:
 
 def source_line(inputs: Inputs) -> str:
     """Whether figures were measured, as far as the profile knows."""
-    profile = inputs.setting.profile
+    profile = inputs.scenario.profile
     sources = {device.source for device in profile.devices}
     if Source.DERIVED in sources:
-        assumed = inputs.setting.cluster.assumed
+        assumed = inputs.scenario.cluster.assumed
         return " ".join([f"Times are {profile.note}; they were not measured.", assumed]).strip()
     if profile.collectives.source is Source.DERIVED:
         return f"Times were measured, but collectives are {profile.collectives.note}."

@@ -28,7 +28,7 @@ def draw_report(report: PlanReport, path: Path) -> None:
         f"{inputs.name} on {plan.world_size} devices, {plan.global_batch_size} "
         f"samples: {report.solution.samples_per_s:,.4g} samples/s predicted"
     )
-    timeline = simulate(plan, inputs.setting)
+    timeline = simulate(plan, inputs.scenario)
     draw_plan(title, bars, tracks(timeline, found), path)
 
 

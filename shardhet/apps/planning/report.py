@@ -35,7 +35,7 @@ from shardhet.planner.idle import active_positions
 from shardhet.planner.stages.bound import together_s
 from shardhet.planner.stages.solution import PipelineSolution
 from shardhet.pricing.derive import meets_over_gloo
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.pricing.step_cost import RankCost, StepCost
 from shardhet.records.by_hand import parts_of_groups
 from shardhet.records.plan import Plan, RankPlan
@@ -198,7 +198,7 @@ def _memory_cell(row: DeviceRow, unit: str) -> str:
 
 
 def _show_devices(report: PlanReport, console: Console) -> None:
-    units = [unit.fqn for unit in report.inputs.setting.workload.units]
+    units = [unit.fqn for unit in report.inputs.scenario.workload.units]
     found = rows(report)
     unit = unit_of(max(row.cost.memory_budget_bytes for row in found))
     plan = report.solution.plan
@@ -218,16 +218,16 @@ def _show_devices(report: PlanReport, console: Console) -> None:
 
 
 def _result(report: PlanReport) -> Iterator[str]:
-    solution, workload = report.solution, report.inputs.setting.workload
-    part = speed_part(report.inputs.setting, solution)
+    solution, workload = report.solution, report.inputs.scenario.workload
+    part = speed_part(report.inputs.scenario, solution)
     step_s = solution.predicted.step_time_s
     yield predicted_line(step_s, solution.samples_per_s, part, workload)
     yield from form_lines(solution.plan, workload)
-    if meets_over_gloo(report.inputs.setting.cluster):
+    if meets_over_gloo(report.inputs.scenario.cluster):
         yield OVER_GLOO
     yield from _on_host_lines(report)
     if isinstance(solution, PipelineSolution):
-        yield from pipeline_lines(solution, report.inputs.setting.cluster)
+        yield from pipeline_lines(solution, report.inputs.scenario.cluster)
         return
     active = active_positions(solution)
     unused = sorted({*range(solution.plan.world_size)}.difference(active))
@@ -236,7 +236,7 @@ def _result(report: PlanReport) -> Iterator[str]:
             f"Unused devices: {ranges(unused)}. They compute and store nothing, and "
             "collectives run without them"
             + "; leave_out=auto says how to launch without them" * (not report.note)
-            + f".{estimated(report.inputs.setting, active)}"
+            + f".{estimated(report.inputs.scenario, active)}"
         )
 
 
@@ -257,15 +257,15 @@ def proof_lines(report: PlanReport) -> Iterator[str]:
     if solution.plan.num_rounds <= MOST_SIMULATED:
         yield f"The simulated step takes {duration(report.times.step_time_s)}."
     if isinstance(solution, PipelineSolution):
-        yield pipeline_proof(solution, report.inputs.setting.workload)
+        yield pipeline_proof(solution, report.inputs.scenario.workload)
     elif not report.note:
         yield proven_line(solution, report.constraints)
         yield from preferred_lines(solution)
 
 
-def speed_part(setting: Setting, solution: PlanSolution | PipelineSolution) -> float:
+def speed_part(scenario: Scenario, solution: PlanSolution | PipelineSolution) -> float:
     """Of the sum of the devices' speeds, what the plan reaches."""
-    seconds = together_s(setting, solution.plan.global_batch_size)
+    seconds = together_s(scenario, solution.plan.global_batch_size)
     if isinstance(solution, PipelineSolution):  # whose devices may have the units they suit
         seconds = solution.lower_bound_s
     return seconds / solution.predicted.step_time_s
@@ -273,10 +273,10 @@ def speed_part(setting: Setting, solution: PlanSolution | PipelineSolution) -> f
 
 def _on_host_lines(report: PlanReport) -> Iterator[str]:
     """Who keeps inputs of units or the state on the host, and what that takes there."""
-    cluster, solution = report.inputs.setting.cluster, report.solution
+    cluster, solution = report.inputs.scenario.cluster, report.solution
     costs = dict(zip(solution.places, solution.predicted.ranks, strict=True))
     for row in rows(report):
-        yield from _row_on_host(row, report.inputs.setting.workload)
+        yield from _row_on_host(row, report.inputs.scenario.workload)
     for node, here in zip(cluster.nodes, cluster.positions_by_node, strict=True):
         taken = sum(costs[i].memory.host_bytes for i in here if i in costs) / GIB
         if taken and node.host_memory_bytes is None:

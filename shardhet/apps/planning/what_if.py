@@ -25,7 +25,8 @@ from shardhet.planner.stages.find import find_pipeline
 from shardhet.planner.stages.solution import PipelineSolution
 from shardhet.planner.task import TOO_SLOW
 from shardhet.pricing.derive import meets_over_gloo, slowest_of
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
+from shardhet.records.schedule import StepForm
 from shardhet.records.units import MOST_UNTILED
 
 MUCH_OF_SPEEDS = 0.8  # of what devices compute together: with more, stages have little to gain
@@ -52,9 +53,9 @@ class WhatIfQuery:
         """
         if self.best is None:
             return inf
-        setting = self.inputs.setting
-        whole = self.best.samples_per_s / speed_part(setting, self.best)
-        return whole * slowest_of(setting.cluster.world_size)
+        scenario = self.inputs.scenario
+        whole = self.best.samples_per_s / speed_part(scenario, self.best)
+        return whole * slowest_of(scenario.cluster.world_size)
 
     def step_s(self, samples_per_s: float) -> float:
         """Seconds of a step at this speed."""
@@ -63,13 +64,13 @@ class WhatIfQuery:
     def solved(self, there: Situation, least: float) -> PlanSolution:
         """The plan for another situation; ``PlanError`` if none is seen to be as fast."""
         return solve(
-            there.setting,
+            there.scenario,
             global_batch_size=self.conf.global_batch_size,
             constraints=there.constraints,
             effort=self.effort,
             tolerance=self.conf.tolerance or None,  # equally fast plans are equally good here
             is_bounded=False,
-            near=None if self.best is None else self.best.plan.form,
+            near=None if self.best is None else StepForm.of(self.best.plan),
             cutoff_s=self.step_s(least),
         )
 
@@ -82,12 +83,12 @@ class WhatIfQuery:
         if best is None:
             return self.solved(there, least)
         return solve(
-            there.setting,
+            there.scenario,
             global_batch_size=self.conf.global_batch_size,
             constraints=there.constraints,
             effort=self.effort,
             is_bounded=False,
-            near=best.plan.form,
+            near=StepForm.of(best.plan),
             subset_hint=subset_like(best, there),
             cutoff_s=_fastest_s(best) * best.samples_per_s / least if least else inf,
             with_kind=there.changed_kind,
@@ -106,7 +107,7 @@ class WhatIfQuery:
 
     def here(self, constraints: Constraints) -> Situation:
         """The same devices with other constraints."""
-        return Situation(setting=self.inputs.setting, constraints=constraints)
+        return Situation(scenario=self.inputs.scenario, constraints=constraints)
 
 
 def _fastest_s(best: PlanSolution) -> float:
@@ -141,17 +142,17 @@ def without_some(query: WhatIfQuery) -> BetterWithout | None:
     kept, part_of = conf.in_bfloat16(inputs)
     while kept and (part is None or len(kept) < len(part.positions)):
         try:
-            there = Situation(setting=part_of(kept), constraints=query.constraints.only(kept))
-            part = SubsetPlan(kept, there.setting, query.solved(there, least))
+            there = Situation(scenario=part_of(kept), constraints=query.constraints.only(kept))
+            part = SubsetPlan(kept, there.scenario, query.solved(there, least))
         except ValueError:  # nothing fits or is as fast, or constraints need the others
             return None
         kept = tuple(kept[i] for i in active_positions(part.solution))
     if part is None or part.solution.samples_per_s <= least:
         return None
     return BetterWithout(
-        whole=inputs.setting.cluster,
+        whole=inputs.scenario.cluster,
         part=part,
-        param_dtype=inputs.setting.workload.param_dtype,
+        param_dtype=inputs.scenario.workload.param_dtype,
         samples_per_s_with_all=best.samples_per_s,
         is_described=True,
         estimate="",
@@ -160,15 +161,15 @@ def without_some(query: WhatIfQuery) -> BetterWithout | None:
 
 def forms(query: WhatIfQuery) -> Iterator[Variant]:
     """Plans that were not allowed."""
-    conf, constraints, setting = query.conf, query.constraints, query.inputs.setting
+    conf, constraints, scenario = query.conf, query.constraints, query.inputs.scenario
     if query.best is not None and conf.leave_out == "ask":
         yield Variant("fewer devices", "leave_out=auto", partial(_without, query))
-    if could_be_float16(conf, setting):
+    if could_be_float16(conf, scenario):
         yield Variant("float16", "precision=FP16", partial(_in_float16, query))
-    num_units = sum(bool(unit.fqn) for unit in setting.workload.units)
-    is_one = setting.cluster.world_size == 1 or meets_over_gloo(setting.cluster)
+    num_units = sum(bool(unit.fqn) for unit in scenario.workload.units)
+    is_one = scenario.cluster.world_size == 1 or meets_over_gloo(scenario.cluster)
     can_have_stages = not is_one and num_units > 1
-    is_slow = query.best is None or speed_part(setting, query.best) < MUCH_OF_SPEEDS
+    is_slow = query.best is None or speed_part(scenario, query.best) < MUCH_OF_SPEEDS
     if can_have_stages and is_slow and not conf.refused_beside_stages():
         yield Variant("stages", f"max_stages={MAX_STAGES}", partial(_in_stages, query))
     inputs, optimizer = (
@@ -186,14 +187,14 @@ def forms(query: WhatIfQuery) -> Iterator[Variant]:
             )
             reach = partial(_with, query, kept, on_hosts)
             yield Variant("host memory", key, reach, most=query.most, within=both)
-    is_few = query.best is None or conf.global_batch_size <= FEW * setting.cluster.world_size
-    is_long = setting.workload.tokens_per_sample >= MOST_UNTILED
+    is_few = query.best is None or conf.global_batch_size <= FEW * scenario.cluster.world_size
+    is_long = scenario.workload.tokens_per_sample >= MOST_UNTILED
     beside = constraints.may_share_samples or constraints.limits or constraints.equal
     if is_few and is_long and not (is_one or beside or constraints.whole_matrices):
         shared = replace(constraints, may_share_samples=True)
         reach = partial(_with, query, shared, [])
         yield Variant("samples shared by tokens", "context_groups=true", reach)
-    states_memory = any(node.host_memory_bytes is not None for node in setting.cluster.nodes)
+    states_memory = any(node.host_memory_bytes is not None for node in scenario.cluster.nodes)
     if query.best is None and states_memory:
         key = "more memory of hosts, with inputs_on_host=true optimizer_on_host=true,"
         yield Variant("host memory", key, partial(_in_larger_hosts, query))
@@ -226,14 +227,14 @@ def _with(
 
 def _in_larger_hosts(query: WhatIfQuery, _: float) -> tuple[float, str]:
     """What plans reach if hosts have as much memory as they take, and what that is."""
-    setting = query.inputs.setting
-    cluster = setting.cluster
+    scenario = query.inputs.scenario
+    cluster = scenario.cluster
     nodes = tuple(replace(node, host_memory_bytes=None) for node in cluster.nodes)
     constraints = replace(
         query.constraints, may_keep_inputs_on_host=True, may_keep_optimizer_on_host=True
     )
-    larger = replace(setting, cluster=replace(cluster, nodes=nodes))
-    found = query.solved(Situation(setting=larger, constraints=constraints), 0.0)
+    larger = replace(scenario, cluster=replace(cluster, nodes=nodes))
+    found = query.solved(Situation(scenario=larger, constraints=constraints), 0.0)
     told = []
     for node, here in zip(cluster.nodes, cluster.positions_by_node, strict=True):
         taken = sum(found.predicted.ranks[i].memory.host_bytes for i in here)
@@ -245,8 +246,8 @@ def _in_larger_hosts(query: WhatIfQuery, _: float) -> tuple[float, str]:
 
 def _described(query: WhatIfQuery, conf: PlannerConf, least: float) -> tuple[float, str]:
     """What plans reach under another configuration of the same devices."""
-    setting = conf.derived(query.inputs.setting.cluster, query.inputs.name).setting
-    there = replace(query.here(query.constraints), setting=setting)
+    scenario = conf.derived(query.inputs.scenario.cluster, query.inputs.name).scenario
+    there = replace(query.here(query.constraints), scenario=scenario)
     return query.solved(there, least).samples_per_s, ""
 
 
@@ -260,7 +261,7 @@ def pipeline_below(
 ) -> PipelineSolution | None:
     """A pipeline whose step is shorter than this; None if none was found."""
     found = find_pipeline(
-        inputs.setting,
+        inputs.scenario,
         global_batch_size=conf.global_batch_size,
         smaller=conf.part_of(inputs),
         max_stages=conf.max_stages,
@@ -274,11 +275,11 @@ def pipeline_below(
 def _in_stages(query: WhatIfQuery, least: float) -> tuple[float, str]:
     conf, inputs = replace(query.conf, max_stages=MAX_STAGES), query.inputs
     if conf.measured is None:
-        inputs = conf.derived(inputs.setting.cluster, inputs.name)
+        inputs = conf.derived(inputs.scenario.cluster, inputs.name)
     found = pipeline_below(conf, inputs, query.constraints, query.step_s(least))
     if found is None:
         raise PlanError(TOO_SLOW)
-    groups = (named(inputs.setting.cluster, group) for group in found.groups)
+    groups = (named(inputs.scenario.cluster, group) for group in found.groups)
     stages = counted(len(found.groups), "stage")
     return found.samples_per_s, f"a pipeline of {stages}: {'; then '.join(groups)}."
 
@@ -290,12 +291,12 @@ def _without(query: WhatIfQuery, _: float) -> tuple[float, str]:
     return found.part.solution.samples_per_s, found.note
 
 
-def could_be_float16(conf: PlannerConf, setting: Setting) -> bool:
+def could_be_float16(conf: PlannerConf, scenario: Scenario) -> bool:
     """Whether float32 is planned for because some lack bfloat16, but all have float16."""
-    rates = [dict(kind.peak_flops_per_s) for kind in setting.cluster.kinds]
+    rates = [dict(kind.peak_flops_per_s) for kind in scenario.cluster.kinds]
     return (
         conf.measured is None
-        and setting.workload.param_dtype == "float32"
+        and scenario.workload.param_dtype == "float32"
         and bool(rates)
         and all(each.get("float16", 0) > each.get("float32", 0) for each in rates)
     )
@@ -329,11 +330,11 @@ def show_simpler(query: WhatIfQuery, console: Console, waiting: Spinner, *, note
         cells = ("does not fit", "-", "-")
         with waiting.for_(name), suppress(PlanError):
             found = baseline(
-                query.inputs.setting,
+                query.inputs.scenario,
                 global_batch_size=plan.global_batch_size,
                 constraints=query.constraints,
                 effort=query.effort,
-                near=plan.form,
+                near=StepForm.of(plan),
             )
             step_s = found.predicted.step_time_s
             faster = f"{step_s / ours_s:.2f} x as fast"

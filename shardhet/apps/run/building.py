@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from shardhet import DeviceSpec, HetFSDP, Setting
+from shardhet import DeviceSpec, HetFSDP, Scenario
 from shardhet.apps.launch.joining import announced_device
 from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
@@ -23,7 +23,7 @@ from shardhet.fsdp.params.host_step import check_room
 from shardhet.planner.problem.constraints import Constraints
 from shardhet.records.plan import Plan
 from shardhet.training.compiling import compile_units
-from shardhet.training.guard import Guard
+from shardhet.training.guard import BadStepGuard
 from shardhet.training.loss_scaling import LossScaler
 from shardhet.training.trainer import Trainer
 
@@ -38,7 +38,7 @@ class Built:
     resumed: Resumed | None  # what was loaded
     devices: list[DeviceSpec]  # by position of the plan
     prediction: Prediction | None
-    setting: Setting | None  # that the plan was made from, if it was
+    scenario: Scenario | None  # that the plan was made from, if it was
     constraints: Constraints  # of plans to come
     why_eager: str | None  # why this rank's units are not compiled, if they were to be
 
@@ -75,7 +75,7 @@ def build(conf: TrainConf, folder: RunFolder, env: RankEnv, device: torch.device
         resumed=resumed,
         devices=found_devices(trainer.model, spec),
         prediction=here.prediction(),
-        setting=here.setting,
+        scenario=here.scenario,
         constraints=Constraints().with_budgets(budgets),
         why_eager=why_eager,
     )
@@ -128,7 +128,7 @@ def _trainer(
         device=device,
         peak_memory=peak_memory,
         run=task.run,
-        guard=Guard(**fields_of(conf.guard, Guard)),
+        guard=BadStepGuard(**fields_of(conf.guard, BadStepGuard)),
         loss_scaler=LossScaler(device) if conf.precision is Precision.FP16 else None,
     )
 

@@ -21,8 +21,8 @@ MAX_ROWS = 8  # sizes in a table; the file has all of them
 
 def show_measurement(console: Console, measured: Measurement, folder: Path) -> None:
     """Show the measurement as tables, its folder, and what to type next."""
-    setting = measured.setting
-    profile, nodes = setting.profile, setting.cluster.nodes
+    scenario = measured.scenario
+    profile, nodes = scenario.profile, scenario.cluster.nodes
     for device in profile.devices:
         console.print(f"\n{device.device_kind}: {device.note}", style="bold", soft_wrap=True)
         console.print(compute_table(device))
@@ -33,15 +33,15 @@ def show_measurement(console: Console, measured: Measurement, folder: Path) -> N
             free, pace = node.host_memory_bytes, node.host_bytes_per_s / 1e9
             room = "" if free is None else f", in {free / 2**30:.1f} GiB of its memory"
             say(console, f"host {node.host}: optimizers there move {pace:.1f} GB/s{room}")
-    if profile.turn_overhead_s:
-        overhead_us = profile.turn_overhead_s * 1e6
+    if profile.unit_overhead_s:
+        overhead_us = profile.unit_overhead_s * 1e6
         say(console, f"overhead of the runtime: {overhead_us:.0f} us per unit and phase")
     if profile.collectives.points:
-        console.print(f"\ncollectives over {setting.cluster.world_size} devices", style="bold")
+        console.print(f"\ncollectives over {scenario.cluster.world_size} devices", style="bold")
         console.print(collectives_table(profile.collectives))
-        excesses = (f"{e.overlap_excess:.0%} on {e.device_kind}" for e in profile.devices)
+        slowdowns = (f"{e.overlap_slowdown:.0%} on {e.device_kind}" for e in profile.devices)
         slowed = "collectives slow down overlapping compute by this part of their time"
-        say(console, f"{slowed}: {', '.join(excesses)}")
+        say(console, f"{slowed}: {', '.join(slowdowns)}")
     for node in nodes:
         if (link := node.link) is not None:
             speed = f"{link.bandwidth_bytes_per_s / 1e9:.2f} GB/s ({link.source})"

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardhet import DeviceSpec, Setting
+from shardhet import DeviceSpec, Scenario
 from shardhet.apps.cli.streamed import say
 from shardhet.apps.launch.crash import RankConsole
 from shardhet.apps.launch.memory_limits import MemoryLimit, OwnMemoryLimit
@@ -17,7 +17,7 @@ from shardhet.apps.launch.rank_env import RankEnv
 from shardhet.apps.launch.run_folder import RunFolder
 from shardhet.apps.run.model_to_measure import measured_here
 from shardhet.apps.run.prediction import Prediction
-from shardhet.comm.channel import Channel, phase
+from shardhet.comm.channel import Channel, may_take_long
 from shardhet.config.train import OnOom, TrainConf
 from shardhet.config.training import FilePlanConf, MeasuredPlanConf
 from shardhet.planner.present import part_for, plan_for
@@ -34,10 +34,10 @@ MEASURED_WITH = re.compile(r"torch (\d[^\s,;]*)")  # in the notes of a profile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanHere:
-    """A plan, and the setting that it was made in; None if nothing was measured."""
+    """A plan, and the scenario that it was made in; None if nothing was measured."""
 
     plan: Plan
-    setting: Setting | None
+    scenario: Scenario | None
     is_made_here: bool = False  # for the devices that are there
     own_limit: MemoryLimit | None = None  # of this rank's device, if it is less than usual
 
@@ -46,12 +46,12 @@ class PlanHere:
 
         Raises ``ValueError`` if that is of another model or of other devices.
         """
-        if self.setting is None:
+        if self.scenario is None:
             return None
         if self.is_made_here:  # hosts may have other names now than when they were measured
-            return Prediction.in_setting(of_any_device(self.plan), self.setting)
-        self.setting.check_plan(self.plan, name="plan.measured")
-        return Prediction.in_setting(self.plan, self.setting)
+            return Prediction.in_scenario(of_any_device(self.plan), self.scenario)
+        self.scenario.check_plan(self.plan, name="plan.measured")
+        return Prediction.in_scenario(self.plan, self.scenario)
 
 
 def plan_here(
@@ -82,26 +82,26 @@ def plan_here(
         constraints = Constraints(whole_matrices=whole, may_share_samples=shares)
         asked = _Asked(conf.plan.global_batch_size, conf.plan.max_stages, constraints)
         stored = _of_rank_zero(partial(_stored, conf, conf.plan, folder, present), everyone)
-        if not isinstance(stored, Setting):
+        if not isinstance(stored, Scenario):
             stored = _measure(conf, stored, folder=folder, env=env, device=device)
         _tell_unlike(conf, stored, console)
         made = _planned(present, stored, asked, limits, everyone)
         return replace(made, own_limit=limit)
     measured = conf.plan.measured if isinstance(conf.plan, FilePlanConf) else None
-    setting = Setting.load(measured) if measured else None
+    scenario = Scenario.load(measured) if measured else None
     plan = conf.to_plan(everyone.world_size)
-    if setting is not None:
-        _tell_unlike(conf, setting, console)
-    if setting is not None and limits:
-        made = _planned(present, setting, _Asked.like(plan), limits, everyone)
+    if scenario is not None:
+        _tell_unlike(conf, scenario, console)
+    if scenario is not None and limits:
+        made = _planned(present, scenario, _Asked.like(plan), limits, everyone)
         return replace(made, own_limit=limit)
-    return PlanHere(plan=plan, setting=setting)
+    return PlanHere(plan=plan, scenario=scenario)
 
 
-def unlike_measured(conf: TrainConf, setting: Setting) -> list[str]:
+def unlike_measured(conf: TrainConf, scenario: Scenario) -> list[str]:
     """What of this run is not as it was measured, in words."""
-    workload = setting.workload
-    notes = [each.note for each in setting.profile.devices]
+    workload = scenario.workload
+    notes = [each.note for each in scenario.profile.devices]
     versions = {found[1] for note in notes if (found := MEASURED_WITH.search(note)) is not None}
     pairs: dict[str, tuple[Any, Any]] = {
         "data.seq_len": (workload.tokens_per_sample, conf.data.seq_len),
@@ -119,8 +119,8 @@ def unlike_measured(conf: TrainConf, setting: Setting) -> list[str]:
     ]
 
 
-def _tell_unlike(conf: TrainConf, setting: Setting, console: RankConsole) -> None:
-    unlike = unlike_measured(conf, setting)
+def _tell_unlike(conf: TrainConf, scenario: Scenario, console: RankConsole) -> None:
+    unlike = unlike_measured(conf, scenario)
     if unlike:
         text = (
             f"plan.measured: it is of {'; '.join(unlike)}. Times and memory are predicted as "
@@ -132,20 +132,20 @@ def _tell_unlike(conf: TrainConf, setting: Setting, console: RankConsole) -> Non
 
 def _stored(
     conf: TrainConf, plan: MeasuredPlanConf, folder: RunFolder, present: Sequence[DeviceSpec]
-) -> Setting | str:
+) -> Scenario | str:
     """What was measured of these devices, before the run or at a start of it; or why none."""
-    given = plan.setting()
-    settings = [] if given is None else [given]
+    given = plan.scenario()
+    scenarios = [] if given is None else [given]
     mine = folder.measured_dirs(_what_is_measured(conf, plan))
-    settings += [Setting.load(each) for each in mine]
+    scenarios += [Scenario.load(each) for each in mine]
     why = "nothing was measured yet"
-    for setting in settings:
+    for scenario in scenarios:
         try:
-            part_for(present, setting)
+            part_for(present, scenario)
         except ValueError as error:
             why = str(error)
             continue
-        return setting
+        return scenario
     return why
 
 
@@ -156,7 +156,7 @@ def _measure(
     folder: RunFolder,
     env: RankEnv,
     device: torch.device,
-) -> Setting:
+) -> Scenario:
     """Measure all devices that are there, for this start and later ones.  Collective."""
     assert isinstance(conf.plan, MeasuredPlanConf)
     console = RankConsole(quiet=env.rank != 0)
@@ -164,11 +164,11 @@ def _measure(
     effort = MeasuringEffort(
         max_microbatch_size=conf.plan.max_microbatch_size, time_limit_s=conf.plan.time_limit_s
     )
-    with phase("measuring"):
+    with may_take_long("measuring"):
         measured = measured_here(conf, effort, env, device, console)
     if env.rank == 0:
         measured.save(folder.new_measured_dir(_what_is_measured(conf, conf.plan)))
-    return measured.setting
+    return measured.scenario
 
 
 def _what_is_measured(conf: TrainConf, plan: MeasuredPlanConf) -> str:
@@ -203,15 +203,15 @@ class _Asked:
 
 def _planned(
     present: Sequence[DeviceSpec],
-    measured: Setting,
+    measured: Scenario,
     asked: _Asked,
     limits: Mapping[int, MemoryLimit],
     everyone: Channel,
 ) -> PlanHere:
-    setting = part_for(present, measured)
+    scenario = part_for(present, measured)
 
     def plan() -> Plan:
-        with phase("planning"):
+        with may_take_long("planning"):
             try:
                 return plan_for(
                     present,
@@ -229,7 +229,7 @@ def _planned(
 
     # Rank zero alone plans: sums of floats might differ between kinds of processors.
     found = _of_rank_zero(plan, everyone)
-    return PlanHere(plan=found, setting=setting, is_made_here=True)
+    return PlanHere(plan=found, scenario=scenario, is_made_here=True)
 
 
 def _of_rank_zero(work: Callable[[], T], everyone: Channel) -> T:

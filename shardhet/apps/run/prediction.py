@@ -8,7 +8,7 @@ from typing import Self
 from rich.table import Table
 
 from shardhet.apps.cli.streamed import figures_table
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.pricing.step_cost import MemoryParts
 from shardhet.records.plan import Plan
 from shardhet.simulator.simulation import timeline_of
@@ -34,12 +34,12 @@ class Prediction:
         return self.timeline.step_time_s
 
     @classmethod
-    def in_setting(cls, plan: Plan, setting: Setting) -> Self:
-        """Simulate in a setting of the plan's devices and model.
+    def in_scenario(cls, plan: Plan, scenario: Scenario) -> Self:
+        """Simulate in a scenario of the plan's devices and model.
 
         Raises ``ValueError`` if stages hand over across links that were not measured.
         """
-        price = price_of(plan, setting)
+        price = price_of(plan, scenario)
         timeline = timeline_of(price)
         positions = range(plan.world_size)
         return cls(

@@ -48,7 +48,7 @@ class Task:
 
     module: nn.Module  # on the meta device
     batches: GlobalBatches
-    judged: TokenBatch | None  # None: nothing is held out
+    held_out: TokenBatch | None  # None: nothing is held out
     data_digest: str  # equal on two machines exactly if their samples are
     score_name: str  # of the bits for each target
     model_name: str | None = None  # None: the name of its kind in the configuration
@@ -61,11 +61,11 @@ def make_task(conf: TrainConf, *, global_batch_size: int, token_dir: Path) -> Ta
     text = _text(conf, token_dir)
     if isinstance(conf.model, HfConf):
         return _hf_task(conf, conf.model, text, global_batch_size, token_dir)
-    batches, judged = _batches(conf, text, global_batch_size)
+    batches, held_out = _batches(conf, text, global_batch_size)
     return Task(
         module=make_module(conf.model, conf.data, conf.precision),
         batches=batches,
-        judged=judged,
+        held_out=held_out,
         data_digest=f"{text.digest} {BYTES}",
         score_name="bits per byte",
     )
@@ -97,7 +97,7 @@ def _hf_task(
     folder = model.folder()
     own = own_tokenizer(model, conf.data)
     corpus = _as_tokens(conf.data, text, token_dir, own)
-    batches, judged = _batches(conf, corpus, global_batch_size)
+    batches, held_out = _batches(conf, corpus, global_batch_size)
     module = folder.in_memory(
         dtype=DTYPE_BY_PRECISION[conf.precision],
         weights=model.weights,
@@ -107,7 +107,7 @@ def _hf_task(
     return Task(
         module=module,
         batches=batches,
-        judged=judged,
+        held_out=held_out,
         data_digest=f"{corpus.digest} {BYTES if own is None else own.digest}",
         score_name="bits per byte" if own is None else "bits per token",
         model_name=model.name_of(module),
@@ -148,8 +148,8 @@ def _batches(
     )
     if not corpus.held_out.size:
         return batches, None
-    judged = held_out_windows(corpus, seq_len=data.seq_len, num_samples=data.num_judged_samples)
-    return batches, judged
+    held_out = held_out_windows(corpus, seq_len=data.seq_len, num_samples=data.num_eval_samples)
+    return batches, held_out
 
 
 def _as_tokens(

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from rich.console import Console
 
-from shardhet import After, EndNotice, HetFSDP, Hook, Hooks, Plan, Rebalancer, Trace
+from shardhet import After, HetFSDP, Hook, Hooks, Plan, Rebalancer, StopOnSignal, Trace
 from shardhet.apps.checkpoint_export import write_model
 from shardhet.apps.cli.display import Display, show_plan
 from shardhet.apps.cli.quantities import counted
@@ -36,7 +36,7 @@ from shardhet.apps.run.run_log import RunLog
 from shardhet.apps.run.task import Task
 from shardhet.checkpoint import Resumed
 from shardhet.comm import devices
-from shardhet.comm.channel import phase
+from shardhet.comm.channel import may_take_long
 from shardhet.config.checks import fields_of
 from shardhet.config.models import HfConf
 from shardhet.config.train import OnOom, Precision, TrainConf
@@ -103,7 +103,7 @@ class Run(Hook):
         self._checkpoints = built.checkpoints
         self._goes_on = built.resumed is not None  # its next step is the first that does
         self._log = RunLog(built.prediction, self.model.position)
-        self.notice = EndNotice(folder.end_notice_path, of_node=conf.end_notice.file)
+        self.notice = StopOnSignal(folder.stop_path, of_node=conf.stop_on_signal.file)
         self.goes_on_without_some = False  # without the ranks that were told to end
         # The notice is first, so that it ends last: it is heard until all is written.
         hooks = [self.notice, *self._chosen(), self, self._checkpoints]
@@ -130,9 +130,9 @@ class Run(Hook):
                 host_memory=HostMemory(self.trainer.peak_memory),
                 then=self._write_predicted_trace,
             )
-        if built.setting is not None:
+        if built.scenario is not None:
             yield Rebalancer(
-                built.setting,
+                built.scenario,
                 replans=conf.rebalance,
                 constraints=built.constraints,
                 devices=built.devices,
@@ -214,7 +214,7 @@ class Run(Hook):
         self._log.pending = metrics if metrics.why_skipped is None else None
         makes_use = self._is_reported(step) or self._is_evaluated(step)
         if makes_use or self._checkpoints.is_due(step) or devices.is_on_host(self._device):
-            self.trainer.settle()
+            self.trainer.check_last_step()
         self._checkpoints.before_record(step)
         if self._goes_on:
             self._goes_on = False
@@ -230,8 +230,8 @@ class Run(Hook):
         every = self._conf.eval_every
         return step == self._conf.num_steps or (bool(every) and step % every == 0)
 
-    def settle(self) -> None:
-        self.trainer.settle()
+    def check_last_step(self) -> None:
+        self.trainer.check_last_step()
 
     def after_step(self, step: int, loss: float | None) -> After | None:
         """Record the step, unless it was bad, and what is to be known after it."""
@@ -267,12 +267,14 @@ class Run(Hook):
         if self.is_rank_zero:
             plan.save(self._folder.new_plan_path(step))
         self._record()  # a step of the plan before
-        self._log.expect(Prediction.in_setting(rebalancer.in_setting(plan), rebalancer.setting))
+        self._log.expect(
+            Prediction.in_scenario(rebalancer.in_scenario(plan), rebalancer.scenario)
+        )
 
     def _evaluate(self, step: int) -> None:
-        if self._built.task.judged is None:
+        if self._built.task.held_out is None:
             return
-        evaluation = self.trainer.evaluate(self._built.task.judged)
+        evaluation = self.trainer.evaluate(self._built.task.held_out)
         score, name = evaluation.bits_per_target, self._built.task.score_name
         values = {"held_out_loss": evaluation.mean_loss, f"held_out_{_snake(name)}": score}
         self._log.log(step, values)
@@ -314,7 +316,7 @@ def say_who_compiles(model: HetFSDP, reason: str | None, folder: RunFolder) -> s
     return f"torch.compile does not work on devices {eager}, which run eagerly: {why}"
 
 
-@phase("writing the model")
+@may_take_long("writing the model")
 def save_whole(model: HetFSDP, conf: TrainConf, folder: RunFolder) -> None:
     """Write the whole model, if the configuration says so.  Collective.
 

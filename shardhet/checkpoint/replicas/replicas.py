@@ -46,7 +46,7 @@ from shardhet.checkpoint.state.held import RankState
 from shardhet.checkpoint.state.job import CALL as SAVES
 from shardhet.checkpoint.state.optimizer_state import Optimizers
 from shardhet.checkpoint.state.ranks import Ranks, step_of
-from shardhet.comm.channel import phase
+from shardhet.comm.channel import may_take_long
 from shardhet.comm.devices import available_bytes
 from shardhet.records.stages import Nodes, backup_positions
 
@@ -101,7 +101,7 @@ class Replicas:
         """The folder of one step's files on this node."""
         return files.step_path(self.folder, step)
 
-    @phase(SAVES)
+    @may_take_long(SAVES)
     def save(
         self,
         model: nn.Module,
@@ -154,7 +154,7 @@ class Replicas:
         )
         self._copying.start()
 
-    @phase(SAVES)
+    @may_take_long(SAVES)
     def wait(self, model: nn.Module) -> None:
         """Until the last replica is complete on all nodes.
 
@@ -164,7 +164,7 @@ class Replicas:
         if copying is not None:
             copying.wait()
 
-    @phase(LOADS)
+    @may_take_long(LOADS)
     def load_latest(
         self,
         model: nn.Module,

@@ -202,7 +202,7 @@ def _still(still: Sequence[Heartbeat], own: Heartbeat) -> Failure:
         f"{_names(still)} {verb} still: alive, but for {still[0].stalled_s:.0f} s without "
         f"progress in {_whereabouts(still[0])}. It waits for no other rank, and {own.name} has "
         f"waited for it in {own.doing} for {own.stalled_s:.0f} s. If that may take so long, "
-        "raise hang_timeout_s, or declare it: with shardhet.phase(...)."
+        "raise hang_timeout_s, or declare it: with shardhet.may_take_long(...)."
     )
     return _failure(FailureKind.HUNG, still, text)
 

@@ -111,7 +111,7 @@ class OwnRank:
         self._learn_pace(passed_s)
         timeout_s = max(hang_timeout_s, STEP_FACTOR * max(self._step_times_s, default=0.0))
         self._number += 1
-        phases = [name for name in progress.phases if name != progress.doing]
+        phases = [name for name in progress.slow_sections if name != progress.doing]
         return Heartbeat(
             rank=self._rank,
             name=self.name,
@@ -123,7 +123,7 @@ class OwnRank:
             step=progress.step,
             doing=f"{progress.doing} ({', '.join(phases)})" if phases else progress.doing,
             is_waiting=found.is_waiting or self._device_is_busy(timeout_s),
-            is_long=bool(progress.phases) or found.is_compiling,
+            is_long=bool(progress.slow_sections) or found.is_compiling,
             is_debugged=found.is_debugged,
             stalled_s=self.stalled_s,
             timeout_s=timeout_s,
@@ -137,7 +137,7 @@ class OwnRank:
         return stack_of(self._thread_ids)
 
     def _learn_pace(self, passed_s: float) -> None:
-        if not progress.phases:
+        if not progress.slow_sections:
             self._step_s += passed_s
         num_ended = progress.num_steps - self._num_steps_before
         if not num_ended:

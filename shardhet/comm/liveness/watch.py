@@ -75,10 +75,10 @@ def watch_ranks(
     A rank is accused only if others wait for it and it has made no progress for
     ``hang_timeout_s``, or for five times the slowest of the last 20 steps if that is longer;
     for ten times as long before the first step has ended, while torch compiles, and inside
-    ``with phase("evaluating")``; never at a prompt of a debugger.  After a third of that, but
-    not before 20 s, a line says who waits for whom.  None or 0 switches the watch off.  A rank
-    that torchrun or ``shardhet train`` has started also ends if that process is gone, with or
-    without a watch.
+    ``with may_take_long("evaluating")``; never at a prompt of a debugger.  After a third of
+    that, but not before 20 s, a line says who waits for whom.  None or 0 switches the watch
+    off.  A rank that torchrun or ``shardhet train`` has started also ends if that process is
+    gone, with or without a watch.
 
     Args:
         hang_timeout_s: the least time without progress, in seconds.

@@ -163,7 +163,7 @@ def check_room(optimizer: optim.Optimizer) -> None:
     elif room is not None:
         why = room.shortfall(num_moments)
     if why:
-        with group.peers.guard("optimizer.step"):
+        with group.peers.fail_together("optimizer.step"):
             raise ValueError(why)
 
 

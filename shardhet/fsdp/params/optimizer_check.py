@@ -118,7 +118,7 @@ class StaleParameter(FunctionTensor):
     def _call(cls, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         given = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
         fqn, peers = _given_up[given]
-        with peers.guard("a parameter from before wrapping"):
+        with peers.fail_together("a parameter from before wrapping"):
             raise ValueError(
                 f"{fqn}: this parameter was kept from before wrapping the model, which does "
                 "not use it any more. List parameters, and make optimizers, after wrapping: "
@@ -191,7 +191,7 @@ def look_at(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     if is_seen:
         return
     if groups:
-        with groups[0].peers.guard("optimizer.step"):
+        with groups[0].peers.fail_together("optimizer.step"):
             _check_rows(optimizer)
             _check(optimizer, has_closure=has_closure)
         if optimizer not in _params_seen:
@@ -278,7 +278,7 @@ def _mark_rows(optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def _check_loaded(optimizer: optim.Optimizer) -> None:
-    with groups_of(optimizer)[0].peers.guard("optimizer.load_state_dict"):
+    with groups_of(optimizer)[0].peers.fail_together("optimizer.load_state_dict"):
         _check_rows(optimizer)
 
 

@@ -38,7 +38,7 @@ class ShardGroup:
         if model is None or model.is_between_steps:
             return
         if any(param.grad is not None for param in params):
-            with self.peers.guard("optimizer.step"):
+            with self.peers.fail_together("optimizer.step"):
                 raise RuntimeError(
                     "optimizer.step: the gradients are those of the step before, and the next "
                     f"one has {model.rounds_left} rounds to go. Step, and clear gradients, "
@@ -59,7 +59,7 @@ class ShardGroup:
             # A norm of order 0 counts elements, so counts are summed.
             together = torch.stack([norm.to(device) for norm in local_norms]).double()
             local[0] = together.sum() if order == 0 else vector_norm(together, order)
-        with self.peers.guard(call):
+        with self.peers.fail_together(call):
             given = self.control.enter(
                 call, [order, num_grads], within_s=SECONDS_FOR_ALL_TO_COME
             )
@@ -83,7 +83,7 @@ class ShardGroup:
 
     def agree_on_inf(self, found_inf: Tensor) -> None:
         """Set ``found_inf`` on all ranks if it is set on any.  Collective."""
-        with self.peers.guard("GradScaler"):
+        with self.peers.fail_together("GradScaler"):
             self.control.enter("GradScaler", within_s=SECONDS_FOR_ALL_TO_COME)
             mine = found_inf.reshape(1).double().to(self.comm.device)
             rows = self.comm.reduce_scatter_channel.gather_rows(mine)
@@ -125,7 +125,7 @@ class Rows:
 
     def refuse(self, what: str) -> NoReturn:
         """Raise ``RuntimeError`` here and on the other ranks at their next collective."""
-        with self.group.peers.guard("a call on rows"):
+        with self.group.peers.fail_together("a call on rows"):
             if TracingContext.try_get() is not None:
                 raise RuntimeError(
                     f"{self.fqn}: torch.compile cannot trace rows of parameters. Call what "
@@ -182,7 +182,7 @@ class Rows:
     def _meet(self, call: str, mine: list[float]) -> list[list[float]]:
         """What every rank gives, at a call for the same parameter.  Collective."""
         group, mine = self.group, [*mine, zlib.crc32(self.fqn.encode())]
-        with group.peers.guard(call):
+        with group.peers.fail_together(call):
             given = group.control.enter(call, mine, within_s=SECONDS_FOR_ALL_TO_COME)
             if any(row[-1] != mine[-1] for row in given):
                 raise ValueError(

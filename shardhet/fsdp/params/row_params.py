@@ -102,7 +102,7 @@ def defer_grads(params: Iterable[nn.Parameter], finish: Callable[[], None]) -> N
 def _settle(param: Tensor) -> None:
     method = _finishes.get(param) if _finishes else None
     if method is not None and (finish := method()) is not None:
-        with rows_of(param).group.peers.guard("model.backward"):
+        with rows_of(param).group.peers.fail_together("model.backward"):
             finish()
 
 

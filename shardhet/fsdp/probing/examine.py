@@ -26,8 +26,8 @@ from shardhet.fsdp.microbatch.chosen import Fewer
 from shardhet.fsdp.microbatch.layered import cut, tensors_in, writes_on_input
 from shardhet.fsdp.probing.comparing import Cut, Law, Refusal, are_same
 from shardhet.fsdp.probing.gradients import (
-    BENT,
     MIXED,
+    NONLINEAR,
     GradientCut,
     gradients_of,
     is_linear,
@@ -226,7 +226,7 @@ class Examiner:
         if self.divides_late and not is_linear(
             lambda scale: self._gradients(whole, rules, scale), self.watcher.eps
         ):
-            raise Law.GRADIENTS.refusal(f"unit {whole.fqn!r}{BENT}")
+            raise Law.GRADIENTS.refusal(f"unit {whole.fqn!r}{NONLINEAR}")
 
     def _gradients(
         self, call: ProbedCall, rules: BatchingRules, scale: float = 1.0

@@ -222,5 +222,5 @@ def join_by_gradients(whole: Tensor, parts: Sequence[Tensor]) -> Join | None:
 
 # What is found of gradients, and where.
 OUTSIDE = ", computed outside of units"
-BENT = ": its gradients do not grow as the gradient that it gets"
+NONLINEAR = ": its gradients do not grow as the gradient that it gets"
 MIXED = ": the gradients of two parts of a batch do not add up to those of both"

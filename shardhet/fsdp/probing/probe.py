@@ -48,7 +48,7 @@ from shardhet.fsdp.microbatch.surroundings import CacheSwitch
 from shardhet.fsdp.probing.comparing import Law, check_params
 from shardhet.fsdp.probing.examine import Examiner
 from shardhet.fsdp.probing.gradients import (
-    BENT,
+    NONLINEAR,
     OUTSIDE,
     Attached,
     Gradients,
@@ -318,11 +318,11 @@ class Probe:
         if self._splits:
             self.own.append(place)
         with self.watcher.paused():
-            is_bent = self._model.divides_late and not is_linear(
+            is_nonlinear = self._model.divides_late and not is_linear(
                 lambda scale: gradients_outside(tensor, scale), self.watcher.eps
             )
-        if is_bent:
-            raise Law.GRADIENTS.refusal(f"{what}{OUTSIDE}{BENT}")
+        if is_nonlinear:
+            raise Law.GRADIENTS.refusal(f"{what}{OUTSIDE}{NONLINEAR}")
 
     def keep_gradients(self, place: Place, tensor: Tensor) -> None:
         """Keep gradients of what code outside of units has computed, in this run."""

@@ -187,7 +187,7 @@ class Pipeline:
         rounds they are those of the sum of the rounds' losses over them, which is returned.
         """
         runtime, exchange = self._runtime, self._exchange
-        with self._peers.guard("forward_backward"):
+        with self._peers.fail_together("forward_backward"):
             check_scaler(scaler, is_float16=self._mean.is_float16)
             _check_arguments(calls)
             calls = self._agree("forward_backward", calls, divisors)
@@ -262,7 +262,7 @@ class Pipeline:
         samples.  Collective, without gradients.  See [Note: The output of several rounds].
         """
         runtime, output = self._runtime, None
-        with self._peers.guard("model(...)"):
+        with self._peers.fail_together("model(...)"):
             is_there = is_training and bool(len(runtime.norms))
             refuse("batch norm in training mode", is_there=is_there, where="model(...)")
             calls = self._agree("model(...)", calls)

@@ -70,7 +70,7 @@ class FeatureGathers:
 
     def gather(self, features: Tensor) -> Tensor:
         """See ``gather_features``."""
-        with self._peers.guard("gather_features"):
+        with self._peers.fail_together("gather_features"):
             if self.has_groups:
                 raise ValueError(
                     "gather_features: the plan has context groups, of which no device has "
@@ -317,7 +317,7 @@ class UnitCalls:
                 "outside: HetFSDP(units=[...])."
             )
         if self._step.round is None or not self._step.round.num_samples:
-            with self._peers.guard():  # outside of model(...) no other guard tells peers
+            with self._peers.fail_together():  # outside of model(...) nothing else tells
                 raise RuntimeError(
                     f"unit {unit_fqn!r} was called outside of HetFSDP's forward. "
                     f"{CALL_THE_MODEL}"
@@ -330,7 +330,7 @@ class UnitCalls:
             or self._rounds.round_key != round_key
             or not self._step.is_in_autograd
         ):
-            with self._peers.guard():  # outside of model.backward no other guard tells peers
+            with self._peers.fail_together():  # outside of model.backward nothing else tells
                 raise RuntimeError(
                     "backward of an earlier forward, or not through HetFSDP. Call "
                     "model.backward(loss_sum, num_tokens) once after each model(...), before "

@@ -168,7 +168,7 @@ class MeanLoss:
         losses, counts = sums.T.tolist()
         is_valid = all(map(math.isfinite, losses)) and abs(sum(counts)) > 0
         if not is_valid:
-            with self._peers.guard("model.backward"):
+            with self._peers.fail_together("model.backward"):
                 self._runtime.drop()
         step = self._runtime.rounds.step + 1
         self._runtime.rounds.end_step(step)
@@ -187,7 +187,7 @@ class MeanLoss:
         is_late = self._runtime.plan.whole_matrices and may_be_late(self.flats, self._hooks)
         if not is_late:
             executor.finish()
-        with self._peers.guard("hooks on parameters"):
+        with self._peers.fail_together("hooks on parameters"):
             has = iter(has_grad)
             for flat in self.flats:
                 of_flat = [next(has) for _ in flat.slots]

@@ -123,7 +123,7 @@ class RoundByRound:
     ) -> float | None:
         """See ``HetFSDP.backward``.  Collective."""
         mean = self._mean
-        with self._peers.guard("model.backward"):
+        with self._peers.fail_together("model.backward"):
             if not self._runtime.step.awaits_backward:
                 raise RuntimeError(_NO_FORWARD if self._had_samples else _NO_SAMPLES)
             if written := self._runtime.written.flats:
@@ -242,7 +242,7 @@ class RoundByRound:
         def check(_: Tensor) -> None:
             if self._is_in_backward and self._num_forwards == number:
                 return
-            with self._peers.guard():
+            with self._peers.fail_together():
                 if torch.is_grad_enabled():  # only under create_graph=True
                     raise RuntimeError(CREATES_GRAPH)
                 raise RuntimeError(arrived_late(of_earlier=self._is_in_backward))

@@ -111,7 +111,7 @@ class Rounds:
     def follow(self, plan: Plan, batches_per_step: int = 1) -> None:
         """Let a step have the rounds of so many batches of ``plan`` from the next one on."""
         self.batches_per_step = batches_per_step
-        self.form = replace(plan.form, num_rounds=plan.num_rounds * batches_per_step)
+        self.form = replace(StepForm.of(plan), num_rounds=plan.num_rounds * batches_per_step)
         split = plan.ranks[self._position].split
         self._spans_of = cache(lambda num_samples: spans_of(split(num_samples)))
         self._planned = [rank.rank_batch_size for rank in plan.ranks]  # samples, by position

@@ -93,8 +93,8 @@ class ScheduleExecutor:
         before = (i for i, unit in enumerate(self._units) if unit in self.always_unsharded)
         rest, always_unsharded = schedule, frozenset((*always_unsharded, *before))
         if round_index and schedule is not self.base:
-            owed = self.schedule.owed_at(self.cursor) - always_unsharded
-            rest = rest_of_step(schedule, round_index, owed, always_unsharded)
+            unreduced = self.schedule.unreduced_at(self.cursor) - always_unsharded
+            rest = rest_of_step(schedule, round_index, unreduced, always_unsharded)
             self._reshard(self._units)
         for index in sorted(always_unsharded):
             self.take_in(self._units[index])

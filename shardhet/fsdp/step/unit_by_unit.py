@@ -45,7 +45,7 @@ def unit_by_unit(
         raise RuntimeError("unit_by_unit: entered twice. Leave one context before the next.")
     awaits_backward = runtime.step.awaits_backward
     runtime.rounds.check_goes_on("unit_by_unit", awaits_backward=awaits_backward)
-    with peers.guard("unit_by_unit"), torch.no_grad(), aside(runtime):
+    with peers.fail_together("unit_by_unit"), torch.no_grad(), aside(runtime):
         rounds = UnitByUnit(runtime, control)
         rounds.open()
         runtime.calls.outside_of_steps = rounds.visit

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import Transpose, revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from shardhet.comm.channel import phase
+from shardhet.comm.channel import may_take_long
 from shardhet.fsdp import HetFSDP
 from shardhet.fsdp.module_proxy import around, stand_ins
 from shardhet.fsdp.params.state import persistent_buffers
@@ -94,7 +94,7 @@ class WeightFiles:
 LEAST_FILE_BYTES = 2**25
 
 
-@phase("save_pretrained")
+@may_take_long("save_pretrained")
 def save_pretrained(
     model: nn.Module, save_directory: str | Path, *, least_file_bytes: int = LEAST_FILE_BYTES
 ) -> None:
@@ -108,7 +108,7 @@ def save_pretrained(
     """
     folder = Path(save_directory)
     model = model if isinstance(model, HetFSDP) else around(model, "save_pretrained")
-    with model.guard("save_pretrained"):
+    with model.fail_together("save_pretrained"):
         if is_adapted(model.module):
             _save_adapters(model, folder)
         elif isinstance(model.module, PreTrainedModel):
@@ -127,7 +127,7 @@ def save_model(model: HetFSDP, folder: Path) -> None:
     if is_adapted(model.module) or isinstance(model.module, PreTrainedModel):
         save_pretrained(model, folder)
         return
-    with phase("saving the model"):
+    with may_take_long("saving the model"):
         state = model.state_dict()
         if model.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)

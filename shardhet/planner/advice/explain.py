@@ -18,7 +18,7 @@ from shardhet.planner.problem.constraints import Constraints
 from shardhet.planner.problem.solution import PlanSolution
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.part import with_one_more
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.cluster import Cluster, DeviceSpec
 from shardhet.records.codec import first_places
 from shardhet.records.profiles import (
@@ -54,7 +54,7 @@ class Resource(Enum):
 class Situation:
     """Everything that a planner is given, except the objective."""
 
-    setting: Setting
+    scenario: Scenario
     constraints: Constraints
     # Only devices of this kind changed: what is as fast as asked for has one of them.
     changed_kind: str | None = None
@@ -62,8 +62,8 @@ class Situation:
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster of the setting."""
-        return self.setting.cluster
+        """The cluster of the scenario."""
+        return self.scenario.cluster
 
     @property
     def kinds(self) -> list[str]:
@@ -72,17 +72,17 @@ class Situation:
 
     @property
     def profile(self) -> Profile:
-        """The profile of the setting."""
-        return self.setting.profile
+        """The profile of the scenario."""
+        return self.scenario.profile
 
     def with_profile(self, profile: Profile) -> "Situation":
         """The same situation with another profile."""
-        return replace(self, setting=replace(self.setting, profile=profile))
+        return replace(self, scenario=replace(self.scenario, profile=profile))
 
     def with_cluster(self, cluster: Cluster, constraints: Constraints) -> "Situation":
         """The same workload and profile on another cluster."""
-        setting = replace(self.setting, cluster=cluster)
-        return replace(self, setting=setting, constraints=constraints)
+        scenario = replace(self.scenario, cluster=cluster)
+        return replace(self, scenario=scenario, constraints=constraints)
 
 
 # The most that a plan reaches, if it is more than the second; PlanError if none is seen to be.
@@ -211,7 +211,7 @@ def lost_at_other_speeds(
     for kind in kinds:
         for speed, change in ((1 - OFF, "slower"), (1 + OFF, "faster")):
             other = at_other_speed(situation, frozenset({kind}), speed)
-            predicted = CostModel(other.setting).predict(solution.plan)
+            predicted = CostModel(other.scenario).predict(solution.plan)
             value = solution.plan.global_batch_size / predicted.step_time_s
             most = inf if speed > 1 else fastest  # nothing gains by a slower device
             variant = Variant(kind, change, _reach(objective, other), most=most)
@@ -327,7 +327,7 @@ def with_another(situation: Situation, kind: str) -> Situation | None:
     """
     cluster, constraints = situation.cluster, situation.constraints
     last = max(i for i, device in enumerate(cluster.devices) if device.kind == kind)
-    larger = with_one_more(situation.setting, last)
+    larger = with_one_more(situation.scenario, last)
     if larger is None:
         return None
 
@@ -339,7 +339,9 @@ def with_another(situation: Situation, kind: str) -> Situation | None:
         limits={moved(position): each for position, each in constraints.limits.items()},
         equal=tuple(tuple(map(moved, each)) for each in constraints.equal),
     )
-    return Situation(setting=larger, constraints=constraints, changed_kind=kind, added=last + 1)
+    return Situation(
+        scenario=larger, constraints=constraints, changed_kind=kind, added=last + 1
+    )
 
 
 def slowest_kinds(solution: PlanSolution) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from shardhet.planner.candidates.group_times import GroupTimes, may_compute
 from shardhet.planner.candidates.recompute import policies
-from shardhet.planner.candidates.role_times import PortShares, Terms
+from shardhet.planner.candidates.role_times import LinkShares, Terms
 from shardhet.planner.candidates.table import CandidateTable
 from shardhet.planner.forms import BatchRounds
 from shardhet.planner.problem.constraints import Constraints, Role
@@ -44,7 +44,7 @@ class LeastCompute:
 
     whole_s: float
     unit_s: Mapping[str, Floats]  # [2] of one unit of each kind: forward and backward
-    overlap_excess: float  # the least of any device
+    overlap_slowdown: float  # the least of any device
 
 
 class TableBuilder:
@@ -58,7 +58,7 @@ class TableBuilder:
         constraints: Constraints,
         effort: Effort = DEFAULT_EFFORT,
         unevenness: float = 1.0,
-        stored: PortShares = PortShares(),  # noqa: B008  a tuple
+        stored: LinkShares = LinkShares(),  # noqa: B008  a tuple
         row_part: float = 1.0,
         is_relaxed: bool = False,
         has_endless_memory: bool = False,
@@ -152,8 +152,8 @@ class TableBuilder:
         return LeastCompute(
             whole_s=self.all_compute_s,
             unit_s=unit_s,
-            overlap_excess=min(
-                self.model.profile.device(kind).overlap_excess for kind in kinds
+            overlap_slowdown=min(
+                self.model.profile.device(kind).overlap_slowdown for kind in kinds
             ),
         )
 
@@ -178,7 +178,7 @@ class TableBuilder:
             each.num_units * compute.unit_s[each.kind.name] for each in self.turns.classes
         ]
         compute_s = np.array(of_classes).T.ravel()  # [2 classes]
-        beside_s = compute_s + compute.overlap_excess * comm_s * (compute_s > 0)
+        beside_s = compute_s + compute.overlap_slowdown * comm_s * (compute_s > 0)
         least_s = np.maximum(beside_s, comm_s)
         return bool(least_s.sum() <= left_s) and may_compute(
             self._groups, self.rounds.round_size, cutoff_s, left_s, least_s

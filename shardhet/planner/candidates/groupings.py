@@ -41,12 +41,12 @@ def with_groups(
     constraints, and raises ``PlanError`` if none takes at most so long.
     """
     best: PlanSolution | None = None
-    missed = PlanError("")
+    why_none = PlanError("")
     alone, devices = replace(constraints, may_share_samples=False), model.cluster.devices
     try:
         best = solved(alone)
     except PlanError as error:
-        missed = error
+        why_none = error
     whole_s = [_sample_s(model, device.kind) for device in devices]
     ideal_s = BALANCED * global_batch_size / sum(1 / each for each in whole_s)
     is_few = global_batch_size <= FEW * len(devices)
@@ -62,7 +62,7 @@ def with_groups(
                 if found.predicted.step_time_s < most_s:
                     best = found
     if best is None:
-        raise missed
+        raise why_none
     return best
 
 

@@ -24,7 +24,7 @@ TANGENTS = 4  # that bound a batch
 ROUNDING = 1e-12
 
 
-class PortShares(NamedTuple):
+class LinkShares(NamedTuple):
     """How much of the state a device stores, as part of all, if collectives are to be fast."""
 
     least: float = 0.0  # if it computes
@@ -40,7 +40,7 @@ class Terms:
     turns: Turns
     policies: tuple[RankPlan, ...]
     state: StateNumels
-    stored: PortShares
+    stored: LinkShares
     rounds: BatchRounds
     has_endless_memory: bool
     max_microbatch_size: int | None
@@ -324,7 +324,7 @@ class RoleTimes:
         so long.
         """
         number, comm_s, num_units = self._terms.of_rounds[phase is Phase.BACKWARD]
-        excess = self._terms.model.profile.device(self._role.device_kind).overlap_excess
+        excess = self._terms.model.profile.device(self._role.device_kind).overlap_slowdown
         compute_s = num_units * visit_s
         slowed = number * compute_s  # [rounds, classes, b, n]
         if excess:
@@ -359,7 +359,7 @@ class RoleTimes:
             left = left - role.limits.state_share * state.whole
             left = np.minimum(left + state.slack, state.row)
         else:
-            left = self._within_ports(left, batches)
+            left = self._within_link_shares(left, batches)
         if state.even is not None:
             # ``Problem.rounded`` need not take off what rounding has added already.
             is_enough = left + 2 * state.slack >= state.even
@@ -368,10 +368,10 @@ class RoleTimes:
             left = left + state.slack
         return np.where(left >= 0, left, -1.0)
 
-    def _within_ports(self, left: Floats, batches: Ints) -> Floats:
+    def _within_link_shares(self, left: Floats, batches: Ints) -> Floats:
         """The room of which collectives can make use; -1 where it is less than they need."""
         stored, row_numel = self._terms.stored, self._terms.state.row
-        if stored == PortShares():
+        if stored == LinkShares():
             return left
         least, most, most_idle = (each * self._terms.model.workload.numel for each in stored)
         computes = batches[:, None, None] > 0
@@ -442,5 +442,5 @@ class _BatchBound:
             forward_s.append(np.broadcast_to(least[0], again.shape))
             backward_s.append(least[1] + again)
         seconds = terms.rounds.in_whole_ones * np.array([*forward_s, *backward_s])
-        excess = terms.model.profile.device(self._role.device_kind).overlap_excess
+        excess = terms.model.profile.device(self._role.device_kind).overlap_slowdown
         return seconds, excess * terms.comm_s * (seconds > 0).all(axis=(1, 2))

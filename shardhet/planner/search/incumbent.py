@@ -28,7 +28,7 @@ class Incumbent:
         self.value = value
         self._at_most_s = cutoff_s
         self._problem = problem
-        self._met: dict[Choices, float] = {}  # objectives, good ones
+        self._good: dict[Choices, float] = {}  # objectives, good ones
 
     @property
     def seconds(self) -> float:
@@ -52,10 +52,10 @@ class Incumbent:
         if value.objective_s < self._objective_s:
             self.choices, self.value = choices, value
         if value.objective_s <= self._objective_s * (1 + RUNNER_UP_MARGIN):
-            self._met.setdefault(choices, value.objective_s)
+            self._good.setdefault(choices, value.objective_s)
         return True
 
     def runners_up(self) -> Sequence[Choices]:
         """The choices that came closest to the best one, in order."""
-        ranked = sorted(self._met, key=lambda each: self._met[each])  # ties keep their order
+        ranked = sorted(self._good, key=lambda each: self._good[each])  # ties keep their order
         return tuple(each for each in ranked if each != self.choices)[:NUM_RUNNERS_UP]

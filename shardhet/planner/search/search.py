@@ -36,8 +36,8 @@ from shardhet.planner.search.boxes import Box, Grid, with_entry
 from shardhet.planner.search.incumbent import RELATIVE_EPSILON, Choices, Incumbent
 from shardhet.planner.search.oracle import Oracle
 
-RAY_STEPS = 24  # at most so many bisections along a box's diagonal for an incumbent
-RAY_PRECISION = 1e-3  # of the sum of phases; splitting boxes does the rest better
+DIAGONAL_STEPS = 24  # at most so many bisections along a box's diagonal for an incumbent
+DIAGONAL_PRECISION = 1e-3  # of the sum of phases; splitting boxes does the rest better
 OPTIMIZER_STEPS = 10  # bisections of the optimizer's time in a box
 TOTAL_STEPS = 10  # bisections of the sum of all phases in a box
 
@@ -177,13 +177,13 @@ class _Search:
             [min_s * (1 - RELATIVE_EPSILON) for min_s in self.problem.least_phases_s()]
         )
         box = Box(first, last, sum(self.grid.at(first)), self.problem.least_optimizer_s)
-        self.try_ray(box)
+        self.try_diagonal(box)
         if self.best.seconds == np.inf and self.can_afford_exact:
             self.best.offer(self.exact_choice(unlimited))
         tight = self.tightened(box)
         if tight is None:
             return None
-        self.try_ray(tight)
+        self.try_diagonal(tight)
         return self.tightened(tight)
 
     def box_within(self, box: Box, other: "_Search") -> Box:
@@ -280,8 +280,8 @@ class _Search:
 
     def fits(self, limits: Limits) -> bool:
         """``may_fit``, with what was met offered as the incumbent."""
-        is_possible, met = self.may_fit(limits)
-        self.best.offer(met)
+        is_possible, found = self.may_fit(limits)
+        self.best.offer(found)
         return is_possible
 
     def holds_any(self, limits: Limits) -> bool:
@@ -338,7 +338,7 @@ class _Search:
 
     # Incumbents #
 
-    def try_ray(self, box: Box) -> None:
+    def try_diagonal(self, box: Box) -> None:
         """An incumbent near the least point that fits on the way from ``lo`` to ``hi``."""
         low, high = np.array(self.grid.at(box.lo)), np.array(self.grid.at(box.hi))
 
@@ -349,12 +349,12 @@ class _Search:
         fitting = [1.0, 0.0] if self.oracle.is_feasible(limits(0.0)) else [1.0]
         # Costs differ by orders of magnitude between good and bad candidates, so the
         # first steps shorten the way by factors.
-        for step in range(RAY_STEPS):
+        for step in range(DIAGONAL_STEPS):
             far = fitting[-1]
             width_s = (far - near) * float((high - low).sum())
-            if width_s < RAY_PRECISION * sum(limits(far).phases_s):
+            if width_s < DIAGONAL_PRECISION * sum(limits(far).phases_s):
                 break
-            part = far / 8 if near == 0 and step < RAY_STEPS // 2 else (near + far) / 2
+            part = far / 8 if near == 0 and step < DIAGONAL_STEPS // 2 else (near + far) / 2
             if self.oracle.is_feasible(limits(part)):
                 fitting.append(part)
             else:

@@ -9,14 +9,15 @@ from shardhet.planner.problem.solution import PlanError
 from shardhet.planner.search.search import DEFAULT_EFFORT
 from shardhet.planner.stages.plans import StagePlans
 from shardhet.pricing.part import part_of
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.plan import Plan
+from shardhet.records.schedule import StepForm
 from shardhet.records.stages import rounds_in_flight, stage_by_unit
 
 
 def planned_again(
     plan: Plan,
-    setting: Setting,
+    scenario: Scenario,
     places: Sequence[int],
     *,
     stages: Collection[int],
@@ -29,12 +30,12 @@ def planned_again(
     ``constraints`` are of positions in the cluster.  Raises ``PlanError`` where nothing fits.
     """
     assert plan.stages is not None
-    units = [unit for unit in setting.workload.units if unit.fqn]
+    units = [unit for unit in scenario.workload.units if unit.fqn]
     stage_by_fqn = stage_by_unit(plan.stages, [unit.fqn for unit in units])
     units.sort(key=lambda unit: stage_by_fqn[unit.fqn])
     solver = StagePlans(
-        setting.cluster,
-        partial(part_of, setting),
+        scenario.cluster,
+        partial(part_of, scenario),
         tuple(units),
         plan.global_batch_size,
         constraints,
@@ -51,7 +52,7 @@ def planned_again(
             there,
             first,
             stop,
-            plan.form,
+            StepForm.of(plan),
             held[stage],
             effort=DEFAULT_EFFORT,
             tolerance=tolerance,

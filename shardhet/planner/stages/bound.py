@@ -22,7 +22,7 @@ from shardhet.planner.candidates.role_times import MAX_MICROBATCH_SIZE
 from shardhet.planner.stages.groups import Positions
 from shardhet.pricing.launches import gather_s, reduce_s
 from shardhet.pricing.priced import at_sizes
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.pricing.turns import TurnPrices
 from shardhet.records.cluster import Link
 from shardhet.records.schedule import StepForm
@@ -32,37 +32,37 @@ from shardhet.simulator.pipeline import link_between
 Floats = NDArray[np.float64]
 
 
-def seconds_by_size(setting: Setting, largest: int) -> dict[str | None, dict[str, Floats]]:
+def seconds_by_size(scenario: Scenario, largest: int) -> dict[str | None, dict[str, Floats]]:
     """[1 + sizes] of forward and backward, by kind of device and of unit."""
     size = min(largest, MAX_MICROBATCH_SIZE)
     found: dict[str | None, dict[str, Floats]] = {}
-    for kind in dict.fromkeys(device.kind for device in setting.cluster.devices):
+    for kind in dict.fromkeys(device.kind for device in scenario.cluster.devices):
         found[kind] = {}
-        for name in {unit.kind for unit in setting.workload.units if unit.fqn}:
-            unit = setting.profile.unit(kind, name)
+        for name in {unit.kind for unit in scenario.workload.units if unit.fqn}:
+            unit = scenario.profile.unit(kind, name)
             both = at_sizes(unit.forward_s, size) + at_sizes(unit.backward_s, size)
             found[kind][name] = both
     return found
 
 
-def seconds_per_sample(setting: Setting, largest: int) -> dict[str | None, dict[str, float]]:
+def seconds_per_sample(scenario: Scenario, largest: int) -> dict[str | None, dict[str, float]]:
     """The least seconds per sample of forward and backward, by kind of device and of unit."""
     return {
         kind: {name: float((s[1:] / np.arange(1, len(s))).min()) for name, s in by_name.items()}
-        for kind, by_name in seconds_by_size(setting, largest).items()
+        for kind, by_name in seconds_by_size(scenario, largest).items()
     }
 
 
-def together_s(setting: Setting, num_samples: int) -> float:
+def together_s(scenario: Scenario, num_samples: int) -> float:
     """The least seconds in which all devices together compute so many whole samples."""
-    units = Counter(unit.kind for unit in setting.workload.units if unit.fqn)
+    units = Counter(unit.kind for unit in scenario.workload.units if unit.fqn)
     numbers = np.array([[float(units[name]) for name in sorted(units)]])
-    curves = seconds_by_size(setting, num_samples)
-    return float(_together_s(setting, curves, numbers, num_samples)[0])
+    curves = seconds_by_size(scenario, num_samples)
+    return float(_together_s(scenario, curves, numbers, num_samples)[0])
 
 
 def _together_s(
-    setting: Setting,
+    scenario: Scenario,
     curves: Mapping[str | None, Mapping[str, Floats]],
     numbers: Floats,  # [stages, kinds of unit]
     num_samples: int,
@@ -71,13 +71,13 @@ def _together_s(
 
     Of very many samples, parts of one count as well, which is less by next to nothing.
     """
-    kinds = Counter(device.kind for device in setting.cluster.devices)
+    kinds = Counter(device.kind for device in scenario.cluster.devices)
     alone_s: list[Floats] = []  # [stages, sizes] per sample, of no larger microbatches
     for kind in kinds:
         of_units = np.array([curves[kind][name] for name in sorted(curves[kind])])
         sizes = np.arange(1, min(1 + num_samples, of_units.shape[1]))
         alone_s.append(np.minimum.accumulate(numbers @ of_units[:, sizes] / sizes, axis=1))
-    if num_samples > MAX_MICROBATCH_SIZE * setting.cluster.world_size:
+    if num_samples > MAX_MICROBATCH_SIZE * scenario.cluster.world_size:
         with np.errstate(divide="ignore"):
             pairs = zip(kinds.values(), alone_s, strict=True)
             return np.asarray(num_samples / sum(n / each[:, -1] for n, each in pairs))
@@ -87,7 +87,7 @@ def _together_s(
         whole_s = samples * min_s[:, np.minimum(samples, min_s.shape[1]) - 1]
         by_kind.append(np.minimum.accumulate(whole_s[:, ::-1], axis=1)[:, ::-1])
     # Dealt out evenly they take no less than the least; what takes longer is not needed.
-    even = -(-num_samples // setting.cluster.world_size) - 1
+    even = -(-num_samples // scenario.cluster.world_size) - 1
     enough_s = np.maximum.reduce([whole_s[:, even] for whole_s in by_kind])
     most = [int((s <= enough_s[:, None]).sum(axis=1).max()) for s in by_kind]
     by_time = np.hstack([s[:, :n] for s, n in zip(by_kind, most, strict=True)])
@@ -132,8 +132,8 @@ def together_on_kinds_s(
 class Speeds:
     """How fast groups of devices compute units at best, and cuts that follow from it."""
 
-    setting: Setting
-    smaller: Callable[[Positions], Setting]  # the setting of some devices
+    scenario: Scenario
+    smaller: Callable[[Positions], Scenario]  # the scenario of some devices
     units: Sequence[Unit]  # that compute
     global_batch_size: int
     # By kind of device and of unit.
@@ -160,11 +160,11 @@ class Speeds:
         Each device is as fast as alone: of many, the slowest sets the pace, which derived times
         count.
         """
-        positions = {device.kind: i for i, device in enumerate(self.setting.cluster.devices)}
+        positions = {device.kind: i for i, device in enumerate(self.scenario.cluster.devices)}
         least: dict[str | None, dict[str, float]] = {}
         for i in positions.values():
             least |= seconds_per_sample(self.smaller((i,)), self.global_batch_size)
-        numbers = Counter(device.kind for device in self.setting.cluster.devices)
+        numbers = Counter(device.kind for device in self.scenario.cluster.devices)
         units = Counter(unit.kind for unit in self.units)
         times = np.array([[of_kind[unit] for unit in units] for of_kind in least.values()])
         counts = [numbers[kind] for kind in least]
@@ -197,10 +197,10 @@ class Speeds:
 
     def _of_numbers_s(self, positions: Positions, num_samples: int, numbers: Floats) -> Floats:
         """The same of stages with these ``numbers`` of units by kind."""
-        setting = self.smaller(positions)
+        scenario = self.smaller(positions)
         if positions not in self._known_curves:
-            self._known_curves[positions] = seconds_by_size(setting, self.global_batch_size)
-        return _together_s(setting, self._known_curves[positions], numbers, num_samples)
+            self._known_curves[positions] = seconds_by_size(scenario, self.global_batch_size)
+        return _together_s(scenario, self._known_curves[positions], numbers, num_samples)
 
     def overlapped_s(self, positions: Positions, form: StepForm) -> Floats:
         """Seconds of transfers beside turns in all rounds at least, by first unit and stop.
@@ -245,7 +245,7 @@ class Speeds:
         key = positions, unevenness
         if key not in self._known_transfers_s:
             prices = TurnPrices(self.smaller(positions))
-            kinds = [self.setting.workload.kind_of(unit) for unit in self.units]
+            kinds = [self.scenario.workload.kind_of(unit) for unit in self.units]
             gathers_s, reductions_s = (
                 np.array([*(price(prices, kind, unevenness) for kind in kinds), 0.0])
                 for price in (gather_s, reduce_s)
@@ -256,7 +256,7 @@ class Speeds:
     def link(self, one: Positions, other: Positions) -> tuple[Link, int]:
         """What carries messages from one stage to another, and how many of it."""
         if (one, other) not in self._known_links:
-            self._known_links[one, other] = link_between(self.setting.cluster, one, other)
+            self._known_links[one, other] = link_between(self.scenario.cluster, one, other)
         return self._known_links[one, other]
 
 

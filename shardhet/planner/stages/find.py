@@ -34,7 +34,7 @@ from shardhet.planner.stages.plans import COARSE, StagePlans
 from shardhet.planner.stages.rest import best_of_rest
 from shardhet.planner.stages.solution import PipelineSolution, StageSolution
 from shardhet.planner.stages.tables import Tables, pipelines_of
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.schedule import StepForm
 from shardhet.records.stages import Stage
 from shardhet.records.workload import Unit
@@ -60,8 +60,8 @@ FAR_BEHIND = 2.0  # times the best so far: given up
 class PipelineSearch:
     """What is known of the stages of one problem."""
 
-    setting: Setting
-    smaller: Callable[[Positions], Setting]
+    scenario: Scenario
+    smaller: Callable[[Positions], Scenario]
     global_batch_size: int
     constraints: Constraints
     units: tuple[Unit, ...] = field(init=False)  # that compute
@@ -72,21 +72,21 @@ class PipelineSearch:
     plans: StagePlans = field(init=False)
 
     def __post_init__(self) -> None:
-        self.units = tuple(unit for unit in self.setting.workload.units if unit.fqn)
+        self.units = tuple(unit for unit in self.scenario.workload.units if unit.fqn)
         most = min(
             self.global_batch_size, self.constraints.max_rounds or MAX_ROUNDS, MAX_ROUNDS
         )
         numbers = range(1, most + 1)
         self.rounds = tuple(n for n in numbers if not self.global_batch_size % n)
         self.plans = StagePlans(
-            self.setting.cluster,
+            self.scenario.cluster,
             self.smaller,
             self.units,
             self.global_batch_size,
             self.constraints,
         )
-        setting_of = self.plans.setting_of
-        self.speeds = Speeds(self.setting, setting_of, self.units, self.global_batch_size)
+        scenario_of = self.plans.scenario_of
+        self.speeds = Speeds(self.scenario, scenario_of, self.units, self.global_batch_size)
         self._expect()
 
     def _expect(self) -> None:
@@ -97,11 +97,11 @@ class PipelineSearch:
         """Elements whose state fits on these devices, with nothing besides."""
         if self.constraints.may_keep_optimizer_on_host:
             return inf
-        cluster, room = self.setting.cluster, 0
+        cluster, room = self.scenario.cluster, 0
         for i in positions:
-            reserved = self.setting.profile.device(cluster.devices[i].kind).reserved_bytes
+            reserved = self.scenario.profile.device(cluster.devices[i].kind).reserved_bytes
             room += max(0, self.constraints.budget_bytes(cluster, i) - reserved)
-        return room / self.setting.workload.state_bytes_per_element
+        return room / self.scenario.workload.state_bytes_per_element
 
     def allowing(self, constraints: Constraints) -> "PipelineSearch":
         """The search with other constraints, for which stages are planned anew."""
@@ -129,8 +129,8 @@ class PipelineSearch:
             for each, part, held in parts
         ]
         for i in sorted(range(len(stages)), key=lambda i: -times[i].round_s):
-            rounds_s, onces_s = zip(*((e.round_s, e.once_s) for e in times), strict=True)
-            min_s = least_step_s(rounds_s, onces_s, hops_s, number, in_flight, max)
+            rounds_s, per_step_s = zip(*((e.round_s, e.once_s) for e in times), strict=True)
+            min_s = least_step_s(rounds_s, per_step_s, hops_s, number, in_flight, max)
             if min_s >= cutoff_s:
                 return min_s
             positions, (first, stop), held = parts[i]
@@ -161,7 +161,7 @@ class PipelineSearch:
     def hops(self, stages: Stages, trial: Trial) -> list[Hop]:
         """What is handed over from each stage to the next."""
         size = self.global_batch_size // trial.form.num_rounds
-        workload = self.setting.workload
+        workload = self.scenario.workload
         return [
             hop_of(self.speeds.link(*each), workload, self.units[cut], size)
             for each, cut in zip(pairwise(stages), trial.cuts, strict=True)
@@ -174,9 +174,9 @@ class PipelineSearch:
 
         The forms that are expected to be fastest come first.
         """
-        budgets = self.setting.cluster.memory_budget_bytes
+        budgets = self.scenario.cluster.memory_budget_bytes
         memory = [float(sum(budgets(i) for i in positions)) for positions in stages]
-        sizes = [float(self.setting.workload.kind_of(unit).numel) for unit in self.units]
+        sizes = [float(self.scenario.workload.kind_of(unit).numel) for unit in self.units]
         by_memory = even_cuts(memory, sizes)
         likely_by_number = {
             number: self.expected.likely_cuts(stages, number)
@@ -266,10 +266,10 @@ MANY = _Extent(searched=MAX_SEARCHED, listed=128, improved=6)
 
 
 def find_pipeline(
-    setting: Setting,
+    scenario: Scenario,
     *,
     global_batch_size: int,
-    smaller: Callable[[Positions], Setting],
+    smaller: Callable[[Positions], Scenario],
     max_stages: int = MAX_STAGES,
     constraints: Constraints = NO_CONSTRAINTS,
     tolerance: float | None = None,
@@ -278,19 +278,19 @@ def find_pipeline(
 ) -> PipelineSolution | None:
     """The best pipeline of 2 to ``max_stages`` stages that was found; None if none fits.
 
-    ``smaller`` creates the setting of the devices at some positions, in the precision of the
+    ``smaller`` creates the scenario of the devices at some positions, in the precision of the
     whole.  Pipelines with nothing on hosts are looked at first, so that what may be there makes
     none slower.  Those that start far above ``cutoff_s`` are not looked at, and with
     ``needs_all`` none that leaves devices out.  Raises ``ValueError`` if a link between stages
     is not stated.
     """
-    search = PipelineSearch(setting, smaller, global_batch_size, constraints)
-    demanded = [constraints.of_device(i) for i in range(setting.cluster.world_size)]
+    search = PipelineSearch(scenario, smaller, global_batch_size, constraints)
+    demanded = [constraints.of_device(i) for i in range(scenario.cluster.world_size)]
     orders = [
         stages
-        for stages in orders_of_stages(setting.cluster, max_stages, demanded)
+        for stages in orders_of_stages(scenario.cluster, max_stages, demanded)
         if len(stages) <= len(search.units)
-        and (not needs_all or sum(map(len, stages)) == setting.cluster.world_size)
+        and (not needs_all or sum(map(len, stages)) == scenario.cluster.world_size)
     ]
     best: PipelineSolution | None = None
     start: _Start | None = None
@@ -372,7 +372,7 @@ def _finished(
         plan = replace(
             plans[0],
             ranks=tuple(rank for each in plans for rank in each.ranks),
-            units=search.setting.workload.planned_units,
+            units=search.scenario.workload.planned_units,
             stages=tuple(
                 Stage(
                     units=tuple(unit.fqn for unit in search.units[first:stop]),
@@ -383,7 +383,7 @@ def _finished(
             ),
         )
         costs = [cost for each in found for cost in each.solution.predicted.ranks]
-        price = price_of(plan, search.setting, search.smaller)
+        price = price_of(plan, search.scenario, search.smaller)
         return PipelineSolution(
             plan=plan,
             predicted=price.within([cost.memory_budget_bytes for cost in costs]),

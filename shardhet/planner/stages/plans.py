@@ -18,7 +18,7 @@ from shardhet.planner.stages.groups import Positions
 from shardhet.planner.stages.solution import StageSolution
 from shardhet.pricing.cost import CostModel
 from shardhet.pricing.hosts import HostPart, part_of_hosts
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.cluster import Cluster
 from shardhet.records.schedule import StepForm
 from shardhet.records.workload import Unit
@@ -43,13 +43,13 @@ class StagePlans:
     """What is known of the stages of one problem."""
 
     whole: Cluster
-    smaller: Callable[[Positions], Setting]
+    smaller: Callable[[Positions], Scenario]
     units: tuple[Unit, ...]  # that compute
     global_batch_size: int
     constraints: Constraints
-    _settings: dict[Positions, Setting] = field(default_factory=dict)
-    _looks: dict[Positions, int] = field(default_factory=dict)
-    _number_by_look: dict[object, int] = field(default_factory=dict)
+    _settings: dict[Positions, Scenario] = field(default_factory=dict)
+    _cost_keys: dict[Positions, int] = field(default_factory=dict)
+    _number_by_key: dict[object, int] = field(default_factory=dict)
     _found: dict[tuple[object, ...], StageSolution | None] = field(default_factory=dict)
     # By look.
     _notes: dict[int, list[_Known]] = field(default_factory=dict)
@@ -58,11 +58,11 @@ class StagePlans:
     _places: dict[tuple[object, ...], list[tuple[int, int]]] = field(default_factory=dict)
     _wider: dict[tuple[object, ...], NDArray[np.bool_]] = field(default_factory=dict)
 
-    def setting_of(self, positions: Positions) -> Setting:
-        """The setting of some devices."""
+    def scenario_of(self, positions: Positions) -> Scenario:
+        """The scenario of some devices."""
         if positions not in self._settings:
-            setting = self.smaller(positions)
-            self._settings[positions] = part_of_hosts(setting, self.whole, positions)
+            scenario = self.smaller(positions)
+            self._settings[positions] = part_of_hosts(scenario, self.whole, positions)
         return self._settings[positions]
 
     def of(
@@ -70,7 +70,7 @@ class StagePlans:
     ) -> StageSolution | None:
         """The best plan of such devices for such units: as good as that of these."""
         form, least = _own_and_least(positions, form)
-        looks, units = self.looks_of(positions), self._units(first, stop)
+        looks, units = self.cost_keys_of(positions), self._units(first, stop)
         key = (looks, units, form, in_flight)
         if key not in self._found:
             known = None
@@ -91,7 +91,7 @@ class StagePlans:
                 round_s = self._least_round_s(found, first, stop, form)
             wider = self._wider_than(positions, self._units(first, stop))
             note = _Known(form, in_flight, wider, round_s)
-            self._notes.setdefault(self.looks_of(positions), []).append(note)
+            self._notes.setdefault(self.cost_keys_of(positions), []).append(note)
         return found
 
     @property
@@ -108,7 +108,7 @@ class StagePlans:
         """Whether no plan is better than the one found: not where devices share the memory of
         hosts, of which few divisions are tried, or matrices have owners beside given batches.
         """
-        nodes = self.setting_of(positions).cluster.nodes
+        nodes = self.scenario_of(positions).cluster.nodes
         states_memory = any(node.host_memory_bytes is not None for node in nodes)
         constraints = self.constraints
         on_hosts = constraints.may_keep_inputs_on_host or constraints.may_keep_optimizer_on_host
@@ -122,12 +122,12 @@ class StagePlans:
         No step is shorter, but less of one may be rounds: the rest is at most the optimizer of
         a device that stores everything, and transfers that it sends to all others.
         """
-        setting = self.setting_of(found.positions)
-        part = with_units(setting, self.units[first:stop])
-        prices, cluster = CostModel(part).in_form(form), setting.cluster
+        scenario = self.scenario_of(found.positions)
+        part = with_units(scenario, self.units[first:stop])
+        prices, cluster = CostModel(part).in_form(form), scenario.cluster
         most_s = prices.beside(unevenness=float(cluster.world_size)).exposed_s
         per_element_s = [
-            setting.profile.device(each.kind).optimizer_seconds_per_element
+            scenario.profile.device(each.kind).optimizer_seconds_per_element
             for each in cluster.devices
         ]
         if self.constraints.may_keep_optimizer_on_host:
@@ -147,7 +147,7 @@ class StagePlans:
         bytes, since messages take memory.
         """
         if units not in self._wider:
-            workload, number = self.setting_of(positions).workload, len(self.units)
+            workload, number = self.scenario_of(positions).workload, len(self.units)
             sent = [handed_on_bytes(workload, unit) for unit in (*self.units, None)]
             found = self._wider[units] = np.zeros((1 + number, 1 + number), dtype=bool)
             for first, stop in self._alike(units):
@@ -163,10 +163,10 @@ class StagePlans:
                 self._places.setdefault(self._units(first, stop), []).append((first, stop))
         return self._places[units]
 
-    def looks_of(self, positions: Positions) -> int:
+    def cost_keys_of(self, positions: Positions) -> int:
         """A number for what distinguishes a set of devices from others, for the planner."""
-        if positions not in self._looks:
-            cluster = self.setting_of(positions).cluster
+        if positions not in self._cost_keys:
+            cluster = self.scenario_of(positions).cluster
             nodes = [
                 (node.region, replace(node, host="", region="", devices=devices))
                 for node in cluster.nodes
@@ -174,9 +174,9 @@ class StagePlans:
             ]
             on_nodes = tuple(nodes) if len(nodes) > 1 else nodes[0][1:]
             look = on_nodes, tuple(self.constraints.of_device(i) for i in positions)
-            known = self._number_by_look
-            self._looks[positions] = known.setdefault(look, len(known))
-        return self._looks[positions]
+            known = self._number_by_key
+            self._cost_keys[positions] = known.setdefault(look, len(known))
+        return self._cost_keys[positions]
 
     def solved(
         self,
@@ -223,14 +223,14 @@ class StagePlans:
         solution = priced(plan, prices, constraints)
         return StageSolution.of(*stage, solution) if solution.fits else None
 
-    def _part(self, positions: Positions, first: int, stop: int) -> Setting:
-        return with_units(self.setting_of(positions), self.units[first:stop])
+    def _part(self, positions: Positions, first: int, stop: int) -> Scenario:
+        return with_units(self.scenario_of(positions), self.units[first:stop])
 
     def _constraints_of(
         self, positions: Positions, first: int, stop: int, form: StepForm, in_flight: int
     ) -> Constraints:
         after = self.units[stop] if stop < len(self.units) else None
-        workload = self.setting_of(positions).workload
+        workload = self.scenario_of(positions).workload
         return replace(
             self.constraints.only(positions),
             form=form,
@@ -246,7 +246,7 @@ class StagePlans:
 
         A stage needs as many as one of fewer of its units, or with less in flight.
         """
-        forms, looks = _own_and_least(positions, form), self.looks_of(positions)
+        forms, looks = _own_and_least(positions, form), self.cost_keys_of(positions)
         key, notes = (looks, forms[0], in_flight), self._notes.get(looks, ())
         size = 1 + len(self.units)
         number, known_s = self._known_s.get(key, (0, np.broadcast_to(0.0, (size, size))))

@@ -71,7 +71,7 @@ class Tables:
 
     def _fit(self, positions: Positions) -> NDArray[np.bool_]:
         if positions not in self._fits:
-            kind_of = self.speeds.setting.workload.kind_of
+            kind_of = self.speeds.scenario.workload.kind_of
             numels = [0, *accumulate(kind_of(unit).numel for unit in self.speeds.units)]
             stage = np.subtract.outer(numels, numels).T
             is_stage = np.triu(np.ones(stage.shape, dtype=bool), 1)
@@ -114,7 +114,7 @@ class Pipelines:
             [speeds.link(stages[i], stages[i + 1]) for i in range(number - 1)]
             for stages in orders
         ]
-        workload = speeds.setting.workload
+        workload = speeds.scenario.workload
         there, back = (
             np.array([float(nbytes(workload, unit)) for unit in speeds.units])
             for nbytes in (handed_on_bytes, handed_back_bytes)
@@ -180,11 +180,11 @@ class Pipelines:
         """Seconds of a step at least, given those of a round of each stage."""
         hops_s = self.hops_s(num_rounds, order, cut)
         exposed_s = np.array([self.tables.speeds.exposed_s(each) for each in self.groups])
-        onces_s = [
+        per_step_s = [
             exposed_s[self.places[order, i], self.first[cut, i]] for i in range(self.num_stages)
         ]
         return np.asarray(
-            least_step_s(rounds_s, onces_s, hops_s, num_rounds, in_flight, np.maximum)
+            least_step_s(rounds_s, per_step_s, hops_s, num_rounds, in_flight, np.maximum)
         )
 
     def least_in_form_s(

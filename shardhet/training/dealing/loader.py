@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Sampler, default_collate
 
-from shardhet.comm.channel import Channel, check_same_on_all_ranks, phase
+from shardhet.comm.channel import Channel, check_same_on_all_ranks, may_take_long
 from shardhet.fsdp import HetFSDP
 from shardhet.records.plan import Plan
 from shardhet.training.dealing.batches import (
@@ -80,7 +80,10 @@ class PlanSampler(PlanBatchSampler):
         }
         if isinstance(model_or_plan, HetFSDP):
             self.ranks: Any = model_or_plan
-            channel, guard = model_or_plan._control, model_or_plan.guard("making a loader")
+            channel, guard = (
+                model_or_plan._control,
+                model_or_plan.fail_together("making a loader"),
+            )
         else:
             is_alone = not dist.is_initialized()
             self.ranks = channel = Channel(None, (0,), 0) if is_alone else Channel.of_world()
@@ -224,10 +227,10 @@ class Loader(PlanLoader):
         self._seeds.manual_seed(int(seed))
 
     def _read(self) -> Iterator[Any]:
-        with phase(LOADING):
+        with may_take_long(LOADING):
             batches = super().__iter__()
         while True:
-            with phase(LOADING):
+            with may_take_long(LOADING):
                 batch = next(batches, END)
             if self._stream is not None:  # whose tickets have no end
                 batch = batch.own if self._agreed(batch) else END

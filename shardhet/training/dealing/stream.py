@@ -63,7 +63,7 @@ class BatchIndices(OfEpoch):
 
 
 class SampleStream:
-    """Global batches of ``dataset``, by their tickets; a rank takes its ``share`` of each."""
+    """Global batches of ``dataset``, by their keys; a rank takes its ``share`` of each."""
 
     def __init__(self, dataset: Any, num_workers: int, *, seed: int, drop_last: bool) -> None:
         if hasattr(dataset, "__next__"):
@@ -79,8 +79,8 @@ class SampleStream:
         self._samples: Iterator[Any] = iter(())
         self._states: dict[str, Any] = {}  # that the dataset draws with
 
-    def __getitems__(self, tickets: Sequence[tuple[int, int]]) -> Read:
-        [(epoch, number)] = tickets
+    def __getitems__(self, batch_keys: Sequence[tuple[int, int]]) -> Read:
+        [(epoch, number)] = batch_keys
         with self._own_draws():
             if epoch != self._next[0] or number < self._next[1]:
                 self._open(epoch)

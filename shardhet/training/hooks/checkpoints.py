@@ -63,7 +63,7 @@ class SaveCheckpoints(Hook):
         SaveCheckpoints("checkpoints", every=100, state={"loader": loader})
 
     They are loaded when the hooks begin, under any plan with the same global batch.  One is
-    written when the run is told to end (``EndNotice``), too.
+    written when the run is told to end (``StopOnSignal``), too.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class SaveCheckpoints(Hook):
         seconds: dict[str, float] = {}
         if self.replicas is not None and self._needs_replica(step):
             started_s = time.perf_counter()
-            self.run.settle()
+            self.run.check_last_step()
             is_first = not self.replicas.bytes_by_node
             self.replicas.save(self.model, self._optimizers, extra=self.extra(step))
             seconds["replica_s"] = self._waited_s + time.perf_counter() - started_s
@@ -214,7 +214,7 @@ class SaveCheckpoints(Hook):
         """Write a checkpoint, unless that of this step is there.  Collective."""
         if step == self._last_saved:
             return
-        self.run.settle()
+        self.run.check_last_step()
         self._last_saved = step
         save = self.checkpoints.save_async if self._in_background else self.checkpoints.save
         save(self.model, self._optimizers, extra=self.extra(step))

@@ -1,6 +1,6 @@
 """Hooks: what goes on beside the steps of a training loop, whoever wrote the loop.
 
-    with Hooks(model, optimizer, [EndNotice(), Trace("traces")]) as hooks:
+    with Hooks(model, optimizer, [StopOnSignal(), Trace("traces")]) as hooks:
         for x, y in hooks.steps(loader):
             loss = model.forward_backward(x, loss_inputs=y)
             optimizer.step()
@@ -52,7 +52,7 @@ class Hook:
     def before_step(self, step: int) -> None:
         """Before a step; they count from 1, as in ``model.step``."""
 
-    def settle(self) -> None:
+    def check_last_step(self) -> None:
         """Before anything is kept of the last step.  Raises if the step was bad."""
 
     def after_step(self, step: int, loss: float | None) -> After | None:
@@ -155,10 +155,10 @@ class Hooks:
         for hook in self.hooks:
             hook.before_step(self.model.step + 1)
 
-    def settle(self) -> None:
+    def check_last_step(self) -> None:
         """Raise if the last step was bad, before anything is kept of it.  Collective."""
         for hook in self.hooks:
-            hook.settle()
+            hook.check_last_step()
 
     def after_step(self, loss: float | None) -> None:
         """Call it after the update of a step.  Collective."""
@@ -254,7 +254,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SECONDS_BETWEEN_LOOKS = 1.0
 
 
-class EndNotice(Hook):
+class StopOnSignal(Hook):
     """Ends the run on all ranks, after a whole step, if any one rank is given notice.
 
     That is SIGTERM, SIGUSR1 or Ctrl-C, of which a second one ends the program at once, or a

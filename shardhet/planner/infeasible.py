@@ -9,7 +9,7 @@ from shardhet.planner.problem.problem import Limits, Problem
 from shardhet.planner.problem.solution import PlanError
 from shardhet.planner.search.oracle import Oracle
 from shardhet.pricing.cost import CostModel
-from shardhet.pricing.setting import Setting
+from shardhet.pricing.scenario import Scenario
 from shardhet.records.plan import EVERY_UNIT, RankPlan
 
 GIB = 2**30
@@ -120,11 +120,11 @@ def _fits(problem: Problem) -> bool:
     return Oracle(problem).construct(Limits((inf,) * problem.num_phases)) is not None
 
 
-def check_size(setting: Setting) -> None:
+def check_size(scenario: Scenario) -> None:
     """Refuse what would take minutes or more: ``PlanError``."""
     for number, most, what in (
-        (setting.cluster.world_size, MAX_DEVICES, "devices"),
-        (len(setting.workload.units), MAX_UNITS, "units of the model"),
+        (scenario.cluster.world_size, MAX_DEVICES, "devices"),
+        (len(scenario.workload.units), MAX_UNITS, "units of the model"),
     ):
         if number > most:
             raise PlanError(

@@ -13,7 +13,7 @@ CLUSTER_FILE, WORKLOAD_FILE, PROFILE_FILE = "cluster.json", "workload.json", "pr
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class Scenario:
     """A cluster, the workload it trains, and their measured (or derived) profile."""
 
     cluster: Cluster
@@ -40,8 +40,8 @@ class Setting:
     def check_plan(self, plan: Plan, *, name: str) -> None:
         """Raise ``ValueError`` unless ``plan`` is for this model on as many devices.
 
-        ``name`` is what the reader calls the setting.  A plan that was written by hand does not
-        say which model it is for, and is refused.  A pipeline may leave devices out.
+        ``name`` is what the reader calls the scenario.  A plan that was written by hand does
+        not say which model it is for, and is refused.  A pipeline may leave devices out.
         """
         if not plan.units:
             raise ValueError(
