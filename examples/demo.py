@@ -43,7 +43,7 @@ hydra.run.dir={{out}}/even
 Does the model learn, and does a step take as long as predicted?
 {TRAIN}/plan.json plan.measured={{out}}/measured num_steps={{steps}} eval_every={{often}} \
 trace=true trace_steps.first_step={{traced}} trace_steps.num_steps=1 save_model=true \
-data.num_judged_samples={{judged}} checkpoint.every={{steps}} hydra.run.dir={{out}}/run
+data.num_eval_samples={{judged}} checkpoint.every={{steps}} hydra.run.dir={{out}}/run
 """
 NEXT = """
 To look at next:
