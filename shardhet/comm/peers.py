@@ -5,7 +5,7 @@ A death is first noticed, on
     one host, without            by who waits for the dead rank's rows, within 50 ms
     accelerators                 (extras.shared_host.arena: SharedCounters.wait_for)
     several hosts, gloo          by the broken connection, at once (calls: wait_all)
-    accelerators, NCCL           by what hosts agree on three times a step, as above; where the
+    accelerators, NCCL           by what hosts exchange over gloo three times a step; where the
                                  host waits for its device, by the watch, after 2 s: a process
                                  is gone from /proc, or its connection to rank 0 has closed
                                  (liveness.ending)

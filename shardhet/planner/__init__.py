@@ -11,7 +11,9 @@ That no other plan of the candidates is faster than the bound follows from, in t
                           round shares to rows, it searches for one that does (``rounded``), and
                           keeps the bound of the first search
     fitting_plans         rounds shares to rows, by which a plan may not fit, or be slower than
-                          the bound, but never the bound break; then less room is tried
+                          the bound, but never the bound break; then less room is tried.
+                          With shares that are demanded, ``_lenient_bound_s`` bounds those that
+                          are a few rows off
     find._solve           takes the least bound of all forms and rounds; one whose bound is no
                           better than the best plan is not searched, and its bound counts too
 

@@ -161,9 +161,10 @@ class CommContext:
         self.compute_event = self._handle.Event()
         # A context in which a stream is the current one; the one that the caller computes on.
         self.on_stream, self.current_stream = self._handle.stream, self._handle.current_stream
-        # Those that receive parameters in this step, and contribute gradients.
+        # Those that receive parameters in this step and contribute gradients, though zeros
+        # where they have no samples (with NCCL, or in another round).
         self.receivers: tuple[int, ...] = ()
-        self.is_receiver = False  # whether this rank is one of them, and so computes
+        self.is_receiver = False  # whether this rank is one of them
         # Those that compute by the plan, and the units whose frozen rows they keep unsharded.
         self.computing: tuple[int, ...] = ()
         self._groups: list[tuple[Stage, range]] = []  # of those that have the same units

@@ -20,7 +20,7 @@ class GradState(Enum):
     """The state of a flat tensor's gradient on one rank, in a round or in several."""
 
     NONE = auto()  # at the start, and after take() or drop()
-    ACCUMULATING = auto()  # after begin(): microbatches add; never on a rank without samples
+    ACCUMULATING = auto()  # after begin(), on receivers: microbatches add, if there are any
     REDUCING = auto()  # after reduce(): peers and the reduce stream read it
     REDUCED = auto()  # after finish(): only this rank's part of the sum is left.  A later round
     # begins to accumulate again, and its part is added.

@@ -286,7 +286,7 @@ class FSDPUnit:
         self.state = UnitState.SHARDED
 
     def begin_backward(self) -> None:
-        """Prepare to accumulate gradients; does nothing on a rank that computes nothing."""
+        """Prepare to accumulate gradients; does nothing on a rank that is no receiver."""
         if self._comm.is_receiver:
             for flat in self.flats:
                 if flat.persistence is None:

@@ -2,7 +2,7 @@
 
 [Note: The way to .grad]
 Each turn's reduction is launched when the turn ends, and waited for (``FlatGradient.finish``)
-before the next one is; ``end_step`` waits for the last, the root's.  Then
+before the next one is; ``end_step`` waits for the last, the root's if it trains.  Then
 ``set_grads_with_hooks`` sets the gradients of the rows of each flat tensor.  With whole
 matrices ``end_step`` need not wait: who reads a gradient of the last reduction does
 (``defer_grads``), and an optimizer of others steps beside it.
