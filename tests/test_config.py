@@ -31,6 +31,7 @@ from shardhet.config.imported import ImportedConf
 from shardhet.config.train import Precision, TrainConf
 from shardhet.profiler.measure import MeasuringEffort, measure
 from shardhet.records.plan import HoldsFor, Plan
+from shardhet.records.stages import Stage
 from shardhet.training.optim import OptimizerSpec, WarmupDecay
 from tests.selection import one_in
 from tests.test_fewer import scenario_of
@@ -66,6 +67,14 @@ def complaint(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
     except HydraException as error:
         return "\n".join(reasons_of(error))
     pytest.fail(f"{overrides} was taken for good")
+
+
+def test_a_key_of_one_stage_can_be_changed() -> None:
+    stages = "plan.stages=[{units:[embedding],num_ranks:1},{units:[head],num_ranks:1}]"
+    conf: Any = conf_with(
+        "plan=by_hand", "plan.microbatch_sizes=[1,1]", stages, "plan.stages.0.in_flight=2"
+    ).plan
+    assert conf.stages[0].to_record() == Stage(units=("embedding",), num_ranks=1, in_flight=2)
 
 
 def test_batch_sizes_alone_are_a_plan_by_hand() -> None:

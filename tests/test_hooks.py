@@ -1,4 +1,4 @@
-"""Hooks do the same in a loop of one's own and in HetTrainer (test_end_notice: shardhet train).
+"""Hooks do the same in a loop of one's own and in HetTrainer (`train`: test_stop_on_signal).
 
 Each feature is a class of hooks, tried in both; a run that was told to end and goes on has the
 losses of one that nothing has happened to.
@@ -283,6 +283,7 @@ def bad_steps(rank: int, folder: str) -> Any:
     rolling, losses = Own(), Seen()
     rolling.bad = skipping.bad
     guard = shardhet.BadStepGuard(shardhet.OnBadStep.ROLL_BACK)
+    assert guard.state_name == "guard"  # as `shardhet train` keeps it, and older checkpoints
     rolling.train([rolling.saving(folder, every=4), guard, losses], say=say)
     reference, expected = Own(), Seen()
     reference.left_out = [4, 5]

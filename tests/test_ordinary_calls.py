@@ -520,7 +520,7 @@ def test_ranks_whose_groups_follow_their_rows_are_told(rank: int) -> None:
 
 @on_ranks(2)
 def test_ranks_without_rows_need_not_step(rank: int) -> None:
-    """A rank without rows leaves the step out; another kernel is no other scenario."""
+    """A rank without rows leaves the step out; another kernel is no other setting."""
     pair = Pair(Plan.by_hand(microbatch_sizes=[2, 1], state_shares=[0.0, 1.0]))
     optimizer = torch.optim.AdamW(pair.model.parameters(), lr=0.01, foreach=bool(rank))
     for _ in range(3):

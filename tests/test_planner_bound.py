@@ -5,7 +5,8 @@ import pytest
 
 from shardhet.planner import Constraints, DeviceLimits, PlanError, PlanSolution, solve
 from shardhet.planner.idle import active_positions
-from shardhet.planner.stages.bound import together_on_kinds_s
+from shardhet.planner.stages import bound
+from shardhet.planner.stages.bound import together_on_kinds_s, together_s
 from shardhet.pricing.scenario import Scenario
 from tests.selection import one_in
 from tests.test_planner import WORKLOAD, random_case
@@ -64,6 +65,17 @@ def bound_of(
         return 0.0
     assert plan.lower_bound_s <= plan.predicted.step_time_s * (1 + 1e-12)
     return plan.lower_bound_s
+
+
+@pytest.mark.parametrize("seed", one_in(3, range(9)))
+def test_very_many_samples_are_bounded_without_a_table_of_all(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, profile, _ = random_case(seed)
+    scenario = Scenario(cluster, WORKLOAD, profile)
+    table_s = together_s(scenario, 500)
+    monkeypatch.setattr(bound, "is_divided", lambda *_: True)
+    assert 0.9 * table_s < together_s(scenario, 500) <= table_s * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 1e-9])

@@ -84,7 +84,7 @@ def may_take_long(name: str) -> Iterator[None]:
 
 # The limit for a call that all ranks make right after another collective call, but that is
 # often made on rank zero alone by mistake.  A watch over ranks gives ten times as long to a
-# rank in a declared phase.
+# rank that may take long.
 SECONDS_FOR_ALL_TO_COME = 30.0
 MOST_VALUES = 5  # of one rank that enters a call
 

@@ -146,15 +146,16 @@ def _pieces_or_none(
 
 def _ring_of(call: AllGather | ReduceScatter, positions: Sequence[int]) -> Communicator | None:
     channel = call.channel
-    everyone = tuple(range(channel.world_size))
-    alone, roots = tuple((i,) for i in everyone), channel.ranks_among(everyone)
-    of_all = Communicator(everyone, alone, roots, channel.group)
-    for each in (channel.levels, of_all, channel.computing):
+    for each in (channel.levels, channel.computing):
         if each is not None and each.positions == tuple(positions):
             # Without a relay they are of another stage, which this one has asked for.
             pairs = zip(call.split_numels, each.relays_by_position, strict=True)
             return None if any(n and not relays for n, relays in pairs) else each
-    return None
+    everyone = tuple(range(channel.world_size))
+    if everyone != tuple(positions):
+        return None
+    relays = tuple((i,) for i in everyone)
+    return Communicator(everyone, relays, channel.ranks_among(everyone), channel.group)
 
 
 def _are_all(call: AllGather | ReduceScatter, communicator: Communicator) -> bool:

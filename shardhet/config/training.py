@@ -1,7 +1,7 @@
 """Schemas of the groups optim, lr_scheduler, cluster, plan and logger."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -253,6 +253,19 @@ class EvenPlanConf(PlanConf):
 
 
 @dataclass(kw_only=True)
+class StageConf:
+    """One stage of a pipeline: its units, and how many devices it has, next in the lists."""
+
+    units: list[str] = MISSING  # patterns: [embedding, "blocks.[01]"]
+    num_ranks: int = MISSING
+    in_flight: int | None = None  # rounds begun and not finished; null: as stages follow, and 1
+
+    def to_record(self) -> Stage:
+        """The stage of a plan."""
+        return Stage(**fields_of(self, Stage) | {"units": tuple(self.units)})
+
+
+@dataclass(kw_only=True)
 class ByHandPlanConf(PlanConf):
     """One entry per device in every list."""
 
@@ -270,8 +283,7 @@ class ByHandPlanConf(PlanConf):
     resident_units: list[str] = field(default_factory=list)  # ["*"]: frozen weights stay whole
     whole_matrices: bool = False  # of blocks, each on one device, as Muon needs them
     global_batch_size: int | None = None  # null: all rounds are full
-    # Of a pipeline, whose devices are next in the lists; empty: none.
-    stages: list[Stage] = field(default_factory=list)
+    stages: list[StageConf] = field(default_factory=list)  # of a pipeline; empty: none
 
     @property
     def stated_world_size(self) -> int | None:
@@ -285,7 +297,7 @@ class ByHandPlanConf(PlanConf):
                 "plan.microbatch_sizes: it is empty. Give one entry per device: "
                 "'plan.microbatch_sizes=[8,4]'."
             )
-        stages = [replace(each, units=tuple(each.units)) for each in self.stages]
+        stages = [each.to_record() for each in self.stages]
         given = fields_of(self, Plan.by_hand) | {"stages": stages, "devices": devices}
         with config_errors():
             return Plan.by_hand(**{name: each for name, each in given.items() if each != []})

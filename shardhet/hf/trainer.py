@@ -120,7 +120,7 @@ class HetTrainer(TrainerView):
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: a search would create the model anew in this process."""
         raise RuntimeError(
-            "HetTrainer: hyperparameter_search is refused. Start one run per scenario."
+            "HetTrainer: hyperparameter_search is refused. Start one run per setting."
         )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -91,7 +91,7 @@ class Known:
     )
     # Shares of the last plan, and the elements that they are.
     stored: tuple[tuple[float, ...], list[int]] | None = None
-    # Settings of parts of the cluster, and what is known of each, by positions.
+    # Scenarios of parts of the cluster, and what is known of each, by positions.
     parts: dict[tuple[int, ...], tuple[Scenario, "Known"]] = field(default_factory=dict)
     # What is known of members of context groups.
     members: dict[Member, "Known"] = field(default_factory=dict)

@@ -25,7 +25,7 @@ from shardhet.simulator.timeline import (
 def simulate(plan: Plan, scenario: Scenario, part_of: PartOf | None = None) -> Timeline:
     """The predicted timeline of one optimizer step.
 
-    ``part_of`` gives the settings of stages, see ``price_of``.
+    ``part_of`` gives the scenarios of stages, see ``price_of``.
     """
     return timeline_of(price_of(plan, scenario, part_of))
 

@@ -79,7 +79,7 @@ def price_of(plan: Plan, scenario: Scenario, part_of: PartOf | None = None) -> P
     """The price of a plan, with stages or without.
 
     Devices are in the order of the cluster; those of stages are in the order of the plan, and
-    may be a part of the cluster's, whose settings ``part_of`` gives.  Raises ``ValueError`` if
+    may be a part of the cluster's, whose scenarios ``part_of`` gives.  Raises ``ValueError`` if
     it is for other devices or another model, or if a link between stages is not stated.
     """
     if plan.stages is None:

@@ -23,7 +23,7 @@ NUM_STEPS_REMEMBERED = 50
 NUM_STEPS_TO_KNOW = 10  # before a spike can be recognized
 
 
-class Unsettled(NamedTuple):
+class Unchecked(NamedTuple):
     """A step that has not been judged, because the device may not have its norm yet."""
 
     step: int
@@ -36,6 +36,8 @@ class BadStepGuard(Hook):
 
     The norm is that which ``model.clip_grad_norm_`` returns, else of the gradients as they are.
     """
+
+    state_name = "guard"
 
     def __init__(
         self,
@@ -58,7 +60,7 @@ class BadStepGuard(Hook):
         self._losses: deque[float] = deque(maxlen=NUM_STEPS_REMEMBERED)
         self._norms: deque[float] = deque(maxlen=NUM_STEPS_REMEMBERED)
         self._num_in_a_row = 0
-        self.unsettled: Unsettled | None = None  # the last step, if nobody has judged it
+        self.unchecked: Unchecked | None = None  # the last step, if nobody has judged it
         self._why: str | None = None  # the step in progress is bad
 
     def begin(self, run: Hooks) -> None:
@@ -107,7 +109,7 @@ class BadStepGuard(Hook):
         self.check_last_step()
         if self.looks_before_update:  # an accelerator goes idle: the host cannot run ahead
             return self.judge(loss, float(norm.read()))
-        self.unsettled = Unsettled(step, loss, norm)
+        self.unchecked = Unchecked(step, loss, norm)
         return None
 
     def after_step(self, step: int, loss: float | None) -> After | None:
@@ -132,7 +134,7 @@ class BadStepGuard(Hook):
         update: by then the device has it, and the host does not stand still for it.  Call it
         before you save or use what the step has made.  Raises ``FloatingPointError``.
         """
-        last, self.unsettled = self.unsettled, None
+        last, self.unchecked = self.unchecked, None
         if last is not None:
             why = self.judge(last.loss, float(last.norm.read()))
             if why is not None:

@@ -162,7 +162,7 @@ class Trainer:
         start_s = time.perf_counter() - self._waited_s
         self._waited_s = 0.0
         if self._is_in_step:  # the last step failed
-            self.guard.unsettled = None
+            self.guard.unchecked = None
         self._is_in_step = True
         self._times.begin_step(is_timed=is_timed)
         model = self.model

@@ -28,7 +28,8 @@ fp16_accumulation  with FP16: sum in float16, too. GeForce cards then multiply t
 hang_timeout_s     end the run if a rank makes no progress for so long while others wait for
                    it; ten times as long before the first step, while torch compiles, and
                    while checkpoints are written. 0 or null: never
-stop_on_signal.file    if this file appears, on Ctrl-C, or if any rank gets SIGTERM or SIGUSR1:
+stop_on_signal.file
+                   if this file appears, on Ctrl-C, or if any rank gets SIGTERM or SIGUSR1:
                    finish the step, write a checkpoint, and end; a second Ctrl-C ends at once
 resume             a run's folder: go on with it, by its configuration and what is given here
 replicas.every     keep the state on the nodes, each rank's rows on two of them: resume=auto

@@ -241,7 +241,7 @@ class Run(Hook):
             saves = self._checkpoints if rolls_back else None
             if answer := skipped(self._hooks, step, loss, why, saves):
                 return answer
-        elif self.trainer.guard.unsettled is None:
+        elif self.trainer.guard.unchecked is None:
             self._record()
         if self._is_reported(step):
             uses = self.trainer.look_at_devices()

@@ -19,9 +19,9 @@ another, as checkpoint.save: the limit of that call.
 Before its first step has ended a rank has ``LONG_FACTOR`` times as long, unless its process is
 stopped: that is no start-up.
 
-A rank that makes progress, compiles, is in a declared phase or in a debugger is at work.  While
-one rank is at work, ranks that wait are right to wait, whatever the time.  Times are counted by
-each observer for itself, so that clocks need not agree.
+A rank that makes progress, compiles, may take long by its word, or is in a debugger is at work.
+While one rank is at work, ranks that wait are right to wait, whatever the time.  Times are
+counted by each observer for itself, so that clocks need not agree.
 """
 
 import textwrap

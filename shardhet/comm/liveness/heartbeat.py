@@ -69,7 +69,7 @@ class Heartbeat:
     step: int = 0  # that of its model at the end of the last one
     doing: str = "an unknown place"
     is_waiting: bool = False  # for other ranks
-    is_long: bool = False  # compiling, or in a declared phase: slow without being at fault
+    is_long: bool = False  # compiling, or declared to take long: slow without being at fault
     stalled_s: float = 0.0  # time since it last made progress
     timeout_s: float = 0.0  # with a rank without progress, once the first step has ended
     limit_s: float | None = None  # of the call in which it waits for all ranks, if it has one
@@ -95,7 +95,7 @@ class OwnRank:
         self._counters = _counters()
         # The pace of its steps, as seen at each look
         self._steps_at_start = self._num_steps_before = progress.num_steps
-        self._step_s = 0.0  # since the end of the last step, declared phases excluded
+        self._step_s = 0.0  # since the end of the last step, slow sections excluded
         self._step_times_s: deque[float] = deque(maxlen=NUM_STEPS_KEPT)
 
     @property

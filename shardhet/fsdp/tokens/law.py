@@ -53,7 +53,11 @@ ROUNDING = 64  # gradients that are zero but for so many times it, beside the la
 
 
 class NotByTokensError(ValueError):
-    """What a module computes depends for one token on others; says where."""
+    """A module is not known to compute token by token; says where and why."""
+
+
+class MixesTokensError(NotByTokensError):
+    """What it computes depends for one token on others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +169,7 @@ class _Try:
                     self._rules(whole, parts, at)
             raise
         if not self.are_alike:
-            raise NotByTokensError(f"{self.fqn}: what it attends to depends on other tokens")
+            raise MixesTokensError(f"{self.fqn}: what it attends to depends on other tokens")
         if self._held() != held:
             raise NotByTokensError(f"{self.fqn}: each of its calls changes what it holds")
         results = whole["", 0]
@@ -285,7 +289,7 @@ class _Try:
             if cut.follows(axis, self.eps):
                 return axis
         if axes:
-            raise NotByTokensError(f"{what} depends for one token on the other tokens")
+            raise MixesTokensError(f"{what} depends for one token on the other tokens")
         cut = Cut(whole.detach(), parts, self.spans)
         if cut.follows(Join.SHARED, self.eps) and not whole.requires_grad:
             return Join.SHARED

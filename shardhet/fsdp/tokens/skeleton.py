@@ -17,13 +17,12 @@ from shardhet.fsdp.probing.comparing import are_close
 from shardhet.fsdp.tokens import law
 from shardhet.fsdp.tokens.attention import attending_by, attention
 from shardhet.fsdp.tokens.cutting import MASK, POSITIONS
-from shardhet.fsdp.tokens.law import FIRST, NUM_TOKENS, NotByTokensError
+from shardhet.fsdp.tokens.law import FIRST, NUM_TOKENS, MixesTokensError, NotByTokensError
 
 WINDOWS = ("sliding_window", "attention_chunk_size")  # which few tokens do not show
 COMPILED = ("CompiledForward", "OptimizedModule")  # which may have compiled attention already
-GROUPS = "context groups: "
 REMEDY = (
-    "{}{}. A device has only its own tokens of a sample: take positions as an argument "
+    ". A device has only its own tokens of a sample: take positions as an argument "
     "position_ids of forward, which is filled in, and let tokens meet in "
     "F.scaled_dot_product_attention alone; or give a plan without context groups."
 )
@@ -95,9 +94,8 @@ class Skeleton:
                 together=True,
                 order=MIRRORED if tensors[0].shape[1] >= NUM_TOKENS else None,
             )
-        except NotByTokensError as reason:
-            found = str(reason).removeprefix(GROUPS).rstrip(".")
-            raise ValueError(REMEDY.format(GROUPS, found)) from None
+        except MixesTokensError as reason:
+            raise ValueError(f"context groups: {reason}{REMEDY}") from None
         self._tried.add(key)
 
     def _check_positions(
@@ -118,7 +116,7 @@ class Skeleton:
         eps = torch.finfo(torch.float32).eps
         if not all(are_close(a, b, eps) for a, b in zip(*found, strict=True)):
             raise NotByTokensError(
-                f"{GROUPS}{type(self._module).__name__} counts positions of tokens in "
+                f"context groups: {type(self._module).__name__} counts positions of tokens in "
                 f"another way than 0, 1, 2, ... Pass it {POSITIONS}, as it counts them."
             )
 

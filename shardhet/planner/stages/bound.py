@@ -61,6 +61,11 @@ def together_s(scenario: Scenario, num_samples: int) -> float:
     return float(_together_s(scenario, curves, numbers, num_samples)[0])
 
 
+def is_divided(scenario: Scenario, num_samples: int) -> bool:
+    """Whether samples are so many that parts of one count as well."""
+    return num_samples > MAX_MICROBATCH_SIZE * scenario.cluster.world_size
+
+
 def _together_s(
     scenario: Scenario,
     curves: Mapping[str | None, Mapping[str, Floats]],
@@ -69,7 +74,7 @@ def _together_s(
 ) -> Floats:
     """[stages] the same of stages with so many units of each kind; 0.0 of none.
 
-    Of very many samples, parts of one count as well, which is less by next to nothing.
+    Where parts of a sample count as well, that is less by next to nothing.
     """
     kinds = Counter(device.kind for device in scenario.cluster.devices)
     alone_s: list[Floats] = []  # [stages, sizes] per sample, of no larger microbatches
@@ -77,7 +82,7 @@ def _together_s(
         of_units = np.array([curves[kind][name] for name in sorted(curves[kind])])
         sizes = np.arange(1, min(1 + num_samples, of_units.shape[1]))
         alone_s.append(np.minimum.accumulate(numbers @ of_units[:, sizes] / sizes, axis=1))
-    if num_samples > MAX_MICROBATCH_SIZE * scenario.cluster.world_size:
+    if is_divided(scenario, num_samples):
         with np.errstate(divide="ignore"):
             pairs = zip(kinds.values(), alone_s, strict=True)
             return np.asarray(num_samples / sum(n / each[:, -1] for n, each in pairs))

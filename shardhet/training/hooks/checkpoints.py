@@ -155,7 +155,8 @@ class SaveCheckpoints(Hook):
     def _kept(self) -> dict[str, Any]:
         """Those with a state, by name; a checkpoint may be from before they were added."""
         hooks = self.run.hooks
-        return {type(h).__name__.lower(): h for h in hooks if isinstance(h, Stateful)}
+        stateful = [each for each in hooks if isinstance(each, Stateful)]
+        return {each.state_name or type(each).__name__.lower(): each for each in stateful}
 
     def extra(self, step: int) -> dict[str, Any]:
         """What is kept beside model and optimizer.  Collective."""

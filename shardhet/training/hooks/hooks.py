@@ -46,6 +46,9 @@ class After(Enum):
 class Hook:
     """A base of hooks, which does nothing.  Every method is collective."""
 
+    # In checkpoints, of one that has ``state_dict`` and ``load_state_dict``; "": its class.
+    state_name = ""
+
     def begin(self, run: "Hooks") -> None:
         """Before the first step of ``run``."""
 
