@@ -161,10 +161,11 @@ class Trial:
                 return params[0].new_ones(())  # one for all ranks, as a loss is
 
             closure()
+            given: Any = closure if self._has_closure else None
             torch.manual_seed(step)
             try:
                 with _Alone():
-                    optimizer.step(closure if self._has_closure else None)  # type: ignore[arg-type]
+                    optimizer.step(given)
             except Exception:
                 if step < TRIAL_STEPS:
                     raise
