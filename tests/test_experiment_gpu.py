@@ -72,3 +72,14 @@ def test_a_first_step_is_taken_in_two_bytes() -> None:
     assert len(checks.SHAPES) == 12
     [bar] = results.bars_of(checks.FIRST_STEPS, checks.FIRST_METRICS, ledger.rows)
     assert bar.holds
+
+
+def test_a_bad_loss_stops_the_run_or_changes_nothing() -> None:
+    results, scale, checks = own("results"), own("scale"), own("checks")
+    job = scale.Job(
+        device=torch.device("cpu"), scale=scale.REHEARSAL, budget_s=1.0, is_rehearsal=True
+    )
+    ledger = results.Ledger(None)
+    checks.guards(job, results.Recorder(checks.GUARDS, ledger.add))
+    found = [(row.metric, row.value) for row in ledger.rows]
+    assert found == [(checks.AS_EXPECTED, 1.0)] * 3
